@@ -1,0 +1,112 @@
+"""What the autoregressive engine needs of a model: an adapter, per stage, written by the family."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from segue.engines.contract import Payload, StageRequest
+from segue.messages.sampling import SamplingParams
+
+
+@dataclass(slots=True)
+class KVSpec:
+    """Shape of the KV cache of a decoder."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    capture_width: int = 0
+    """Width of the captured row per token (0: nothing is captured). Stored per block, beside K and V, so that a
+    prefix-cache hit can give the rows it did not compute."""
+    capture_dtype: torch.dtype = torch.float32
+
+
+@dataclass(slots=True)
+class Prompt:
+    """What a request is prefilled with."""
+
+    token_ids: list[int]
+    """[T] ids, placeholders included: for penalties, for hashing, and for embedding where `embeds` is None."""
+    embeds: torch.Tensor | None = None
+    """[T, hidden]: used instead of embedding `token_ids`."""
+    positions: torch.Tensor | None = None
+    """[axes, T] long, rotary positions (axes 3 for M-RoPE, 1 otherwise); None: 0..T-1 on every axis."""
+    position_delta: int = 0
+    """Position of generated token i is T + i + position_delta."""
+    identity: Sequence[int | bytes] | None = None
+    """[T] what each token *is*, for prefix caching, where ids do not say it (media content, upstream rows);
+    None: the ids. An empty sequence means the prompt must not be shared."""
+    modality_tokens: dict[str, int] = field(default_factory=dict)
+    """Prompt tokens per modality, for usage."""
+    extras: dict[str, Any] = field(default_factory=dict)
+    """The family's own, for its forward and transfers; per-token tensors are [T, …] and are sliced by the adapter."""
+
+
+@dataclass(slots=True)
+class Fed:
+    """What a chunk from upstream meant."""
+
+    prompt: Prompt | None = None
+    """Set once, when the prompt is complete."""
+    conditioning: torch.Tensor | None = None
+    """[n, width]: rows for the next generated tokens: the k-th row ever given goes with generated token k."""
+    tail: torch.Tensor | None = None
+    """[width]: the row for every token after the last conditioning row; set when the stream has ended."""
+
+
+@dataclass(slots=True)
+class FlatBatch:
+    """All tokens of a step, one request after the other."""
+
+    token_ids: torch.Tensor
+    """[tokens] long."""
+    embeds: torch.Tensor | None
+    """[tokens, hidden] where some request has its own embeddings (rows of others are embedded by `adapter.embed`)."""
+    positions: torch.Tensor
+    """[axes, tokens] long."""
+    attention: Any
+    """Passed to the decoder's forward as the keyword argument `paged`; reaches the registered attention function."""
+    prompts: list[tuple[Prompt | None, int, int]] = field(default_factory=list)
+    """Per request: its prompt, and the range [start, stop) of its sequence that is in this batch."""
+
+
+class AutoregressiveAdapter(Protocol):
+    """A decoder as the engine sees it. All tensors on `device`."""
+
+    device: torch.device
+    kv: KVSpec
+    axes: int
+    """Rotary axes: 3 for M-RoPE, else 1."""
+    vocab_size: int
+    max_model_len: int
+    conditioned: bool
+    """Each generated token's input needs a row from upstream; a request without its next row is not scheduled."""
+    end_token_ids: frozenset[int]
+    default_sampling: SamplingParams
+    """The defaults of the family's own `generate` for this stage."""
+
+    def begin(self, request: StageRequest) -> Any:
+        """State of a request, given back to `feed`. Raises `InvalidRequest`."""
+
+    def feed(self, state: Any, upstream: str, payload: Payload, *, final: bool) -> Fed:
+        """One chunk from upstream. Raises `InvalidRequest` or `StageFailed`: only that request fails."""
+
+    def embed(self, token_ids: torch.Tensor, conditioning: torch.Tensor | None) -> torch.Tensor:
+        """[n] ids, [n, width] rows (conditioned stages) → [n, hidden] decoder inputs of generated tokens.
+
+        Also called with prompt ids and no rows, for prompts without `embeds`.
+        """
+
+    def forward(self, embeds: torch.Tensor, batch: FlatBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[tokens, hidden] → (final hidden states [tokens, hidden], captured rows [tokens, capture_width] or None)."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] → [rows, vocab] float32."""
+
+    def decode_text(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Text of ids, for stages that make text; others raise `StageFailed`."""

@@ -1,0 +1,133 @@
+"""What a worker and an engine say to each other. Engines know no model, no connector, no process.
+
+One `step` is one decode iteration, one denoising step or one batched module call; requests join and leave between
+steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from segue.messages.errors import SegueError
+from segue.messages.request import Request
+from segue.messages.sampling import SamplingParams
+
+Payload = dict[str, Any]
+"""Nested dicts and lists of tensors, bytes, numbers, strings and None: what a connector can carry."""
+
+
+@dataclass(slots=True)
+class StageRequest:
+    """One request as one stage sees it. Made by the worker; lives until the engine says finished or it is cancelled."""
+
+    request_id: str
+    stage: str
+    request: Request
+    sampling: SamplingParams
+    """Every field but `max_tokens` and `seed` is set: request over family defaults over the library's."""
+    seed: int
+    upstreams: frozenset[str]
+    """Stages whose chunks this one will get. The input stage has none: its payload is the request itself."""
+    downstreams: frozenset[str]
+    """Stages that want this one's output; what nobody wants need not be captured."""
+    to_client: frozenset[str]
+    """Modalities of this stage's output that the client sees, e.g. {"text"}."""
+    resume: list[int] = field(default_factory=list)
+    """Token ids an earlier attempt had emitted: prefill them and go on. They are emitted to downstreams again."""
+    priority: int = 0
+    arrival: float = field(default_factory=time.monotonic)
+
+
+@dataclass(slots=True)
+class Rows:
+    """A piece of a per-token stream: `data[i]` belongs to position `start + i` of the request's sequence."""
+
+    start: int
+    data: torch.Tensor
+    """[n, width]; on the engine's device."""
+
+
+@dataclass(slots=True)
+class StageOutput:
+    """What one step made for one request. Only what is new."""
+
+    request_id: str
+    token_ids: list[int] = field(default_factory=list)
+    """Newly generated ids, end token included."""
+    first_index: int = 0
+    """How many ids the request had generated before these."""
+    text: str = ""
+    """New text, where the stage makes text for the client; held back while a stop string may be forming."""
+    captured: Rows | None = None
+    """Rows the adapter captured, of the tokens computed in this step (or found in the prefix cache)."""
+    prompt: Any = None
+    """Autoregressive: the request's `Prompt`, in the first output that carries captured rows; transfers may need it."""
+    payload: Payload | None = None
+    """Module: the result of one work item."""
+    finished: bool = False
+    finish_reason: str = ""
+    """`stop`, `length`."""
+    error: SegueError | None = None
+    """The request failed in this engine; it is gone from it. Other requests are untouched."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    modality_tokens: dict[str, int] = field(default_factory=dict)
+    """Prompt tokens per modality, in the first output of the request."""
+
+
+@dataclass(slots=True)
+class LoadContext:
+    """What an adapter gets to build itself with."""
+
+    model_dir: Path
+    stage: str
+    device: torch.device
+    dtype: torch.dtype
+    load_format: str = "auto"
+    """`auto`: the checkpoint's weights; `dummy`: random weights of the config's shape, made on the device."""
+    max_model_len: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    """The deployment's own options for this stage, e.g. the vocoder's look-ahead."""
+    progress: Callable[[float, str], None] = lambda fraction, what: None
+    """Report loading: fraction done, and what is being done."""
+
+
+Adapter = Any
+"""An adapter of the engine's kind: `AutoregressiveAdapter`, `ModuleAdapter`."""
+AdapterFactory = Callable[[LoadContext], Adapter]
+Transfer = Callable[[StageRequest, StageOutput], Payload | None]
+"""Run upstream, per output: what leaves over this edge, or None when this output has nothing for it."""
+
+
+class Engine(Protocol):
+    """Runs one stage. Single-threaded: the worker's loop is the only caller."""
+
+    def add(self, request: StageRequest) -> None:
+        """Take a request; its inputs come by `feed`. Raises `InvalidRequest` when it can never run."""
+
+    def feed(self, request_id: str, upstream: str, payload: Payload, *, final: bool) -> None:
+        """One chunk of an upstream's stream, in order. `final`: the last one. Unknown ids are ignored (cancelled)."""
+
+    def cancel(self, request_id: str) -> None:
+        """Forget the request and free what it holds. Unknown ids are ignored."""
+
+    def pause(self, request_id: str) -> None:
+        """The downstream is full: do not schedule this request; preempt it first when others need room."""
+
+    def resume(self, request_id: str) -> None:
+        """Undo `pause`."""
+
+    def has_work(self) -> bool:
+        """True if `step` would do something now."""
+
+    def step(self) -> list[StageOutput]:
+        """Run one batch. Never raises for what one request did: that request gets an output with `error`."""
+
+    def stats(self) -> dict[str, float]:
+        """Gauges for /metrics: `waiting`, `running`, `batch` (size of the last step), and the engine's own."""

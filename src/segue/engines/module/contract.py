@@ -1,0 +1,51 @@
+"""What the module engine needs of a model: an adapter whose work comes in items that can be batched."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from segue.engines.contract import Payload, StageRequest
+from segue.messages.errors import SegueError
+
+
+@dataclass(slots=True)
+class Work:
+    """One piece of work of one request, ready to run. Items of a request run and are emitted in order."""
+
+    request_id: str
+    item: Any
+    bucket: Hashable = None
+    """Only items of equal bucket share a call (length bucketing)."""
+    cost: int = 1
+    """Toward the engine's cost limit per call (e.g. padded frames or pixels)."""
+    last: bool = False
+    """The request is finished after this item."""
+
+
+@dataclass(slots=True)
+class Result:
+    """What came of one `Work`: a payload, or the error of this item alone."""
+
+    payload: Payload | None = None
+    error: SegueError | None = None
+
+
+class ModuleAdapter(Protocol):
+    """An encoder, decoder, processor or vocoder as the engine sees it."""
+
+    def begin(self, request: StageRequest) -> tuple[Any, list[Work]]:
+        """State of a request and what can run at once (the input stage runs on the request itself)."""
+
+    def feed(self, state: Any, upstream: str, payload: Payload, *, final: bool) -> list[Work]:
+        """One chunk from upstream → the items that became ready. Raises for that request alone."""
+
+    def run(self, works: list[Work]) -> list[Result]:
+        """One batched call over items of one bucket; results in the same order.
+
+        Raising fails the whole call: the engine then runs the items one by one, so that only the guilty one fails.
+        """
+
+    def end(self, state: Any) -> None:
+        """The request left (finished, failed, cancelled): drop what is kept for it."""

@@ -1,0 +1,80 @@
+"""What a request gives back while it runs: typed deltas, the last one `Finished`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class TextDelta(msgspec.Struct, frozen=True, tag="text"):
+    """New text of the stage that talks to the client; `token_ids` are the ids it came from (end token included)."""
+
+    stage: str
+    text: str
+    token_ids: list[int] = []
+
+
+class AudioDelta(msgspec.Struct, frozen=True, tag="audio"):
+    """New samples: little-endian float32 mono in [-1, 1]."""
+
+    stage: str
+    samples: bytes
+    sample_rate: int
+
+
+class ImageDelta(msgspec.Struct, frozen=True, tag="image"):
+    """One finished picture: raw uint8 RGB, row by row."""
+
+    stage: str
+    data: bytes
+    height: int
+    width: int
+
+
+class Usage(msgspec.Struct):
+    """Token counts of a request, per modality."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    prompt_modalities: dict[str, int] = {}
+    """`text`, `image`, `audio`, `video`: prompt tokens of that kind."""
+    completion_modalities: dict[str, int] = {}
+    """`text`: reply tokens · `audio`: codes of the talker."""
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(self.completion_modalities.values())
+
+
+class RequestMetrics(msgspec.Struct):
+    """Times in seconds since the request was admitted (the paper, §4.1: JCT, TTFT, TTFA, RTF)."""
+
+    jct: float = 0.0
+    ttft: float | None = None
+    ttfa: float | None = None
+    audio_seconds: float = 0.0
+    attempts: int = 1
+    """1, and one more for every worker lost on the way."""
+    spans: list[tuple[str, str, float, float]] = []
+    """(stage, what, start, end) in seconds since admission: the request's timeline."""
+
+    @property
+    def rtf(self) -> float | None:
+        """Real-time factor: time to make the audio over the audio's length."""
+        return self.jct / self.audio_seconds if self.audio_seconds else None
+
+
+class Finished(msgspec.Struct, frozen=True, tag="finished"):
+    """The last delta of a request."""
+
+    finish_reason: str
+    """`stop` (end token or stop string) or `length`, of the stage that makes the main output."""
+    token_ids: dict[str, list[int]]
+    """All generated ids of every autoregressive stage, end token included."""
+    usage: Usage
+    metrics: RequestMetrics
+    options: dict[str, Any] = {}
+
+
+Delta = TextDelta | AudioDelta | ImageDelta | Finished

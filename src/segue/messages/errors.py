@@ -1,0 +1,131 @@
+"""The error tree, one class per remedy.
+
+    SegueError
+    ├── ConfigError         the graph, deployment or checkpoint is wrong: mend it, start again
+    ├── InvalidRequest      the request is wrong: the client mends it (HTTP 400)
+    │   ├── TooLarge        over a limit of this deployment (413)
+    │   └── NotFound        no such model, voice, file or job (404)
+    ├── Overloaded          the queue is full: try again later (429)
+    ├── DeadlineExceeded    the request's own deadline passed (504)
+    ├── Cancelled           the client went away (499)
+    └── StageFailed         a stage could not do it: our mistake, or the device's (500)
+        └── StageLost       its worker died and the retries are spent (503)
+
+Errors cross processes as :class:`segue.messages.wire.Failed` and are rebuilt by :func:`error_from`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import ClassVar
+
+
+class SegueError(Exception):
+    """Base of every error this program raises on purpose."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    code: ClassVar[str] = "internal_error"
+
+    def __init__(self, message: str, *, field: str | None = None, stage: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+        self.stage = stage
+
+
+class ConfigError(SegueError, ValueError):
+    """The graph, the deployment or the checkpoint cannot be served as it is written."""
+
+    code = "config_error"
+
+
+class InvalidRequest(SegueError, ValueError):
+    """The request is wrong; `field` names the part, the message the value and what would be right."""
+
+    status = 400
+    type = "invalid_request_error"
+    code = "invalid_value"
+
+
+class TooLarge(InvalidRequest):
+    """More than a limit of this deployment allows; the message names limit and key."""
+
+    status = 413
+    code = "too_large"
+
+
+class NotFound(InvalidRequest):
+    """A name that does not resolve."""
+
+    status = 404
+    code = "not_found"
+
+
+class Overloaded(SegueError):
+    """Queue bound reached; the client may try again."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "overloaded"
+
+
+class DeadlineExceeded(SegueError):
+    """The request's own deadline passed before it finished."""
+
+    status = 504
+    type = "timeout_error"
+    code = "deadline_exceeded"
+
+
+class Cancelled(SegueError):
+    """The client went away or asked for the end of the request."""
+
+    status = 499
+    type = "cancelled"
+    code = "cancelled"
+
+
+class StageFailed(SegueError):
+    """A stage could not serve the request; `stage` names it."""
+
+    code = "stage_failed"
+
+
+class StageLost(StageFailed):
+    """The worker of a stage died and the retries of the request are spent."""
+
+    status = 503
+    code = "stage_lost"
+
+
+_TREE: dict[str, type[SegueError]] = {
+    cls.__name__: cls
+    for cls in (
+        SegueError,
+        ConfigError,
+        InvalidRequest,
+        TooLarge,
+        NotFound,
+        Overloaded,
+        DeadlineExceeded,
+        Cancelled,
+        StageFailed,
+        StageLost,
+    )
+}
+
+
+def error_from(kind: str, message: str, *, field: str | None = None, stage: str | None = None) -> SegueError:
+    """The error that crossed a process as its class name and texts; an unknown kind becomes `StageFailed`."""
+    return _TREE.get(kind, StageFailed)(message, field=field, stage=stage)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`"; did you mean 'x'?"` or the list of what exists: the tail of every "unknown name" message."""
+    names = sorted(known)
+    close = get_close_matches(name, names, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; known: {', '.join(names)}" if names else ""

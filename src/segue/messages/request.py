@@ -1,0 +1,70 @@
+"""What a client asks for, as it travels from the server to the input stage."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from segue.messages.sampling import SamplingParams
+
+MediaKind = Literal["image", "audio", "video"]
+
+
+class ArrayInfo(msgspec.Struct, frozen=True):
+    """How to read `MediaPart.data` when it is a raw array and not an encoded file."""
+
+    dtype: str
+    """numpy name, e.g. `uint8`, `float32`."""
+    shape: tuple[int, ...]
+    """image: (height, width, 3) uint8 · audio: (samples,) float32 mono in [-1, 1] · video: (frames, h, w, 3) uint8."""
+    rate: float | None = None
+    """audio: samples per second (None: 16000) · video: frames per second (None: unknown)."""
+
+
+class TextPart(msgspec.Struct, frozen=True, tag="text"):
+    text: str
+
+
+class MediaPart(msgspec.Struct, frozen=True, tag="media"):
+    """One picture, clip or recording: the bytes of a file (any format PyAV or Pillow reads), or a raw array."""
+
+    kind: MediaKind
+    data: bytes
+    array: ArrayInfo | None = None
+    """None: `data` is an encoded file."""
+    field: str = ""
+    """Where in the client's request it stood, e.g. `messages[0].content[1]`; errors name it."""
+
+
+Part = TextPart | MediaPart
+
+
+class Message(msgspec.Struct, frozen=True):
+    role: str
+    content: list[Part]
+
+
+class Request(msgspec.Struct, kw_only=True):
+    """One generation. Either `messages` or `prompt_token_ids` is set."""
+
+    request_id: str
+    messages: list[Message] = []
+    prompt_token_ids: list[int] | None = None
+    modalities: list[str] = ["text"]
+    """What the client wants out: any of what the graph gives."""
+    voice: str | None = None
+    sampling: dict[str, SamplingParams] = {}
+    """By stage name. The orchestrator fills in the family's defaults and the seed at admission."""
+    seed: int | None = None
+    """Given at admission where the client gave none, so that any part can be run again."""
+    priority: int = 0
+    """Lower runs first."""
+    deadline: float | None = None
+    """Unix time after which the request is cancelled."""
+    options: dict[str, Any] = {}
+    """Family options by name (e.g. `use_audio_in_video`); the family's dialect checks them."""
+
+    def media_kinds(self) -> set[str]:
+        """The kinds of media the request carries."""
+        return {part.kind for message in self.messages for part in message.content if isinstance(part, MediaPart)}

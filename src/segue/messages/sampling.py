@@ -1,0 +1,130 @@
+"""Sampling parameters of one stage. A field left at None takes the family's own default, then the library's."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from segue.messages.errors import InvalidRequest, nearest
+
+GREEDY_BELOW = 1e-5
+"""A temperature under this is greedy decoding."""
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """How an autoregressive stage picks tokens. None means "as the family's own `generate` does"."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    """Keep the k most likely tokens; 0 or -1 keeps all."""
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    """Divides positive and multiplies negative logits of tokens seen in prompt or output (CTRL, §4.1)."""
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    """Token ids that end the output, besides the family's end tokens."""
+    ignore_eos: bool | None = None
+    """Do not end at the family's end tokens; `stop_token_ids` still end."""
+    suppress_tokens: list[int] | None = None
+    """Token ids that are never produced."""
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature is not None and self.temperature < GREEDY_BELOW
+
+    def over(self, defaults: SamplingParams) -> SamplingParams:
+        """These parameters, with `defaults` where a field is unset."""
+        merged = {
+            name: mine if (mine := getattr(self, name)) is not None else getattr(defaults, name)
+            for name in self.__struct_fields__
+        }
+        return SamplingParams(**merged)
+
+
+FALLBACK = SamplingParams(
+    temperature=1.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    repetition_penalty=1.0,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    min_tokens=0,
+    stop=[],
+    stop_token_ids=[],
+    ignore_eos=False,
+    suppress_tokens=[],
+    logit_bias={},
+    include_stop_str_in_output=False,
+    skip_special_tokens=True,
+)
+"""What a field means where neither the request nor the family says anything (`max_tokens`: up to the context)."""
+
+# field → (lowest, highest, "what would be right"); bounds are OpenAI's and vLLM's
+_RANGES: dict[str, tuple[float, float, str]] = {
+    "temperature": (0.0, 2.0, "a number from 0 to 2"),
+    "top_k": (-1, 2**31 - 1, "an integer, -1 or 0 for all tokens"),
+    "min_p": (0.0, 1.0, "a number from 0 to 1"),
+    "presence_penalty": (-2.0, 2.0, "a number from -2 to 2"),
+    "frequency_penalty": (-2.0, 2.0, "a number from -2 to 2"),
+    "max_tokens": (1, 2**31 - 1, "an integer of at least 1"),
+    "min_tokens": (0, 2**31 - 1, "an integer of at least 0"),
+    "seed": (-(2**63), 2**64 - 1, "a 64-bit integer"),
+}
+
+
+def check_sampling(params: SamplingParams, field: str) -> None:
+    """Raise `InvalidRequest` naming field, value and what would be right."""
+    for name, (low, high, right) in _RANGES.items():
+        value = getattr(params, name)
+        if value is not None and not (math.isfinite(value) and low <= value <= high):
+            raise InvalidRequest(f"{field}.{name} is {value!r}; it must be {right}", field=f"{field}.{name}")
+    if params.top_p is not None and not 0.0 < params.top_p <= 1.0:
+        raise InvalidRequest(
+            f"{field}.top_p is {params.top_p!r}; it must be above 0 and at most 1", field=f"{field}.top_p"
+        )
+    if params.repetition_penalty is not None and not (0.0 < params.repetition_penalty <= 10.0):
+        raise InvalidRequest(
+            f"{field}.repetition_penalty is {params.repetition_penalty!r}; it must be above 0 and at most 10",
+            field=f"{field}.repetition_penalty",
+        )
+    if params.min_tokens and params.max_tokens and params.min_tokens > params.max_tokens:
+        raise InvalidRequest(
+            f"{field}.min_tokens is {params.min_tokens}, more than max_tokens ({params.max_tokens})",
+            field=f"{field}.min_tokens",
+        )
+    for bias in (params.logit_bias or {}).values():
+        if not (math.isfinite(bias) and -100 <= bias <= 100):
+            raise InvalidRequest(
+                f"{field}.logit_bias has {bias!r}; a bias must be from -100 to 100", field=f"{field}.logit_bias"
+            )
+    if any(not text for text in params.stop or []):
+        raise InvalidRequest(f"{field}.stop has an empty string; leave it out", field=f"{field}.stop")
+
+
+def sampling_from(values: dict[str, Any], field: str) -> SamplingParams:
+    """Parameters from a JSON object; unknown names and wrong types are named with their nearest neighbour."""
+    for name in values:
+        if name not in SamplingParams.__struct_fields__:
+            raise InvalidRequest(
+                f"{field} has no parameter {name!r}{nearest(name, SamplingParams.__struct_fields__)}",
+                field=f"{field}.{name}",
+            )
+    try:
+        # JSON object keys are text: logit_bias arrives as {"123": 1.0}
+        params = msgspec.convert(values, SamplingParams, strict=False, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"{field}: {error}", field=field) from error
+    check_sampling(params, field)
+    return params

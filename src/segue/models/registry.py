@@ -1,0 +1,87 @@
+"""Which family serves a checkpoint: found by `architectures` of its config, without importing torch.
+
+Packages outside register theirs through the entry-point group `segue.models`: the entry point is a `Family`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from segue.graph.stage_graph import StageGraph
+from segue.messages.errors import ConfigError, nearest
+
+
+class Stages(Protocol):
+    """The torch half of a family: its `stages` module, imported by workers only."""
+
+    ADAPTERS: dict[str, Callable[..., Any]]
+    """By stage name: `LoadContext` → adapter of the kind the stage's engine needs."""
+    TRANSFERS: dict[tuple[str, str], Callable[..., Any]]
+    """By (from, to) stage names: `Transfer`."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family. The strings name modules that import torch, so that the control plane need not."""
+
+    name: str
+    architectures: frozenset[str]
+    graph: Callable[[dict[str, Any]], StageGraph]
+    """Config of the checkpoint (as JSON) → its stage graph."""
+    stages_module: str
+    voices: Callable[[Path], list[str]] = lambda model_dir: []
+    """The voices a checkpoint speaks with, the default first; must not import torch."""
+    options: frozenset[str] = frozenset()
+    """Names of request options the family understands, e.g. `use_audio_in_video`."""
+    tiny_module: str | None = None
+    """Module with `make(directory: Path, size: str, seed: int) -> None`, and the sizes it knows in `SIZES`."""
+    tiny_name: str | None = None
+    """The name `segue tiny` knows it by."""
+
+    def load_stages(self) -> Stages:
+        return cast(Stages, importlib.import_module(self.stages_module))
+
+
+def families() -> dict[str, Family]:
+    """All known families by name: the house's own, then those of installed packages."""
+    from segue.models.qwen2_5_omni.family import FAMILY as QWEN2_5_OMNI
+
+    known = {family.name: family for family in (QWEN2_5_OMNI,)}
+    for point in entry_points(group="segue.models"):
+        family = point.load()
+        known[family.name] = family
+    return known
+
+
+def read_config(model_dir: Path) -> dict[str, Any]:
+    """The checkpoint's `config.json`; errors name what is missing."""
+    path = model_dir / "config.json"
+    if not model_dir.is_dir():
+        raise ConfigError(f"no checkpoint at {str(model_dir)!r}: that is not a directory", field="model")
+    if not path.is_file():
+        raise ConfigError(f"{str(model_dir)!r} holds no config.json, so it is no checkpoint", field="model")
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path}: not JSON: {error}", field="model") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path}: must hold a JSON object", field="model")
+    return config
+
+
+def family_of(config: dict[str, Any]) -> Family:
+    """The family that serves a config, by its `architectures`."""
+    wanted = config.get("architectures") or []
+    known = families()
+    for family in known.values():
+        if family.architectures & set(wanted):
+            return family
+    served = sorted(name for family in known.values() for name in family.architectures)
+    hint = nearest(wanted[0], served) if wanted else f"; known: {', '.join(served)}"
+    raise ConfigError(f"no family serves architectures {wanted!r}{hint}", field="architectures")
