@@ -51,7 +51,7 @@ class Request(msgspec.Struct, kw_only=True):
     request_id: str
     messages: list[Message] = []
     prompt_token_ids: list[int] | None = None
-    modalities: list[str] = ["text"]
+    modalities: list[str] = msgspec.field(default_factory=lambda: ["text"])
     """What the client wants out: any of what the graph gives."""
     voice: str | None = None
     sampling: dict[str, SamplingParams] = {}
