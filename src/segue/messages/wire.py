@@ -1,7 +1,7 @@
 """Every control message that crosses a process, and the one codec for them (msgpack by msgspec).
 
     orchestrator → worker   Begin, Resend, Moved, Drop, PeerLost, Shutdown
-    worker → orchestrator   Loading, Ready, StartFailed, Progress, InputDone, StageDone, Failed, Stats
+    worker → orchestrator   Loading, Ready, StartFailed, Progress, InputDone, InputLost, StageDone, Failed, Stats
     worker → worker         Chunk, Consumed
 
 Payloads never travel here: a `Chunk` carries the connector's metadata. Every message about a request carries the
@@ -140,6 +140,16 @@ class InputDone(msgspec.Struct, tag=True):
     source: str
 
 
+class InputLost(msgspec.Struct, tag=True):
+    """A payload of `source` cannot be had any more (its producer died, or did not keep it): `stage` must start anew."""
+
+    worker: str
+    request_id: str
+    stage: str
+    attempt: int
+    source: str
+
+
 class StageDone(msgspec.Struct, tag=True):
     worker: str
     request_id: str
@@ -212,7 +222,7 @@ class Consumed(msgspec.Struct, tag=True):
 
 
 ToWorker = Begin | Resend | Moved | Drop | PeerLost | Shutdown | Chunk | Consumed
-ToOrchestrator = Loading | Ready | StartFailed | Progress | InputDone | StageDone | Failed | Stats
+ToOrchestrator = Loading | Ready | StartFailed | Progress | InputDone | InputLost | StageDone | Failed | Stats
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker = msgspec.msgpack.Decoder(ToWorker)

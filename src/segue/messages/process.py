@@ -1,0 +1,72 @@
+"""What the orchestrator and the fork server say to each other, and what a worker is told when it is born."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class WorkerSpec(msgspec.Struct, kw_only=True):
+    """One worker: which stages it runs and whom it talks to."""
+
+    worker: str
+    """Unique per incarnation, e.g. `thinker.0-2`: group, replica, incarnation."""
+    family: str
+    model_dir: str
+    stages: list[dict[str, Any]]
+    """`segue.graph.deployment.StagePlan` of each, as plain values."""
+    edges: list[dict[str, Any]]
+    """`segue.graph.deployment.EdgePlan` of every edge that starts or ends here."""
+    replayable: list[str]
+    """Stages whose new attempt gives the same chunks in the same pieces (module stages), so that what came before is
+    dropped by number. Autoregressive stages do not promise it (prefill chunks follow the load): their rows carry
+    their own index."""
+    limits: dict[str, Any]
+    inbox: str
+    """ZeroMQ address this worker binds."""
+    orchestrator: str
+    """ZeroMQ address the orchestrator has bound."""
+    connector: str
+    """Address of this worker's shared-memory connector."""
+    load_format: str = "auto"
+
+
+class Spawn(msgspec.Struct, tag=True):
+    spec: WorkerSpec
+
+
+class Kill(msgspec.Struct, tag=True):
+    pid: int
+
+
+class Preloaded(msgspec.Struct, tag=True):
+    """The fork server has imported what workers share."""
+
+
+class PreloadFailed(msgspec.Struct, tag=True):
+    message: str
+
+
+class Spawned(msgspec.Struct, tag=True):
+    worker: str
+    pid: int
+
+
+class Exited(msgspec.Struct, tag=True):
+    worker: str
+    pid: int
+    how: str
+    """`exit 1`, `signal 9 (SIGKILL)`"""
+
+
+ToForkServer = Spawn | Kill
+FromForkServer = Preloaded | PreloadFailed | Spawned | Exited
+
+_encoder = msgspec.msgpack.Encoder()
+to_fork_server = msgspec.msgpack.Decoder(ToForkServer)
+from_fork_server = msgspec.msgpack.Decoder(FromForkServer)
+
+
+def encode(message: ToForkServer | FromForkServer) -> bytes:
+    return _encoder.encode(message)

@@ -1,0 +1,168 @@
+"""Where workers run. On one machine: forked from the fork server, which is started here and watched."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import segue
+from segue.messages.errors import ConfigError
+from segue.messages.process import (
+    Exited,
+    FromForkServer,
+    Kill,
+    Preloaded,
+    PreloadFailed,
+    Spawn,
+    Spawned,
+    ToForkServer,
+    WorkerSpec,
+    encode,
+    from_fork_server,
+)
+
+MESSAGE_BYTES = 1 << 18
+
+
+class Placement(Protocol):
+    """Starts workers and tells when they end."""
+
+    runtime_dir: str
+    """A private directory for sockets and spilled payloads; gone after `close`, and after a crash."""
+
+    async def start(self) -> None:
+        """Raises `ConfigError` with the workers' own import error."""
+
+    def spawn(self, spec: WorkerSpec) -> None:
+        """Start a worker; `on_spawned` and later `on_exit` tell of it."""
+
+    def kill(self, pid: int) -> None:
+        """SIGKILL a worker."""
+
+    async def close(self) -> None:
+        """End whatever still runs."""
+
+
+class LocalPlacement:
+    """Workers on this machine, forked from one process that has imported `preload`."""
+
+    def __init__(
+        self,
+        preload: list[str],
+        *,
+        on_spawned: Callable[[str, int], None],
+        on_exit: Callable[[str, str], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        """`on_exit(worker, how)`; `on_lost()`: the fork server itself died, and every worker with it."""
+        self._preload = preload
+        self._on_spawned = on_spawned
+        self._on_exit = on_exit
+        self._on_lost = on_lost
+        self.runtime_dir = ""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._preloaded: asyncio.Future[None] | None = None
+        self._closing = False
+
+    async def start(self) -> None:
+        self._closing = False
+        # short: a Unix socket path has room for 107 bytes
+        self.runtime_dir = tempfile.mkdtemp(prefix="segue-", dir=_short_tmp())
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            os.set_inheritable(theirs.fileno(), True)
+            source = str(Path(segue.__file__).parents[1])
+            paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "segue.worker", str(theirs.fileno()), self.runtime_dir, *self._preload],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            )
+        ours.setblocking(False)
+        self._control = ours
+        loop = asyncio.get_running_loop()
+        self._preloaded = loop.create_future()
+        loop.add_reader(ours.fileno(), self._read)
+        try:
+            await self._preloaded
+        except BaseException:
+            await self.close()
+            raise
+
+    def spawn(self, spec: WorkerSpec) -> None:
+        self._send(Spawn(spec))
+
+    def kill(self, pid: int) -> None:
+        self._send(Kill(pid))
+
+    async def close(self) -> None:
+        self._closing = True
+        self._disconnect()
+        process, self._process = self._process, None
+        if process is not None:
+            await asyncio.get_running_loop().run_in_executor(None, process.wait)
+        shutil.rmtree(self.runtime_dir, ignore_errors=True)
+
+    def _send(self, message: ToForkServer) -> None:
+        assert self._control is not None, "not started"
+        try:
+            self._control.send(encode(message))
+        except (BrokenPipeError, ConnectionResetError):
+            return  # the reader sees the end of the stream and says so
+
+    def _disconnect(self) -> None:
+        if self._control is not None:
+            asyncio.get_running_loop().remove_reader(self._control.fileno())
+            self._control.close()
+            self._control = None
+
+    def _read(self) -> None:
+        assert self._control is not None
+        while self._control is not None:
+            try:
+                data = self._control.recv(MESSAGE_BYTES)
+            except BlockingIOError:
+                return
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                self._ended()
+                return
+            self._handle(from_fork_server.decode(data))
+
+    def _handle(self, message: FromForkServer) -> None:
+        assert self._preloaded is not None
+        match message:
+            case Preloaded():
+                self._preloaded.set_result(None)
+            case PreloadFailed():
+                self._preloaded.set_exception(ConfigError(f"workers cannot start: {message.message}"))
+            case Spawned():
+                self._on_spawned(message.worker, message.pid)
+            case Exited():
+                self._on_exit(message.worker, message.how)
+
+    def _ended(self) -> None:
+        """The fork server closed its end: it is dead or dying."""
+        assert self._preloaded is not None
+        self._disconnect()
+        if not self._preloaded.done():
+            self._preloaded.set_exception(ConfigError("the fork server died while importing the model's modules"))
+        elif not self._closing:
+            self._on_lost()
+
+
+def _short_tmp() -> str:
+    """A directory for sockets: the usual one unless its path is too long for them."""
+    usual = tempfile.gettempdir()
+    return usual if len(usual) <= 40 else "/tmp"

@@ -1,0 +1,20 @@
+"""`python -m segue.worker CONTROL_FD RUNTIME_DIR MODULE...`: the fork server of one orchestrator."""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+from segue.messages.process import WorkerSpec
+from segue.worker.forkserver import serve
+
+
+def _run(spec: WorkerSpec) -> None:
+    from segue.worker.worker import run  # after the preload: it brings torch
+
+    run(spec)
+
+
+if __name__ == "__main__":
+    fd, runtime_dir, *preload = sys.argv[1:]
+    serve(socket.socket(fileno=int(fd)), runtime_dir, [*preload, "segue.worker.worker"], _run)

@@ -1,0 +1,166 @@
+"""The streams that leave a worker: put, send, count what is not consumed yet, keep what may be asked for again.
+
+A flow is one edge of one request. Its chunks wait in `pending` while the edge's byte budget is used up or the connector
+has no room; the stage's engine is told to pause such a request. One chunk is always let through where the downstream
+has nothing of this flow left to consume: it may be the very chunk it waits for (no deadlock, whatever the budget).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from segue.connectors.base import Connector, Payload
+from segue.messages.wire import Chunk, Peer
+from segue.worker.retained import RetainedStore
+
+
+@dataclass(slots=True)
+class Channel:
+    """How an edge of the deployment carries its chunks."""
+
+    connector: Connector
+    budget: int
+    """Bytes in flight on this edge, over all requests."""
+    retain: bool
+    """Keep payloads for a restart of the downstream; not where both stages live and die in one process."""
+    in_flight: int = 0
+
+
+@dataclass(slots=True)
+class _Flow:
+    request_id: str
+    source: Peer
+    target: Peer
+    channel: Channel
+    pending: deque[tuple[Payload | None, bool]] = field(default_factory=deque)
+    unconsumed: deque[tuple[int, int]] = field(default_factory=deque)
+    """(seq, bytes) of what was sent and not yet consumed."""
+    next_seq: int = 0
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return (self.request_id, self.source.stage, self.target.stage)
+
+
+Send = Callable[[str, Chunk], None]
+"""(address, chunk)"""
+
+
+class Outbox:
+    """All flows of one worker, and the payloads retained for them."""
+
+    def __init__(self, channels: dict[tuple[str, str], Channel], retained: RetainedStore, send: Send) -> None:
+        self._channels = channels
+        self._retained = retained
+        self._send = send
+        self._flows: dict[tuple[str, str, str], _Flow] = {}
+
+    def open(self, request_id: str, source: Peer, target: Peer) -> None:
+        """A stage begins a request: where its chunks go. A new attempt of the source starts its streams anew."""
+        key = (request_id, source.stage, target.stage)
+        self._close(key)
+        self._flows[key] = _Flow(request_id, source, target, self._channels[source.stage, target.stage])
+
+    def push(self, request_id: str, source: str, target: str, payload: Payload | None, *, final: bool) -> None:
+        """One chunk for the downstream, kept until it has finished with it."""
+        flow = self._flows.get((request_id, source, target))
+        if flow is None:
+            return  # dropped meanwhile
+        flow.pending.append((payload, final))
+        self._pump(flow)
+
+    def resend(self, request_id: str, source: str, target: Peer) -> bool:
+        """The downstream starts anew: everything from the first chunk. False: not everything was kept."""
+        flow = self._flows.get((request_id, source, target.stage))
+        if flow is None:
+            return False
+        chunks = self._retained.replay(flow.key)
+        if chunks is None:
+            return False
+        not_sent = flow.pending
+        self._forget_in_flight(flow)
+        flow.target, flow.next_seq = target, 0
+        flow.pending = deque((payload, final) for payload, final, _ in chunks)
+        flow.pending.extend(not_sent)
+        self._retained.drop(flow.key)  # sending keeps them again
+        self._pump(flow)
+        return True
+
+    def consumed(self, request_id: str, source: str, target: Peer, seq: int, *, finished: bool) -> None:
+        """The downstream has used chunks up to `seq`, or has finished the request."""
+        flow = self._flows.get((request_id, source, target.stage))
+        if flow is None or flow.target.worker != target.worker or flow.target.attempt != target.attempt:
+            return  # an answer from an attempt that is over
+        while flow.unconsumed and (finished or flow.unconsumed[0][0] <= seq):
+            flow.channel.in_flight -= flow.unconsumed.popleft()[1]
+        if finished:
+            flow.pending.clear()
+            self._close(flow.key)
+
+    def pump(self) -> None:
+        """Send what waits and may go now."""
+        for flow in list(self._flows.values()):
+            if flow.pending:
+                self._pump(flow)
+
+    def blocked(self, request_id: str, source: str) -> bool:
+        """True while some chunk of this stage's request cannot leave."""
+        return any(
+            flow.pending for key, flow in self._flows.items() if key[0] == request_id and key[1] == source
+        )
+
+    def waiting(self) -> bool:
+        return any(flow.pending for flow in self._flows.values())
+
+    def drop(self, request_id: str) -> None:
+        """The request is over."""
+        for key in [key for key in self._flows if key[0] == request_id]:
+            self._close(key)
+        self._retained.drop_request(request_id)
+
+    def in_flight(self) -> dict[tuple[str, str], int]:
+        return {edge: channel.in_flight for edge, channel in self._channels.items()}
+
+    def _pump(self, flow: _Flow) -> None:
+        channel = flow.channel
+        while flow.pending:
+            if flow.unconsumed and channel.in_flight >= channel.budget:
+                return
+            payload, final = flow.pending[0]
+            meta, nbytes = None, 0
+            if payload is not None:
+                ok, nbytes, meta = channel.connector.put(
+                    flow.source.stage, flow.target.stage, flow.request_id, payload
+                )
+                if not ok:
+                    return
+            flow.pending.popleft()
+            if channel.retain:
+                self._retained.append(flow.key, payload, nbytes, final=final)
+            flow.unconsumed.append((flow.next_seq, nbytes))
+            channel.in_flight += nbytes
+            chunk = Chunk(
+                request_id=flow.request_id,
+                source=flow.source,
+                target=flow.target.stage,
+                seq=flow.next_seq,
+                final=final,
+                meta=meta,
+                nbytes=nbytes,
+                sent=time.monotonic(),
+            )
+            flow.next_seq += 1
+            self._send(flow.target.address, chunk)
+
+    def _forget_in_flight(self, flow: _Flow) -> None:
+        flow.channel.in_flight -= sum(nbytes for _, nbytes in flow.unconsumed)
+        flow.unconsumed.clear()
+
+    def _close(self, key: tuple[str, str, str]) -> None:
+        flow = self._flows.pop(key, None)
+        if flow is not None:
+            self._forget_in_flight(flow)
+            self._retained.drop(key)

@@ -1,0 +1,50 @@
+"""ZeroMQ ends of a worker: one inbox that all pull into, one pushing socket per address written to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import zmq
+
+
+class Peers:
+    """Sends never block (the edge budgets bound what is under way), and a dead peer costs nothing but its socket."""
+
+    def __init__(self, inbox: str) -> None:
+        self._context = zmq.Context()
+        self._inbox = self._context.socket(zmq.PULL)
+        self._inbox.set_hwm(0)
+        self._inbox.bind(inbox)
+        self._out: dict[str, zmq.Socket[bytes]] = {}
+
+    def send(self, address: str, data: bytes) -> None:
+        socket = self._out.get(address)
+        if socket is None:
+            socket = self._context.socket(zmq.PUSH)
+            socket.set_hwm(0)
+            socket.connect(address)
+            self._out[address] = socket
+        socket.send(data)
+
+    def forget(self, address: str) -> None:
+        """The peer at this address is dead: drop what was still queued for it."""
+        socket = self._out.pop(address, None)
+        if socket is not None:
+            socket.close(linger=0)
+
+    def receive(self, *, wait: bool) -> Iterator[bytes]:
+        """Everything that has arrived; with `wait`, at least one message."""
+        if wait:
+            yield self._inbox.recv()
+        while True:
+            try:
+                yield self._inbox.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+
+    def close(self) -> None:
+        """Hand over what was sent (a last `StartFailed`, say), but do not wait for peers that are gone."""
+        for socket in self._out.values():
+            socket.close(linger=1000)
+        self._inbox.close(linger=0)
+        self._context.term()

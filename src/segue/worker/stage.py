@@ -1,0 +1,122 @@
+"""One stage inside a worker: its engine, and the requests that are in it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from segue.engines.contract import Engine, StageOutput, StageRequest, Transfer
+from segue.graph.deployment import StagePlan
+from segue.messages.deltas import AudioDelta, ImageDelta, TextDelta
+from segue.messages.errors import StageFailed
+from segue.messages.sampling import FALLBACK, SamplingParams
+from segue.messages.wire import Begin, ClientDelta, Emission, Peer
+
+
+@dataclass(slots=True)
+class Run:
+    """A request inside one stage, from `Begin` until its engine lets go of it."""
+
+    begin: Begin
+    request: StageRequest
+    self_peer: Peer
+    upstreams: dict[str, Peer]
+    next_seq: dict[str, int]
+    began: float
+    first: float = 0.0
+    position: int = 0
+    """Units of the client stream made so far in this attempt (characters, samples, pictures)."""
+    paused: bool = False
+    fed: dict[str, int] = field(default_factory=dict)
+    """By upstream: chunks an earlier attempt of it had given."""
+
+
+@dataclass(slots=True)
+class StageRunner:
+    """What the worker's loop needs of a stage."""
+
+    plan: StagePlan
+    engine: Engine
+    transfers: dict[str, Transfer]
+    """By target stage."""
+    default_sampling: SamplingParams
+    runs: dict[str, Run] = field(default_factory=dict)
+
+    def begin(self, begin: Begin, worker: str, address: str) -> Run:
+        """Register the request with the engine. Raises `SegueError` where it cannot be taken."""
+        asked = begin.request.sampling.get(self.plan.name, SamplingParams())
+        sampling = asked.over(self.plan.sampling).over(self.default_sampling).over(FALLBACK)
+        seed = sampling.seed if sampling.seed is not None else begin.request.seed
+        assert seed is not None, "the orchestrator gives every request a seed"
+        request = StageRequest(
+            request_id=begin.request.request_id,
+            stage=self.plan.name,
+            request=begin.request,
+            sampling=sampling,
+            seed=seed,
+            upstreams=frozenset(peer.stage for peer in begin.upstreams),
+            downstreams=frozenset(peer.stage for peer in begin.downstreams),
+            to_client=frozenset(begin.to_client),
+            resume=list(begin.resume),
+            priority=begin.request.priority,
+        )
+        run = Run(
+            begin=begin,
+            request=request,
+            self_peer=Peer(self.plan.name, worker, address, begin.attempt),
+            upstreams={peer.stage: peer for peer in begin.upstreams},
+            next_seq={peer.stage: 0 for peer in begin.upstreams},
+            began=time.monotonic(),
+        )
+        self.engine.add(request)
+        self.runs[request.request_id] = run
+        return run
+
+    def emission(self, run: Run, output: StageOutput) -> Emission | None:
+        """What the orchestrator should hear of an output, if anything."""
+        deltas = client_deltas(run.request, output)
+        if not deltas and not output.token_ids and not output.prompt_tokens:
+            return None
+        emission = Emission(
+            request_id=output.request_id,
+            stage=self.plan.name,
+            attempt=run.begin.attempt,
+            token_ids=output.token_ids,
+            first_index=output.first_index,
+            deltas=deltas,
+            position=run.position,
+            prompt_tokens=output.prompt_tokens,
+            cached_tokens=output.cached_tokens,
+            modality_tokens=output.modality_tokens,
+        )
+        run.position += sum(units(delta) for delta in deltas)
+        return emission
+
+
+def units(delta: ClientDelta) -> int:
+    """Length of a delta in its stream's units: characters, samples, pictures."""
+    if isinstance(delta, TextDelta):
+        return len(delta.text)
+    if isinstance(delta, AudioDelta):
+        return len(delta.samples) // 4
+    return 1
+
+
+def client_deltas(request: StageRequest, output: StageOutput) -> list[ClientDelta]:
+    """The part of an output that the client asked for."""
+    deltas: list[ClientDelta] = []
+    if "text" in request.to_client and (output.text or output.token_ids):
+        deltas.append(TextDelta(request.stage, output.text, output.token_ids))
+    payload: dict[str, Any] = output.payload or {}
+    if "audio" in request.to_client and "samples" in payload:
+        samples = payload["samples"]
+        if samples.numel():
+            data = samples.detach().float().cpu().contiguous().numpy().astype("<f4", copy=False).tobytes()
+            deltas.append(AudioDelta(request.stage, data, int(payload["sample_rate"])))
+    if "image" in request.to_client and "image" in payload:
+        image = payload["image"]
+        if image.ndim != 3 or image.shape[2] != 3:
+            raise StageFailed(f"stage {request.stage!r} gave a picture of shape {tuple(image.shape)}, not [h, w, 3]")
+        deltas.append(ImageDelta(request.stage, image.cpu().numpy().tobytes(), image.shape[0], image.shape[1]))
+    return deltas

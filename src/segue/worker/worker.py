@@ -1,0 +1,349 @@
+"""One worker: the stages of one replica group, in one process.
+
+The loop is: drain the inbox, let each engine that has work take one step, and for each output apply the edge's transfer
+and put it on its way. It waits on the inbox alone, and only when no engine has work: nothing here polls or sleeps.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections import OrderedDict, deque
+
+import torch
+
+from segue.connectors.base import Connector
+from segue.engines.contract import StageOutput
+from segue.messages.errors import SegueError, StageFailed
+from segue.messages.process import WorkerSpec
+from segue.messages.wire import (
+    Begin,
+    Chunk,
+    Consumed,
+    Drop,
+    Emission,
+    Failed,
+    InputDone,
+    InputLost,
+    Moved,
+    Peer,
+    PeerLost,
+    Progress,
+    Ready,
+    Resend,
+    Shutdown,
+    StageDone,
+    StartFailed,
+    ToOrchestrator,
+    ToWorker,
+    decode_for_worker,
+    encode,
+)
+from segue.observe.logging import get_logger
+from segue.worker.build import Built, build
+from segue.worker.meter import Meter
+from segue.worker.outbox import Outbox
+from segue.worker.peers import Peers
+from segue.worker.stage import Run, StageRunner
+
+log = get_logger(__name__)
+
+REMEMBER_DROPPED = 4096
+"""Ids of requests that are over, so that their late messages are known as such."""
+STATS_EVERY = 0.5
+"""Seconds between stats while busy; they are also sent when the worker falls idle."""
+
+
+def run(spec: WorkerSpec) -> None:
+    """A worker's whole life; called in a process of its own."""
+    peers = Peers(spec.inbox)
+    try:
+        try:
+            built = build(spec, lambda message: peers.send(spec.orchestrator, encode(message)))
+        except Exception as error:
+            # whatever loading raises is the answer to "why did it not start?"
+            if not isinstance(error, SegueError):
+                traceback.print_exc(file=sys.stderr)
+            peers.send(
+                spec.orchestrator,
+                encode(StartFailed(spec.worker, type(error).__name__, f"{type(error).__name__}: {error}")),
+            )
+            return
+        with torch.inference_mode():
+            Worker(spec, built, peers).loop()
+    finally:
+        peers.close()
+
+
+class Worker:
+    """The state of a running worker; one thread, one loop."""
+
+    def __init__(self, spec: WorkerSpec, built: Built, peers: Peers) -> None:
+        self.name = spec.worker
+        self.address = spec.inbox
+        self.orchestrator = spec.orchestrator
+        self.stages: dict[str, StageRunner] = built.stages
+        self.connectors: dict[tuple[str, str], Connector] = built.inbound
+        self.all_connectors = built.connectors
+        self.peers = peers
+        self.outbox = Outbox(built.channels, built.retained, self._send_chunk)
+        self.local: deque[ToWorker] = deque()
+        """Messages between stages fused into this worker."""
+        self.early: dict[str, list[Chunk]] = {}
+        """Chunks that overtook their `Begin` or `Moved`."""
+        self.dropped: OrderedDict[str, None] = OrderedDict()
+        self.replayable = frozenset(spec.replayable)
+        self.meter = Meter(self.name, built.stages, built.inbound)
+        self.facts = built.facts
+        self.running = True
+
+    def loop(self) -> None:
+        self.tell(Ready(self.name, self.facts))
+        while self.running:
+            busy = bool(self.local) or any(stage.engine.has_work() for stage in self.stages.values())
+            if not busy and self.meter.changed():
+                self.report()
+            for data in self.peers.receive(wait=not busy):
+                self.handle(decode_for_worker(data))
+            while self.local:
+                self.handle(self.local.popleft())
+            for stage in self.stages.values():
+                if stage.engine.has_work():
+                    self.step(stage)
+            if self.outbox.waiting():
+                self.outbox.pump()
+                self.unpause()
+            if self.meter.due(STATS_EVERY):
+                self.report()
+        for connector in self.all_connectors:
+            connector.close()
+
+    # ── one step ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def step(self, stage: StageRunner) -> None:
+        start = time.monotonic()
+        outputs = stage.engine.step()
+        self.meter.stepped(stage.plan.name, time.monotonic() - start)
+        emissions: list[Emission] = []
+        for output in outputs:
+            run = stage.runs.get(output.request_id)
+            if run is None:
+                continue
+            if output.error is not None:
+                self.fail(stage, run, output.error)
+                continue
+            run.first = run.first or time.monotonic()
+            try:
+                emission = stage.emission(run, output)
+                self.hand_on(stage, run, output)
+            except Exception as error:
+                # a transfer is a family's code: what it raises is this request's failure, not the worker's
+                stage.engine.cancel(output.request_id)
+                self.fail(stage, run, _as_stage_error(error, stage.plan.name))
+                continue
+            if emission is not None:
+                emissions.append(emission)
+        if emissions:
+            self.tell(Progress(self.name, emissions))
+        for output in outputs:
+            if output.finished and output.error is None and (run := stage.runs.get(output.request_id)):
+                self.finish(stage, run, output.finish_reason)
+
+    def hand_on(self, stage: StageRunner, run: Run, output: StageOutput) -> None:
+        """Apply each edge's transfer; a final output closes the edge's stream even when it carries nothing."""
+        for peer in run.begin.downstreams:
+            payload = stage.transfers[peer.stage](run.request, output)
+            if payload is not None or output.finished:
+                self.outbox.push(output.request_id, stage.plan.name, peer.stage, payload, final=output.finished)
+        if not run.paused and not output.finished and self.outbox.blocked(output.request_id, stage.plan.name):
+            run.paused = True
+            stage.engine.pause(output.request_id)
+
+    def finish(self, stage: StageRunner, run: Run, reason: str) -> None:
+        request_id = run.request.request_id
+        self.leave(stage, run)
+        self.tell(
+            StageDone(
+                self.name,
+                request_id,
+                stage.plan.name,
+                run.begin.attempt,
+                reason,
+                run.began,
+                run.first or run.began,
+                time.monotonic(),
+            )
+        )
+
+    def fail(self, stage: StageRunner, run: Run, error: SegueError) -> None:
+        self.meter.failed(stage.plan.name)
+        self.leave(stage, run)
+        self.tell_failed(run.begin, error)
+
+    def leave(self, stage: StageRunner, run: Run) -> None:
+        """The engine is done with the request: let its upstreams forget what they kept for it."""
+        del stage.runs[run.request.request_id]
+        for peer in run.upstreams.values():
+            self._send(
+                peer.address,
+                Consumed(run.request.request_id, peer.stage, run.self_peer, run.next_seq[peer.stage] - 1, finished=True),
+            )
+
+    def unpause(self) -> None:
+        for stage in self.stages.values():
+            for request_id, run in stage.runs.items():
+                if run.paused and not self.outbox.blocked(request_id, stage.plan.name):
+                    run.paused = False
+                    stage.engine.resume(request_id)
+
+    # ── messages ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def handle(self, message: ToWorker) -> None:
+        match message:
+            case Chunk():
+                self.on_chunk(message)
+            case Consumed():
+                self.outbox.consumed(
+                    message.request_id, message.source, message.target, message.seq, finished=message.finished
+                )
+                self.unpause()
+            case Begin():
+                self.on_begin(message)
+            case Drop():
+                self.on_drop(message.request_id)
+            case Resend():
+                if not self.outbox.resend(message.request_id, message.source, message.target):
+                    self.tell_lost(message.request_id, message.target.stage, message.target.attempt, message.source)
+            case Moved():
+                self.on_moved(message)
+            case PeerLost():
+                self.peers.forget(message.address)
+            case Shutdown():
+                self.running = False
+
+    def on_begin(self, begin: Begin) -> None:
+        request_id = begin.request.request_id
+        if request_id in self.dropped:
+            return
+        stage = self.stages[begin.stage]
+        if old := stage.runs.pop(request_id, None):  # an earlier attempt in this very worker
+            stage.engine.cancel(old.request.request_id)
+        self_peer = Peer(begin.stage, self.name, self.address, begin.attempt)
+        for target in begin.downstreams:
+            self.outbox.open(request_id, self_peer, target)
+        try:
+            stage.begin(begin, self.name, self.address)
+        except Exception as error:
+            # adapters read what the client wrote: anything may turn up there, and it is this request's failure
+            self.meter.failed(begin.stage)
+            self.tell_failed(begin, _as_stage_error(error, begin.stage))
+            return
+        self.take_early(request_id)
+
+    def on_drop(self, request_id: str) -> None:
+        for stage in self.stages.values():
+            if stage.runs.pop(request_id, None):
+                stage.engine.cancel(request_id)
+        self.outbox.drop(request_id)
+        for connector in self.all_connectors:
+            connector.release(request_id)
+        self.early.pop(request_id, None)
+        self.dropped[request_id] = None
+        while len(self.dropped) > REMEMBER_DROPPED:
+            self.dropped.popitem(last=False)
+
+    def on_moved(self, moved: Moved) -> None:
+        stage = self.stages[moved.target]
+        run = stage.runs.get(moved.request_id)
+        if run is None:
+            return
+        run.upstreams[moved.source.stage] = moved.source
+        source = moved.source.stage
+        run.fed[source] = max(run.fed.get(source, 0), run.next_seq[source])
+        run.next_seq[moved.source.stage] = 0
+        self.take_early(moved.request_id)
+
+    def take_early(self, request_id: str) -> None:
+        for chunk in self.early.pop(request_id, []):
+            self.on_chunk(chunk)
+
+    def on_chunk(self, chunk: Chunk) -> None:
+        if chunk.request_id in self.dropped:
+            return
+        stage = self.stages[chunk.target]
+        run = stage.runs.get(chunk.request_id)
+        expected = run.upstreams[chunk.source.stage].attempt if run else 0
+        if run is None or chunk.source.attempt > expected:
+            self.early.setdefault(chunk.request_id, []).append(chunk)
+            return
+        if chunk.source.attempt < expected or chunk.seq < run.next_seq[chunk.source.stage]:
+            return
+        self.feed(stage, run, chunk)
+
+    def feed(self, stage: StageRunner, run: Run, chunk: Chunk) -> None:
+        """Take the payload and give it to the engine, once."""
+        source = chunk.source.stage
+        edge = (source, chunk.target)
+        self.meter.hop(edge, time.monotonic() - chunk.sent, chunk.nbytes)
+        payload = {}
+        if chunk.meta is not None:
+            taken = self.connectors[edge].get(source, chunk.target, chunk.request_id, chunk.meta)
+            if taken is None:
+                # its producer died between sending and our reading; the orchestrator knows which it was
+                self.tell_lost(chunk.request_id, chunk.target, run.begin.attempt, source)
+                return
+            payload = taken[0]
+        run.next_seq[source] = chunk.seq + 1
+        known = source in self.replayable and chunk.seq < run.fed.get(source, 0)
+        try:
+            if not known:
+                stage.engine.feed(chunk.request_id, source, payload, final=chunk.final)
+        except Exception as error:
+            # see on_begin
+            stage.engine.cancel(chunk.request_id)
+            self.fail(stage, run, _as_stage_error(error, stage.plan.name))
+            return
+        self._send(chunk.source.address, Consumed(chunk.request_id, source, run.self_peer, chunk.seq))
+        if chunk.final:
+            self.tell(InputDone(self.name, chunk.request_id, chunk.target, run.begin.attempt, source))
+
+    # ── sending ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def report(self) -> None:
+        self.tell(self.meter.report({name: stage.engine.stats() for name, stage in self.stages.items()}))
+
+    def tell(self, message: ToOrchestrator) -> None:
+        self.peers.send(self.orchestrator, encode(message))
+
+    def tell_failed(self, begin: Begin, error: SegueError) -> None:
+        self.tell(
+            Failed(
+                self.name,
+                begin.request.request_id,
+                begin.stage,
+                begin.attempt,
+                type(error).__name__,
+                error.message,
+                error.field,
+            )
+        )
+
+    def tell_lost(self, request_id: str, stage: str, attempt: int, source: str) -> None:
+        self.tell(InputLost(self.name, request_id, stage, attempt, source))
+
+    def _send_chunk(self, address: str, chunk: Chunk) -> None:
+        self._send(address, chunk)
+
+    def _send(self, address: str, message: ToWorker) -> None:
+        if address == self.address:
+            self.local.append(message)
+        else:
+            self.peers.send(address, encode(message))
+
+
+def _as_stage_error(error: Exception, stage: str) -> SegueError:
+    if isinstance(error, SegueError):
+        return error
+    traceback.print_exception(error, file=sys.stderr)
+    return StageFailed(f"stage {stage!r}: {type(error).__name__}: {error}", stage=stage)
