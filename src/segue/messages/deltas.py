@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import numpy as np
 
 
 class TextDelta(msgspec.Struct, frozen=True, tag="text"):
@@ -22,6 +23,11 @@ class AudioDelta(msgspec.Struct, frozen=True, tag="audio"):
     samples: bytes
     sample_rate: int
 
+    @property
+    def array(self) -> np.ndarray:
+        """[samples] float32."""
+        return np.frombuffer(self.samples, dtype="<f4")
+
 
 class ImageDelta(msgspec.Struct, frozen=True, tag="image"):
     """One finished picture: raw uint8 RGB, row by row."""
@@ -30,6 +36,11 @@ class ImageDelta(msgspec.Struct, frozen=True, tag="image"):
     data: bytes
     height: int
     width: int
+
+    @property
+    def array(self) -> np.ndarray:
+        """[height, width, 3] uint8."""
+        return np.frombuffer(self.data, dtype=np.uint8).reshape(self.height, self.width, 3)
 
 
 class Usage(msgspec.Struct):

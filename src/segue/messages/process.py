@@ -12,6 +12,8 @@ class WorkerSpec(msgspec.Struct, kw_only=True):
 
     worker: str
     """Unique per incarnation, e.g. `thinker.0-2`: group, replica, incarnation."""
+    replica: int
+    """Which copy of its group it is, from 0."""
     family: str
     model_dir: str
     stages: list[dict[str, Any]]

@@ -1,0 +1,169 @@
+"""`segue serve | generate | graph | tiny | bench`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from segue.messages.errors import ConfigError, SegueError, nearest
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status. Errors of ours are one line on stderr, without a traceback."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except SegueError as error:
+        print(f"segue: error: {error.message}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="segue", description="Any-to-any models, served as graphs of stages.")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    serve = commands.add_parser("serve", help="serve a model over HTTP")
+    _model_arguments(serve)
+    serve.add_argument("--host", default="127.0.0.1")
+    serve.add_argument("--port", type=int, default=8000)
+    serve.add_argument("--api-key", help="require this bearer token")
+    serve.add_argument("--media-root", type=Path, help="allow file paths below this directory as media URLs")
+    serve.add_argument("--media-host", action="append", default=[], help="allow media from this http(s) host")
+    serve.set_defaults(run=_serve)
+
+    generate = commands.add_parser("generate", help="run one request and write what comes out")
+    _model_arguments(generate)
+    generate.add_argument("prompt", help="the user message")
+    generate.add_argument("--image", type=Path, action="append", default=[])
+    generate.add_argument("--audio", type=Path, action="append", default=[])
+    generate.add_argument("--video", type=Path, action="append", default=[])
+    generate.add_argument("--voice")
+    generate.add_argument("--seed", type=int)
+    generate.add_argument("--max-tokens", type=int)
+    generate.add_argument("--temperature", type=float)
+    generate.add_argument("-o", "--output", type=Path, help="write speech here (.wav, .mp3, .flac, .opus)")
+    generate.set_defaults(run=_generate)
+
+    graph = commands.add_parser("graph", help="print the stage graph of a model as it would be deployed")
+    _model_arguments(graph)
+    graph.add_argument("--mermaid", action="store_true", help="as a Mermaid flowchart")
+    graph.set_defaults(run=_graph)
+
+    tiny = commands.add_parser("tiny", help="make a small checkpoint with random weights in a family's true format")
+    tiny.add_argument("family", help="e.g. qwen2.5-omni")
+    tiny.add_argument("directory", type=Path)
+    tiny.add_argument("--size", default="tiny")
+    tiny.add_argument("--seed", type=int, default=0)
+    tiny.set_defaults(run=_tiny)
+
+    bench = commands.add_parser("bench", help="measure against the reference library", add_help=False)
+    bench.add_argument("rest", nargs=argparse.REMAINDER)
+    bench.set_defaults(run=_bench)
+    return parser
+
+
+def _model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", type=Path, help="directory of a checkpoint")
+    parser.add_argument("--config", type=Path, help="deployment file (YAML)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--load-format", choices=["auto", "dummy"], default="auto")
+    parser.add_argument("--name", help="the name clients call the model by")
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from segue.orchestrator.omni import AsyncOmni, StartBars
+    from segue.server.app import ServerSettings, serve
+
+    bars = StartBars()
+    omni = AsyncOmni(
+        arguments.model,
+        config=arguments.config,
+        dtype=arguments.dtype,
+        load_format=arguments.load_format,
+        name=arguments.name,
+        on_progress=bars.show,
+    )
+    settings = ServerSettings(
+        host=arguments.host,
+        port=arguments.port,
+        api_key=arguments.api_key,
+        media_root=arguments.media_root,
+        media_hosts=arguments.media_host,
+    )
+    return serve(omni, settings)
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from segue.media.encode import encode_audio
+    from segue.messages.sampling import SamplingParams
+    from segue.orchestrator.omni import Omni
+
+    parts = [
+        {"type": kind, kind: path}
+        for kind in ("image", "audio", "video")
+        for path in getattr(arguments, kind)  # the three options above
+    ]
+    message = {"role": "user", "content": [*parts, {"type": "text", "text": arguments.prompt}]}
+    with Omni(
+        arguments.model,
+        config=arguments.config,
+        dtype=arguments.dtype,
+        load_format=arguments.load_format,
+        name=arguments.name,
+    ) as omni:
+        [output] = omni.generate(
+            {"messages": [message]},
+            modalities=["text", "audio"] if arguments.output else None,
+            voice=arguments.voice,
+            seed=arguments.seed,
+            sampling=SamplingParams(temperature=arguments.temperature, max_tokens=arguments.max_tokens),
+        )
+    print(output.text)
+    if arguments.output is not None and output.audio is not None:
+        kind = arguments.output.suffix.lstrip(".").lower() or "wav"
+        arguments.output.write_bytes(encode_audio(output.audio.samples, output.audio.sample_rate, kind))
+    return 0
+
+
+def _graph(arguments: argparse.Namespace) -> int:
+    from segue.graph.hardware import detect_hardware
+    from segue.graph.loader import load_plan
+    from segue.graph.render import as_mermaid, as_text
+    from segue.models.registry import family_of, read_config
+
+    config = read_config(arguments.model)
+    graph = family_of(config).graph(config)
+    plan = load_plan(graph, arguments.config, detect_hardware(), dtype=arguments.dtype)
+    print(as_mermaid(graph) if arguments.mermaid else as_text(plan))
+    return 0
+
+
+def _tiny(arguments: argparse.Namespace) -> int:
+    import importlib
+
+    from segue.models.registry import families
+
+    known = {family.tiny_name: family for family in families().values() if family.tiny_name}
+    family = known.get(arguments.family)
+    if family is None or family.tiny_module is None:
+        raise ConfigError(f"there is no tiny preset {arguments.family!r}{nearest(arguments.family, map(str, known))}")
+    module = importlib.import_module(family.tiny_module)
+    if arguments.size not in module.SIZES:
+        raise ConfigError(f"{arguments.family} has no size {arguments.size!r}{nearest(arguments.size, module.SIZES)}")
+    module.make(arguments.directory, size=arguments.size, seed=arguments.seed)
+    print(f"{arguments.family} ({arguments.size}) is in {arguments.directory}")
+    return 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from segue.bench.main import main as bench
+
+    return bench(arguments.rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""The books of one request: its walk, journal, what the client has, and its times."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from segue.graph.stage_graph import Walk
+from segue.messages.deltas import AudioDelta, Delta, Finished, ImageDelta, RequestMetrics, TextDelta, Usage
+from segue.messages.errors import SegueError
+from segue.messages.request import Request
+from segue.messages.wire import ClientDelta, Emission, StageDone
+from segue.orchestrator.recovery import StageBook
+
+
+@dataclass(slots=True)
+class RequestBooks:
+    """Everything the orchestrator knows of a request; lives from admission until it is finished, failed or cancelled."""
+
+    request: Request
+    walk: Walk
+    main: str
+    admitted: float = field(default_factory=time.monotonic)
+    queue: asyncio.Queue[Delta | SegueError] = field(default_factory=asyncio.Queue)
+    stages: dict[str, StageBook] = field(default_factory=dict)
+    journal: dict[str, list[int]] = field(default_factory=dict)
+    """By autoregressive stage: every id it has emitted."""
+    delivered: dict[str, int] = field(default_factory=dict)
+    """By output stage: characters, samples or pictures the client has."""
+    waiting: set[str] = field(default_factory=set)
+    """Stages to begin as soon as their groups have a ready worker."""
+    losses: int = 0
+    usage: Usage = field(default_factory=Usage)
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    finish_reason: str = ""
+    timer: asyncio.TimerHandle | None = None
+
+    @property
+    def id(self) -> str:
+        return self.request.request_id
+
+    def workers(self) -> set[str]:
+        return {book.worker for book in self.stages.values() if book.worker}
+
+    def took(self, emission: Emission) -> list[ClientDelta]:
+        """Enter an emission; gives what the client does not have yet (an attempt starts its stream from the front)."""
+        stage = emission.stage
+        fresh_ids: list[int] = []
+        if emission.token_ids:
+            journal = self.journal.setdefault(stage, [])
+            fresh_ids = emission.token_ids[max(0, len(journal) - emission.first_index) :]
+            journal.extend(fresh_ids)
+        if stage == self.main:
+            self.usage.prompt_tokens = self.usage.prompt_tokens or emission.prompt_tokens
+            self.usage.cached_tokens = self.usage.cached_tokens or emission.cached_tokens
+            self.usage.prompt_modalities = self.usage.prompt_modalities or emission.modality_tokens
+        position = emission.position
+        fresh: list[ClientDelta] = []
+        for delta in emission.deltas:
+            have = self.delivered.get(stage, 0)
+            new, length = _after(delta, have - position, fresh_ids)
+            position += length
+            self.delivered[stage] = max(have, position)
+            if new is not None:
+                fresh.append(new)
+                self._note_first(new)
+        return fresh
+
+    def ended(self, done: StageDone) -> None:
+        """Enter the end of a stage."""
+        self.stages[done.stage].done = True
+        start = self.admitted
+        self.metrics.spans.append((done.stage, "queue", done.began - start, done.first - start))
+        self.metrics.spans.append((done.stage, "run", done.first - start, done.ended - start))
+        if done.stage == self.main:
+            self.finish_reason = done.finish_reason
+
+    def complete(self) -> bool:
+        """True when every stage the client sees is done."""
+        return all(self.stages[stage.name].done for stage in self.walk.stages if stage.to_client)
+
+    def finished(self) -> Finished:
+        """The last delta."""
+        self.metrics.jct = time.monotonic() - self.admitted
+        self.metrics.attempts = 1 + self.losses
+        gives = {stage.name: stage.to_client for stage in self.walk.stages}
+        for stage, ids in self.journal.items():
+            # ids of a stage that the client does not see belong to what it is for: a talker's codes are audio
+            kind = "text" if "text" in gives[stage] else _modality_below(stage, self.walk)
+            self.usage.completion_modalities[kind] = len(ids)
+        return Finished(
+            finish_reason=self.finish_reason or "stop",
+            token_ids={stage: list(ids) for stage, ids in self.journal.items()},
+            usage=self.usage,
+            metrics=self.metrics,
+        )
+
+    def _note_first(self, delta: ClientDelta) -> None:
+        now = time.monotonic() - self.admitted
+        if isinstance(delta, TextDelta) and self.metrics.ttft is None:
+            self.metrics.ttft = now
+        elif isinstance(delta, AudioDelta):
+            if self.metrics.ttfa is None:
+                self.metrics.ttfa = now
+            self.metrics.audio_seconds += len(delta.samples) / 4 / delta.sample_rate
+
+
+def _after(delta: ClientDelta, skip: int, fresh_ids: list[int]) -> tuple[ClientDelta | None, int]:
+    """(the part of a delta behind its first `skip` units, or None; the whole delta's length in units)."""
+    skip = max(0, skip)
+    if isinstance(delta, TextDelta):
+        text = delta.text[skip:]
+        return (TextDelta(delta.stage, text, fresh_ids) if text or fresh_ids else None), len(delta.text)
+    if isinstance(delta, AudioDelta):
+        samples = delta.samples[4 * skip :]
+        return (AudioDelta(delta.stage, samples, delta.sample_rate) if samples else None), len(delta.samples) // 4
+    assert isinstance(delta, ImageDelta)
+    return (None if skip else delta), 1
+
+
+def _modality_below(stage: str, walk: Walk) -> str:
+    """The first modality that anything downstream of a stage gives the client."""
+    by_name = {entry.name: entry for entry in walk.stages}
+    frontier = list(by_name[stage].downstreams)
+    while frontier:
+        entry = by_name[frontier.pop(0)]
+        if entry.to_client:
+            return min(entry.to_client)
+        frontier.extend(entry.downstreams)
+    return stage

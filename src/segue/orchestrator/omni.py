@@ -1,0 +1,320 @@
+"""`Omni` and `AsyncOmni`: a model, taken apart into stages and running, from Python."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tqdm import tqdm
+
+from segue.graph.hardware import detect_hardware
+from segue.graph.loader import load_plan
+from segue.media.parts import MediaPolicy, parse_messages
+from segue.messages.deltas import Delta, Finished
+from segue.messages.errors import InvalidRequest, NotFound, nearest
+from segue.messages.request import Request
+from segue.messages.sampling import SamplingParams, check_sampling, sampling_from
+from segue.models.registry import family_of, read_config
+from segue.observe.metrics import ControlPlaneMetrics, render_worker_stats
+from segue.orchestrator.orchestrator import OnProgress, Orchestrator
+from segue.orchestrator.outputs import Collector, RequestOutput
+from segue.orchestrator.service import Health, ModelCard
+
+Prompt = str | Mapping[str, Any]
+"""Text of a user message, or `{"messages": [...]}` or `{"prompt_token_ids": [...]}`, with any of the keyword arguments
+of `generate` for this request alone."""
+Sampling = SamplingParams | Mapping[str, SamplingParams | Mapping[str, Any]] | None
+"""Of the stage that makes the main output, or by stage name."""
+
+_PROMPT_KEYS = frozenset(
+    {"messages", "prompt_token_ids", "modalities", "voice", "sampling", "seed", "priority", "deadline", "options"}
+)
+
+
+class AsyncOmni:
+    """A running model, async. `async with AsyncOmni(DIR) as omni: async for delta in omni.stream(...)`."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        config: str | Path | Mapping[str, Any] | None = None,
+        dtype: str | None = None,
+        load_format: str = "auto",
+        name: str | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        """`config`: a deployment file, or its content. `name`: what clients call the model (default: the directory).
+
+        Raises `ConfigError` for anything that cannot be served as it is written.
+        """
+        model_dir = Path(model).expanduser().resolve()
+        checkpoint = read_config(model_dir)
+        family = family_of(checkpoint)
+        graph = family.graph(checkpoint)
+        self.plan = load_plan(graph, config, detect_hardware(), dtype=dtype)
+        text_stage = graph.main
+        self.card = ModelCard(
+            name=name or model_dir.name,
+            family=family.name,
+            takes=graph.takes,
+            gives=graph.gives,
+            text_stage=text_stage if graph.stages[text_stage].engine == "autoregressive" else None,
+            sampling_stages=[stage.name for stage in graph.stages.values() if stage.engine == "autoregressive"],
+            stages=list(graph.topological()),
+            voices=family.voices(model_dir) if "audio" in graph.gives else [],
+            options=family.options,
+            max_model_len=None,
+            created=int(time.time()),
+        )
+        self._policy = MediaPolicy(allow_paths=True, max_bytes=self.plan.limits.max_media_bytes)
+        self._metrics = ControlPlaneMetrics()
+        self.orchestrator = Orchestrator(
+            self.plan,
+            family=family.name,
+            model_dir=str(model_dir),
+            preload=[family.stages_module],
+            load_format=load_format,
+            on_progress=on_progress,
+            on_finished=self._metrics.request_finished,
+        )
+
+    async def start(self) -> None:
+        """Return when every stage is ready; raise the first worker's own error otherwise."""
+        await self.orchestrator.start()
+        facts = self.orchestrator.replicas.facts
+        if self.card.text_stage is not None:
+            self.card.max_model_len = facts[self.card.text_stage].max_model_len
+
+    async def stop(self) -> None:
+        """Drain, then end every process and free everything."""
+        await self.orchestrator.stop()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.orchestrator.stop(drain=error is None)
+
+    def health(self) -> Health:
+        return self.orchestrator.replicas.health()
+
+    def metrics(self) -> bytes:
+        return self._metrics.render() + render_worker_stats(list(self.orchestrator.stats.values()))
+
+    def stream(self, request: Request) -> AsyncGenerator[Delta]:
+        """Deltas as they are made, `Finished` last; raises `SegueError`. Closing the generator cancels the request."""
+        self._check(request)
+        return self.orchestrator.stream(request)
+
+    async def generate(self, prompt: Prompt, **settings: Any) -> RequestOutput:
+        """One request, whole. `settings` as for `Omni.generate`."""
+        request = self.request(prompt, **settings)
+        collector = Collector(request.request_id, wants_audio="audio" in request.modalities)
+        async for delta in self.stream(request):
+            collector.add(delta)
+        return collector.output()
+
+    def request(
+        self,
+        prompt: Prompt,
+        *,
+        modalities: Iterable[str] | None = None,
+        voice: str | None = None,
+        sampling: Sampling = None,
+        seed: int | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Request:
+        """A `Request` from what a Python caller writes; media may be PIL images, arrays, paths or bytes.
+
+        `modalities`: what should come out (default: what the main stage gives). `deadline`: Unix time.
+        """
+        given: dict[str, Any] = (
+            {"messages": [{"role": "user", "content": prompt}]} if isinstance(prompt, str) else dict(prompt)
+        )
+        for key in given:
+            if key not in _PROMPT_KEYS:
+                raise InvalidRequest(f"a request has no key {key!r}{nearest(key, _PROMPT_KEYS)}", field=key)
+        ids = given.get("prompt_token_ids")
+        if (ids is None) == (given.get("messages") is None):
+            raise InvalidRequest("a request needs either 'messages' or 'prompt_token_ids'", field="messages")
+        default_out = min(self.plan.graph.stages[self.plan.graph.main].gives)
+        return Request(
+            request_id=uuid.uuid4().hex,
+            messages=parse_messages(given["messages"], self._policy) if ids is None else [],
+            prompt_token_ids=None if ids is None else [int(token) for token in ids],
+            modalities=list(given.get("modalities", modalities) or [default_out]),
+            voice=given.get("voice", voice),
+            sampling=self._sampling(given.get("sampling", sampling)),
+            seed=given.get("seed", seed),
+            priority=given.get("priority", priority),
+            deadline=given.get("deadline", deadline),
+            options=dict(given.get("options", options) or {}),
+        )
+
+    def _sampling(self, sampling: Sampling) -> dict[str, SamplingParams]:
+        if sampling is None:
+            return {}
+        if isinstance(sampling, SamplingParams):
+            return {self.plan.graph.main: sampling}
+        return {
+            stage: params if isinstance(params, SamplingParams) else sampling_from(dict(params), f"sampling.{stage}")
+            for stage, params in sampling.items()
+        }
+
+    def _check(self, request: Request) -> None:
+        """What can be seen at the door, so that nothing wrong goes further. Raises `InvalidRequest`."""
+        for stage, params in request.sampling.items():
+            if stage not in self.card.sampling_stages:
+                hint = nearest(stage, self.card.sampling_stages)
+                raise InvalidRequest(f"sampling names stage {stage!r}, which does not sample{hint}", field="sampling")
+            check_sampling(params, f"sampling.{stage}")
+        for option in request.options:
+            if option not in self.card.options:
+                hint = nearest(option, self.card.options)
+                raise InvalidRequest(f"{self.card.name} has no option {option!r}{hint}", field=f"options.{option}")
+        if request.voice is not None and request.voice not in self.card.voices:
+            hint = nearest(request.voice, self.card.voices)
+            raise NotFound(f"{self.card.name} has no voice {request.voice!r}{hint}", field="voice")
+
+
+class Omni:
+    """A running model, for scripts: `with Omni(DIR) as omni: [out] = omni.generate([...])`.
+
+    The event loop runs in a thread of its own; a script needs no `__main__` guard.
+    """
+
+    def __init__(self, model: str | Path, *, progress: bool = True, **settings: Any) -> None:
+        """`progress`: show bars while starting and generating. `settings` as for `AsyncOmni`."""
+        self._progress = progress
+        bars = StartBars() if progress else None
+        self._async = AsyncOmni(model, on_progress=bars.show if bars else None, **settings)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="segue-omni", daemon=True)
+        self._thread.start()
+        try:
+            self._call(self._async.start())
+        except BaseException:
+            self._stop_loop()
+            raise
+        finally:
+            if bars:
+                bars.close()
+
+    @property
+    def card(self) -> ModelCard:
+        return self._async.card
+
+    def generate(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        *,
+        modalities: Iterable[str] | None = None,
+        voice: str | None = None,
+        sampling: Sampling = None,
+        seed: int | None = None,
+        options: Mapping[str, Any] | None = None,
+        deadline: float | None = None,
+    ) -> list[RequestOutput]:
+        """All prompts at once, batched by the engines; outputs in the same order.
+
+        Raises the first request's error after all have ended, so that one bad prompt does not waste the others' work
+        half-way; nothing keeps running.
+        """
+        single = isinstance(prompts, (str, Mapping))
+        settings = {
+            "modalities": modalities,
+            "voice": voice,
+            "sampling": sampling,
+            "seed": seed,
+            "options": options,
+            "deadline": deadline,
+        }
+        batch: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
+        return self._call(self._generate_all(batch, settings))
+
+    async def _generate_all(self, batch: list[Prompt], settings: dict[str, Any]) -> list[RequestOutput]:
+        with tqdm(total=len(batch), desc="generating", unit="req", disable=not self._progress or len(batch) < 2) as bar:
+
+            async def one(prompt: Prompt) -> RequestOutput:
+                try:
+                    return await self._async.generate(prompt, **settings)
+                finally:
+                    bar.update()
+
+            results = await asyncio.gather(*(one(prompt) for prompt in batch), return_exceptions=True)
+        outputs = []
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+            outputs.append(result)
+        return outputs
+
+    def health(self) -> Health:
+        return self._async.health()
+
+    def close(self) -> None:
+        """Drain, end every process, free everything. Idempotent."""
+        if self._loop.is_closed():
+            return
+        try:
+            self._call(self._async.stop())
+        finally:
+            self._stop_loop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _call(self, coroutine: Any) -> Any:
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+    def _stop_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class StartBars:
+    """One bar per worker while the stages load."""
+
+    def __init__(self) -> None:
+        self._bars: dict[str, tqdm[Any]] = {}
+
+    def show(self, worker: str, fraction: float, what: str) -> None:
+        bar = self._bars.get(worker)
+        if bar is None:
+            bar = tqdm(
+                total=100, desc=worker, position=len(self._bars), bar_format="{desc:>16} {bar} {n:3.0f}% {postfix}"
+            )
+            self._bars[worker] = bar
+        bar.set_postfix_str(what, refresh=False)
+        bar.n = round(100 * fraction)
+        bar.refresh()
+
+    def close(self) -> None:
+        for bar in self._bars.values():
+            bar.close()
+
+
+__all__ = ["AsyncOmni", "Finished", "Omni", "RequestOutput"]

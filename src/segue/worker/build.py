@@ -1,0 +1,122 @@
+"""From a `WorkerSpec` to loaded stages: devices, adapters, engines, connectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from segue.connectors.base import Connector
+from segue.connectors.create import create
+from segue.engines.autoregressive.config import AutoregressiveConfig
+from segue.engines.autoregressive.engine import AutoregressiveEngine
+from segue.engines.contract import Adapter, Engine, LoadContext
+from segue.engines.module.engine import ModuleConfig, ModuleEngine
+from segue.graph.deployment import EdgePlan, Limits, StagePlan
+from segue.messages.errors import ConfigError
+from segue.messages.process import WorkerSpec
+from segue.messages.sampling import SamplingParams
+from segue.messages.wire import Loading, StageFacts
+from segue.models.registry import families
+from segue.worker.outbox import Channel
+from segue.worker.retained import RetainedStore
+from segue.worker.stage import StageRunner
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(slots=True)
+class Built:
+    """Everything a worker's loop runs on."""
+
+    stages: dict[str, StageRunner]
+    channels: dict[tuple[str, str], Channel]
+    """Edges that leave a stage of this worker."""
+    inbound: dict[tuple[str, str], Connector]
+    """Edges that arrive at one."""
+    connectors: list[Connector]
+    retained: RetainedStore
+    facts: dict[str, StageFacts]
+
+
+def build(spec: WorkerSpec, report: Callable[[Loading], None]) -> Built:
+    """Load every stage of this worker. Raises what loading raises; the caller reports it."""
+    family = families()[spec.family]
+    plans = [msgspec.convert(stage, StagePlan) for stage in spec.stages]
+    edges = [msgspec.convert(edge, EdgePlan) for edge in spec.edges]
+    limits = msgspec.convert(spec.limits, Limits)
+    torch.set_num_threads(max(plan.threads for plan in plans))
+    stages_module = family.load_stages()
+    stages: dict[str, StageRunner] = {}
+    facts: dict[str, StageFacts] = {}
+    for number, plan in enumerate(plans):
+
+        def progress(fraction: float, what: str, number: int = number, name: str = plan.name) -> None:
+            report(Loading(spec.worker, (number + fraction) / len(plans), f"{name}: {what}"))
+
+        progress(0.0, "loading")
+        context = LoadContext(
+            model_dir=Path(spec.model_dir),
+            stage=plan.name,
+            device=torch.device(plan.device_of(spec.replica)),
+            dtype=DTYPES[plan.dtype],
+            load_format=spec.load_format if plan.load_format == "auto" else plan.load_format,
+            max_model_len=plan.max_model_len,
+            options={**plan.options, "limits": spec.limits},
+            progress=progress,
+        )
+        adapter = stages_module.ADAPTERS[plan.name](context)
+        defaults = SamplingParams()
+        facts[plan.name] = StageFacts()
+        if plan.engine == "autoregressive":
+            defaults = adapter.default_sampling
+            facts[plan.name] = StageFacts(max_model_len=adapter.max_model_len)
+        transfers = {
+            edge.target: stages_module.TRANSFERS[edge.source, edge.target] for edge in edges if edge.source == plan.name
+        }
+        stages[plan.name] = StageRunner(plan, _engine(plan, adapter), transfers, defaults)
+    channels, inbound, connectors = _connect(spec, edges, set(stages))
+    retained = RetainedStore(limits.retained_bytes, str(Path(spec.connector).parent))
+    return Built(stages, channels, inbound, connectors, retained, facts)
+
+
+def _engine(plan: StagePlan, adapter: Adapter) -> Engine:
+    match plan.engine:
+        case "autoregressive":
+            return AutoregressiveEngine(
+                adapter,
+                AutoregressiveConfig.for_budget(
+                    adapter,
+                    memory_bytes=plan.memory_bytes,
+                    num_blocks=plan.kv_blocks,
+                    block_size=plan.block_size,
+                    max_batch=plan.max_batch,
+                    max_tokens_per_step=plan.max_tokens_per_step,
+                    prefix_caching=plan.prefix_caching,
+                ),
+            )
+        case "module":
+            return ModuleEngine(adapter, ModuleConfig(max_batch=plan.max_batch))
+        case other:
+            raise ConfigError(f"stage {plan.name!r}: there is no {other} engine in this version", stage=plan.name)
+
+
+def _connect(
+    spec: WorkerSpec, edges: list[EdgePlan], mine: set[str]
+) -> tuple[dict[tuple[str, str], Channel], dict[tuple[str, str], Connector], list[Connector]]:
+    """One connector per name in the deployment, shared by all edges that name it."""
+    made: dict[tuple[str, str], Connector] = {}
+    channels: dict[tuple[str, str], Channel] = {}
+    inbound: dict[tuple[str, str], Connector] = {}
+    for edge in edges:
+        key = (edge.kind, edge.connector)
+        if key not in made:
+            made[key] = create(edge.kind, f"{spec.connector}{len(made)}", dict(edge.extra))
+        if edge.source in mine:
+            channels[edge.source, edge.target] = Channel(made[key], edge.budget, retain=edge.kind != "inproc")
+        if edge.target in mine:
+            inbound[edge.source, edge.target] = made[key]
+    return channels, inbound, list(made.values())
