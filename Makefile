@@ -1,0 +1,38 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Both build .venv by themselves.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+MODEL ?= out/qwen2.5-omni-tiny
+PORT ?= 8000
+
+.PHONY: demo serve test check cover bench clean
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(MODEL)/config.json: $(INSTALLED)
+	$(BIN)/segue tiny qwen2.5-omni $(MODEL)
+
+demo: $(MODEL)/config.json  ## one request of each kind against a real server; results in out/
+	$(BIN)/python examples/demo.py $(MODEL) out
+
+serve: $(MODEL)/config.json  ## leave the server running (Ctrl-C drains and stops it)
+	$(BIN)/segue serve $(MODEL) --port $(PORT)
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: check  ## everything that needs no GPU
+	$(BIN)/python -m pytest
+
+bench: $(INSTALLED)
+	$(BIN)/segue bench
+
+clean:
+	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache .hypothesis
