@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from segue.graph.parts import Edge, Stage
@@ -9,6 +10,8 @@ from segue.messages.errors import ConfigError, nearest
 
 ENGINES = ("autoregressive", "diffusion", "module")
 MODALITIES = ("text", "image", "audio", "video")
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+"""Names stand in file keys, metric labels and diagrams; a number would be taken for a stage's place."""
 
 
 def check(graph: str, stages: Sequence[Stage], edges: Sequence[Edge], source: str) -> None:
@@ -65,6 +68,8 @@ def reachable(start: str, steps: Mapping[str, Sequence[str]]) -> frozenset[str]:
 
 def _check_stage(graph: str, stage: Stage, names: set[str]) -> None:
     where = f"graph {graph!r}: stage {stage.name!r}"
+    if not _NAME.fullmatch(stage.name):
+        raise ConfigError(f"{where}: a name must be a letter, then letters, digits, - and _")
     if stage.engine not in ENGINES:
         raise ConfigError(f"{where} has engine {stage.engine!r}{nearest(stage.engine, ENGINES)}")
     for verb, modalities in (("takes", stage.takes), ("gives", stage.gives)):

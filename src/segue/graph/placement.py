@@ -15,10 +15,10 @@ from segue.graph.written import Wire
 from segue.messages.errors import ConfigError, nearest
 
 CPU = "cpu"
-_GPU_POOL = 0.9
-"""Of a GPU's memory, what stages get by themselves: the rest is for contexts, graphs and fragmentation."""
+_POOL = 0.9
+"""Of a device's memory, what stages get where the file leaves it to us: the rest is for contexts and fragmentation."""
 _CPU_POOL = 0.4
-"""Of the machine's memory: the machine is rarely ours alone, and shared-memory slots come on top."""
+"""Of the machine's memory: it is rarely ours alone, and shared-memory slots come on top."""
 _SMALLEST_SHARE = 0.005
 _MOST_GPU_THREADS = 4
 """A worker whose network runs on a GPU only feeds it."""
@@ -43,13 +43,15 @@ class _Wish:
     replicas: int | None
     threads: int | None
 
+    def shown(self) -> dict[str, str]:
+        """What is said, for people."""
+        said = {"devices": ", ".join(self.devices or ()), "replicas": self.replicas, "threads": self.threads}
+        return {key: str(value) for key, value in said.items() if value}
+
     def clash(self, other: _Wish) -> str | None:
         """The key the two disagree on."""
-        for key in ("devices", "replicas", "threads"):
-            mine, theirs = getattr(self, key), getattr(other, key)
-            if mine is not None and theirs is not None and mine != theirs:
-                return key
-        return None
+        mine, theirs = self.shown(), other.shown()
+        return next((key for key in mine.keys() & theirs.keys() if mine[key] != theirs[key]), None)
 
     def join(self, other: _Wish) -> _Wish:
         return _Wish(
@@ -88,7 +90,7 @@ def _wish(name: str, section: Section, hardware: Hardware) -> _Wish:
     devices = _devices(section, hardware)
     if name == INPUT:
         if devices not in (None, (CPU,)):
-            wrong(section.at("devices"), section.values["devices"], "cpu: the input stage runs on the CPU")
+            raise wrong(section.at("devices"), section.values["devices"], "cpu: the input stage runs on the CPU")
         devices = (CPU,)
     return _Wish(devices, section.integer("replicas", None), section.integer("threads", None))
 
@@ -101,7 +103,7 @@ def _devices(section: Section, hardware: Hardware) -> tuple[str, ...] | None:
     devices = value if isinstance(value, list) else [value]
     right = "'auto', 'cpu', 'cuda:N', or a list of devices of one kind"
     if not devices or not all(isinstance(device, str) for device in devices):
-        wrong(path, value, right)
+        raise wrong(path, value, right)
     for device in devices:
         if device not in known:
             has = f"{len(hardware.gpus)} GPUs" if hardware.gpus else "no GPU"
@@ -110,7 +112,7 @@ def _devices(section: Section, hardware: Hardware) -> tuple[str, ...] | None:
                 field=path,
             )
     if len(set(devices)) < len(devices) or (CPU in devices and len(devices) > 1):
-        wrong(path, value, f"{right}, each once")
+        raise wrong(path, value, f"{right}, each once")
     return tuple(devices)
 
 
@@ -155,9 +157,9 @@ def _fused_with(graph: StageGraph, name: str, section: Section) -> str | None:
         )
     if other == name:
         if "fuse_with" in section.values:
-            wrong(path, other, "another stage")
+            raise wrong(path, other, "another stage")
         return None  # the defaults fuse all others with this one
-    return str(other)
+    return other
 
 
 def _check_fusible(name: str, other: str, sections: Mapping[str, Section], mine: _Wish, theirs: _Wish) -> None:
@@ -165,15 +167,10 @@ def _check_fusible(name: str, other: str, sections: Mapping[str, Section], mine:
     if key is not None:
         path, _ = sections[name].find("fuse_with")
         raise ConfigError(
-            f"{path} is {other!r}, but {name!r} has {key} {_shown(mine, key)} and {other!r} has {_shown(theirs, key)}; "
+            f"{path} is {other!r}, but {name!r} has {key} {mine.shown()[key]} and {other!r} has {theirs.shown()[key]}; "
             f"fused stages share a worker, so they must agree",
             field=path,
         )
-
-
-def _shown(wish: _Wish, key: str) -> str:
-    value = {"devices": wish.devices, "replicas": wish.replicas, "threads": wish.threads}[key]
-    return ", ".join(value) if isinstance(value, tuple) else str(value)
 
 
 def _joined(group: Sequence[str], wishes: Mapping[str, _Wish]) -> _Wish:
@@ -218,7 +215,7 @@ def _spread(
 def _replicas(group: tuple[str, ...], wish: _Wish, devices: tuple[str, ...], sections: Mapping[str, Section]) -> int:
     if wish.replicas is not None and wish.replicas < len(devices):
         path = next(path for name in group for path, value in [sections[name].find("replicas")] if value is not None)
-        wrong(path, wish.replicas, f"at least {len(devices)}, the number of its devices ({', '.join(devices)})")
+        raise wrong(path, wish.replicas, f"at least {len(devices)}, the number of its devices ({', '.join(devices)})")
     return wish.replicas or len(devices)
 
 
@@ -229,23 +226,24 @@ def _threads(
     weights: Mapping[str, int],
     hardware: Hardware,
 ) -> dict[tuple[str, ...], int]:
-    """CPU threads per worker: the cores the file leaves, by weight, one at least.
+    """CPU threads per worker: one each, and what cores are left by weight.
 
     More threads than cores make every operator wait for the slowest, so the sum goes over the cores only where there
-    are more workers than cores.
+    are more workers than cores, or the file says so.
     """
     said = {group: wish.threads for group, wish in joined.items() if wish.threads is not None}
-    left = hardware.cpus - sum(threads * replicas[group] for group, threads in said.items())
     on_cpu = {group: CPU in devices[group] for group in joined}
-    pull = {
+    weight = {
         group: (sum(weights[name] for name in group) if on_cpu[group] else 1) * replicas[group]
         for group in joined
         if group not in said
     }
+    spent = sum(said.get(group, 1) * replicas[group] for group in joined)
+    left = max(0, hardware.cpus - spent)
     threads = dict(said)
-    for group, weight in pull.items():
-        fair = max(1, math.floor(left * weight / sum(pull.values()) / replicas[group]))
-        threads[group] = fair if on_cpu[group] else min(fair, _MOST_GPU_THREADS)
+    for group in weight:
+        more = math.floor(left * weight[group] / sum(weight.values()) / replicas[group])
+        threads[group] = 1 + more if on_cpu[group] else min(1 + more, _MOST_GPU_THREADS)
     return threads
 
 
@@ -267,7 +265,7 @@ def _share_memory(
         if explicit > 1.0 + 1e-9:
             _over(device, here, said, sections)
         silent = {name: weights[name] * count for name, count in here.items() if said[name] is None and name != INPUT}
-        pool = max((_CPU_POOL if device == CPU else _GPU_POOL) - explicit, (1.0 - explicit) / 2)
+        pool = min(_CPU_POOL if device == CPU else _POOL, max(_POOL - explicit, (1.0 - explicit) / 2))
         for name in silent:
             share = math.floor(pool * weights[name] / sum(silent.values()) * 1000) / 1000
             if share < _SMALLEST_SHARE:
@@ -278,15 +276,14 @@ def _share_memory(
                 )
             fair[name].append(share)
     memory = {CPU: hardware.memory_bytes, **{f"cuda:{number}": size for number, size in enumerate(hardware.gpus)}}
-    shares = {name: said[name] if said[name] is not None else min(fair[name], default=0.0) for name in places}
-    return {
-        name: replace(
-            one,
-            memory_share=shares[name],
-            memory_bytes=int(shares[name] * min(memory[device] for device in one.devices)),
-        )
-        for name, one in places.items()
-    }
+    shared = {}
+    for name, one in places.items():
+        share = said[name]
+        if share is None:
+            share = min(fair[name], default=0.0)
+        size = int(share * min(memory[device] for device in one.devices))
+        shared[name] = replace(one, memory_share=share, memory_bytes=size)
+    return shared
 
 
 def _replicas_on(one: Place, device: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from segue.messages.errors import ConfigError, nearest
 
@@ -19,9 +19,9 @@ _UNITS = {
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B)\s*", re.IGNORECASE)
 
 
-def wrong(path: str, value: object, right: str) -> NoReturn:
-    """Refuse a value."""
-    raise ConfigError(f"{path} is {value!r}; it must be {right}", field=path)
+def wrong(path: str, value: object, right: str) -> ConfigError:
+    """The refusal of a value, to be raised."""
+    return ConfigError(f"{path} is {value!r}; it must be {right}", field=path)
 
 
 class Section:
@@ -68,7 +68,7 @@ class Section:
         if value is None:
             return default
         if type(value) is not int or value < least:
-            wrong(path, value, f"an integer of at least {least}")
+            raise wrong(path, value, f"an integer of at least {least}")
         return value
 
     def number(self, key: str, default: T, *, above: float = 0.0, most: float = math.inf) -> float | T:
@@ -77,7 +77,9 @@ class Section:
         if value is None:
             return default
         if type(value) not in (int, float) or not (above < value <= most and math.isfinite(value)):
-            wrong(path, value, f"a number above {above:g}" + ("" if math.isinf(most) else f" and at most {most:g}"))
+            raise wrong(
+                path, value, f"a number above {above:g}" + ("" if math.isinf(most) else f" and at most {most:g}")
+            )
         return float(value)
 
     def size(self, key: str, default: T, *, least: int = 1) -> int | T:
@@ -89,7 +91,7 @@ class Section:
         if isinstance(value, str) and (match := _SIZE.fullmatch(value)):
             size = int(float(match[1]) * _UNITS[match[2].upper()])
         if type(size) is not int or size < least:
-            wrong(path, value, f"a size of at least {least} bytes, such as 1048576, '64MiB' or '1GB'")
+            raise wrong(path, value, f"a size of at least {least} bytes, such as 1048576, '64MiB' or '1GB'")
         return size
 
     def flag(self, key: str, default: bool) -> bool:
@@ -97,7 +99,7 @@ class Section:
         if value is None:
             return default
         if not isinstance(value, bool):
-            wrong(path, value, "true or false")
+            raise wrong(path, value, "true or false")
         return value
 
     def choice(self, key: str, default: str, allowed: Collection[str]) -> str:
@@ -105,7 +107,7 @@ class Section:
         if value is None:
             return default
         if value not in allowed:
-            wrong(path, value, f"one of {', '.join(allowed)}{nearest(str(value), allowed)}")
+            raise wrong(path, value, f"one of {', '.join(allowed)}{nearest(str(value), allowed)}")
         return str(value)
 
     def mapping(self, key: str) -> dict[str, Any]:
@@ -116,7 +118,7 @@ class Section:
         """(path, entry) of a list."""
         path, value = self.find(key)
         if value is not None and not isinstance(value, list):
-            wrong(path, value, "a list")
+            raise wrong(path, value, "a list")
         for number, entry in enumerate(value or []):
             yield f"{path}[{number}]", entry
 
@@ -126,7 +128,7 @@ def as_mapping(path: str, value: object) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        wrong(path or "the deployment", value, "a mapping")
+        raise wrong(path or "the deployment", value, "a mapping")
     for key in value:
         if not isinstance(key, str):
             raise ConfigError(f"{path or 'the deployment'} has the key {key!r}; keys must be text", field=path)

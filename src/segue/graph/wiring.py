@@ -93,7 +93,7 @@ def plan_edges(
 def _definition(section: Section) -> Definition:
     path, name = section.find("name")
     if not isinstance(name, str):
-        wrong(path, name, f"one of {', '.join(KINDS)}")
+        raise wrong(path, name, f"one of {', '.join(KINDS)}")
     if name in _ELSEWHERE:
         raise ConfigError(
             f"{path} is {name!r}, which this version does not have; edges between processes of one machine are served "

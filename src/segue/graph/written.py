@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
+from segue.graph.deployment import Limits
 from segue.graph.section import Section, as_mapping, wrong
 from segue.graph.stage_graph import INPUT, StageGraph
 from segue.messages.errors import ConfigError, nearest
 
 TOP_KEYS = ("defaults", "stages", "stage_args", "edges", "connectors", "runtime", "limits")
-LIMIT_KEYS = (
-    "max_waiting",
-    "max_retries",
-    "default_deadline",
-    "retained_bytes",
-    "drain_seconds",
-    "max_media_bytes",
-    "max_image_pixels",
-    "max_audio_seconds",
-    "max_video_frames",
-)
+LIMIT_KEYS = tuple(field.name for field in fields(Limits))
 AUTOREGRESSIVE_KEYS = (
     "max_tokens_per_step",
     "max_model_len",
@@ -146,7 +137,7 @@ def stage_of(graph: StageGraph, path: str, value: object) -> str:
         raise ConfigError(
             f"{path} is {value!r}, which is no stage of {graph.name!r}{nearest(value, graph.stages)}", field=path
         )
-    wrong(path, value, f"a stage: {', '.join(f'{place} ({name})' for place, name in enumerate(counted))}")
+    raise wrong(path, value, f"a stage: {', '.join(f'{place} ({name})' for place, name in enumerate(counted))}")
 
 
 def _check_engine(graph: StageGraph, name: str, section: Section) -> None:
@@ -200,7 +191,7 @@ def _check_edge(graph: StageGraph, path: str, source: str, target: str) -> None:
 
 def _connector_name(path: str, value: object) -> str | None:
     if value is not None and not isinstance(value, str):
-        wrong(path, value, "the name of a connector")
+        raise wrong(path, value, "the name of a connector")
     return value
 
 
