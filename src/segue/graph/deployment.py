@@ -1,0 +1,164 @@
+"""The deployment: where and how each stage of a graph runs. `segue.graph.loader.load_plan` lays one over a graph.
+
+The file is YAML; every key is optional, and so is the file. `null` means "worked out by itself". Sizes are bytes, or
+text such as `64MiB` and `1GB`.
+
+    defaults: {dtype: bfloat16}           # any key of a stage, for every stage but `input`
+    stages:
+      thinker:
+        devices: [cuda:0]                 # auto, cpu, cuda:N, or a list; replica i runs on entry i, round and round
+        replicas: 1                       # by default one per device
+        memory_share: 0.5                 # of its device, per replica: weights, cache and activations together
+        dtype: bfloat16                   # auto (float32 on a CPU, else bfloat16), float32, bfloat16, float16
+        threads: 2                        # CPU threads of its worker
+        max_batch: 64                     # requests (autoregressive, diffusion) or work items (module) per step
+        load_format: auto                 # auto, dummy (random weights of the right shape)
+        fuse_with: null                   # share a worker with this stage; null: not even where the model suggests it
+        options: {look_ahead: 2}          # the family's own
+        # autoregressive stages only:
+        max_tokens_per_step: 2048
+        max_model_len: null
+        block_size: 16                    # tokens per block of the KV cache
+        kv_blocks: null                   # null: what memory_share holds
+        prefix_caching: true
+        sampling: {temperature: 0.7}      # before the family's own defaults, after the request's
+    edges:
+      - {from: thinker, to: talker, connector: shm, budget: 64MiB}     # budget: bytes sent and not yet consumed
+    runtime:
+      connectors:
+        shm: {name: SharedMemoryConnector, extra: {shm_threshold_bytes: 65536, slots: 8, slot_bytes: 16MiB}}
+    limits: {max_waiting: 256, max_retries: 2, default_deadline: null, retained_bytes: 256MiB, drain_seconds: 10}
+
+`limits` has the keys of `Limits`. Stages fused into one worker are joined by the in-process connector; every other
+edge gets shared memory by itself: the connector called `shm`, or the only SharedMemoryConnector the file defines.
+
+What vllm-omni's connector documentation writes is understood as well: `connectors` beside or under `runtime`, and a
+list of stages, called `stages` or `stage_args`:
+
+    stage_args:
+      - {stage_id: 0, output_connectors: {to_stage_1: connector_of_shared_memory}}
+      - {stage_id: 1, input_connectors: {from_stage_0: connector_of_shared_memory}}
+
+A stage is named by `stage_name`, or counted by `stage_id`: its place, from 0, in the topological order of the graph
+without `input` (`segue graph MODEL` prints them in this order). `to_stage_` and `from_stage_` take names or numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from segue.graph.stage_graph import StageGraph
+from segue.messages.sampling import SamplingParams
+
+MiB = 1 << 20
+
+ConnectorKind = Literal["inproc", "shm"]
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What a machine has to give. Memory in bytes."""
+
+    cpus: int
+    """Cores this process may use."""
+    memory_bytes: int
+    gpus: tuple[int, ...] = ()
+    """Memory of each GPU; entry i is `cuda:i`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """One stage, resolved: nothing is left to work out but what only its weights can say."""
+
+    name: str
+    engine: str
+    """`autoregressive`, `diffusion` or `module`."""
+    devices: tuple[str, ...]
+    """`cpu` or `cuda:N`; all of one kind."""
+    replicas: int
+    memory_share: float
+    """Of its device, per replica; 0 where the stage keeps nothing that must be sized."""
+    memory_bytes: int
+    """`memory_share` in bytes; 0 where the device's memory is unknown."""
+    dtype: str
+    """`float32`, `bfloat16` or `float16`."""
+    threads: int
+    """CPU threads of the worker; equal for fused stages."""
+    max_batch: int
+    load_format: str = "auto"
+    """`auto` or `dummy`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    max_tokens_per_step: int = 2048
+    max_model_len: int | None = None
+    block_size: int = 16
+    kv_blocks: int | None = None
+    """None: what `memory_bytes` holds."""
+    prefix_caching: bool = True
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    """Fields the deployment sets; the others are None."""
+
+    def device_of(self, replica: int) -> str:
+        """Where replica number `replica` (from 0) runs."""
+        return self.devices[replica % len(self.devices)]
+
+
+@dataclass(frozen=True, slots=True)
+class EdgePlan:
+    """One edge and what carries it."""
+
+    source: str
+    target: str
+    connector: str
+    """Its name in the deployment."""
+    kind: ConnectorKind
+    """`inproc` where both ends share a worker, else `shm`."""
+    extra: dict[str, int] = field(default_factory=dict)
+    """What the connector is made with, where the deployment says: `shm_threshold_bytes`, `slots`, `slot_bytes`."""
+    budget: int = 64 * MiB
+    """Bytes that may be sent and not yet consumed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of the whole deployment."""
+
+    max_waiting: int = 256
+    """Requests admitted and not finished; the next one is refused (429)."""
+    max_retries: int = 2
+    """Attempts a request gets after its first, when workers die."""
+    default_deadline: float | None = None
+    """Seconds a request may take that names no deadline."""
+    retained_bytes: int = 256 * MiB
+    """Payloads a worker keeps for recovery."""
+    drain_seconds: float = 10.0
+    """How long a stop waits for running requests."""
+    max_media_bytes: int = 64 * MiB
+    """Of one picture, clip or recording as it comes in."""
+    max_image_pixels: int = 64_000_000
+    max_audio_seconds: float = 600.0
+    max_video_frames: int = 768
+    """Frames of one clip that are decoded and kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A graph with a deployment laid over it."""
+
+    graph: StageGraph
+    stages: Mapping[str, StagePlan]
+    """In topological order."""
+    edges: tuple[EdgePlan, ...]
+    """In the order of the graph."""
+    groups: tuple[tuple[str, ...], ...]
+    """The stages of each worker, in topological order; most groups have one."""
+    limits: Limits
+    hardware: Hardware
+
+    def group_of(self, stage: str) -> tuple[str, ...]:
+        """The stages that share a worker with `stage`, itself among them."""
+        return next(group for group in self.groups if stage in group)
+
+    def edge(self, source: str, target: str) -> EdgePlan:
+        return next(edge for edge in self.edges if (edge.source, edge.target) == (source, target))

@@ -1,0 +1,132 @@
+"""Lay a deployment over a graph. The one place a deployment file is read; its form is in `segue.graph.deployment`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from segue.graph.deployment import Hardware, Limits, Plan, StagePlan
+from segue.graph.hardware import detect_hardware
+from segue.graph.placement import CPU, Place, place
+from segue.graph.section import Section
+from segue.graph.stage_graph import Stage, StageGraph
+from segue.graph.wiring import define, plan_edges
+from segue.graph.written import Written, read
+from segue.messages.errors import ConfigError, InvalidRequest
+from segue.messages.sampling import SamplingParams, sampling_from
+
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+_MAX_BATCH = {"autoregressive": 64, "diffusion": 8, "module": 16}
+_TOKENS_PER_STEP = {"cpu": 512, "cuda": 2048}
+"""A step's tokens by default: long enough to be bound by arithmetic, short enough not to hold up who is decoding."""
+
+
+def load_plan(
+    graph: StageGraph,
+    deployment: Path | str | Mapping[str, Any] | None = None,
+    *,
+    hardware: Hardware | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> Plan:
+    """The plan of a graph.
+
+    `deployment` is a file, or what it would parse to; without one, everything comes from the hardware.
+    `hardware` is this machine's where it is not given. `overrides` are keys of a stage, from the command line or the
+    caller, that win over the deployment's `defaults`, e.g. {"dtype": "float32"}.
+    Raises `ConfigError` naming the key's path and what would be right.
+    """
+    graph.validate()
+    values = read_deployment(Path(deployment)) if isinstance(deployment, Path | str) else deployment
+    written = read(graph, values, overrides or {})
+    connectors = define(written.connectors)
+    machine = hardware or detect_hardware()
+    groups, places = place(graph, written.stages, machine, connectors, written.wires)
+    return Plan(
+        graph=graph,
+        stages={name: _stage(graph.stages[name], written, places[name]) for name in graph.topological()},
+        edges=plan_edges(graph, connectors, written.wires, groups),
+        groups=groups,
+        limits=_limits(written.limits),
+        hardware=machine,
+    )
+
+
+def read_deployment(path: Path) -> object:
+    """The parsed file, not yet checked; None where it is empty."""
+    where = f"deployment {str(path)!r}"
+    if not path.is_file():
+        raise ConfigError(f"{where} is no file", field="deployment")
+    try:
+        # a SafeLoader that also refuses a key written twice
+        return yaml.load(path.read_bytes(), Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{where}{line}: not YAML: {error.problem}", field="deployment") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where}: not YAML: {error}", field="deployment") from error
+
+
+class _Loader(yaml.SafeLoader):
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        problem=f"the key {key.value!r} is written twice", problem_mark=key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _stage(stage: Stage, written: Written, where: Place) -> StagePlan:
+    section = written.stages[stage.name]
+    device = CPU if CPU in where.devices else "cuda"
+    dtype = section.choice("dtype", "auto", _DTYPES)
+    if dtype == "auto":
+        dtype = "float32" if device == CPU else "bfloat16"
+    return StagePlan(
+        name=stage.name,
+        engine=stage.engine,
+        devices=where.devices,
+        replicas=where.replicas,
+        memory_share=where.memory_share,
+        memory_bytes=where.memory_bytes,
+        dtype=dtype,
+        threads=where.threads,
+        max_batch=section.integer("max_batch", _MAX_BATCH[stage.engine]),
+        load_format=section.choice("load_format", "auto", ("auto", "dummy")),
+        options=section.mapping("options"),
+        max_tokens_per_step=section.integer("max_tokens_per_step", _TOKENS_PER_STEP[device]),
+        max_model_len=section.integer("max_model_len", None),
+        block_size=section.integer("block_size", 16),
+        kv_blocks=section.integer("kv_blocks", None),
+        prefix_caching=section.flag("prefix_caching", True),
+        sampling=_sampling(section) if stage.engine == "autoregressive" else SamplingParams(),
+    )
+
+
+def _sampling(section: Section) -> SamplingParams:
+    path, _ = section.find("sampling")
+    try:
+        return sampling_from(section.mapping("sampling"), path)
+    except InvalidRequest as error:  # the same checks, but here it is the deployment that must be mended
+        raise ConfigError(error.message, field=error.field) from error
+
+
+def _limits(section: Section) -> Limits:
+    default = Limits()
+    return Limits(
+        max_waiting=section.integer("max_waiting", default.max_waiting),
+        max_retries=section.integer("max_retries", default.max_retries, least=0),
+        default_deadline=section.number("default_deadline", default.default_deadline),
+        retained_bytes=section.size("retained_bytes", default.retained_bytes),
+        drain_seconds=section.number("drain_seconds", default.drain_seconds),
+        max_media_bytes=section.size("max_media_bytes", default.max_media_bytes),
+        max_image_pixels=section.integer("max_image_pixels", default.max_image_pixels),
+        max_audio_seconds=section.number("max_audio_seconds", default.max_audio_seconds),
+        max_video_frames=section.integer("max_video_frames", default.max_video_frames),
+    )

@@ -1,0 +1,103 @@
+"""A graph, or a plan, for people: as text, and as a Mermaid diagram."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from segue.graph.deployment import MiB, Plan, StagePlan
+from segue.graph.stage_graph import INPUT, Edge, Stage, StageGraph
+
+
+def as_text(what: Plan | StageGraph) -> str:
+    """Tables of stages and edges. Stages stand in topological order, numbered as `stage_id` counts them."""
+    graph = what.graph if isinstance(what, Plan) else what
+    order = graph.topological()
+    number = {name: str(place) for place, name in enumerate(name for name in order if name != INPUT)}
+    head = ["", "stage", "engine", "takes", "gives"]
+    rows = [
+        [number.get(name, ""), name, stage.engine, _list(stage.takes), _list(stage.gives)]
+        for name, stage in ((name, graph.stages[name]) for name in order)
+    ]
+    if isinstance(what, Plan):
+        head += ["devices", "replicas", "memory", "dtype", "threads", "batch", "worker with"]
+        for row, name in zip(rows, order, strict=True):
+            row += _placed(what.stages[name], what.group_of(name))
+    lines = [
+        f"{graph.name}: takes {_list(graph.takes)}; gives {_list(graph.gives)}; main output from {graph.main}",
+        "",
+        *_table([head, *rows]),
+        "",
+        *_table(_edge_rows(what)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def as_mermaid(what: Plan | StageGraph) -> str:
+    """A flowchart; conditional edges are dotted and labelled, stages that share a worker are framed."""
+    graph = what.graph if isinstance(what, Plan) else what
+    groups = what.groups if isinstance(what, Plan) else tuple((name,) for name in graph.topological())
+    # ids of our own: a stage may be called `end`, which Mermaid would take for a keyword
+    ids = {name: f"s{place}" for place, name in enumerate(graph.topological())}
+    lines = ["flowchart LR"]
+    for place, group in enumerate(groups):
+        nodes = [f'{ids[name]}["{_label(graph.stages[name], what)}"]' for name in group]
+        if len(group) == 1:
+            lines.append(f"    {nodes[0]}")
+        else:
+            lines += [f'    subgraph w{place}["one worker"]', *(f"        {node}" for node in nodes), "    end"]
+    for edge in graph.edges:
+        arrow = f"-. {edge.condition} .->" if edge.condition else "-->"
+        lines.append(f"    {ids[edge.source]} {arrow} {ids[edge.target]}")
+    for name in graph.outputs:
+        for modality in sorted(graph.stages[name].gives):
+            lines.append(f"    {ids[name]} --> {ids[name]}_{modality}([{modality}])")
+    return "\n".join(lines) + "\n"
+
+
+def _placed(stage: StagePlan, group: Sequence[str]) -> list[str]:
+    others = [name for name in group if name != stage.name]
+    memory = f"{stage.memory_share:.1%}" if stage.memory_share else "-"
+    return [
+        _list(stage.devices),
+        str(stage.replicas),
+        memory,
+        stage.dtype,
+        str(stage.threads),
+        str(stage.max_batch),
+        _list(others),
+    ]
+
+
+def _edge_rows(what: Plan | StageGraph) -> list[list[str]]:
+    if isinstance(what, StageGraph):
+        return [["edge", "when"], *([_arrow(edge), edge.condition or "-"] for edge in what.edges)]
+    rows = [["edge", "when", "connector", "kind", "budget"]]
+    for edge in what.graph.edges:
+        plan = what.edge(edge.source, edge.target)
+        rows.append(
+            [_arrow(edge), edge.condition or "-", plan.connector, plan.kind, f"{plan.budget / MiB:g} MiB"],
+        )
+    return rows
+
+
+def _label(stage: Stage, what: Plan | StageGraph) -> str:
+    parts = [stage.name, stage.engine]
+    if stage.takes:
+        parts.append(f"takes {_list(stage.takes)}")
+    if isinstance(what, Plan):
+        plan = what.stages[stage.name]
+        parts.append(f"{plan.replicas} on {_list(plan.devices)}")
+    return "<br>".join(parts)
+
+
+def _arrow(edge: Edge) -> str:
+    return f"{edge.source} -> {edge.target}"
+
+
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)) or "-"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

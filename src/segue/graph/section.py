@@ -1,0 +1,135 @@
+"""Typed reading of a mapping that came from a file: every error names the key's path, the value, and what is right."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, TypeVar
+
+from segue.messages.errors import ConfigError, nearest
+
+T = TypeVar("T")
+
+_UNITS = {
+    "B": 1,
+    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)},
+    **{f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)},
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B)\s*", re.IGNORECASE)
+
+
+def wrong(path: str, value: object, right: str) -> ConfigError:
+    """The refusal of a value, to be raised."""
+    return ConfigError(f"{path} is {value!r}; it must be {right}", field=path)
+
+
+class Section:
+    """One mapping of the file at `path`, with another below it that is asked where this one is silent.
+
+    A key set to null is not silent: it takes the default given to the reading method.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        values: object,
+        keys: Collection[str],
+        *,
+        below: Section | None = None,
+        foreign: Mapping[str, str] | None = None,
+    ) -> None:
+        """`keys` may occur; `foreign` says what to write instead of keys known from elsewhere."""
+        self.path = path
+        self.values = as_mapping(path, values)
+        self.below = below
+        for key in self.values:
+            if key not in keys:
+                instead = f"; write {foreign[key]} instead" if foreign and key in foreign else nearest(key, keys)
+                where = f"{path} has" if path else "the deployment has"
+                raise ConfigError(f"{where} no key {key!r}{instead}", field=self.at(key))
+
+    def at(self, key: str) -> str:
+        """Path of a key of this very section."""
+        return f"{self.path}.{key}" if self.path else key
+
+    def find(self, key: str) -> tuple[str, Any]:
+        """(path, value) of a key, here or below; None where it is null or nowhere."""
+        if key in self.values or self.below is None:
+            return self.at(key), self.values.get(key)
+        return self.below.find(key)
+
+    def says(self, key: str) -> bool:
+        """The key is written, here or below, be it null."""
+        return key in self.values or (self.below is not None and self.below.says(key))
+
+    def integer(self, key: str, default: T, *, least: int = 1) -> int | T:
+        path, value = self.find(key)
+        if value is None:
+            return default
+        if type(value) is not int or value < least:
+            raise wrong(path, value, f"an integer of at least {least}")
+        return value
+
+    def number(self, key: str, default: T, *, above: float = 0.0, most: float = math.inf) -> float | T:
+        """A finite number in (above, most]."""
+        path, value = self.find(key)
+        if value is None:
+            return default
+        if type(value) not in (int, float) or not (above < value <= most and math.isfinite(value)):
+            raise wrong(
+                path, value, f"a number above {above:g}" + ("" if math.isinf(most) else f" and at most {most:g}")
+            )
+        return float(value)
+
+    def size(self, key: str, default: T, *, least: int = 1) -> int | T:
+        """Bytes: an integer, or text with a unit (`64MiB`: 2^20, `1GB`: 10^9)."""
+        path, value = self.find(key)
+        if value is None:
+            return default
+        size = value
+        if isinstance(value, str) and (match := _SIZE.fullmatch(value)):
+            size = int(float(match[1]) * _UNITS[match[2].upper()])
+        if type(size) is not int or size < least:
+            raise wrong(path, value, f"a size of at least {least} bytes, such as 1048576, '64MiB' or '1GB'")
+        return size
+
+    def flag(self, key: str, default: bool) -> bool:
+        path, value = self.find(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise wrong(path, value, "true or false")
+        return value
+
+    def choice(self, key: str, default: str, allowed: Collection[str]) -> str:
+        path, value = self.find(key)
+        if value is None:
+            return default
+        if value not in allowed:
+            raise wrong(path, value, f"one of {', '.join(allowed)}{nearest(str(value), allowed)}")
+        return str(value)
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        path, value = self.find(key)
+        return as_mapping(path, value)
+
+    def entries(self, key: str) -> Iterator[tuple[str, Any]]:
+        """(path, entry) of a list."""
+        path, value = self.find(key)
+        if value is not None and not isinstance(value, list):
+            raise wrong(path, value, "a list")
+        for number, entry in enumerate(value or []):
+            yield f"{path}[{number}]", entry
+
+
+def as_mapping(path: str, value: object) -> dict[str, Any]:
+    """The value as a mapping with text keys; null is an empty one."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise wrong(path or "the deployment", value, "a mapping")
+    for key in value:
+        if not isinstance(key, str):
+            raise ConfigError(f"{path or 'the deployment'} has the key {key!r}; keys must be text", field=path)
+    return dict(value)
