@@ -130,14 +130,13 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _graph(arguments: argparse.Namespace) -> int:
-    from segue.graph.hardware import detect_hardware
     from segue.graph.loader import load_plan
     from segue.graph.render import as_mermaid, as_text
     from segue.models.registry import family_of, read_config
 
     config = read_config(arguments.model)
     graph = family_of(config).graph(config)
-    plan = load_plan(graph, arguments.config, detect_hardware(), dtype=arguments.dtype)
+    plan = load_plan(graph, arguments.config, overrides={"dtype": arguments.dtype} if arguments.dtype else None)
     print(as_mermaid(graph) if arguments.mermaid else as_text(plan))
     return 0
 

@@ -13,7 +13,6 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
-from segue.graph.hardware import detect_hardware
 from segue.graph.loader import load_plan
 from segue.media.parts import MediaPolicy, parse_messages
 from segue.messages.deltas import Delta, Finished
@@ -58,7 +57,7 @@ class AsyncOmni:
         checkpoint = read_config(model_dir)
         family = family_of(checkpoint)
         graph = family.graph(checkpoint)
-        self.plan = load_plan(graph, config, detect_hardware(), dtype=dtype)
+        self.plan = load_plan(graph, config, overrides={"dtype": dtype} if dtype else None)
         text_stage = graph.main
         self.card = ModelCard(
             name=name or model_dir.name,

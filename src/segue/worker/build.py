@@ -12,7 +12,9 @@ import torch
 from segue.connectors.base import Connector
 from segue.connectors.create import create
 from segue.engines.autoregressive.config import AutoregressiveConfig
+from segue.engines.autoregressive.contract import AutoregressiveAdapter
 from segue.engines.autoregressive.engine import AutoregressiveEngine
+from segue.engines.autoregressive.memory import blocks_for
 from segue.engines.contract import Adapter, Engine, LoadContext
 from segue.engines.module.engine import ModuleConfig, ModuleEngine
 from segue.graph.deployment import EdgePlan, Limits, StagePlan
@@ -25,6 +27,8 @@ from segue.worker.outbox import Channel
 from segue.worker.retained import RetainedStore
 from segue.worker.stage import StageRunner
 
+CACHE_SHARE = 0.8
+"""Of the memory left beside the weights; the rest is for activations."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -88,10 +92,8 @@ def _engine(plan: StagePlan, adapter: Adapter) -> Engine:
         case "autoregressive":
             return AutoregressiveEngine(
                 adapter,
-                AutoregressiveConfig.for_budget(
-                    adapter,
-                    memory_bytes=plan.memory_bytes,
-                    num_blocks=plan.kv_blocks,
+                AutoregressiveConfig(
+                    num_blocks=_kv_blocks(plan, adapter),
                     block_size=plan.block_size,
                     max_batch=plan.max_batch,
                     max_tokens_per_step=plan.max_tokens_per_step,
@@ -102,6 +104,23 @@ def _engine(plan: StagePlan, adapter: Adapter) -> Engine:
             return ModuleEngine(adapter, ModuleConfig(max_batch=plan.max_batch))
         case other:
             raise ConfigError(f"stage {plan.name!r}: there is no {other} engine in this version", stage=plan.name)
+
+
+def _kv_blocks(plan: StagePlan, adapter: AutoregressiveAdapter) -> int:
+    """What the deployment says; else what its memory holds beside the weights, but no more than can ever be used."""
+    if plan.kv_blocks is not None:
+        return plan.kv_blocks
+    most = plan.max_batch * -(-adapter.max_model_len // plan.block_size)
+    if not plan.memory_bytes:
+        return most
+    room = plan.memory_bytes - adapter.weight_bytes
+    if room <= 0:
+        raise ConfigError(
+            f"stage {plan.name!r}: its weights take {adapter.weight_bytes} bytes, its memory_share is "
+            f"{plan.memory_share} ({plan.memory_bytes} bytes); nothing is left for the KV cache",
+            field=f"stages.{plan.name}.memory_share",
+        )
+    return min(most, blocks_for(int(room * CACHE_SHARE), adapter.kv, plan.block_size))
 
 
 def _connect(

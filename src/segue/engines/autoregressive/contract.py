@@ -84,6 +84,8 @@ class AutoregressiveAdapter(Protocol):
     """Rotary axes: 3 for M-RoPE, else 1."""
     vocab_size: int
     max_model_len: int
+    weight_bytes: int
+    """Of the loaded weights, in memory."""
     conditioned: bool
     """Each generated token's input needs a row from upstream; a request without its next row is not scheduled."""
     end_token_ids: frozenset[int]

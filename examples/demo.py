@@ -1,0 +1,214 @@
+"""One request of each kind against a real server, through the official OpenAI client.
+
+    python examples/demo.py MODEL_DIR OUT_DIR
+
+Starts `segue serve` on a free port, sends text, a photo, a voice clip and a video with sound, asks for text and for
+speech, streamed and whole, and writes what came back: a transcript, WAV files, and a picture of which stage worked when.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import wave
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt  # noqa: E402
+from openai import OpenAI  # noqa: E402
+
+ASSETS = Path(__file__).parent.parent / "assets"
+SAMPLE_RATE = 24000
+
+
+@dataclass
+class Shown:
+    """What one request gave, and how long it took (seconds since it was sent, measured here, at the client)."""
+
+    name: str
+    text: str = ""
+    pcm: bytes = b""
+    jct: float = 0.0
+    ttft: float | None = None
+    ttfa: float | None = None
+    spans: list[list[Any]] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        return len(self.pcm) / 2 / SAMPLE_RATE
+
+    @property
+    def rtf(self) -> float | None:
+        return self.jct / self.seconds if self.pcm else None
+
+
+def data_url(path: Path, kind: str) -> str:
+    return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+def prompts() -> dict[str, list[dict[str, Any]]]:
+    """User messages of each kind, as the OpenAI API has them."""
+    photo = {"type": "image_url", "image_url": {"url": data_url(ASSETS / "photo.jpg", "image/jpeg")}}
+    voice = (ASSETS / "speech.wav").read_bytes()
+    speech = {"type": "input_audio", "input_audio": {"data": base64.b64encode(voice).decode(), "format": "wav"}}
+    video = {"type": "video_url", "video_url": {"url": data_url(ASSETS / "video.mp4", "video/mp4")}}
+
+    def ask(text: str) -> dict[str, Any]:
+        return {"type": "text", "text": text}
+
+    return {
+        "text": [ask("Say something about the sea.")],
+        "photo": [photo, ask("What is in the picture?")],
+        "speech": [speech, ask("What was said?")],
+        "video with sound": [video, ask("What happens, and what is heard?")],
+    }
+
+
+def whole(client: OpenAI, model: str, name: str, content: list[dict[str, Any]], modalities: list[str]) -> Shown:
+    shown, sent = Shown(name), time.monotonic()
+    answer = client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": content}],  # type: ignore[list-item, misc]
+        modalities=modalities,  # type: ignore[arg-type]
+        audio={"voice": "Chelsie", "format": "pcm16"} if "audio" in modalities else None,  # type: ignore[arg-type]
+        seed=7,
+        max_tokens=64,
+        extra_body={"return_metrics": True, "sampling": {"talker": {"max_tokens": 300}}},
+    )
+    shown.jct = time.monotonic() - sent
+    message = answer.choices[0].message
+    shown.text = message.content or ""
+    if message.audio is not None:
+        shown.pcm = base64.b64decode(message.audio.data)
+    shown.spans = answer.model_extra["segue"]["metrics"]["spans"]  # type: ignore[index]
+    return shown
+
+
+def streamed(client: OpenAI, model: str, name: str, content: list[dict[str, Any]], modalities: list[str]) -> Shown:
+    shown, sent = Shown(name), time.monotonic()
+    stream = client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": content}],  # type: ignore[list-item, misc]
+        modalities=modalities,  # type: ignore[arg-type]
+        audio={"voice": "Chelsie", "format": "pcm16"} if "audio" in modalities else None,  # type: ignore[arg-type]
+        seed=7,
+        max_tokens=64,
+        stream=True,
+        extra_body={"return_metrics": True, "sampling": {"talker": {"max_tokens": 300}}},
+    )
+    for chunk in stream:  # type: ignore[union-attr]
+        now = time.monotonic() - sent
+        for choice in chunk.choices:
+            if choice.delta.content:
+                shown.ttft = shown.ttft or now
+                shown.text += choice.delta.content
+            audio = (choice.delta.model_extra or {}).get("audio") or {}
+            if audio.get("data"):
+                shown.ttfa = shown.ttfa or now
+                shown.pcm += base64.b64decode(audio["data"])
+        if extra := (chunk.model_extra or {}).get("segue"):
+            shown.spans = extra["metrics"]["spans"]
+    shown.jct = time.monotonic() - sent
+    return shown
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_ready(server: subprocess.Popen[bytes], url: str) -> dict[str, Any]:
+    """Poll /health until it is 200; give up when the server has."""
+    while True:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+                return json.loads(answer.read())
+        except (urllib.error.URLError, ConnectionError):
+            if server.poll() is not None:
+                raise SystemExit(f"the server ended with status {server.returncode}") from None
+            time.sleep(0.1)
+
+
+def write_wav(path: Path, pcm: bytes) -> None:
+    with wave.open(str(path), "wb") as out:
+        out.setnchannels(1)
+        out.setsampwidth(2)
+        out.setframerate(SAMPLE_RATE)
+        out.writeframes(pcm)
+
+
+def draw(shown: list[Shown], path: Path) -> None:
+    """Which stage worked when: one panel per request, one bar per stage, light while it waited for input."""
+    figure, panels = plt.subplots(len(shown), 1, figsize=(9, 1.5 * len(shown)), sharex=True, squeeze=False)
+    colours = dict(zip(["input", "encoder", "thinker", "talker", "vocoder"], plt.get_cmap("Set2").colors, strict=False))
+    for panel, one in zip(panels[:, 0], shown, strict=True):
+        stages = [stage for stage in colours if any(span[0] == stage for span in one.spans)]
+        for stage, what, start, end in one.spans:
+            panel.barh(
+                stages.index(stage), end - start, left=start, color=colours[stage], alpha=1.0 if what == "run" else 0.3
+            )
+        for when, mark in ((one.ttft, "first text"), (one.ttfa, "first sound")):
+            if when is not None:
+                panel.axvline(when, color="black", linestyle=":", linewidth=0.8)
+                panel.text(when, len(stages) - 0.3, mark, fontsize=6)
+        panel.set_yticks(range(len(stages)), stages, fontsize=7)
+        panel.invert_yaxis()
+        panel.set_title(one.name, fontsize=8, loc="left")
+    panels[-1, 0].set_xlabel("seconds since the request was admitted")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main(model_dir: Path, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    began = time.monotonic()
+    server = subprocess.Popen(
+        [sys.executable, "-m", "segue.cli", "serve", str(model_dir), "--port", str(port), "--name", "demo"],
+        env=os.environ,
+    )
+    try:
+        health = wait_ready(server, url)
+        print(f"\nready after {time.monotonic() - began:.1f} s: {', '.join(health['stages'])}\n")
+        client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        shown: list[Shown] = []
+        for name, content in prompts().items():
+            shown.append(streamed(client, "demo", f"{name} → text + speech, streamed", content, ["text", "audio"]))
+        content = prompts()["text"]
+        shown.append(whole(client, "demo", "text → text, whole", content, ["text"]))
+        shown.append(streamed(client, "demo", "text → text, streamed", content, ["text"]))
+        shown.append(whole(client, "demo", "text → text + speech, whole", content, ["text", "audio"]))
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait()
+
+    transcript = []
+    print(f"{'request':42} {'JCT':>7} {'TTFT':>7} {'TTFA':>7} {'RTF':>6} {'audio':>7}")
+    for number, one in enumerate(shown):
+        cells = [f"{value:6.2f}s" if value is not None else "      –" for value in (one.jct, one.ttft, one.ttfa)]
+        rtf = f"{one.rtf:6.2f}" if one.rtf is not None else "     –"
+        print(f"{one.name:42} {' '.join(cells)} {rtf} {one.seconds:6.2f}s")
+        transcript.append(f"## {one.name}\n\n{one.text}\n")
+        if one.pcm:
+            write_wav(out / f"{number}-{one.name.split(' →')[0].replace(' ', '-')}.wav", one.pcm)
+    (out / "transcript.md").write_text("\n".join(transcript))
+    draw(shown, out / "timeline.png")
+    print(f"\n{out}/: transcript.md, timeline.png, {sum(bool(one.pcm) for one in shown)} WAV files")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
