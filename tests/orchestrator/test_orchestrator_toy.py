@@ -1,0 +1,412 @@
+"""The whole system on the toy family: real processes, real sockets, real kills; no model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from segue.messages.deltas import AudioDelta, Delta, Finished, TextDelta
+from segue.messages.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    StageFailed,
+    StageLost,
+)
+from segue.orchestrator.omni import AsyncOmni, Omni
+from segue.orchestrator.outputs import Collector, RequestOutput
+from segue.orchestrator.service import Health
+
+pytestmark = pytest.mark.usefixtures("toy_path")
+
+
+def expected_ids(text: str, count: int = 20) -> list[int]:
+    from segue_toy.stages import VOCAB, next_token
+
+    token, ids = 1 + ord(text[-1]) % (VOCAB - 1), []
+    while len(ids) < count and (not ids or ids[-1] != 0):
+        token = next_token(token)
+        ids.append(token)
+    return ids
+
+
+def assert_right(output: RequestOutput, text: str, count: int = 20) -> None:
+    """Text, ids and samples are what the toy's arithmetic says, none lost, none twice."""
+    from segue_toy.stages import SAMPLES_PER_TOKEN, VOCAB, text_of
+
+    ids = expected_ids(text, count)
+    assert output.token_ids == {"counter": ids}
+    assert output.text == text_of([token for token in ids if token])
+    if output.audio is not None:
+        prompt = [1 + ord(letter) % (VOCAB - 1) for letter in text]
+        values = np.array([*prompt, *ids[:-1]], dtype=np.float32) / VOCAB  # the last token is never forwarded
+        np.testing.assert_allclose(output.audio.samples, np.repeat(values, SAMPLES_PER_TOKEN), rtol=1e-6)
+
+
+@asynccontextmanager
+async def running(toy_dir: Path, **config: Any) -> AsyncIterator[AsyncOmni]:
+    async with AsyncOmni(toy_dir, config=config or None) as omni:
+        yield omni
+
+
+def run(body: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(body(), timeout=60))  # type: ignore[arg-type]
+
+
+def both(text: str, **options: Any) -> dict[str, Any]:
+    message = {"messages": [{"role": "user", "content": text}], "modalities": ["text", "audio"]}
+    return {**message, "options": options} if options else message
+
+
+async def collect(omni: AsyncOmni, prompt: Any, on_delta: Callable[[Delta], None] = lambda delta: None) -> RequestOutput:
+    request = omni.request(prompt)
+    collector = Collector(request.request_id, wants_audio="audio" in request.modalities)
+    async for delta in omni.stream(request):
+        on_delta(delta)
+        collector.add(delta)
+    return collector.output()
+
+
+def pid_of(health: Health, stage: str) -> int:
+    [replica] = health.stages[stage].replicas
+    assert replica.pid is not None
+    return replica.pid
+
+
+class Gate:
+    """Holds a stage at a known point: `reached` returns when it is there; `open` lets it go on."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = str(directory / "gate")
+        os.mkfifo(self.path)
+
+    def option(self, stage: str, at: int) -> dict[str, Any]:
+        return {"stage": stage, "at": at, "fifo": self.path}
+
+    async def reached(self) -> int:
+        return await asyncio.to_thread(os.open, self.path, os.O_WRONLY)
+
+    def remove(self) -> None:
+        os.unlink(self.path)
+
+
+def test_text_and_audio_of_many_requests_are_right(toy_dir: Path) -> None:
+    async def body() -> None:
+        async with running(toy_dir) as omni:
+            texts = [f"hello {number}" for number in range(24)]
+            outputs = await asyncio.gather(*(omni.generate(both(text)) for text in texts))
+            for text, output in zip(texts, outputs, strict=True):
+                assert_right(output, text)
+                assert output.audio is not None
+            one = outputs[0]
+            assert one.usage.prompt_tokens == len("hello 0")
+            assert one.usage.completion_modalities == {"text": len(one.token_ids["counter"])}
+            assert one.metrics.jct >= (one.metrics.ttfa or 0) > 0
+            assert {span[0] for span in one.metrics.spans} == {"input", "counter", "tone"}
+
+    run(body)
+
+
+def test_text_only_never_touches_the_audio_stage(toy_dir: Path) -> None:
+    async def body() -> None:
+        async with running(toy_dir) as omni:
+            output = await omni.generate("only text")
+            assert_right(output, "only text")
+            assert output.audio is None
+            assert {span[0] for span in output.metrics.spans} == {"input", "counter"}
+
+    run(body)
+
+
+def test_deltas_stream_while_stages_run(toy_dir: Path, tmp_path: Path) -> None:
+    """Sound arrives while the counter is still held at its tenth token."""
+
+    async def body() -> None:
+        gate = Gate(tmp_path)
+        seen: list[Delta] = []
+        heard = asyncio.Event()
+
+        def note(delta: Delta) -> None:
+            seen.append(delta)
+            if isinstance(delta, AudioDelta):
+                heard.set()
+
+        async with running(toy_dir) as omni:
+            task = asyncio.create_task(collect(omni, both("stream me", hold=gate.option("counter", 10)), note))
+            held = await gate.reached()
+            await heard.wait()
+            assert not any(isinstance(delta, Finished) for delta in seen)
+            assert any(isinstance(delta, TextDelta) for delta in seen)
+            os.close(held)
+            assert_right(await task, "stream me")
+
+    run(body)
+
+
+@pytest.mark.parametrize(("stage", "at"), [("counter", 7), ("tone", 0), ("tone", 12)])
+def test_a_killed_worker_comes_back_and_its_requests_finish(toy_dir: Path, tmp_path: Path, stage: str, at: int) -> None:
+    """kill -9 in the middle of the stage: same text, same samples, nothing twice; other requests go on."""
+
+    async def body() -> None:
+        gate = Gate(tmp_path)
+        async with running(toy_dir) as omni:
+            bystander = both("bystander")
+            task = asyncio.create_task(collect(omni, both("kill me", hold=gate.option(stage, at))))
+            held = await gate.reached()
+            other = asyncio.create_task(omni.generate(bystander))
+            pid = pid_of(omni.health(), stage)
+            os.kill(pid, signal.SIGKILL)
+            gate.remove()
+            os.close(held)
+            output = await task
+            assert_right(output, "kill me")
+            assert output.metrics.attempts == 2
+            assert_right(await other, "bystander")
+            health = omni.health()
+            assert health.ready
+            assert pid_of(health, stage) != pid
+            assert health.stages[stage].replicas[0].restarts == 1
+
+    run(body)
+
+
+def test_a_killed_input_worker_comes_back(toy_dir: Path) -> None:
+    async def body() -> None:
+        async with running(toy_dir) as omni:
+            os.kill(pid_of(omni.health(), "input"), signal.SIGKILL)
+            assert_right(await omni.generate(both("after the input died")), "after the input died")
+
+    run(body)
+
+
+def test_a_killed_fork_server_is_replaced(toy_dir: Path) -> None:
+    async def body() -> None:
+        async with running(toy_dir) as omni:
+            server = psutil.Process(pid_of(omni.health(), "input")).parent()
+            assert server is not None
+            server.kill()
+            assert_right(await omni.generate(both("all gone")), "all gone")
+
+    run(body)
+
+
+def test_retries_are_bounded_and_the_error_names_the_stage(toy_dir: Path, tmp_path: Path) -> None:
+    async def body() -> None:
+        gate = Gate(tmp_path)
+        async with running(toy_dir, limits={"max_retries": 1}) as omni:
+            task = asyncio.create_task(collect(omni, both("doomed", hold=gate.option("tone", 3))))
+            for _ in range(2):
+                held = await gate.reached()
+                os.kill(pid_of(omni.health(), "tone"), signal.SIGKILL)
+                os.close(held)
+            with pytest.raises(StageLost, match="'tone'") as caught:
+                await task
+            assert caught.value.stage == "tone"
+            gate.remove()
+            assert_right(await omni.generate(both("next")), "next")
+
+    run(body)
+
+
+def test_a_sibling_takes_over(toy_dir: Path, tmp_path: Path) -> None:
+    async def body() -> None:
+        gate = Gate(tmp_path)
+        async with running(toy_dir, stages={"tone": {"replicas": 2}}) as omni:
+            before = {replica.pid for replica in omni.health().stages["tone"].replicas}
+            assert len(before) == 2
+            task = asyncio.create_task(collect(omni, both("twins", hold=gate.option("tone", 5))))
+            held = await gate.reached()
+            busy = next(r for r in omni.orchestrator.replicas.all if r.group == ("tone",) and r.requests)
+            assert busy.pid is not None
+            os.kill(busy.pid, signal.SIGKILL)
+            gate.remove()
+            os.close(held)
+            assert_right(await task, "twins")
+
+    run(body)
+
+
+def test_a_stage_that_raises_fails_its_request_alone(toy_dir: Path) -> None:
+    async def body() -> None:
+        async with running(toy_dir) as omni:
+            for stage in ("counter", "tone"):
+                good, bad = await asyncio.gather(
+                    omni.generate(both("fine")),
+                    omni.generate(both("bad", fail_at={"stage": stage, "at": 4})),
+                    return_exceptions=True,
+                )
+                assert isinstance(bad, StageFailed)
+                assert bad.stage == stage
+                assert "told to fail at 4" in bad.message
+                assert isinstance(good, RequestOutput)
+                assert_right(good, "fine")
+
+    run(body)
+
+
+def test_what_the_input_stage_refuses_names_the_field(toy_dir: Path) -> None:
+    async def body() -> None:
+        async with running(toy_dir) as omni:
+            with pytest.raises(InvalidRequest, match="forbidden") as caught:
+                await omni.generate("forbidden")
+            assert caught.value.field == "messages[0].content"
+
+    run(body)
+
+
+def test_cancelling_reaches_every_stage(toy_dir: Path, tmp_path: Path) -> None:
+    async def body() -> None:
+        gate = Gate(tmp_path)
+        async with running(toy_dir) as omni:
+            task = asyncio.create_task(collect(omni, both("cancel me", hold=gate.option("tone", 2))))
+            held = await gate.reached()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            os.close(held)
+            gate.remove()
+            # a second request through the same workers, then their books must be empty
+            assert_right(await omni.generate(both("after")), "after")
+            assert not omni.orchestrator.requests
+            stats = await idle_stats(omni)
+            assert stats["counter"]["blocks_used"] == 0
+            assert stats["counter"]["running"] == stats["counter"]["waiting"] == 0
+            assert stats["tone"]["running"] == stats["tone"]["waiting"] == 0
+
+    run(body)
+
+
+async def idle_stats(omni: AsyncOmni) -> dict[str, dict[str, float]]:
+    """The newest stats of every stage, once all workers have reported that they are idle."""
+    while True:
+        stages = {name: dict(values) for stats in omni.orchestrator.stats.values() for name, values in stats.stages.items()}
+        if len(stages) == 3 and all(not values["running"] and not values["waiting"] for values in stages.values()):
+            return stages
+        await omni.generate("tick")  # makes every worker on its way report again
+
+
+def test_a_deadline_ends_the_request(toy_dir: Path, tmp_path: Path) -> None:
+    async def body() -> None:
+        import time
+
+        gate = Gate(tmp_path)
+        async with running(toy_dir) as omni:
+            prompt = {**both("late", hold=gate.option("tone", 2)), "deadline": time.time() + 0.5}
+            task = asyncio.create_task(collect(omni, prompt))
+            held = await gate.reached()
+            with pytest.raises(DeadlineExceeded):
+                await task
+            os.close(held)
+            gate.remove()
+            assert_right(await omni.generate("in time"), "in time")
+
+    run(body)
+
+
+def test_the_queue_is_bounded(toy_dir: Path, tmp_path: Path) -> None:
+    async def body() -> None:
+        gate = Gate(tmp_path)
+        async with running(toy_dir, limits={"max_waiting": 1}) as omni:
+            task = asyncio.create_task(collect(omni, both("first", hold=gate.option("tone", 2))))
+            held = await gate.reached()
+            with pytest.raises(Overloaded, match="max_waiting"):
+                await omni.generate("second")
+            gate.remove()
+            os.close(held)
+            assert_right(await task, "first")
+            assert_right(await omni.generate("third"), "third")
+
+    run(body)
+
+
+def test_bad_requests_are_refused_at_the_door(toy_dir: Path) -> None:
+    async def body() -> None:
+        async with running(toy_dir) as omni:
+            with pytest.raises(InvalidRequest, match="modalities"):
+                await omni.generate({**both("x"), "modalities": ["smell"]})
+            with pytest.raises(NotFound, match="did you mean 'one'"):
+                await omni.generate({**both("x"), "voice": "onee"})
+            with pytest.raises(InvalidRequest, match="did you mean 'counter'"):
+                await omni.generate({**both("x"), "sampling": {"countr": {"temperature": 0}}})
+            with pytest.raises(InvalidRequest, match="did you mean 'hold'"):
+                await omni.generate(both("x", hld=1))
+            with pytest.raises(InvalidRequest, match="did you mean 'messages'"):
+                await omni.generate({"mesages": []})
+
+    run(body)
+
+
+def test_a_small_edge_budget_never_deadlocks(toy_dir: Path) -> None:
+    """One byte of budget and the smallest pools: every chunk waits for the one before it, and all is well."""
+
+    async def body() -> None:
+        config = {
+            "edges": [{"from": "counter", "to": "tone", "budget": 1}],
+            "stages": {"counter": {"kv_blocks": 6, "block_size": 4, "max_batch": 2, "max_tokens_per_step": 4}},
+        }
+        async with running(toy_dir, **config) as omni:
+            texts = [f"t{number}" for number in range(8)]
+            outputs = await asyncio.gather(*(omni.generate(both(text)) for text in texts))
+            for text, output in zip(texts, outputs, strict=True):
+                assert_right(output, text)
+
+    run(body)
+
+
+def test_retained_payloads_over_the_limit_come_back_from_the_file(toy_dir: Path, tmp_path: Path) -> None:
+    async def body() -> None:
+        gate = Gate(tmp_path)
+        async with running(toy_dir, limits={"retained_bytes": 64}) as omni:
+            task = asyncio.create_task(collect(omni, both("spill me", hold=gate.option("tone", 12))))
+            held = await gate.reached()
+            os.kill(pid_of(omni.health(), "tone"), signal.SIGKILL)
+            gate.remove()
+            os.close(held)
+            assert_right(await task, "spill me")
+
+    run(body)
+
+
+def test_a_broken_start_is_the_workers_own_error(toy_dir: Path, tmp_path: Path) -> None:
+    async def body() -> None:
+        omni = AsyncOmni(toy_dir, config={"stages": {"counter": {"kv_blocks": 1, "block_size": 1, "devices": ["cuda:0"]}}})
+        with pytest.raises(ConfigError, match="counter"):
+            await omni.start()
+
+    run(body)
+
+
+def children_of(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+def test_stopping_leaves_nothing_behind(toy_dir: Path) -> None:
+    async def body() -> None:
+        before = set(os.listdir("/dev/shm"))
+        async with running(toy_dir) as omni:
+            assert_right(await omni.generate(both("x")), "x")
+            processes = children_of(os.getpid())
+            assert len(processes) == 4
+            directory = omni.orchestrator._placement.runtime_dir
+            assert os.path.isdir(directory)
+        assert not os.path.exists(directory)
+        assert not [process for process in processes if process.is_running()]
+        assert set(os.listdir("/dev/shm")) <= before
+
+    run(body)
+
+
+def test_omni_from_a_plain_script(toy_dir: Path) -> None:
+    with Omni(toy_dir, progress=False) as omni:
+        [one, two] = omni.generate([both("a script"), "another"], seed=3)
+    assert_right(one, "a script")
+    assert_right(two, "another")

@@ -1,0 +1,33 @@
+"""input → counter (autoregressive, text and rows) → tone (module, audio)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from segue.graph.stage_graph import StageGraph
+from segue.models.registry import Family
+
+
+def graph(config: dict[str, Any]) -> StageGraph:
+    g = StageGraph("toy")
+    g.stage("counter", "autoregressive", takes={"text"}, gives={"text"})
+    g.stage("tone", "module", gives={"audio"})
+    g.edge("counter", "tone")
+    return g
+
+
+FAMILY = Family(
+    name="toy",
+    architectures=frozenset({"ToyForConditionalGeneration"}),
+    graph=graph,
+    stages_module="segue_toy.stages",
+    voices=lambda model_dir: ["one", "two"],
+    options=frozenset({"hold", "fail_at", "die_at"}),
+)
+
+
+def make(directory: Path) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text('{"architectures": ["ToyForConditionalGeneration"]}')
+    return directory

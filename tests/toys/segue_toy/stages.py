@@ -1,0 +1,152 @@
+"""The toy's stages. A request's options let a test stop a stage at a known point:
+
+    hold: {"stage": "counter" | "tone", "at": index, "fifo": path}   wait at that token or chunk until the pipe is written
+    fail_at: {"stage": ..., "at": index}                              raise there
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from segue.engines.autoregressive.contract import Fed, FlatBatch, KVSpec, Prompt
+from segue.engines.contract import LoadContext, Payload, StageOutput, StageRequest
+from segue.engines.module.contract import Result, Work
+from segue.messages.errors import InvalidRequest
+from segue.messages.request import TextPart
+from segue.messages.sampling import SamplingParams
+
+VOCAB = 97
+WIDTH = 4
+SAMPLES_PER_TOKEN = 240
+
+
+def next_token(token: int) -> int:
+    """What greedy decoding gives after `token`."""
+    return (5 * token + 3) % VOCAB
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    return "".join(chr(ord("a") + token % 26) for token in tokens)
+
+
+def _stop_point(request: StageRequest, stage: str, index: int) -> None:
+    options = request.request.options
+    hold, fail = options.get("hold"), options.get("fail_at")
+    if fail and fail["stage"] == stage and fail["at"] == index:
+        raise RuntimeError(f"told to fail at {index}")
+    if hold and hold["stage"] == stage and hold["at"] == index and os.path.exists(hold["fifo"]):
+        with open(hold["fifo"], "rb") as pipe:  # both opens wait for each other: the test knows that we are here
+            pipe.read(1)
+
+
+class Input:
+    """Text to ids."""
+
+    def __init__(self, ctx: LoadContext) -> None:
+        ctx.progress(1.0, "nothing to load")
+
+    def begin(self, request: StageRequest) -> tuple[Any, list[Work]]:
+        message = request.request
+        text = "".join(
+            part.text for turn in message.messages for part in turn.content if isinstance(part, TextPart)
+        )
+        ids = message.prompt_token_ids or [1 + ord(letter) % (VOCAB - 1) for letter in text]
+        if "forbidden" in text:
+            raise InvalidRequest("messages[0].content is 'forbidden'; say something else", field="messages[0].content")
+        return None, [Work(request.request_id, ids, last=True)]
+
+    def feed(self, state: Any, upstream: str, payload: Payload, *, final: bool) -> list[Work]:
+        raise AssertionError("nothing feeds the input stage")
+
+    def run(self, works: list[Work]) -> list[Result]:
+        return [Result({"token_ids": torch.tensor(work.item)}) for work in works]
+
+    def end(self, state: Any) -> None:
+        pass
+
+
+class Counter:
+    """A decoder without attention: the next token depends on the last alone; captured rows hold the token's id."""
+
+    def __init__(self, ctx: LoadContext) -> None:
+        self.device = ctx.device
+        self.kv = KVSpec(1, 1, WIDTH, torch.float32, capture_width=WIDTH, capture_dtype=torch.float32)
+        self.axes = 1
+        self.vocab_size = VOCAB
+        self.max_model_len = ctx.max_model_len or 512
+        self.weight_bytes = 0
+        self.conditioned = False
+        self.end_token_ids = frozenset({0})
+        self.default_sampling = SamplingParams(temperature=0.0, max_tokens=20)
+
+    def begin(self, request: StageRequest) -> Any:
+        return None
+
+    def feed(self, state: Any, upstream: str, payload: Payload, *, final: bool) -> Fed:
+        return Fed(prompt=Prompt(token_ids=payload["token_ids"].tolist()))
+
+    def embed(self, token_ids: torch.Tensor, conditioning: torch.Tensor | None) -> torch.Tensor:
+        return token_ids.to(torch.float32)[:, None].expand(-1, WIDTH)
+
+    def forward(self, embeds: torch.Tensor, batch: FlatBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return embeds, embeds.clone()
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        following = (5 * hidden[:, 0].round().long() + 3) % VOCAB
+        return torch.nn.functional.one_hot(following, VOCAB).float() * 10
+
+    def decode_text(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return text_of([token for token in token_ids if token or not skip_special_tokens])
+
+
+class Tone:
+    """Ids to samples: each becomes 240 samples of its value."""
+
+    def __init__(self, ctx: LoadContext) -> None:
+        self.made: dict[str, int] = {}
+
+    def begin(self, request: StageRequest) -> tuple[Any, list[Work]]:
+        return {"request": request, "have": 0, "chunk": 0}, []
+
+    def feed(self, state: Any, upstream: str, payload: Payload, *, final: bool) -> list[Work]:
+        rows = payload.get("rows")
+        start = int(payload.get("start", state["have"]))
+        fresh = rows[max(0, state["have"] - start) :, 0].clone() if rows is not None else torch.zeros(0)
+        item = (state["request"], state["have"], fresh)
+        state["have"] += len(fresh)
+        return [Work(state["request"].request_id, item, last=final)]
+
+    def run(self, works: list[Work]) -> list[Result]:
+        results = []
+        for work in works:
+            request, start, ids = work.item
+            for index in range(start, start + len(ids)):
+                _stop_point(request, "tone", index)
+            samples = (ids / VOCAB).repeat_interleave(SAMPLES_PER_TOKEN)
+            results.append(
+                Result({"samples": samples, "start": start * SAMPLES_PER_TOKEN, "sample_rate": 24000})
+            )
+        return results
+
+    def end(self, state: Any) -> None:
+        pass
+
+
+def ids_forward(request: StageRequest, output: StageOutput) -> Payload | None:
+    return output.payload
+
+
+def rows_forward(request: StageRequest, output: StageOutput) -> Payload | None:
+    if output.token_ids:
+        _stop_point(request, "counter", output.first_index)
+    if output.captured is None:
+        return None
+    return {"start": output.captured.start, "rows": output.captured.data}
+
+
+ADAPTERS = {"input": Input, "counter": Counter, "tone": Tone}
+TRANSFERS = {("input", "counter"): ids_forward, ("counter", "tone"): rows_forward}
