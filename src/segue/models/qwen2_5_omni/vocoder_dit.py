@@ -61,7 +61,9 @@ class Window:
     emit: int
     """Blocks that are finished after this window; the rest are there to be looked ahead at."""
     past: Tensor | None
-    """[E, look-back layers, 2 (key, value), branches, H, F, d] of the block before the window, None at the beginning."""
+    """`FlowDecoder.past_shape`: keys and values of the block before the window, None at the beginning. Only read."""
+    spare: Tensor | None = None
+    """Memory of the same shape that the window may fill for the next one; None: it is allocated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +81,14 @@ class BlockView:
     seen: Tensor | None
     """[R, 1, 1, keys] bool: real frames. None: all are."""
     behind: Tensor | None = None
-    """[R] rows of the previous blocks, counted over the batch and then `past`. None: the layer does not look back."""
+    """[R] rows of the previous blocks, counted over the batch and then over `past`. None: the layer does not look back."""
     ahead: Tensor | None = None
     """[R] rows of the next blocks. None: the layer does not look ahead."""
-    past: Tensor | None = None
-    """[2, rows, H, F, d]: keys and values of blocks that are no longer in the batch."""
-    keep: Tensor | None = None
-    """Rows whose keys and values the next windows will look back on."""
-    kept: Tensor | None = None
-    """[2, kept rows, H, F, d]: filled by the attention."""
+    past: Sequence[Tensor] = ()
+    """Each [2 (key, value), branches, H, F, d]: blocks that are no longer in the batch."""
+    keep: Sequence[tuple[int, Tensor]] = ()
+    """(row of the first branch, [2, branches, H, F, d] to fill): blocks that the next windows will look back on."""
+    branches: int = 1
 
 
 def block_attention(
@@ -101,8 +102,10 @@ def block_attention(
     pair = (key, value)
     if view.behind is not None or view.ahead is not None:
         pair = (_neighbours(key, view, 0), _neighbours(value, view, 1))
-    if view.keep is not None:
-        view.kept = torch.stack([key.index_select(0, view.keep), value.index_select(0, view.keep)])
+    per_branch = query.shape[0] // view.branches
+    for row, kept in view.keep:
+        kept[0].copy_(key[row::per_branch])
+        kept[1].copy_(value[row::per_branch])
     mixed = F.scaled_dot_product_attention(query, *pair, attn_mask=view.seen)
     return mixed.transpose(1, 2), None
 
@@ -111,7 +114,7 @@ def _neighbours(rows: Tensor, view: BlockView, which: int) -> Tensor:
     """[R, H, F, d] → [R, H, keys, d]: own block, previous, next, as the layer sees them."""
     parts = [rows]
     if view.behind is not None:
-        pool = rows if view.past is None else torch.cat([rows, view.past[which]])
+        pool = torch.cat([rows, *(past[which] for past in view.past)]) if view.past else rows
         parts.append(pool.index_select(0, view.behind))
     if view.ahead is not None:
         parts.append(rows.index_select(0, view.ahead))
@@ -146,11 +149,20 @@ class FlowDecoder:
         self.repeats = dit.repeats
         self.mel_dim = dit.mel_dim
         self.num_codes = dit.text_embed.codec_embed.num_embeddings
-        self._looks_back = [layer.look_backward_block > 0 for layer in dit.transformer_blocks]
+        looking = [index for index, layer in enumerate(dit.transformer_blocks) if layer.look_backward_block > 0]
+        self._slots = {index: slot for slot, index in enumerate(looking)}
+        """Layers that look back → their place in a past."""
         with torch.inference_mode():
             self._split_projection()
             self._steps = _time_grid(self.settings)
             self._modulate()
+
+    @property
+    def past_shape(self) -> tuple[int, ...]:
+        """[E, look-back layers, 2 (key, value), branches, H, F, d]: what a stream keeps between windows, float32."""
+        config = self._dit.config
+        evaluations, heads = 4 * len(self._steps), config.num_attention_heads
+        return (evaluations, len(self._slots), 2, self._branches, heads, self.block, config.head_dim)
 
     def _split_projection(self) -> None:
         """The input projection by what its columns multiply: mel frame, speaker encoder, code, speaker embedding."""
@@ -220,7 +232,6 @@ class FlowDecoder:
         )
         view = batch.view(layer, index, evaluation)
         mixed = layer.attn(norm, position_embeddings=batch.rotary, attention_mask=view)
-        batch.keep(view, index, evaluation)
         hidden = torch.addcmul(hidden, modulation.gate_attn[evaluation], mixed)
         norm = F.layer_norm(
             hidden, width, modulation.scale_mlp[evaluation], modulation.shift_mlp[evaluation], layer.ff_norm.eps
@@ -266,7 +277,7 @@ class _Batch:
         table = torch.cat(positions).view(-1, decoder.block).repeat(decoder._branches, 1).to(device)
         self.rotary = decoder._dit.rotary_embed(self.noise, table)
         self._link(rows, device)
-        self._keep(device)
+        self._remember(device)
 
     def _padded(self, frames: Tensor) -> Tensor:
         """[frames, width] → [blocks, F, width], zeros after the end."""
@@ -289,14 +300,15 @@ class _Batch:
         block, branches = self._decoder.block, self._decoder._branches
         real = torch.zeros(rows + 1, block, dtype=torch.bool)  # the last row: nobody
         behind, ahead = [], []
-        row = past = 0
-        for _ in range(branches):
-            for window, blocks, frames in zip(self._windows, self._blocks, self._frames, strict=True):
+        row = 0
+        with_past = [w for w, window in enumerate(self._windows) if window.past is not None]
+        for branch in range(branches):
+            for w, (blocks, frames) in enumerate(zip(self._blocks, self._frames, strict=True)):
                 real[row : row + blocks].view(-1)[:frames] = True
-                behind += [rows + past if window.past is not None else -1, *range(row, row + blocks - 1)]
+                before = rows + with_past.index(w) * branches + branch if w in with_past else -1
+                behind += [before, *range(row, row + blocks - 1)]
                 ahead += [*range(row + 1, row + blocks), -1]
                 row += blocks
-                past += window.past is not None
         behind_rows, ahead_rows = torch.tensor(behind), torch.tensor(ahead)
         seen = {
             (False, False): [real[:-1]],
@@ -310,46 +322,37 @@ class _Batch:
             self._seen[kind] = None if bool(mask.all()) else mask[:, None, None].to(device)
         self._behind, self._ahead = behind_rows.clamp(min=0).to(device), ahead_rows.clamp(min=0).to(device)
 
-    def _keep(self, device: torch.device) -> None:
+    def _remember(self, device: torch.device) -> None:
         """Room for what the next windows look back on: the last emitted block of every window that goes on."""
         decoder = self._decoder
-        first = [sum(self._blocks[:index]) for index in range(len(self._blocks))]
-        on = [w for w, (window, blocks) in enumerate(zip(self._windows, self._blocks, strict=True)) if window.emit < blocks]
-        self._goes_on = on
-        offsets = [branch * sum(self._blocks) for branch in range(decoder._branches)]
-        kept = [offset + first[w] + self._windows[w].emit - 1 for offset in offsets for w in on]
-        self._kept_rows = torch.tensor(kept, device=device) if kept else None
-        self._kept: list[list[Tensor]] = [[] for _ in range(4 * len(decoder._steps))]
-        pasts = [window.past for window in self._windows if window.past is not None]
-        # [E, layers, 2, branches · windows with a past, H, F, d]: rows in the order of `_link`
-        self._pasts = torch.stack([past.to(device) for past in pasts], dim=4).flatten(3, 4) if pasts else None
-        looking = [index for index, looks in enumerate(decoder._looks_back) if looks]
-        self._slot = {index: slot for slot, index in enumerate(looking)}
+        self._pasts = [window.past for window in self._windows if window.past is not None]
+        self._kept: dict[int, Tensor] = {}
+        self._keep_rows: dict[int, int] = {}
+        row = 0
+        for w, (window, blocks) in enumerate(zip(self._windows, self._blocks, strict=True)):
+            if window.emit < blocks:
+                spare = window.spare
+                self._kept[w] = torch.empty(decoder.past_shape, device=device) if spare is None else spare
+                self._keep_rows[w] = row + window.emit - 1
+            row += blocks
 
     def view(self, layer: DiTDecoderLayer, index: int, evaluation: int) -> BlockView:
         back, ahead = layer.look_backward_block > 0, layer.look_ahead_block > 0
-        return BlockView(
-            seen=self._seen[back, ahead],
-            behind=self._behind if back else None,
-            ahead=self._ahead if ahead else None,
-            past=self._pasts[evaluation, self._slot[index]] if back and self._pasts is not None else None,
-            keep=self._kept_rows if back else None,
-        )
-
-    def keep(self, view: BlockView, index: int, evaluation: int) -> None:
-        if view.kept is not None:
-            self._kept[evaluation].append(view.kept)
+        view = BlockView(self._seen[back, ahead], branches=self._decoder._branches)
+        if ahead:
+            view.ahead = self._ahead
+        if back:
+            slot = self._decoder._slots[index]
+            view.behind = self._behind
+            view.past = [past[evaluation, slot] for past in self._pasts]
+            view.keep = [(self._keep_rows[w], kept[evaluation, slot]) for w, kept in self._kept.items()]
+        return view
 
     def split(self, mel: Tensor) -> list[Decoded]:
         """[N, F, M] of all windows → what each emits, and what its next window looks back on."""
-        pasts: dict[int, Tensor] = {}
-        if self._kept_rows is not None and self._slot:
-            kept = torch.stack([torch.stack(layers) for layers in self._kept])
-            kept = kept.unflatten(3, (self._decoder._branches, len(self._goes_on)))
-            pasts = {w: kept[:, :, :, :, n].clone() for n, w in enumerate(self._goes_on)}
         decoded, row = [], 0
         for w, (window, blocks, frames) in enumerate(zip(self._windows, self._blocks, self._frames, strict=True)):
             emitted = mel[row : row + window.emit].flatten(0, 1)[:frames]
-            decoded.append(Decoded(emitted, pasts.get(w)))
+            decoded.append(Decoded(emitted, self._kept.get(w)))
             row += blocks
         return decoded
