@@ -57,6 +57,8 @@ class Fed:
     """[n, width]: rows for the next generated tokens: the k-th row ever given goes with generated token k."""
     tail: torch.Tensor | None = None
     """[width]: the row for every token after the last conditioning row; set when the stream has ended."""
+    nothing: bool = False
+    """The stream ended and there is nothing to generate: the request finishes (`stop`) without a token."""
 
 
 @dataclass(slots=True)

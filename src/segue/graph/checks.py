@@ -1,0 +1,141 @@
+"""What can be wrong with a stage graph, and the order of its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from segue.graph.parts import Edge, Stage
+from segue.messages.errors import ConfigError, nearest
+
+ENGINES = ("autoregressive", "diffusion", "module")
+MODALITIES = ("text", "image", "audio", "video")
+
+
+def check(graph: str, stages: Sequence[Stage], edges: Sequence[Edge], source: str) -> None:
+    """Raise `ConfigError` for the first mistake in the graph called `graph`, whose entry stage is `source`."""
+    for stage in stages:
+        _check_stage(graph, stage, {other.name for other in stages})
+    _check_duplicates(graph, stages, source)
+    _check_edges(graph, {stage.name for stage in stages}, edges, source)
+    topological(graph, [stage.name for stage in stages], edges)  # names the cycle where there is one
+    _check_flow(graph, stages, edges, source)
+    main_stage(graph, stages)
+
+
+def main_stage(graph: str, stages: Sequence[Stage]) -> str:
+    """The stage marked `main`, else the one that gives text, else the only one that gives anything."""
+    outputs = [stage for stage in stages if stage.gives]
+    marked = [stage for stage in stages if stage.main]
+    if len(marked) > 1:
+        raise ConfigError(f"graph {graph!r} marks {_names(marked)} as main; only one stage makes the main output")
+    if marked and not marked[0].gives:
+        raise ConfigError(f"graph {graph!r}: stage {marked[0].name!r} is marked main, but gives nothing to the client")
+    candidates = marked or [stage for stage in outputs if "text" in stage.gives] or outputs
+    if len(candidates) > 1:
+        raise ConfigError(
+            f"graph {graph!r}: any of {_names(candidates)} could make the main output; mark one with main=True"
+        )
+    return candidates[0].name
+
+
+def topological(graph: str, names: Sequence[str], edges: Sequence[Edge]) -> tuple[str, ...]:
+    """Every name after its upstreams, otherwise as given; `ConfigError` naming a cycle where there is one."""
+    waits_for = {name: {edge.source for edge in edges if edge.target == name} for name in names}
+    order: list[str] = []
+    while waits_for:
+        ready = next((name for name, sources in waits_for.items() if sources <= set(order)), None)
+        if ready is None:
+            cycle = " -> ".join(_cycle(waits_for))
+            raise ConfigError(f"graph {graph!r} has a cycle: {cycle}; stages must form a DAG")
+        order.append(ready)
+        del waits_for[ready]
+    return tuple(order)
+
+
+def reachable(start: str, steps: Mapping[str, Sequence[str]]) -> frozenset[str]:
+    """`start` and all that can be reached from it."""
+    seen = {start}
+    frontier = [start]
+    while frontier:
+        new = [name for name in steps.get(frontier.pop(), ()) if name not in seen]
+        seen.update(new)
+        frontier.extend(new)
+    return frozenset(seen)
+
+
+def _check_stage(graph: str, stage: Stage, names: set[str]) -> None:
+    where = f"graph {graph!r}: stage {stage.name!r}"
+    if stage.engine not in ENGINES:
+        raise ConfigError(f"{where} has engine {stage.engine!r}{nearest(stage.engine, ENGINES)}")
+    for verb, modalities in (("takes", stage.takes), ("gives", stage.gives)):
+        for modality in sorted(modalities):
+            if modality not in MODALITIES:
+                raise ConfigError(f"{where} {verb} {modality!r}{nearest(modality, MODALITIES)}")
+    if stage.fuse_with == stage.name:
+        raise ConfigError(f"{where} has fuse_with {stage.name!r}, itself; name another stage")
+    if stage.fuse_with is not None and stage.fuse_with not in names:
+        raise ConfigError(f"{where} has fuse_with {stage.fuse_with!r}{nearest(stage.fuse_with, names - {stage.name})}")
+
+
+def _check_duplicates(graph: str, stages: Sequence[Stage], source: str) -> None:
+    seen: set[str] = set()
+    for stage in stages:
+        if stage.name in seen and stage.name == source:
+            raise ConfigError(f"graph {graph!r}: {source!r} is in every graph by itself; name yours otherwise")
+        if stage.name in seen:
+            raise ConfigError(f"graph {graph!r} has two stages called {stage.name!r}; names must differ")
+        seen.add(stage.name)
+
+
+def _check_edges(graph: str, names: set[str], edges: Sequence[Edge], source: str) -> None:
+    seen: set[tuple[str, str]] = set()
+    for edge in edges:
+        where = f"graph {graph!r}: edge {edge.source!r} -> {edge.target!r}"
+        for end in (edge.source, edge.target):
+            if end not in names:
+                raise ConfigError(f"{where} names no stage {end!r} of this graph{nearest(end, names)}")
+        if edge.source == edge.target:
+            raise ConfigError(f"{where} leads a stage to itself")
+        if edge.target == source:
+            raise ConfigError(f"{where}: nothing leads to {source!r}, it reads the request")
+        if (edge.source, edge.target) in seen:
+            raise ConfigError(f"{where} is drawn twice")
+        seen.add((edge.source, edge.target))
+
+
+def _check_flow(graph: str, stages: Sequence[Stage], edges: Sequence[Edge], source: str) -> None:
+    """Everything comes from the request and leads to the client. Expects a DAG."""
+    forward = {stage.name: [edge.target for edge in edges if edge.source == stage.name] for stage in stages}
+    has_upstream = {edge.target for edge in edges}
+    if not any(stage.gives for stage in stages):
+        raise ConfigError(f"graph {graph!r}: no stage gives anything to the client; say gives= of the last one")
+    # in a DAG all stages that cannot be reached hang below one that has no input at all
+    for stage in stages:
+        if stage.name != source and stage.name not in has_upstream:
+            below = sorted(reachable(stage.name, forward) - {stage.name} - reachable(source, forward))
+            tail = f"; so {', '.join(map(repr, below))} cannot be reached from {source!r} either" if below else ""
+            raise ConfigError(
+                f"graph {graph!r}: stage {stage.name!r} has no input: it takes nothing and no edge leads to it, "
+                f"so it cannot be reached from {source!r}{tail}"
+            )
+    giving = {stage.name for stage in stages if stage.gives}
+    for stage in reversed(stages):
+        if not reachable(stage.name, forward) & giving:
+            raise ConfigError(
+                f"graph {graph!r}: stage {stage.name!r} gives nothing and leads to no stage that does; "
+                f"say what it gives, or draw an edge from it"
+            )
+
+
+def _cycle(waits_for: Mapping[str, set[str]]) -> list[str]:
+    """One cycle, as a list that ends where it began. Every name left waits for another that is left."""
+    path = [next(iter(waits_for))]
+    while True:
+        before = next(name for name in waits_for if name in waits_for[path[-1]])
+        if before in path:
+            return [before, *reversed(path[path.index(before) :])]
+        path.append(before)
+
+
+def _names(stages: Sequence[Stage]) -> str:
+    return ", ".join(repr(stage.name) for stage in stages)

@@ -1,0 +1,134 @@
+"""Which stages run for a request: backward from what it asks for, forward from what it carries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from segue.graph.parts import Edge, Stage
+from segue.messages.errors import InvalidRequest, nearest
+from segue.messages.request import MediaPart, Request
+
+
+@dataclass(frozen=True, slots=True)
+class WalkStage:
+    """One stage of a walk; the names in it are stages of the same walk."""
+
+    name: str
+    upstreams: frozenset[str]
+    """Stages whose chunks this one gets."""
+    downstreams: frozenset[str]
+    """Stages that wait for this one's chunks."""
+    to_client: frozenset[str]
+    """Of the requested modalities, those this stage gives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """The stages of one request, every one after its upstreams."""
+
+    stages: tuple[WalkStage, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(stage.name for stage in self.stages)
+
+    @property
+    def edges(self) -> tuple[tuple[str, str], ...]:
+        """(source, target), in the order of the targets."""
+        return tuple((name, stage.name) for stage in self.stages for name in self.names if name in stage.upstreams)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The stages the client hears from."""
+        return tuple(stage.name for stage in self.stages if stage.to_client)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __getitem__(self, name: str) -> WalkStage:
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        raise KeyError(name)
+
+
+def walk(request: Request, stages: Sequence[Stage], edges: Sequence[Edge], source: str) -> Walk:
+    """The walk of a request over `stages` (in topological order, `source` among them).
+
+    A stage can run when it is the source or something that can run leads to it, over an edge whose condition holds;
+    one that takes media and no text needs such media in the request. Of these, a request gets those it needs: the
+    ones that give what it asks for, and all that leads to them.
+    """
+    wanted = _wanted(request, stages)
+    kinds = request.media_kinds()
+    _check_media(request, stages)
+    present = [edge for edge in edges if edge.when is None or edge.when(request)]
+    upstreams: dict[str, frozenset[str]] = {}
+    for stage in stages:
+        before = frozenset(edge.source for edge in present if edge.target == stage.name and edge.source in upstreams)
+        has_media = not stage.media_only or bool(stage.takes & kinds)
+        if stage.name == source or (before and has_media):
+            upstreams[stage.name] = before
+
+    able = frozenset().union(*(stage.gives for stage in stages if stage.name in upstreams))
+    if missing := sorted(wanted - able):
+        raise InvalidRequest(
+            f"modalities asks for {missing[0]!r}, which this model cannot make from this request alone{_why(stages)}",
+            field="modalities",
+        )
+    needed: set[str] = set()
+    for stage in reversed(stages):
+        if stage.name in upstreams and (stage.gives & wanted or stage.name in needed):
+            needed |= {stage.name} | upstreams[stage.name]
+    return Walk(
+        tuple(
+            WalkStage(
+                name=stage.name,
+                upstreams=upstreams[stage.name],
+                downstreams=frozenset(other for other in needed if stage.name in upstreams[other]),
+                to_client=stage.gives & wanted,
+            )
+            for stage in stages
+            if stage.name in needed
+        )
+    )
+
+
+def _wanted(request: Request, stages: Sequence[Stage]) -> frozenset[str]:
+    gives = frozenset().union(*(stage.gives for stage in stages))
+    if not request.modalities:
+        raise InvalidRequest(
+            f"modalities is empty; this model gives {', '.join(sorted(gives))}",
+            field="modalities",
+        )
+    for modality in request.modalities:
+        if modality not in gives:
+            raise InvalidRequest(
+                f"modalities has {modality!r}; this model gives {', '.join(sorted(gives))}{_suggest(modality, gives)}",
+                field="modalities",
+            )
+    return frozenset(request.modalities)
+
+
+def _suggest(name: str, known: frozenset[str]) -> str:
+    """Only the "did you mean" of `nearest`: the message already lists what exists."""
+    hint = nearest(name, known)
+    return hint if hint.startswith("; did you mean") else ""
+
+
+def _check_media(request: Request, stages: Sequence[Stage]) -> None:
+    takes = frozenset().union(*(stage.takes for stage in stages))
+    for number, message in enumerate(request.messages):
+        for place, part in enumerate(message.content):
+            if isinstance(part, MediaPart) and part.kind not in takes:
+                field = part.field or f"messages[{number}].content[{place}]"
+                raise InvalidRequest(
+                    f"{field} is {part.kind}; this model takes {', '.join(sorted(takes))}",
+                    field=field,
+                )
+
+
+def _why(stages: Sequence[Stage]) -> str:
+    media = sorted(frozenset().union(*(stage.takes for stage in stages if stage.media_only)))
+    return f"; it carries too little: {', '.join(media)} may be needed" if media else ""
