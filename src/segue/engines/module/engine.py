@@ -1,8 +1,9 @@
 """The module engine: batched one-shot calls (encoders, decoders, processors, vocoders), oldest work first.
 
 A request is a queue of `Work` items made by its adapter. One step takes the oldest item that may run, fills the call
-with the oldest items of the same bucket from *other* requests, runs it, and emits one output per item. At most one item
-of a request is in a call, because an item may need the state its predecessor left (a streaming vocoder).
+with the oldest other items of the same bucket, runs it, and emits one output per item. Items of one request run and
+come out in the order they were made; `Work.ordered` ones, which need the state their predecessors left (a streaming
+vocoder), are never in a call with them.
 
 A request ends with its `Work.last` item. An adapter must make one for every request, also where there is nothing left
 to do (a talker that made no codes): the last item is then an empty one. A request whose upstreams are all final and
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,7 +110,9 @@ class ModuleEngine:
         batch = self.schedule()
         for work in batch:
             self._entries[work.request_id].queue.popleft()
-        outputs += [self._emit(work, result) for work, result in zip(batch, self._run(batch), strict=True)]
+        for work, result in zip(batch, self._run(batch), strict=True):
+            if work.request_id in self._entries:  # not failed by an earlier item of this very call
+                outputs.append(self._emit(work, result))
         self._last_batch = len(batch)
         return outputs
 
@@ -128,22 +132,28 @@ class ModuleEngine:
         The oldest item that may run is always in it, so no bucket and no request starves: an item waits for no more
         calls than there were items before it.
         """
-        heads = sorted(
-            (entry.queue[0] for entry in self._entries.values() if entry.queue and not entry.paused),
-            key=lambda head: head[0],
+        ready = sorted(
+            (item for entry in self._entries.values() if not entry.paused for item in _ready(entry.queue)),
+            key=lambda item: item[0],
         )
         batch: list[Work] = []
+        passed: set[str] = set()
+        """Requests with an item left out: their later items must not overtake it."""
         cost = 0
-        for _, work in heads:
-            if batch and work.bucket != batch[0].bucket:
+        for _, work in ready:
+            if len(batch) == self._config.max_batch:
+                break
+            if work.request_id in passed:
                 continue
-            if batch and self._config.max_cost is not None and cost + work.cost > self._config.max_cost:
+            if batch and (work.bucket != batch[0].bucket or self._too_dear(cost + work.cost)):
+                passed.add(work.request_id)
                 continue
             batch.append(work)
             cost += work.cost
-            if len(batch) == self._config.max_batch:
-                break
         return batch
+
+    def _too_dear(self, cost: int) -> bool:
+        return self._config.max_cost is not None and cost > self._config.max_cost
 
     def _queue(self, request_id: str, entry: _Entry, works: list[Work]) -> None:
         for work in works:
@@ -189,6 +199,14 @@ class ModuleEngine:
         wrapped = _as_error(error)
         wrapped.stage = wrapped.stage or entry.stage
         return StageOutput(request_id, finished=True, error=wrapped)
+
+
+def _ready(queue: deque[tuple[int, Work]]) -> Iterator[tuple[int, Work]]:
+    """The items of a request that may share a call: its first, and those after it that need nothing of it."""
+    for index, item in enumerate(queue):
+        if index and item[1].ordered:
+            return
+        yield item
 
 
 def _as_error(error: Exception) -> SegueError:

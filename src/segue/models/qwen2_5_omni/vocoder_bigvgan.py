@@ -7,15 +7,10 @@ walked, with memory. Streamed over any pieces, the samples are those of the modu
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
-    Qwen2_5OmniAMPBlock,
-    Qwen2_5OmniAntiAliasedActivation1d,
-    Qwen2_5OmniSnakeBeta,
-    Qwen2_5OmniToken2WavBigVGANModel,
-)
 
 from segue.kernels.streaming_conv import (
     Chain,
@@ -27,6 +22,14 @@ from segue.kernels.streaming_conv import (
     transposed_conv_layer,
     upsample_layer,
 )
+
+if TYPE_CHECKING:
+    from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
+        Qwen2_5OmniAMPBlock,
+        Qwen2_5OmniAntiAliasedActivation1d,
+        Qwen2_5OmniSnakeBeta,
+        Qwen2_5OmniToken2WavBigVGANModel,
+    )
 
 
 class BigVGAN:
@@ -81,6 +84,7 @@ def _walk(model: Qwen2_5OmniToken2WavBigVGANModel) -> Layer:
 def _only(group: nn.ModuleList) -> nn.ConvTranspose1d:
     """The checkpoint keeps each transposed convolution in a list of one."""
     [layer] = group
+    assert isinstance(layer, nn.ConvTranspose1d)
     return layer
 
 

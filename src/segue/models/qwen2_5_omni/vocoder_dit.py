@@ -1,8 +1,8 @@
 """Flow matching from codes to mel frames with Token2Wav's DiT, in blocks and in windows of an utterance.
 
-The network attends block-wise: every layer sees its own block of `block_size` frames, some also the next block, some also
-the previous one. So the frames of any mix of requests, windows and guidance branches can be one flat batch of blocks,
-without padding, if each block knows the rows of its two neighbours. The layers and weights are those of
+The network attends block-wise: every layer sees its own block of `block_size` frames, some also the next block, some
+also the previous one. So the frames of any mix of requests, windows and guidance branches can be one flat batch of
+blocks, without padding, if each block knows the rows of its two neighbours. The layers and weights are those of
 `Qwen2_5OmniToken2WavDiTModel`; its attention arrives at `block_attention` through transformers' `AttentionInterface`.
 
 What does not change over the solver's evaluations is computed once: the speaker encoder per voice, code embeddings and
@@ -16,13 +16,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
-from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import DiTDecoderLayer, Qwen2_5OmniToken2WavDiTModel
+
+from segue.models.torchvision_shim import ensure_torchvision
+
+ensure_torchvision()
+
+from transformers import AttentionInterface  # noqa: E402
+
+if TYPE_CHECKING:
+    from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import DiTDecoderLayer, Qwen2_5OmniToken2WavDiTModel
 
 ATTENTION = "segue_blocks"
 
@@ -81,9 +89,9 @@ class BlockView:
     seen: Tensor | None
     """[R, 1, 1, keys] bool: real frames. None: all are."""
     behind: Tensor | None = None
-    """[R] rows of the previous blocks, counted over the batch and then over `past`. None: the layer does not look back."""
+    """[R] rows of the previous blocks, counted over the batch, then over `past`. None: it does not look back."""
     ahead: Tensor | None = None
-    """[R] rows of the next blocks. None: the layer does not look ahead."""
+    """[R] rows of the next blocks. None: it does not look ahead."""
     past: Sequence[Tensor] = ()
     """Each [2 (key, value), branches, H, F, d]: blocks that are no longer in the batch."""
     keep: Sequence[tuple[int, Tensor]] = ()
@@ -228,7 +236,11 @@ class FlowDecoder:
         modulation = self._modulations[index]
         width = hidden.shape[-1:]
         norm = F.layer_norm(
-            hidden, width, modulation.scale_attn[evaluation], modulation.shift_attn[evaluation], layer.attn_norm.norm.eps
+            hidden,
+            width,
+            modulation.scale_attn[evaluation],
+            modulation.shift_attn[evaluation],
+            layer.attn_norm.norm.eps,
         )
         view = batch.view(layer, index, evaluation)
         mixed = layer.attn(norm, position_embeddings=batch.rotary, attention_mask=view)
@@ -251,7 +263,7 @@ def _time_grid(settings: FlowSettings) -> list[_Step]:
     points = torch.linspace(0, 1, settings.num_steps)
     points = points + settings.sway * (torch.cos(torch.pi / 2 * points) - 1 + points)
     steps = []
-    for start, end in zip(points[:-1], points[1:], strict=True):
+    for start, end in pairwise(points):
         size = end - start
         steps.append(_Step(float(size), (start, start + size * (1 / 3), start + size * (2 / 3), end)))
     return steps
