@@ -57,6 +57,8 @@ class Fed:
     """[n, width]: rows for the next generated tokens: the k-th row ever given goes with generated token k."""
     tail: torch.Tensor | None = None
     """[width]: the row for every token after the last conditioning row; set when the stream has ended."""
+    nothing: bool = False
+    """The stream ended and there is nothing to generate: the request finishes (`stop`) without a token."""
 
 
 @dataclass(slots=True)
@@ -70,7 +72,8 @@ class FlatBatch:
     positions: torch.Tensor
     """[axes, tokens] long."""
     attention: Any
-    """Passed to the decoder's forward as the keyword argument `paged`; reaches the registered attention function."""
+    """Passed to the decoder's forward as the keyword argument `paged`; reaches the registered attention function.
+    None in the check at load, which runs one sequence under the library's own masks."""
     prompts: list[tuple[Prompt | None, int, int]] = field(default_factory=list)
     """Per request: its prompt, and the range [start, stop) of its sequence that is in this batch."""
 

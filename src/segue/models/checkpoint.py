@@ -1,0 +1,156 @@
+"""Reading a checkpoint tensor by tensor, so that each worker takes only its own part of it.
+
+`from_pretrained` of a part of a model would do as well, but reports every tensor of the other parts as unexpected, cannot
+take single rows, and names neither file nor tensor when something is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from accelerate import init_empty_weights
+from safetensors import SafetensorError, safe_open
+
+from segue.engines.contract import LoadContext
+from segue.messages.errors import ConfigError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+Located = Callable[[str], Sequence[str]]
+"""Name of a tensor in a module → the names it may have in the checkpoint, most likely first."""
+
+M = TypeVar("M", bound=torch.nn.Module)
+
+
+class Checkpoint:
+    """The safetensors files of a model directory: one file, or shards with an index. Files are opened when asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises `ConfigError` naming the file that is missing or cannot be read."""
+        self.directory = directory
+        self._files = _index(directory)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._files)
+
+    def read(self, name: str, rows: Sequence[int] | None = None) -> torch.Tensor:
+        """One tensor as stored, or these of its rows: [len(rows), …], reading no others."""
+        path = self._path(name)
+        try:
+            with safe_open(path, framework="pt") as file:
+                if rows is None:
+                    return file.get_tensor(name)
+                view = file.get_slice(name)
+                count = view.get_shape()[0]
+                for row in rows:
+                    if not 0 <= row < count:
+                        raise ConfigError(f"{path}: tensor {name!r} has {count} rows; row {row} is asked for")
+                return torch.cat([view[row : row + 1] for row in rows])
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{path}: cannot read tensor {name!r}: {error}") from error
+
+    def find(self, candidates: Sequence[str]) -> str:
+        """The first of these names that is there."""
+        for name in candidates:
+            if name in self._files:
+                return name
+        raise ConfigError(f"{self.directory}: no tensor {candidates[0]!r} in the checkpoint")
+
+    def fill(
+        self,
+        module: torch.nn.Module,
+        located: Located,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        progress: Callable[[float, str], None] = lambda fraction, what: None,
+    ) -> None:
+        """Give a module built on the meta device its parameters. Wrong shapes are errors that name file and tensor."""
+        wanted = module.state_dict()
+        state: dict[str, torch.Tensor] = {}
+        for done, (name, empty) in enumerate(wanted.items()):
+            source = self.find(located(name))
+            tensor = self.read(source)
+            if tensor.shape != empty.shape:
+                raise ConfigError(
+                    f"{self._path(source)}: tensor {source!r} is {list(tensor.shape)}; "
+                    f"the config asks for {list(empty.shape)}"
+                )
+            state[name] = tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
+            progress((done + 1) / len(wanted), source)
+        module.load_state_dict(state, assign=True)
+
+    def _path(self, name: str) -> Path:
+        if name not in self._files:
+            raise ConfigError(f"{self.directory}: no tensor {name!r} in the checkpoint")
+        return self.directory / self._files[name]
+
+
+def _index(directory: Path) -> dict[str, str]:
+    """Tensor name → file name."""
+    path = directory / INDEX
+    if path.is_file():
+        try:
+            files = json.loads(path.read_text())["weight_map"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path}: not an index of safetensors shards: {error!r}") from error
+        for name in sorted(set(files.values())):
+            if not (directory / name).is_file():
+                raise ConfigError(f"{path} names {name!r}, which is not there")
+        return files
+    path = directory / SINGLE
+    if not path.is_file():
+        raise ConfigError(f"{directory}: neither {INDEX} nor {SINGLE} is there, so there are no weights to load")
+    try:
+        with safe_open(path, framework="pt") as file:
+            return dict.fromkeys(file.keys(), SINGLE)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+
+
+def fill_random(module: torch.nn.Module, *, device: torch.device, dtype: torch.dtype, seed: int) -> None:
+    """Give a module built on the meta device random parameters, made on `device`: matrices keep the variance of what goes
+    through them (normal with std fan_in**-0.5), gains are 1, biases 0, so that outputs are finite at any depth."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    state: dict[str, torch.Tensor] = {}
+    for name, empty in module.state_dict().items():
+        if empty.ndim >= 2:
+            tensor = torch.empty(empty.shape, device=device, dtype=dtype)
+            state[name] = tensor.normal_(std=1 / math.sqrt(math.prod(empty.shape[1:])), generator=generator)
+        else:
+            value = 1.0 if name.endswith("weight") else 0.0
+            state[name] = torch.full(empty.shape, value, device=device, dtype=dtype)
+    module.load_state_dict(state, assign=True)
+
+
+def load_module(
+    ctx: LoadContext,
+    build: Callable[[], M],
+    located: Located,
+    *,
+    checkpoint: Checkpoint | None,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+) -> M:
+    """Build a part of a model and give it its weights: the checkpoint's, or random ones where `checkpoint` is None.
+
+    Buffers (rotary frequencies, filters) are computed by the module itself and keep their own dtype.
+    """
+    with init_empty_weights(include_buffers=False):
+        module = build()
+    dtype = dtype or ctx.dtype
+    if checkpoint is None:
+        fill_random(module, device=ctx.device, dtype=dtype, seed=seed)
+    else:
+        checkpoint.fill(module, located, device=ctx.device, dtype=dtype, progress=ctx.progress)
+    return module.to(ctx.device).eval().requires_grad_(False)

@@ -1,0 +1,167 @@
+"""The thinker's vision and audio encoders as a stage of their own.
+
+One work item per medium, so that a long video does not hold up the pictures of others; items of all requests share calls.
+Shapes: p patches, f mel frames, m mel bins, n rows of a medium, H the thinker's hidden size.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from segue.engines.contract import LoadContext, Payload, StageRequest
+from segue.engines.module.contract import Result, Work
+from segue.messages.errors import ConfigError, StageFailed
+from segue.models.qwen2_5_omni.library import Qwen2_5OmniVisionEncoderConfig
+from segue.models.qwen2_5_omni.loading import Encoders, load_config, load_encoders
+
+DEFAULT_CACHE_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Medium:
+    """One picture, clip or recording, as the input stage made it."""
+
+    kind: str
+    hash: bytes
+    data: torch.Tensor
+    """Pictures, clips: [p, patch values] · recordings: [m, f]."""
+    grid: tuple[int, int, int] | None = None
+    """Pictures and clips: patches in time, height, width."""
+
+
+class EncoderCache:
+    """Embeddings by content hash, least recently used out first, within a bound of bytes."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.bytes = 0
+        self.hits = 0
+        self._rows: OrderedDict[tuple[str, bytes], torch.Tensor] = OrderedDict()
+
+    def __contains__(self, key: tuple[str, bytes]) -> bool:
+        return key in self._rows
+
+    def get(self, key: tuple[str, bytes]) -> torch.Tensor | None:
+        rows = self._rows.get(key)
+        if rows is not None:
+            self._rows.move_to_end(key)
+            self.hits += 1
+        return rows
+
+    def put(self, key: tuple[str, bytes], rows: torch.Tensor) -> None:
+        """Keep rows of their own memory; what is larger than the whole cache is not kept."""
+        if key in self._rows or rows.nbytes > self.capacity:
+            return
+        self._rows[key] = rows
+        self.bytes += rows.nbytes
+        while self.bytes > self.capacity:
+            _, oldest = self._rows.popitem(last=False)
+            self.bytes -= oldest.nbytes
+
+
+class Encoder:
+    """`ModuleAdapter` over the vision and the audio encoder."""
+
+    def __init__(self, ctx: LoadContext) -> None:
+        capacity = ctx.options.get("cache_bytes", DEFAULT_CACHE_BYTES)
+        if not isinstance(capacity, int) or capacity < 0:
+            raise ConfigError(f"cache_bytes is {capacity!r}; it must be a number of bytes, 0 for no cache")
+        config = load_config(ctx)
+        self.device = ctx.device
+        self.dtype = ctx.dtype
+        self.hidden = config.thinker_config.text_config.hidden_size
+        self.patch_values = _patch_values(config.thinker_config.vision_config)
+        self.mel_bins = config.thinker_config.audio_config.num_mel_bins
+        self.merged = config.thinker_config.vision_config.spatial_merge_size**2
+        self.cache = EncoderCache(capacity)
+        self._net: Encoders = load_encoders(ctx, config)
+
+    def begin(self, request: StageRequest) -> tuple[str, list[Work]]:
+        return request.request_id, []
+
+    def feed(self, state: str, upstream: str, payload: Payload, *, final: bool) -> list[Work]:
+        """The input stage's chunk → one item per medium, in order. Raises `StageFailed` for shapes that cannot be."""
+        media = [self._medium(item) for item in payload["media"]]
+        works = [self._work(state, medium) for medium in media]
+        if final:
+            if not works:
+                works = [Work(state, None, bucket="none")]
+            works[-1].last = True
+        return works
+
+    @torch.inference_mode()
+    def run(self, works: list[Work]) -> list[Result]:
+        """Encode the media of one bucket together; equal media, and those seen before, only once."""
+        rows: dict[tuple[str, bytes], torch.Tensor] = {}
+        missing: dict[tuple[str, bytes], Medium] = {}
+        for work in works:
+            if (medium := work.item) is not None:
+                key = (medium.kind, medium.hash)
+                if (known := self.cache.get(key)) is not None:
+                    rows[key] = known
+                else:
+                    missing[key] = medium
+        if missing:
+            media = list(missing.values())
+            encoded = self._hear(media) if media[0].kind == "audio" else self._see(media)
+            for key, embeds in zip(missing, encoded, strict=True):
+                rows[key] = embeds
+                self.cache.put(key, embeds)
+        return [Result(_payload(work.item, rows)) for work in works]
+
+    def end(self, state: str) -> None:
+        """Nothing is kept per request."""
+
+    def _medium(self, item: Payload) -> Medium:
+        kind = item["kind"]
+        if kind == "audio":
+            medium = Medium(kind, item["hash"], item["input_features"])
+            right = medium.data.ndim == 2 and medium.data.shape[0] == self.mel_bins and medium.data.shape[1] > 0
+            wanted = f"[{self.mel_bins}, frames]"
+        else:
+            grid = tuple(int(size) for size in item["grid_thw"])
+            patches = grid[0] * grid[1] * grid[2]
+            medium = Medium(kind, item["hash"], item["pixel_values"], (grid[0], grid[1], grid[2]))
+            right = list(medium.data.shape) == [patches, self.patch_values] and patches > 0
+            wanted = f"[{patches}, {self.patch_values}]"
+        if not right:
+            raise StageFailed(f"{kind} of shape {list(medium.data.shape)} reached the encoder; {wanted} is right")
+        return medium
+
+    def _work(self, request_id: str, medium: Medium) -> Work:
+        bucket = "audio" if medium.kind == "audio" else "vision"
+        known = (medium.kind, medium.hash) in self.cache
+        length = medium.data.shape[1] if bucket == "audio" else medium.data.shape[0]
+        return Work(request_id, medium, bucket=bucket, cost=1 if known else length)
+
+    def _see(self, media: Sequence[Medium]) -> list[torch.Tensor]:
+        """Pictures and clips in one flat call: each attends to itself alone. → [n, H] each."""
+        grids = torch.tensor([medium.grid for medium in media], device=self.device)
+        pixels = torch.cat([medium.data.to(device=self.device, dtype=self.dtype) for medium in media])
+        merged = self._net.visual(pixels, grid_thw=grids).pooler_output
+        counts = (grids.prod(-1) // self.merged).tolist()
+        return [rows.clone() for rows in merged.split(counts)]
+
+    def _hear(self, media: Sequence[Medium]) -> list[torch.Tensor]:
+        """Recordings in one flat call, each cut into windows of its own. → [n, H] each."""
+        lengths = torch.tensor([medium.data.shape[1] for medium in media], device=self.device)
+        features = torch.cat([medium.data.to(device=self.device) for medium in media], dim=1)
+        tower = self._net.audio_tower
+        after_conv, counts = tower._get_feat_extract_output_lengths(lengths)
+        rows = tower(features, feature_lens=lengths, aftercnn_lens=after_conv).last_hidden_state
+        return [own.clone() for own in rows.split(counts.tolist())]
+
+
+def _payload(medium: Medium | None, rows: dict[tuple[str, bytes], torch.Tensor]) -> Payload:
+    if medium is None:
+        return {"media": []}
+    return {"media": [{"kind": medium.kind, "hash": medium.hash, "embeds": rows[medium.kind, medium.hash]}]}
+
+
+def _patch_values(vision: Qwen2_5OmniVisionEncoderConfig) -> int:
+    """Values of one patch: channels × frames × height × width."""
+    return vision.in_channels * vision.temporal_patch_size * vision.patch_size**2

@@ -1,0 +1,204 @@
+"""The talker: speaks the thinker's reply in codec tokens, one row of the reply going in with each code.
+
+E width of the thinker (the talker's `embedding_size`), H the talker's hidden size, T tokens of the thinker's prompt,
+r_0 … r_{n-2} rows of the thinker's reply of n tokens (the last token is never forwarded and has no row).
+
+What goes in (`generate` of `Qwen2_5OmniForConditionalGeneration`, and `forward` of its talker):
+
+    prompt   T rows of the thinker's prompt · voice + embed(codec pad) · r_0 + embed(codec bos)
+    code k   embed(code k) + r_{k+1}, after the last row the text-end embedding once, then text padding for ever
+
+each sum projected from E to H.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from segue.engines.autoregressive.contract import Fed, FlatBatch, KVSpec, Prompt
+from segue.engines.contract import LoadContext, Payload, StageRequest
+from segue.messages.errors import ConfigError, InvalidRequest, StageFailed, nearest
+from segue.messages.sampling import SamplingParams
+from segue.models.qwen2_5_omni.library import Qwen2_5OmniConfig
+from segue.models.qwen2_5_omni.loading import (
+    ATTENTION,
+    kv_spec,
+    load_config,
+    load_speakers,
+    load_talker,
+    load_text_rows,
+)
+
+# the talker's own config repeats these; its positions are the thinker's as long as they agree
+_SHARED = ("position_id_per_seconds", "seconds_per_chunk", "image_token_index", "audio_token_index", "video_token_index")
+
+
+@dataclass(slots=True)
+class _State:
+    """What has arrived of one request's reply."""
+
+    voice: str
+    taken: int = 0
+    """Rows of the thinker's sequence taken so far; earlier ones that come again (thinker restarted) are dropped."""
+    length: int | None = None
+    """T."""
+    positions: torch.Tensor | None = None
+    position_delta: int = 0
+    head: list[torch.Tensor] = field(default_factory=list)
+    """Rows until the prompt is made of them."""
+    prompted: bool = False
+
+
+class Talker:
+    """`AutoregressiveAdapter` over the talker; driven by the thinker's rows."""
+
+    axes = 3
+    conditioned = True
+
+    def __init__(self, ctx: LoadContext) -> None:
+        config = load_config(ctx)
+        talker = config.talker_config
+        check_shared(config)
+        net = load_talker(ctx, config)
+        net.model.set_attn_implementation(ATTENTION)
+        self._model, self._head, self._project = net.model, net.codec_head, net.thinker_to_talker_proj
+        self.width: int = talker.embedding_size
+        speakers = load_speakers(ctx, config)
+        ids = [talker.tts_text_end_token_id, talker.tts_text_pad_token_id, *(s.bos_token for s in speakers.values())]
+        rows = load_text_rows(ctx, config, ids)
+        self._text_end, self._text_pad = rows[:1], rows[1]
+        self._voices = dict(zip(speakers, rows[2:].split(1), strict=True))
+        self._codec_bos: int = talker.tts_codec_start_token_id
+        self._codec_pad: int = talker.tts_codec_pad_token_id
+        self._codec_mask: int = talker.tts_codec_mask_token_id
+        self.device = ctx.device
+        self.dtype = ctx.dtype
+        self.kv: KVSpec = kv_spec(net.model, ctx.dtype)
+        self.vocab_size: int = talker.vocab_size
+        self.max_model_len: int = min(
+            ctx.max_model_len or talker.max_position_embeddings, talker.max_position_embeddings
+        )
+        self.end_token_ids = frozenset({talker.tts_codec_pad_token_id, talker.tts_codec_end_token_id})
+        self.default_sampling = SamplingParams(
+            temperature=0.9, top_k=40, top_p=0.8, repetition_penalty=1.05, max_tokens=4096
+        )
+
+    def begin(self, request: StageRequest) -> _State:
+        """Raises `InvalidRequest` for a voice the checkpoint does not have."""
+        voice = request.request.voice or next(iter(self._voices))
+        if voice not in self._voices:
+            raise InvalidRequest(
+                f"voice is {voice!r}{nearest(voice, self._voices)}; "
+                f"this model speaks with: {', '.join(sorted(self._voices))}",
+                field="voice",
+            )
+        return _State(voice)
+
+    @torch.inference_mode()
+    def feed(self, state: _State, upstream: str, payload: Payload, *, final: bool) -> Fed:
+        """Rows of the thinker's sequence → the prompt, when the reply's first row is there, and rows for the codes."""
+        if (facts := payload.get("prompt")) is not None and state.length is None:
+            state.length = facts["length"]
+            state.positions = facts["positions"].to(self.device)
+            state.position_delta = facts["position_delta"]
+        rows = self._new_rows(state, payload)
+        if rows is not None and final:
+            rows = self._spoken(state, rows, payload)
+        fed = Fed()
+        if not state.prompted:
+            if rows is not None:
+                state.head.append(rows)
+            if state.length is None or state.taken <= state.length:
+                fed.nothing = final  # a reply of one token has no row: nothing to say
+                return fed
+            head = torch.cat(state.head)
+            state.head.clear()
+            state.prompted = True
+            fed.prompt = self._prompt(state, head[: state.length + 1])
+            rows = head[state.length + 1 :]
+        fed.conditioning = rows
+        if final:
+            fed.conditioning = self._text_end if rows is None else torch.cat([rows, self._text_end])
+            fed.tail = self._text_pad
+        return fed
+
+    @torch.inference_mode()
+    def embed(self, token_ids: torch.Tensor, conditioning: torch.Tensor | None) -> torch.Tensor:
+        """[n] codes, [n, E] rows of the reply → [n, H]."""
+        embeds = self._model.embed_tokens(token_ids)
+        if conditioning is not None:
+            embeds = embeds + conditioning
+        return self._project(embeds)
+
+    @torch.inference_mode()
+    def forward(self, embeds: torch.Tensor, batch: FlatBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[tokens, H] → (normed hidden states [tokens, H], None)."""
+        hidden = self._model(
+            inputs_embeds=embeds[None], position_ids=batch.positions[:, None], use_cache=False, paged=batch.attention
+        ).last_hidden_state[0]
+        return hidden, None
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, H] → [rows, vocab] float32; the codec's start token is never said (`suppress_tokens` in `generate`)."""
+        logits = self._head(hidden).float()
+        logits[:, self._codec_bos] = float("-inf")
+        return logits
+
+    def decode_text(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        raise StageFailed("the talker makes codes, not text")
+
+    def _new_rows(self, state: _State, payload: Payload) -> torch.Tensor | None:
+        """[k, E] the rows of a chunk that were not taken before, or None; counts them as taken."""
+        rows = payload.get("rows")
+        if rows is None:
+            return None
+        start = payload["rows_start"]
+        if start > state.taken:
+            raise StageFailed(f"the thinker's rows {state.taken} to {start - 1} did not arrive")
+        fresh = rows[state.taken - start :]
+        if not len(fresh):
+            return None
+        state.taken += len(fresh)
+        return fresh.to(device=self.device, dtype=self.dtype)
+
+    def _spoken(self, state: _State, rows: torch.Tensor, payload: Payload) -> torch.Tensor | None:
+        """Rows of the last chunk without those past the reply's last but one token."""
+        reply = payload["first_index"] + len(payload["reply_ids"])
+        surplus = state.taken - ((state.length or 0) + max(reply - 1, 0))
+        if surplus <= 0:
+            return rows
+        state.taken -= surplus
+        return rows[: max(len(rows) - surplus, 0)]
+
+    def _prompt(self, state: _State, rows: torch.Tensor) -> Prompt:
+        """From [T + 1, E]: the prompt's rows and r_0."""
+        length = state.length
+        assert length is not None
+        assert state.positions is not None
+        codec = self._model.embed_tokens(torch.tensor([self._codec_pad, self._codec_bos], device=self.device))
+        ends = torch.cat([self._voices[state.voice], rows[length:]]) + codec
+        after = torch.arange(length, length + 2, device=self.device) + state.position_delta
+        return Prompt(
+            token_ids=[self._codec_mask] * length + [self._codec_pad, self._codec_bos],
+            embeds=self._project(torch.cat([rows[:length], ends])),
+            positions=torch.cat([state.positions, after.expand(3, 2)], dim=1),
+            position_delta=state.position_delta,
+            identity=(),
+        )
+
+
+def check_shared(config: Qwen2_5OmniConfig) -> None:
+    """Raise `ConfigError` where thinker and talker would place the prompt's tokens differently."""
+    thinker, talker = config.thinker_config.to_dict(), config.talker_config.to_dict()
+    thinker["spatial_merge_size"] = config.thinker_config.vision_config.spatial_merge_size
+    thinker["hidden_size"], talker["hidden_size"] = config.thinker_config.text_config.hidden_size, talker["embedding_size"]
+    for name in (*_SHARED, "spatial_merge_size", "hidden_size"):
+        if thinker.get(name) != talker.get(name):
+            raise ConfigError(
+                f"config.json: the thinker's {name} is {thinker.get(name)!r}, the talker's {talker.get(name)!r}; "
+                "they must be equal"
+            )

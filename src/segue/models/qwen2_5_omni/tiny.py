@@ -1,0 +1,161 @@
+"""`segue tiny qwen2.5-omni`: a small checkpoint in the published layout, made here in seconds."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from segue.messages.errors import InvalidRequest, nearest
+from segue.models.qwen2_5_omni.tiny_config import (
+    BASE_VOCAB,
+    SHAPES,
+    SPECIAL_TOKENS,
+    VOICES,
+    Shape,
+    config_json,
+)
+from segue.models.qwen2_5_omni.tiny_weights import make_weights
+
+SIZES = tuple(SHAPES)
+_DATA = Path(__file__).parent / "data"
+_END_GAINS = {"tiny": (1.7, 1.7), "small": (1.7, 1.7)}
+_SHARD = {"tiny": "1MB", "small": "300MB"}
+# how GPT-4's and Qwen's tokenizers cut text into words before merging bytes
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_MODEL_SPECIFIC = {
+    "image_token": "<|IMAGE|>",
+    "audio_token": "<|AUDIO|>",
+    "video_token": "<|VIDEO|>",
+    "vision_bos_token": "<|vision_bos|>",
+    "vision_eos_token": "<|vision_eos|>",
+    "audio_bos_token": "<|audio_bos|>",
+    "audio_eos_token": "<|audio_eos|>",
+}
+_PREPROCESSOR = {
+    "processor_class": "Qwen2_5OmniProcessor",
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "feature_extractor_type": "WhisperFeatureExtractor",
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "min_pixels": 3136,
+    "max_pixels": 12845056,
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "chunk_length": 300,
+    "dither": 0.0,
+    "feature_size": 128,
+    "hop_length": 160,
+    "n_fft": 400,
+    "n_samples": 4800000,
+    "nb_max_frames": 30000,
+    "padding_side": "right",
+    "padding_value": 0.0,
+    "return_attention_mask": True,
+    "sampling_rate": 16000,
+}
+
+
+def make(directory: Path, size: str = "tiny", seed: int = 0) -> None:
+    """Write a checkpoint of Qwen2.5-Omni with random weights: the same files for the same size and seed.
+
+    Raises `InvalidRequest` for an unknown size.
+    """
+    if size not in SHAPES:
+        raise InvalidRequest(f"no size {size!r}{nearest(size, SIZES)}", field="size")
+    shape = SHAPES[size]
+    directory.mkdir(parents=True, exist_ok=True)
+    config = config_json(shape)
+    write = partial(_write_json, directory)
+    tokenizer = _write_tokenizer(directory)
+    write("config.json", config)
+    write("generation_config.json", {"_from_model_config": True, "transformers_version": "5.23.0"})
+    write("preprocessor_config.json", _PREPROCESSOR)
+    write("chat_template.json", {"chat_template": (_DATA / "chat_template.jinja").read_text()})
+    weights = make_weights(config, _speakable(tokenizer), _END_GAINS[size], seed)
+    save_torch_state_dict(weights, directory, max_shard_size=_SHARD[size])
+    torch.save(_speakers(shape, seed), directory / "spk_dict.pt")
+
+
+def _write_json(directory: Path, name: str, value: Any) -> None:
+    (directory / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def _write_tokenizer(directory: Path) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=BASE_VOCAB, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train([str(_DATA / "corpus.txt")], trainer)
+    if tokenizer.get_vocab_size() != BASE_VOCAB:
+        raise RuntimeError(f"the corpus gives {tokenizer.get_vocab_size()} tokens, not {BASE_VOCAB}")
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer.save(str(directory / "tokenizer.json"))
+    base = json.loads(tokenizer.to_str())["model"]
+    _write_json(directory, "vocab.json", base["vocab"])
+    merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in base["merges"]]
+    (directory / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+    _write_tokenizer_config(directory, tokenizer)
+    return tokenizer
+
+
+def _write_tokenizer_config(directory: Path, tokenizer: Tokenizer) -> None:
+    flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+    added = {str(tokenizer.token_to_id(token)): {"content": token, **flags} for token in SPECIAL_TOKENS}
+    config = {
+        "add_bos_token": False,
+        "add_prefix_space": False,
+        "added_tokens_decoder": added,
+        "additional_special_tokens": list(SPECIAL_TOKENS[1:]),
+        "bos_token": None,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": "<|im_end|>",
+        "errors": "replace",
+        "extra_special_tokens": _MODEL_SPECIFIC,
+        **_MODEL_SPECIFIC,
+        "model_max_length": 32768,
+        "pad_token": "<|endoftext|>",
+        "processor_class": "Qwen2_5OmniProcessor",
+        "split_special_tokens": False,
+        "tokenizer_class": "Qwen2Tokenizer",
+        "unk_token": None,
+    }
+    _write_json(directory, "tokenizer_config.json", config)
+    special = {"additional_special_tokens": list(SPECIAL_TOKENS[1:]), "eos_token": "<|im_end|>"}
+    _write_json(directory, "special_tokens_map.json", {**special, "pad_token": "<|endoftext|>"})
+
+
+def _speakable(tokenizer: Tokenizer) -> list[int]:
+    """Ids that stand for whole printable text, so that replies are readable."""
+    texts = ((index, tokenizer.decode([index])) for index in range(BASE_VOCAB))
+    return [index for index, text in texts if text.strip() and text.isascii() and text.isprintable()]
+
+
+def _speakers(shape: Shape, seed: int) -> dict[str, dict[str, Any]]:
+    """The speaker file: per voice a speaker vector, a reference log-mel and the text id of the voice."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    return {
+        voice: {
+            "cond": torch.randn(1, 192, generator=generator),
+            "ref_mel": 2.0 * torch.randn(1, shape.reference_frames, 80, generator=generator) - 4.0,
+            "bos_token": text_id,
+        }
+        for voice, text_id in VOICES.items()
+    }

@@ -1,0 +1,108 @@
+"""Random weights that behave: every branch of the networks carries signal of order one.
+
+Default initialisation proves nothing about a server: the waveform is silence, blocks do not influence each other, greedy
+decoding loops and never ends. Here each matrix has entries of std gain / sqrt(fan in), so that what comes out of it is as
+large as what went in, and the gains below are chosen by measurement (tests/models/test_qwen2_5_omni_tiny.py states
+what they must achieve).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from segue.models.torchvision_shim import ensure_torchvision
+
+ensure_torchvision()
+
+from transformers import Qwen2_5OmniConfig, Qwen2_5OmniForConditionalGeneration  # noqa: E402
+
+# (pattern of the published name, gain); the first that matches counts, 1.0 where none does
+_GAINS = (
+    # sharp attention over the whole context: without it the next token depends on the last one alone, and loops
+    (r"thinker\.model\.layers\.\d+\.self_attn\.[qk]_proj\.weight", 1.6),
+    (r"talker\.model\.layers\.\d+\.self_attn\.[qk]_proj\.weight", 1.6),
+    (r"\.self_attn\.o_proj\.weight", 2.5),
+    # media rows as large as text embeddings
+    (r"thinker\.audio_tower\.proj\.weight", 1.0),
+    (r"thinker\.visual\.merger\.mlp\.2\.weight", 1.5),
+    # mel spectra of the usual range, from the flow's velocity
+    (r"dit_model\.proj_out\.weight", 2.0),
+    (r"dit_model\.transformer_blocks\.\d+\.attn\.to_[qk]\.weight", 1.5),
+    (r"dit_model\.input_embed\.spk_encoder\.", 1.4),
+    (r"bigvgan_model\.conv_pre\.weight", 3.0),
+    (r"bigvgan_model\.resblocks\.\d+\.convs2\.", 0.5),
+    (r"bigvgan_model\.conv_post\.weight", 0.05),
+)
+_BIAS_STD = 0.05
+_MEL_MEAN = -4.0
+"""Log-mel spectra of speech lie between -11.5 and 2: the last bias of the flow moves them there."""
+
+
+def published_name(name: str) -> str:
+    """The published checkpoints' name of a parameter of today's `Qwen2_5OmniForConditionalGeneration`."""
+    name = name.replace("thinker.model.language_model.", "thinker.model.")
+    return re.sub(r"^thinker\.model\.(visual|audio_tower)\.", r"thinker.\1.", name)
+
+
+def shapes_of(config: dict[str, Any]) -> dict[str, torch.Size]:
+    """Published name → shape of every parameter, from a model without memory."""
+    with torch.device("meta"):
+        model = Qwen2_5OmniForConditionalGeneration(Qwen2_5OmniConfig(**config))
+    return {published_name(name): tensor.shape for name, tensor in model.state_dict().items()}
+
+
+def make_weights(
+    config: dict[str, Any], speakable: list[int], ends: tuple[float, float], seed: int
+) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, float32, the same for the same arguments.
+
+    `speakable`: token ids the thinker may say under greedy decoding (its end token is added); the rows of others are
+    zero in the head. `ends`: gain of the end token's row in the thinker's and the talker's head: a row k times as
+    large as the others wins a step with a probability that grows with k.
+    """
+    weights = dict(_draw(shapes_of(config), seed))
+    thinker, talker = config["thinker_config"]["text_config"], config["talker_config"]
+    _shape_head(weights["thinker.lm_head.weight"], speakable, thinker["eos_token_id"], ends[0])
+    codes = min(talker["tts_codec_pad_token_id"], config["token2wav_config"]["dit_config"]["num_embeds"])
+    _shape_head(weights["talker.codec_head.weight"], list(range(codes)), talker["tts_codec_end_token_id"], ends[1])
+    bias = weights["token2wav.code2wav_dit_model.proj_out.bias"]
+    bias += _MEL_MEAN
+    post = weights["token2wav.code2wav_bigvgan_model.conv_post.weight"]
+    post -= post.mean(dim=-1, keepdim=True)  # no constant in the waveform
+    return weights
+
+
+def _shape_head(head: torch.Tensor, allowed: list[int], end: int, end_gain: float) -> None:
+    keep = torch.zeros(head.shape[0], 1)
+    keep[allowed] = 1.0
+    keep[end] = end_gain
+    head *= keep
+
+
+def _draw(shapes: dict[str, torch.Size], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    for name in sorted(shapes):
+        shape = shapes[name]
+        noise = torch.randn(shape, generator=generator)
+        yield name, _scaled(name, noise)
+
+
+def _scaled(name: str, noise: torch.Tensor) -> torch.Tensor:
+    if name.endswith((".act.alpha", ".act.beta")):
+        return 0.3 * noise  # log of frequency and magnitude
+    if name.endswith("bias"):
+        return _BIAS_STD * noise
+    if "embed" in name and noise.ndim == 2 and "proj" not in name:
+        return noise  # lookup tables: rows of order one
+    if noise.ndim == 1:
+        return 1.0 + 0.1 * noise  # norms
+    gain = next((gain for pattern, gain in _GAINS if re.search(pattern, name)), 1.0)
+    fan_in = noise[0].numel()
+    if ".ups." in name:  # transposed: [in, out, kernel], and a sample sees kernel / stride taps
+        fan_in = noise.shape[0] * 2
+    return gain / math.sqrt(fan_in) * noise

@@ -1,0 +1,51 @@
+"""transformers' image processors import in a fresh process, whatever torchvision's extension does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from segue.models.torchvision_shim import ensure_torchvision
+
+
+def in_fresh_process(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_processors_import_after_the_shim() -> None:
+    code = (
+        "from segue.models.torchvision_shim import ensure_torchvision; ensure_torchvision()\n"
+        "import torchvision.transforms.v2.functional as F, torch\n"
+        "from transformers import Qwen2VLVideoProcessor, Qwen2VLImageProcessor\n"
+        "print(tuple(F.resize(torch.zeros(3, 8, 8), [4, 4]).shape))"
+    )
+    assert in_fresh_process(code) == "(3, 4, 4)"
+
+
+def test_calling_again_changes_nothing() -> None:
+    assert ensure_torchvision() == ensure_torchvision()
+
+
+def test_names_defined_elsewhere_are_left_alone() -> None:
+    code = (
+        "import torch\n"
+        "library = torch.library.Library('torchvision', 'FRAGMENT')\n"
+        "try: library.define('nms(Tensor dets, Tensor scores, float iou) -> Tensor')\n"
+        "except RuntimeError: pass\n"
+        "from segue.models.torchvision_shim import ensure_torchvision\n"
+        "names = ensure_torchvision(); import torchvision\n"
+        "print('nms' in names)"
+    )
+    assert in_fresh_process(code) == "False"
+
+
+def test_whole_torchvision_is_left_alone() -> None:
+    """Where the compiled extension loads, or was loaded, no name is defined."""
+    code = (
+        "from segue.models.torchvision_shim import ensure_torchvision\n"
+        "names = ensure_torchvision(); import torchvision\n"
+        "print(bool(names) != torchvision.extension._has_ops())"
+    )
+    assert in_fresh_process(code) == "True"
