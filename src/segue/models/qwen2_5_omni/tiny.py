@@ -24,7 +24,7 @@ from segue.models.qwen2_5_omni.tiny_weights import EndGains, make_weights
 
 SIZES = tuple(SHAPES)
 _DATA = Path(__file__).parent / "data"
-_END_GAINS = {"tiny": EndGains(1.8, 1.5, 1.4), "small": EndGains(1.8, 1.5, 1.4)}
+_END_GAINS = {"tiny": EndGains(1.8, 1.5, 1.4), "small": EndGains(1.8, 2.1, 3.0)}
 _SHARD = {"tiny": "3MB", "small": "300MB"}
 # how GPT-4's and Qwen's tokenizers cut text into words before merging bytes
 _WORDS = (

@@ -1,7 +1,7 @@
 """Random weights that behave: every branch of the networks carries signal of order one.
 
-Default initialisation proves nothing about a server: the waveform is silence, blocks do not influence each other, greedy
-decoding loops and never ends. Here each matrix has entries of std gain / sqrt(fan in), so that what comes out of it is
+Default initialisation proves nothing about a server: the waveform is silence, blocks do not influence each other,
+greedy decoding loops and never ends. Here each matrix has entries of std gain / sqrt(fan in), so that what comes out is
 as large as what went in, and the gains below are chosen by measurement (the tests of the tiny preset state what they
 must achieve).
 """
@@ -25,8 +25,10 @@ from transformers import Qwen2_5OmniConfig, Qwen2_5OmniForConditionalGeneration 
 # (pattern of the published name, gain); the first that matches counts, 1.0 where none does
 _GAINS = (
     # sharp attention over the whole context: without it the next token depends on the last one alone, and loops
-    (r"(thinker|talker)\.model\.layers\.\d+\.self_attn\.[qk]_proj\.weight", 2.2),
-    (r"(thinker|talker)\.model\.layers\.\d+\.self_attn\.o_proj\.weight", 4.0),
+    (r"thinker\.model\.layers\.\d+\.self_attn\.[qk]_proj\.weight", 2.2),
+    (r"thinker\.model\.layers\.\d+\.self_attn\.o_proj\.weight", 4.0),
+    (r"talker\.model\.layers\.\d+\.self_attn\.[qk]_proj\.weight", 3.0),
+    (r"talker\.model\.layers\.\d+\.self_attn\.o_proj\.weight", 6.0),
     # media rows as large as text embeddings
     (r"thinker\.audio_tower\.proj\.weight", 1.0),
     (r"thinker\.visual\.merger\.mlp\.2\.weight", 1.5),
