@@ -3,7 +3,8 @@
     python examples/demo.py MODEL_DIR OUT_DIR
 
 Starts `segue serve` on a free port, sends text, a photo, a voice clip and a video with sound, asks for text and for
-speech, streamed and whole, and writes what came back: a transcript, WAV files, and a picture of which stage worked when.
+speech, streamed and whole, and writes what came back: a transcript, WAV files, and a picture of which stage worked
+when.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402
-from openai import OpenAI  # noqa: E402
+from matplotlib import pyplot as plt
+from openai import OpenAI
 
 ASSETS = Path(__file__).parent.parent / "assets"
 SAMPLE_RATE = 24000

@@ -145,9 +145,7 @@ def test_a_changed_weight_changes_the_answer():
 
 
 def test_sliding_window():
-    model = tiny_model(
-        "qwen2", use_sliding_window=True, sliding_window=7, max_window_layers=1, layer_types=None
-    )
+    model = tiny_model("qwen2", use_sliding_window=True, sliding_window=7, max_window_layers=1, layer_types=None)
     assert model.config.layer_types.count("sliding_attention") == 2
     adapter = TinyAdapter(model)
     answers = [generate(model, prompt, TOKENS) for prompt in PROMPTS]

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+
 from segue.messages.deltas import AudioDelta, Delta, Finished, TextDelta
 from segue.messages.errors import (
     ConfigError,
@@ -68,7 +69,9 @@ def both(text: str, **options: Any) -> dict[str, Any]:
     return {**message, "options": options} if options else message
 
 
-async def collect(omni: AsyncOmni, prompt: Any, on_delta: Callable[[Delta], None] = lambda delta: None) -> RequestOutput:
+async def collect(
+    omni: AsyncOmni, prompt: Any, on_delta: Callable[[Delta], None] = lambda delta: None
+) -> RequestOutput:
     request = omni.request(prompt)
     collector = Collector(request.request_id, wants_audio="audio" in request.modalities)
     async for delta in omni.stream(request):
@@ -288,7 +291,9 @@ def test_cancelling_reaches_every_stage(toy_dir: Path, tmp_path: Path) -> None:
 async def idle_stats(omni: AsyncOmni) -> dict[str, dict[str, float]]:
     """The newest stats of every stage, once all workers have reported that they are idle."""
     while True:
-        stages = {name: dict(values) for stats in omni.orchestrator.stats.values() for name, values in stats.stages.items()}
+        stages = {
+            name: dict(values) for stats in omni.orchestrator.stats.values() for name, values in stats.stages.items()
+        }
         if len(stages) == 3 and all(not values["running"] and not values["waiting"] for values in stages.values()):
             return stages
         await omni.generate("tick")  # makes every worker on its way report again
@@ -378,7 +383,9 @@ def test_retained_payloads_over_the_limit_come_back_from_the_file(toy_dir: Path,
 
 def test_a_broken_start_is_the_workers_own_error(toy_dir: Path, tmp_path: Path) -> None:
     async def body() -> None:
-        omni = AsyncOmni(toy_dir, config={"stages": {"counter": {"kv_blocks": 1, "block_size": 1, "devices": ["cuda:0"]}}})
+        omni = AsyncOmni(
+            toy_dir, config={"stages": {"counter": {"kv_blocks": 1, "block_size": 1, "devices": ["cuda:0"]}}}
+        )
         with pytest.raises(ConfigError, match="counter"):
             await omni.start()
 

@@ -16,7 +16,7 @@ from segue.orchestrator.recovery import StageBook
 
 @dataclass(slots=True)
 class RequestBooks:
-    """Everything the orchestrator knows of a request; lives from admission until it is finished, failed or cancelled."""
+    """Everything the orchestrator knows of a request; lives from admission until it is over."""
 
     request: Request
     walk: Walk

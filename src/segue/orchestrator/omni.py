@@ -240,7 +240,7 @@ class Omni:
             "options": options,
             "deadline": deadline,
         }
-        batch: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
+        batch: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item]
         return self._call(self._generate_all(batch, settings))
 
     async def _generate_all(self, batch: list[Prompt], settings: dict[str, Any]) -> list[RequestOutput]:

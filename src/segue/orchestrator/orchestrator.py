@@ -298,9 +298,9 @@ class Orchestrator:
                     if books := self._current(message.worker, message.request_id, message.stage, message.attempt):
                         books.stages[message.stage].inputs_done.add(message.source)
                 case InputLost():
-                    if books := self._current(message.worker, message.request_id, message.stage, message.attempt):
-                        if message.stage not in books.waiting:  # else it is about to begin anew already
-                            self._lost(books, {message.stage, message.source}, message.source)
+                    books = self._current(message.worker, message.request_id, message.stage, message.attempt)
+                    if books and message.stage not in books.waiting:  # else it is about to begin anew already
+                        self._lost(books, {message.stage, message.source}, message.source)
                 case Failed():
                     if books := self._current(message.worker, message.request_id, message.stage, message.attempt):
                         error = error_from(message.kind, message.message, field=message.field, stage=message.stage)

@@ -24,9 +24,7 @@ class StageBook:
 def settled(name: str, books: dict[str, StageBook]) -> bool:
     """True when nobody needs anything more of this stage, nor of what its worker retained."""
     book = books[name]
-    return book.done and all(
-        books[down].done or name in books[down].inputs_done for down in book.downstreams
-    )
+    return book.done and all(books[down].done or name in books[down].inputs_done for down in book.downstreams)
 
 
 def stages_to_rerun(books: dict[str, StageBook], alive: set[str], start: Iterable[str] = ()) -> set[str]:

@@ -108,9 +108,7 @@ class Outbox:
 
     def blocked(self, request_id: str, source: str) -> bool:
         """True while some chunk of this stage's request cannot leave."""
-        return any(
-            flow.pending for key, flow in self._flows.items() if key[0] == request_id and key[1] == source
-        )
+        return any(flow.pending for key, flow in self._flows.items() if key[0] == request_id and key[1] == source)
 
     def waiting(self) -> bool:
         return any(flow.pending for flow in self._flows.values())
@@ -132,9 +130,7 @@ class Outbox:
             payload, final = flow.pending[0]
             meta, nbytes = None, 0
             if payload is not None:
-                ok, nbytes, meta = channel.connector.put(
-                    flow.source.stage, flow.target.stage, flow.request_id, payload
-                )
+                ok, nbytes, meta = channel.connector.put(flow.source.stage, flow.target.stage, flow.request_id, payload)
                 if not ok:
                     return
             flow.pending.popleft()

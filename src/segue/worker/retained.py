@@ -1,7 +1,7 @@
 """Payloads kept until the downstream stage has finished with them, so that it can be run again elsewhere.
 
-Bounded: what goes over the limit is written to an unlinked file (nothing can be left behind), oldest request first. Where
-the file cannot be written either (disk full), the request loses its insurance and goes on: if its downstream then dies,
+Bounded: what goes over the limit is written to an unlinked file (nothing can be left behind), oldest request first.
+Where the file cannot be written either (disk full), the request loses its insurance and goes on: if its downstream then dies,
 the stage itself is run again.
 """
 

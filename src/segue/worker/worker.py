@@ -187,7 +187,9 @@ class Worker:
         for peer in run.upstreams.values():
             self._send(
                 peer.address,
-                Consumed(run.request.request_id, peer.stage, run.self_peer, run.next_seq[peer.stage] - 1, finished=True),
+                Consumed(
+                    run.request.request_id, peer.stage, run.self_peer, run.next_seq[peer.stage] - 1, finished=True
+                ),
             )
 
     def unpause(self) -> None:

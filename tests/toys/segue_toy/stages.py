@@ -1,7 +1,7 @@
 """The toy's stages. A request's options let a test stop a stage at a known point:
 
-    hold: {"stage": "counter" | "tone", "at": index, "fifo": path}   wait at that token or chunk until the pipe is written
-    fail_at: {"stage": ..., "at": index}                              raise there
+hold: {"stage": "counter" | "tone", "at": index, "fifo": path}   wait there until the pipe is written
+fail_at: {"stage": ..., "at": index}                              raise there
 """
 
 from __future__ import annotations
@@ -51,9 +51,7 @@ class Input:
 
     def begin(self, request: StageRequest) -> tuple[Any, list[Work]]:
         message = request.request
-        text = "".join(
-            part.text for turn in message.messages for part in turn.content if isinstance(part, TextPart)
-        )
+        text = "".join(part.text for turn in message.messages for part in turn.content if isinstance(part, TextPart))
         ids = message.prompt_token_ids or [1 + ord(letter) % (VOCAB - 1) for letter in text]
         if "forbidden" in text:
             raise InvalidRequest("messages[0].content is 'forbidden'; say something else", field="messages[0].content")
@@ -127,9 +125,7 @@ class Tone:
             for index in range(start, start + len(ids)):
                 _stop_point(request, "tone", index)
             samples = (ids / VOCAB).repeat_interleave(SAMPLES_PER_TOKEN)
-            results.append(
-                Result({"samples": samples, "start": start * SAMPLES_PER_TOKEN, "sample_rate": 24000})
-            )
+            results.append(Result({"samples": samples, "start": start * SAMPLES_PER_TOKEN, "sample_rate": 24000}))
         return results
 
     def end(self, state: Any) -> None:

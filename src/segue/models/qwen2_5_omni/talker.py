@@ -33,7 +33,13 @@ from segue.models.qwen2_5_omni.loading import (
 )
 
 # the talker's own config repeats these; its positions are the thinker's as long as they agree
-_SHARED = ("position_id_per_seconds", "seconds_per_chunk", "image_token_index", "audio_token_index", "video_token_index")
+_SHARED = (
+    "position_id_per_seconds",
+    "seconds_per_chunk",
+    "image_token_index",
+    "audio_token_index",
+    "video_token_index",
+)
 
 
 @dataclass(slots=True)
@@ -195,7 +201,10 @@ def check_shared(config: Qwen2_5OmniConfig) -> None:
     """Raise `ConfigError` where thinker and talker would place the prompt's tokens differently."""
     thinker, talker = config.thinker_config.to_dict(), config.talker_config.to_dict()
     thinker["spatial_merge_size"] = config.thinker_config.vision_config.spatial_merge_size
-    thinker["hidden_size"], talker["hidden_size"] = config.thinker_config.text_config.hidden_size, talker["embedding_size"]
+    thinker["hidden_size"], talker["hidden_size"] = (
+        config.thinker_config.text_config.hidden_size,
+        talker["embedding_size"],
+    )
     for name in (*_SHARED, "spatial_merge_size", "hidden_size"):
         if thinker.get(name) != talker.get(name):
             raise ConfigError(

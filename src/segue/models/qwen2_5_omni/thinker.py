@@ -149,9 +149,7 @@ class Thinker:
             )
 
     @torch.inference_mode()
-    def _with_media(
-        self, ids: torch.Tensor, state: _State
-    ) -> tuple[torch.Tensor | None, torch.Tensor, dict[str, int]]:
+    def _with_media(self, ids: torch.Tensor, state: _State) -> tuple[torch.Tensor | None, torch.Tensor, dict[str, int]]:
         """(embeddings [T, H] with the media's rows in their places or None without media, where they are [T] bool,
         prompt tokens per modality)."""
         if [(kind, key) for kind, key, _ in state.embeds] != [(medium.kind, medium.hash) for medium in state.media]:
