@@ -30,7 +30,7 @@ def image_part(source: object, field: str) -> MediaPart:
     return MediaPart("image", pixels.tobytes(), ArrayInfo("uint8", pixels.shape), field)
 
 
-def audio_part(source: object, field: str) -> MediaPart:
+def audio_part(source: Any, field: str) -> MediaPart:
     """Samples [n] (also [1, n] or [n, 1]), float in [-1, 1] or int16, at 16 kHz; or `(samples, rate in Hz)`."""
     rate: float | None = None
     if isinstance(source, tuple) and len(source) == 2:
@@ -51,7 +51,7 @@ def audio_part(source: object, field: str) -> MediaPart:
     return MediaPart("audio", samples.astype("<f4").tobytes(), ArrayInfo("float32", samples.shape, rate), field)
 
 
-def video_part(source: object, field: str) -> MediaPart:
+def video_part(source: Any, field: str) -> MediaPart:
     """Frames [F, H, W, 3] or [F, 3, H, W], uint8 or floats in [0, 1], or a list of pictures; or `(frames, fps)`."""
     rate: float | None = None
     if isinstance(source, tuple) and len(source) == 2 and isinstance(source[1], int | float):

@@ -40,9 +40,7 @@ class _Codec:
 _MPEG_RATES = (8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000)
 _CODECS = {
     # a Xing header needs the file's length, and without it an ID3 tag is all that would come first
-    "mp3": _Codec(
-        "mp3", "libmp3lame", "fltp", _MPEG_RATES, 96_000, {"write_xing": "0", "id3v2_version": "0"}, {}
-    ),
+    "mp3": _Codec("mp3", "libmp3lame", "fltp", _MPEG_RATES, 96_000, {"write_xing": "0", "id3v2_version": "0"}, {}),
     "flac": _Codec("flac", "flac", "s16", (*_MPEG_RATES, 96000), None, {}, {}),
     # one page per 100 ms: ffmpeg's default of a second would hold the audio back
     "opus": _Codec(

@@ -46,6 +46,7 @@ def messages_from(messages: object, policy: MediaPolicy, field: str = "messages"
 
 def _message(message: object, policy: MediaPolicy, field: str) -> Message:
     values = _object(message, field, 'an object with "role" and "content"')
+    _check_message_keys(values, field)
     role = values.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         hint = nearest(role, _ROLES) if isinstance(role, str) else f"; known: {', '.join(_ROLES)}"
@@ -55,7 +56,6 @@ def _message(message: object, policy: MediaPolicy, field: str) -> Message:
     if role == "assistant" and isinstance(spoken, Mapping):
         # our own reply sent back: its text is what the model said; samples of an earlier reply are not read again
         content = spoken.get("transcript") if content is None else content
-    _check_message_keys(values, role, field)
     if isinstance(content, str):
         return Message(_ROLES[role], [TextPart(_text(content, f"{field}.content"))])
     if not isinstance(content, Sequence) or isinstance(content, bytes):
@@ -67,14 +67,14 @@ def _message(message: object, policy: MediaPolicy, field: str) -> Message:
     )
 
 
-def _check_message_keys(values: Mapping[str, Any], role: str, field: str) -> None:
+def _check_message_keys(values: Mapping[str, Any], field: str) -> None:
     for key, value in values.items():
         if key in _MESSAGE_KEYS:
             continue
         if key not in _REPLY_KEYS:
             known = _MESSAGE_KEYS | _REPLY_KEYS
             raise InvalidRequest(f"{field} has no field {shown(key)}{nearest(str(key), known)}", field=f"{field}.{key}")
-        if value and not (role == "assistant" and key in ("audio", "images", "annotations")):
+        if value and not (values.get("role") == "assistant" and key in ("audio", "images", "annotations")):
             raise InvalidRequest(f"{field}.{key} is not supported here; leave it out", field=f"{field}.{key}")
 
 
@@ -170,5 +170,3 @@ def _text(value: object, field: str) -> str:
     except UnicodeEncodeError as error:
         raise InvalidRequest(f"{field} holds half of a surrogate pair: not valid text", field=field) from error
     return value
-
-

@@ -13,11 +13,14 @@ import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import Repr
 from urllib.parse import SplitResult, unquote, unquote_to_bytes, urljoin, urlsplit
 
 from segue.messages.errors import InvalidRequest, NotFound, TooLarge
 
-_SHOWN = 60
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
+_SHORT.maxlevel = 2
 _BLOCK = 1 << 18
 _MAX_REDIRECTS = 3
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -45,8 +48,7 @@ PYTHON_POLICY = MediaPolicy(allow_paths=True, max_bytes=4 << 30)
 
 def shown(value: object) -> str:
     """`repr` of a client's value, shortened to fit a message."""
-    text = repr(value[: 2 * _SHOWN] if isinstance(value, str | bytes) else value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+    return _SHORT.repr(value)
 
 
 def check_size(size: int, policy: MediaPolicy, field: str) -> None:
@@ -132,12 +134,15 @@ def read_path(path: str | os.PathLike[str], policy: MediaPolicy, field: str) -> 
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise NotFound(f"{field} is {shown(name)}, which cannot be read: {reason}", field=field) from error
-    with open(descriptor, "rb") as file:
+    try:
         facts = os.fstat(descriptor)
         if not stat.S_ISREG(facts.st_mode):
             raise InvalidRequest(f"{field} is {shown(name)}; it must be a regular file", field=field)
         check_size(facts.st_size, policy, field)
-        data = file.read(policy.max_bytes + 1)
+        with open(descriptor, "rb", closefd=False) as file:
+            data = file.read(policy.max_bytes + 1)
+    finally:
+        os.close(descriptor)
     check_size(len(data), policy, field)
     if not data:
         raise InvalidRequest(f"{field} is {shown(name)}, an empty file", field=field)
@@ -222,20 +227,20 @@ def _get(parts: SplitResult, address: str, policy: MediaPolicy, deadline: float,
     try:
         connection.request("GET", target, headers={"User-Agent": "segue", "Accept-Encoding": "identity"})
         sock = connection.sock
-        answer = connection.getresponse()
-        location = answer.getheader("Location")
-        if answer.status in _REDIRECTS and location:
-            return _Redirect(location)
-        if answer.status != 200:
-            raise NotFound(f"{field}: {shown(parts.geturl())} answered {answer.status}", field=field)
-        data = bytearray()
-        while block := answer.read1(_BLOCK):
-            data += block
-            check_size(len(data), policy, field)
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError
-            sock.settimeout(left)
-        return bytes(data)
+        with connection.getresponse() as answer:
+            location = answer.getheader("Location")
+            if answer.status in _REDIRECTS and location:
+                return _Redirect(location)
+            if answer.status != 200:
+                raise NotFound(f"{field}: {shown(parts.geturl())} answered {answer.status}", field=field)
+            data = bytearray()
+            while block := answer.read1(_BLOCK):
+                data += block
+                check_size(len(data), policy, field)
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError
+                sock.settimeout(left)
+            return bytes(data)
     finally:
         connection.close()
