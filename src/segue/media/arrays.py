@@ -1,0 +1,120 @@
+"""Pictures, samples and frames that a Python caller holds in memory, as raw-array `MediaPart`s."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from segue.media.sources import shown
+from segue.messages.errors import InvalidRequest
+from segue.messages.request import ArrayInfo, MediaPart
+
+_Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@runtime_checkable
+class _Tensor(Protocol):
+    """What of a torch tensor is used here; this room imports no torch."""
+
+    def detach(self) -> _Tensor: ...
+    def cpu(self) -> _Tensor: ...
+    def numpy(self) -> _Array: ...
+
+
+def image_part(source: object, field: str) -> MediaPart:
+    """A PIL image, or an array [H, W, 3], [3, H, W] or [H, W]: uint8, or floats in [0, 1]."""
+    pixels = _pixels(source, field)
+    return MediaPart("image", pixels.tobytes(), ArrayInfo("uint8", pixels.shape), field)
+
+
+def audio_part(source: Any, field: str) -> MediaPart:
+    """Samples [n] (also [1, n] or [n, 1]), float in [-1, 1] or int16, at 16 kHz; or `(samples, rate in Hz)`."""
+    rate: float | None = None
+    if isinstance(source, tuple) and len(source) == 2:
+        source, rate = source[0], _rate(source[1], f"{field}[1]", "samples per second, e.g. 16000")
+    samples = _array(source, field, "samples, or (samples, rate)")
+    if samples.ndim == 2 and 1 in samples.shape:
+        samples = samples.reshape(-1)
+    if samples.ndim != 1 or samples.size == 0:
+        raise InvalidRequest(f"{field} has shape {list(samples.shape)}; audio is mono: [samples]", field=field)
+    if samples.dtype == np.int16:
+        samples = samples.astype(np.float32) / 32768
+    elif np.issubdtype(samples.dtype, np.floating):
+        samples = samples.astype(np.float32)
+    else:
+        raise InvalidRequest(f"{field} holds {samples.dtype}; samples are float in [-1, 1] or int16", field=field)
+    if not np.isfinite(samples).all():
+        raise InvalidRequest(f"{field} holds NaN or infinity; samples are in [-1, 1]", field=field)
+    return MediaPart("audio", samples.astype("<f4").tobytes(), ArrayInfo("float32", samples.shape, rate), field)
+
+
+def video_part(source: Any, field: str) -> MediaPart:
+    """Frames [F, H, W, 3] or [F, 3, H, W], uint8 or floats in [0, 1], or a list of pictures; or `(frames, fps)`."""
+    rate: float | None = None
+    if isinstance(source, tuple) and len(source) == 2 and isinstance(source[1], int | float):
+        source, rate = source[0], _rate(source[1], f"{field}[1]", "frames per second, e.g. 24")
+    if isinstance(source, list | tuple):
+        pictures = [_pixels(frame, f"{field}[{index}]") for index, frame in enumerate(source)]
+        if len({picture.shape for picture in pictures}) > 1:
+            raise InvalidRequest(f"{field} has frames of different sizes; they must all be alike", field=field)
+        frames = np.stack(pictures) if pictures else np.empty((0,), np.uint8)
+    else:
+        frames = _array(source, field, "frames, or (frames, frames per second)")
+        if frames.ndim == 4:
+            frames = _uint8(_channels_last(frames), field)
+    if frames.ndim != 4 or frames.shape[-1] != 3 or frames.size == 0:
+        raise InvalidRequest(f"{field} has shape {list(frames.shape)}; frames are [F, H, W, 3]", field=field)
+    return MediaPart("video", frames.tobytes(), ArrayInfo("uint8", frames.shape, rate), field)
+
+
+def _pixels(source: object, field: str) -> _Array:
+    """[H, W, 3] uint8."""
+    if isinstance(source, Image.Image):
+        # upright, as transformers' own image loader does it
+        return np.asarray(ImageOps.exif_transpose(source).convert("RGB"))
+    pixels = _array(source, field, "a PIL image, a path, the bytes of a file, or an array")
+    if pixels.ndim == 2:
+        pixels = np.repeat(pixels[..., None], 3, axis=2)
+    pixels = _channels_last(pixels)
+    if pixels.ndim != 3 or pixels.shape[-1] != 3 or pixels.size == 0:
+        raise InvalidRequest(f"{field} has shape {list(pixels.shape)}; a picture is [H, W, 3]", field=field)
+    return _uint8(pixels, field)
+
+
+def _channels_last(array: _Array) -> _Array:
+    """torch's channel order turned to the end."""
+    if array.ndim >= 3 and array.shape[-3] == 3 and array.shape[-1] != 3:
+        return np.moveaxis(array, -3, -1)
+    return array
+
+
+def _uint8(array: _Array, field: str) -> _Array:
+    if array.dtype == np.uint8:
+        return np.ascontiguousarray(array)
+    if np.issubdtype(array.dtype, np.floating):
+        if not (array.size and np.isfinite(array).all() and array.min() >= 0 and array.max() <= 1):
+            raise InvalidRequest(f"{field} holds floats outside [0, 1]; give [0, 1], or uint8 0–255", field=field)
+        return np.ascontiguousarray(np.rint(array * 255).astype(np.uint8))
+    raise InvalidRequest(f"{field} holds {array.dtype}; pixels are uint8, or float in [0, 1]", field=field)
+
+
+def _array(source: object, field: str, right: str) -> _Array:
+    if isinstance(source, np.ndarray):
+        return source
+    try:
+        if isinstance(source, _Tensor):
+            return np.asarray(source.detach().cpu().numpy())
+        if isinstance(source, Sequence) and not isinstance(source, str | bytes):
+            return np.asarray(source)
+    except (TypeError, ValueError) as error:  # bfloat16 has no numpy twin; ragged lists have no shape
+        raise InvalidRequest(f"{field} is {shown(type(source).__name__)}: {error}", field=field) from error
+    raise InvalidRequest(f"{field} is a {type(source).__name__}; it must be {right}", field=field)
+
+
+def _rate(value: object, field: str, right: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e7:
+        raise InvalidRequest(f"{field} is {shown(value)}; it must be {right}", field=field)
+    return float(value)

@@ -1,0 +1,71 @@
+"""Structured log lines: one per event, with the id of the HTTP request they belong to."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+http_request_id: ContextVar[str | None] = ContextVar("http_request_id", default=None)
+"""`X-Request-Id` of the request this task works for."""
+
+_LOGGERS = ("segue", "uvicorn.error")
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    fields = dict(record.__dict__.get("fields") or {})
+    request_id = http_request_id.get()
+    if request_id is not None:
+        fields.setdefault("request_id", request_id)
+    return fields
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line: time (UTC), level, logger, message, the event's fields, traceback if any."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_fields(record),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+class TextFormatter(logging.Formatter):
+    """For people: time, level, message, then `key=value`; values are quoted, so a line stays one line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        when = datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
+        fields = "".join(f" {key}={_plain(value)}" for key, value in _fields(record).items())
+        line = f"{when} {record.levelname.lower():7} {record.getMessage()}{fields}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def _plain(value: object) -> str:
+    text = str(value)
+    return text if text and all(c.isprintable() and c not in ' "=' for c in text) else json.dumps(text)
+
+
+def configure_logging(level: str = "info", *, as_json: bool = False, stream: TextIO | None = None) -> None:
+    """Send the logs of this program and its HTTP server to `stream` (stderr). Calling it again replaces the handler."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter() if as_json else TextFormatter())
+    for name in _LOGGERS:
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.setLevel(level.upper())
+        logger.propagate = False
+
+
+def log_event(logger: logging.Logger, message: str, fields: Mapping[str, Any], level: int = logging.INFO) -> None:
+    """Log `message` with structured fields."""
+    logger.log(level, message, extra={"fields": dict(fields)})

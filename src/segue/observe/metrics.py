@@ -1,0 +1,88 @@
+"""What the server process counts: HTTP requests, and the times a client feels. One registry per server, none global."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from segue.messages.deltas import AudioDelta, Delta, Finished, TextDelta
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+
+class ServerMetrics:
+    """The registry of one server. Names begin with `segue_`."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.registry = CollectorRegistry()
+        self.http_requests = Counter(
+            "segue_http_requests", "HTTP requests answered.", ["method", "endpoint", "status"], registry=self.registry
+        )
+        self.http_seconds = Histogram(
+            "segue_http_request_seconds",
+            "From the request's arrival to the last byte of its answer.",
+            ["endpoint"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.in_flight = Gauge("segue_http_requests_in_flight", "HTTP requests being answered.", registry=self.registry)
+        self.generations_in_flight = Gauge(
+            "segue_generations_in_flight", "Generations asked for and not finished.", registry=self.registry
+        )
+        self.generations = Counter(
+            "segue_generations", "Generations by how they ended.", ["end"], registry=self.registry
+        )
+        self.ttft = self._histogram("segue_ttft_seconds", "Request parsed to its first text.", _SECONDS)
+        self.ttfa = self._histogram("segue_ttfa_seconds", "Request parsed to its first audio.", _SECONDS)
+        self.jct = self._histogram("segue_jct_seconds", "Request parsed to its end (job completion time).", _SECONDS)
+        self.itl = self._histogram("segue_itl_seconds", "Between two text deltas of a request.", _BETWEEN_TOKENS)
+
+    def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, about, buckets=buckets, registry=self.registry)
+
+    def exposition(self) -> bytes:
+        """Prometheus text format."""
+        return generate_latest(self.registry)
+
+
+class GenerationWatch:
+    """Times one generation by the deltas that pass. Use as a context manager around the whole of it."""
+
+    def __init__(self, metrics: ServerMetrics) -> None:
+        self._metrics = metrics
+        self._start = metrics.clock()
+        self._last_text: float | None = None
+        self._heard = False
+        self._end = "aborted"
+
+    def __enter__(self) -> GenerationWatch:
+        self._metrics.generations_in_flight.inc()
+        return self
+
+    def saw(self, delta: Delta) -> None:
+        """Note a delta at the moment it arrives."""
+        now = self._metrics.clock()
+        if isinstance(delta, TextDelta):
+            if self._last_text is None:
+                self._metrics.ttft.observe(now - self._start)
+            else:
+                self._metrics.itl.observe(now - self._last_text)
+            self._last_text = now
+        elif isinstance(delta, AudioDelta) and not self._heard:
+            self._heard = True
+            self._metrics.ttfa.observe(now - self._start)
+        elif isinstance(delta, Finished):
+            self._metrics.jct.observe(now - self._start)
+            self._end = delta.finish_reason
+
+    def failed(self, code: str) -> None:
+        """The generation ended in an error of this code."""
+        self._end = code
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._metrics.generations_in_flight.dec()
+        self._metrics.generations.labels(self._end).inc()

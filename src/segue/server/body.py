@@ -1,0 +1,99 @@
+"""A request's body: read within a limit, decoded, and made into a typed value with errors that name path and value."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+
+from segue.media.sources import shown
+from segue.messages.errors import Cancelled, InvalidRequest, TooLarge, nearest
+from segue.server.errors import UnsupportedMediaType
+
+T = TypeVar("T")
+
+
+async def read_json(request: Request, limit: int) -> dict[str, Any]:
+    """The JSON object of a request. Raises `InvalidRequest`, or `TooLarge` above `limit` bytes."""
+    declared = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if declared != "application/json" and not declared.endswith("+json"):
+        # also what keeps a web page of another origin from posting here without asking first
+        raise UnsupportedMediaType(f"Content-Type is {shown(declared)}; it must be application/json")
+    body = await _read(request, limit)
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the body is not JSON: {error}") from error
+    except RecursionError as error:
+        raise InvalidRequest("the body is nested too deeply") from error
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"the body is {shown(value)}; it must be a JSON object")
+    return value
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    """The body. What is over the limit is read on and dropped (up to as much again), so that the client gets to
+    reading the answer instead of failing to write."""
+    pieces: list[bytes] = []
+    size = 0
+    try:
+        async for piece in request.stream():
+            size += len(piece)
+            if size <= limit:
+                pieces.append(piece)
+            else:
+                pieces.clear()
+            if size > 2 * limit:
+                break
+    except ClientDisconnect as error:
+        raise Cancelled("the client went away while sending its request") from error
+    if size > limit:
+        raise TooLarge(f"the body is larger than {limit} bytes (max_body_bytes)")
+    return b"".join(pieces)
+
+
+def check_names(values: dict[str, Any], known: Iterable[str], where: str = "") -> None:
+    """Raise `InvalidRequest` for a name that is not known, with its nearest neighbour."""
+    names = frozenset(known)
+    for name in values:
+        if name not in names:
+            place = f"{where}." if where else ""
+            raise InvalidRequest(
+                f"unknown parameter {shown(place + name)}{nearest(name, names)}", field=f"{place}{name}"
+            )
+
+
+_AT = re.compile(r"^(?P<what>.*?)(?: - at `(?P<key>key in )?\$(?P<path>.*)`)?$", re.DOTALL)
+_STEP = re.compile(r"\.(?P<name>[^.\[\]]+)|\[(?P<index>\d+)\]|\[(?P<any>\.\.\.)\]")
+
+
+def convert(values: dict[str, Any], kind: type[T]) -> T:
+    """`values` as `kind`; a wrong type is named with its path and value."""
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        match = _AT.match(str(error))
+        assert match is not None
+        what = match["what"].replace(" | null", "").replace("`", "")
+        field = (match["path"] or "").lstrip(".").replace("[...]", "")
+        if not field:
+            missing = re.search(r"missing required field (\w+)", what)
+            name = missing[1] if missing else None
+            raise InvalidRequest(f"{name} is missing" if name else what, field=name) from error
+        value = _value_at(values, match["path"])
+        raise InvalidRequest(f"{field} is {shown(value)}: {what[:1].lower()}{what[1:]}", field=field) from error
+    except OverflowError as error:
+        raise InvalidRequest(f"a number in the body is too large: {error}") from error
+
+
+def _value_at(value: Any, path: str) -> Any:
+    """What stands at a path of msgspec's; where it does not say which entry, the container."""
+    for step in _STEP.finditer(path):
+        if step["any"]:
+            break
+        value = value[step["name"]] if step["name"] else value[int(step["index"])]
+    return value

@@ -1,0 +1,52 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from segue.observe.metrics import ServerMetrics
+from segue.orchestrator.service import Service
+from segue.server.body import read_json
+from segue.server.chat_reply import WholeChoice, usage_object
+from segue.server.chat_request import ChatRequest, chat_request
+from segue.server.chat_stream import chat_events
+from segue.server.disconnect import EventStream, while_connected
+from segue.server.errors import json_response
+from segue.server.generations import run_generations
+from segue.server.settings import ServerSettings
+
+
+def add_chat_completions(app: FastAPI, service: Service, settings: ServerSettings, metrics: ServerMetrics) -> None:
+    """Add the endpoint."""
+
+    @app.post("/v1/chat/completions")
+    async def complete(request: Request) -> Response:
+        values = await read_json(request, settings.max_body_bytes)
+        chat = await asyncio.to_thread(chat_request, values, service.card, settings)
+        if request.headers.get("x-return-metrics", "").lower() in ("1", "true"):
+            chat = replace(chat, return_metrics=True)
+        if chat.stream:
+            deltas = run_generations(service, chat.requests, metrics)
+            return EventStream(chat_events(chat, deltas), settings.stall_seconds)
+        return json_response(await while_connected(request.receive, _whole(chat, service, metrics)))
+
+
+async def _whole(chat: ChatRequest, service: Service, metrics: ServerMetrics) -> dict[str, Any]:
+    choices = [WholeChoice(index) for index in range(len(chat.requests))]
+    async with aclosing(run_generations(service, chat.requests, metrics)) as deltas:
+        async for index, delta in deltas:
+            choices[index].take(delta)
+    return {
+        "id": chat.completion_id,
+        "object": "chat.completion",
+        "created": chat.created,
+        "model": chat.model,
+        "choices": await asyncio.to_thread(lambda: [choice.build(chat) for choice in choices]),
+        "usage": usage_object([choice.end for choice in choices]),
+    }

@@ -1,0 +1,134 @@
+"""What a chat completion is made of, whole or in chunks: OpenAI's objects."""
+
+from __future__ import annotations
+
+import base64
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from segue.media.encode import encode_audio, encode_png
+from segue.messages.deltas import AudioDelta, Delta, Finished, ImageDelta, TextDelta, Usage
+from segue.server.chat_request import ChatRequest
+
+_SILENCE_RATE = 24_000
+"""Rate of an audio reply that turned out to have no samples, so that it is still a file."""
+
+
+def samples_of(delta: AudioDelta) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """[samples] float32."""
+    return np.frombuffer(delta.samples, dtype="<f4")
+
+
+def image_object(delta: ImageDelta) -> dict[str, Any]:
+    """A picture as an `image_url` part with a PNG data URL."""
+    png = base64.b64encode(encode_png(delta.data, delta.height, delta.width)).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png}"}}
+
+
+def usage_object(finished: Sequence[Finished]) -> dict[str, Any]:
+    """OpenAI's usage: the prompt is counted once, the completions together."""
+    prompt: Usage = finished[0].usage
+    kinds = sorted({kind for one in finished for kind in one.usage.completion_modalities})
+    by_kind = {kind: sum(one.usage.completion_modalities.get(kind, 0) for one in finished) for kind in kinds}
+    completion = sum(by_kind.values())
+    return {
+        "prompt_tokens": prompt.prompt_tokens,
+        "completion_tokens": completion,
+        "total_tokens": prompt.prompt_tokens + completion,
+        "prompt_tokens_details": {
+            "cached_tokens": prompt.cached_tokens,
+            **{f"{kind}_tokens": count for kind, count in sorted(prompt.prompt_modalities.items())},
+        },
+        "completion_tokens_details": {f"{kind}_tokens": count for kind, count in by_kind.items()},
+    }
+
+
+def ending(finished: Finished, chat: ChatRequest) -> dict[str, Any]:
+    """What the end of a choice adds to it: the finish reason, and what was asked for of ours."""
+    fields: dict[str, Any] = {"finish_reason": finished.finish_reason}
+    if chat.return_token_ids:
+        fields["token_ids"] = finished.token_ids
+    if chat.return_metrics:
+        metrics = finished.metrics
+        fields["segue"] = {
+            "metrics": {
+                "jct": metrics.jct,
+                "ttft": metrics.ttft,
+                "ttfa": metrics.ttfa,
+                "rtf": metrics.rtf,
+                "audio_seconds": metrics.audio_seconds,
+                "attempts": metrics.attempts,
+                "spans": [
+                    {"stage": stage, "what": what, "start": start, "end": end}
+                    for stage, what, start, end in metrics.spans
+                ],
+            }
+        }
+    return fields
+
+
+def audio_id() -> str:
+    """A fresh name for one choice's audio."""
+    return f"audio-{uuid.uuid4().hex}"
+
+
+def expiry() -> int:
+    """`expires_at`: audio is not kept here, so its id is good for nothing from now on."""
+    return int(time.time())
+
+
+class WholeChoice:
+    """Gathers one choice of an answer that is not streamed."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self._end: Finished | None = None
+        self._text: list[str] = []
+        self._samples: list[bytes] = []
+        self._rate = _SILENCE_RATE
+        self._images: list[ImageDelta] = []
+
+    def take(self, delta: Delta) -> None:
+        """Add what came."""
+        if isinstance(delta, TextDelta):
+            self._text.append(delta.text)
+        elif isinstance(delta, AudioDelta):
+            self._samples.append(delta.samples)
+            self._rate = delta.sample_rate
+        elif isinstance(delta, ImageDelta):
+            self._images.append(delta)
+        else:
+            self._end = delta
+
+    @property
+    def end(self) -> Finished:
+        """The last delta; there once all of them were taken."""
+        assert self._end is not None
+        return self._end
+
+    def build(self, chat: ChatRequest) -> dict[str, Any]:
+        """The choice object. Encodes media: call it off the event loop."""
+        text = "".join(self._text)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": text if chat.wants_text else None,
+            "refusal": None,
+        }
+        if chat.wants_audio:
+            samples = np.frombuffer(b"".join(self._samples), dtype="<f4")
+            data = encode_audio(samples, self._rate, chat.audio_format)
+            message["audio"] = {
+                "id": audio_id(),
+                "data": base64.b64encode(data).decode(),
+                "expires_at": expiry(),
+                "transcript": text,
+                "format": chat.audio_format,
+                "sample_rate": self._rate,
+            }
+        if self._images:
+            message["images"] = [image_object(image) for image in self._images]
+        return {"index": self.index, "message": message, "logprobs": None, **ending(self.end, chat)}

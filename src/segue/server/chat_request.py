@@ -1,0 +1,305 @@
+"""`/v1/chat/completions`: the body, as OpenAI has it with extensions, into checked `Request`s."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from segue.media.encode import check_audio_format
+from segue.media.parts import messages_from
+from segue.media.sources import shown
+from segue.messages.errors import InvalidRequest, NotFound, nearest
+from segue.messages.request import MediaPart, Message, Request
+from segue.messages.sampling import SamplingParams, sampling_from
+from segue.orchestrator.service import ModelCard
+from segue.server.body import check_names, convert
+from segue.server.errors import ModelNotFound, Unsupported
+from segue.server.settings import ServerSettings
+
+MAX_CHOICES = 16
+MAX_STOPS = 16
+_TOKEN_IDS = range(2**31)
+
+
+class AudioOptions(msgspec.Struct):
+    """How audio is to sound and to be written."""
+
+    voice: str | None = None
+    format: str | None = None
+
+
+class StreamOptions(msgspec.Struct):
+    """What a stream carries besides the deltas."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class ChatBody(msgspec.Struct, kw_only=True):
+    """Every parameter that does something. null means not given."""
+
+    model: str
+    messages: Any
+    modalities: list[str] | None = None
+    audio: AudioOptions | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    # ours (and vLLM's) from here on
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    suppress_tokens: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    sampling: dict[str, dict[str, Any]] | None = None
+    return_token_ids: bool | None = None
+    return_metrics: bool | None = None
+    priority: int | None = None
+    deadline: float | None = None
+    """Seconds from now."""
+    options: dict[str, Any] | None = None
+
+
+_TO_TEXT_STAGE = tuple(name for name in SamplingParams.__struct_fields__ if name in ChatBody.__struct_fields__)
+"""Top-level parameters that are the text stage's sampling; the seed is the request's own."""
+_IGNORED = frozenset(
+    {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",
+     "parallel_tool_calls"}
+)  # fmt: skip
+"""OpenAI's parameters that change nothing about the answer here."""
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "moderation": (),
+}
+"""OpenAI's parameters that cannot be honoured → the values that ask for nothing (null always does)."""
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """A checked request: `n` generations and how to answer."""
+
+    completion_id: str
+    created: int
+    model: str
+    """As the client named it."""
+    requests: list[Request]
+    stream: bool
+    include_usage: bool
+    audio_format: str
+    return_token_ids: bool
+    return_metrics: bool
+
+    @property
+    def wants_text(self) -> bool:
+        return "text" in self.requests[0].modalities
+
+    @property
+    def wants_audio(self) -> bool:
+        return "audio" in self.requests[0].modalities
+
+
+def chat_request(values: dict[str, Any], card: ModelCard, settings: ServerSettings) -> ChatRequest:
+    """Check everything that can be checked without the stages. Blocking (media). Raises `InvalidRequest`."""
+    body = _parse(values)
+    served = settings.served_names or (card.name,)
+    if body.model not in served:
+        raise ModelNotFound(f"model {shown(body.model)} is not served here{nearest(body.model, served)}", field="model")
+    modalities = _modalities(body.modalities, card)
+    voice, audio_format = _audio(body, card)
+    sampling = _sampling(body, card)
+    options = body.options or {}
+    check_names(options, card.options, "options")
+    seeds = _seeds(body)
+    if body.priority is not None and abs(body.priority) > 2**31:
+        raise InvalidRequest(f"priority is {body.priority}; it must be a 32-bit integer", field="priority")
+    if body.deadline is not None and not 0 < body.deadline < 1e9:
+        raise InvalidRequest(f"deadline is {body.deadline}; it must be seconds above 0", field="deadline")
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options is given, but stream is not true", field="stream_options")
+    messages = messages_from(body.messages, settings.media)
+    _check_kinds(messages, card)
+
+    now = time.time()
+    completion_id = f"chatcmpl-{uuid.uuid4().hex}"
+    requests = [
+        Request(
+            request_id=completion_id if len(seeds) == 1 else f"{completion_id}-{index}",
+            messages=messages,
+            modalities=modalities,
+            voice=voice,
+            sampling=sampling,
+            seed=seed,
+            priority=body.priority or 0,
+            deadline=None if body.deadline is None else now + body.deadline,
+            options=options,
+        )
+        for index, seed in enumerate(seeds)
+    ]
+    return ChatRequest(
+        completion_id=completion_id,
+        created=int(now),
+        model=body.model,
+        requests=requests,
+        stream=bool(body.stream),
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        audio_format=audio_format,
+        return_token_ids=bool(body.return_token_ids),
+        return_metrics=bool(body.return_metrics),
+    )
+
+
+def _parse(values: dict[str, Any]) -> ChatBody:
+    check_names(values, {*ChatBody.__struct_fields__, *_IGNORED, *_UNSUPPORTED})
+    for name, harmless in _UNSUPPORTED.items():
+        value = values.get(name)
+        # True == 1 in Python: compare types as well
+        if value is not None and not any(value == given and type(value) is type(given) for given in harmless):
+            right = f"leave it out or use {' or '.join(map(repr, harmless))}" if harmless else "leave it out"
+            raise Unsupported(f"{name} is {shown(value)}; this server does not support that: {right}", field=name)
+    for name in ("audio", "stream_options"):
+        if isinstance(values.get(name), dict):
+            kind = AudioOptions if name == "audio" else StreamOptions
+            check_names(values[name], kind.__struct_fields__, name)
+    return convert(values, ChatBody)
+
+
+def _modalities(wanted: list[str] | None, card: ModelCard) -> list[str]:
+    if wanted is None:
+        return ["text"] if "text" in card.gives else sorted(card.gives)
+    for index, name in enumerate(wanted):
+        if name not in card.gives:
+            gives = ", ".join(sorted(card.gives))
+            raise InvalidRequest(
+                f"modalities[{index}] is {shown(name)}; this model gives: {gives}", field=f"modalities[{index}]"
+            )
+    if not wanted:
+        raise InvalidRequest("modalities is empty; name at least one, or leave it out for text", field="modalities")
+    return list(dict.fromkeys(wanted))
+
+
+def _audio(body: ChatBody, card: ModelCard) -> tuple[str | None, str]:
+    """Voice and format. Streams are raw PCM unless asked otherwise: every piece can be played as it comes."""
+    audio = body.audio or AudioOptions()
+    if audio.voice is not None and audio.voice not in card.voices:
+        hint = nearest(audio.voice, card.voices) if card.voices else ": this model has no voices"
+        raise NotFound(f"audio.voice is {shown(audio.voice)}, which is not known{hint}", field="audio.voice")
+    if audio.format is None:
+        return audio.voice, "pcm16" if body.stream else "wav"
+    return audio.voice, check_audio_format(audio.format, "audio.format")
+
+
+def _sampling(body: ChatBody, card: ModelCard) -> dict[str, SamplingParams]:
+    by_stage: dict[str, SamplingParams] = {}
+    for stage, values in (body.sampling or {}).items():
+        if stage not in card.sampling_stages:
+            hint = nearest(stage, card.sampling_stages)
+            raise InvalidRequest(f"sampling names {shown(stage)}, no stage that samples{hint}", field="sampling")
+        by_stage[stage] = sampling_from(values, f"sampling.{stage}")
+        _check_token_ids(by_stage[stage], f"sampling.{stage}.")
+    top = _top_level(body)
+    if top is None:
+        return by_stage
+    if card.text_stage is None:
+        given = next(name for name in _TO_TEXT_STAGE if getattr(top, name) is not None)
+        raise InvalidRequest(f"{given} is given, but this model has no stage that makes text", field=given)
+    # what is said of the stage by name is the more special
+    by_stage[card.text_stage] = by_stage.get(card.text_stage, SamplingParams()).over(top)
+    return by_stage
+
+
+_PREFIX = "request"
+
+
+def _top_level(body: ChatBody) -> SamplingParams | None:
+    """The text stage's parameters as they stand at the top of the body; None where there are none."""
+    given: dict[str, Any] = {name: getattr(body, name) for name in _TO_TEXT_STAGE if getattr(body, name) is not None}
+    given.pop("seed", None)
+    if body.max_completion_tokens is not None:
+        if body.max_tokens not in (None, body.max_completion_tokens):
+            raise InvalidRequest(
+                f"max_tokens is {body.max_tokens} and max_completion_tokens {body.max_completion_tokens}; give one",
+                field="max_completion_tokens",
+            )
+        if body.max_completion_tokens < 1:
+            raise InvalidRequest(
+                f"max_completion_tokens is {body.max_completion_tokens}; it must be at least 1",
+                field="max_completion_tokens",
+            )
+        given["max_tokens"] = body.max_completion_tokens
+    if isinstance(body.stop, str):
+        given["stop"] = [body.stop]
+    elif body.stop is not None and len(body.stop) > MAX_STOPS:
+        raise InvalidRequest(f"stop has {len(body.stop)} strings; at most {MAX_STOPS} are taken", field="stop")
+    if not given:
+        return None
+    try:
+        params = sampling_from(given, _PREFIX)
+    except InvalidRequest as error:
+        # these stand at the top of the body, under no name
+        field = (error.field or "").removeprefix(f"{_PREFIX}.")
+        raise type(error)(error.message.removeprefix(f"{_PREFIX}."), field=field) from error
+    _check_token_ids(params, "")
+    return params
+
+
+def _check_token_ids(params: SamplingParams, where: str) -> None:
+    lists = {
+        "stop_token_ids": params.stop_token_ids,
+        "suppress_tokens": params.suppress_tokens,
+        "logit_bias": params.logit_bias,
+    }
+    for name, ids in lists.items():
+        for token in ids or ():
+            if token not in _TOKEN_IDS:
+                raise InvalidRequest(f"{where}{name} has {token}, which is no token id", field=f"{where}{name}")
+
+
+def _seeds(body: ChatBody) -> list[int | None]:
+    """One per choice: the given seed and its successors (wrapping at 64 bits), or None: given at admission."""
+    n = 1 if body.n is None else body.n
+    if not 1 <= n <= MAX_CHOICES:
+        raise InvalidRequest(f"n is {n}; it must be from 1 to {MAX_CHOICES}", field="n")
+    if body.seed is None:
+        return [None] * n
+    if not -(2**63) <= body.seed < 2**64:
+        raise InvalidRequest(f"seed is {body.seed}; it must be a 64-bit integer", field="seed")
+    return [seed if (seed := body.seed + index) < 2**64 else seed - 2**64 for index in range(n)]
+
+
+def _check_kinds(messages: list[Message], card: ModelCard) -> None:
+    for message in messages:
+        for part in message.content:
+            if isinstance(part, MediaPart) and part.kind not in card.takes:
+                takes = ", ".join(sorted(card.takes))
+                raise InvalidRequest(
+                    f"{part.field} is of kind {part.kind}; this model takes: {takes}", field=part.field
+                )

@@ -1,0 +1,114 @@
+"""A chat completion as server-sent events: text and audio interleaved as they are made."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from segue.media.encode import AudioEncoder, audio_encoder
+from segue.messages.deltas import AudioDelta, Delta, Finished, ImageDelta, TextDelta
+from segue.messages.errors import SegueError
+from segue.server.chat_reply import audio_id, ending, expiry, image_object, samples_of, usage_object
+from segue.server.chat_request import ChatRequest
+from segue.server.errors import error_body
+
+
+def sse(body: object) -> bytes:
+    """One event."""
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+class _StreamedChoice:
+    """Makes the delta objects of one choice."""
+
+    def __init__(self, index: int, chat: ChatRequest) -> None:
+        self.index = index
+        self._chat = chat
+        self._encoder: AudioEncoder | None = None
+        self._rate = 0
+        self._audio_id = audio_id()
+        self._begun = False
+
+    async def chunks(self, delta: Delta) -> list[dict[str, Any]]:
+        """The entries of `choices` one delta of ours becomes; the first ever carries the role."""
+        entries = []
+        if not self._begun:
+            self._begun = True
+            entries.append(self._entry({"role": "assistant", "content": "" if self._chat.wants_text else None}))
+        if isinstance(delta, TextDelta):
+            if delta.text:
+                entries.append(self._entry(self._text(delta.text)))
+        elif isinstance(delta, AudioDelta):
+            if data := await self._encode(delta):
+                entries.append(self._entry({"audio": self._audio(data)}))
+        elif isinstance(delta, ImageDelta):
+            entries.append(self._entry({"images": [await asyncio.to_thread(image_object, delta)]}))
+        else:
+            if self._encoder is not None:
+                if data := await asyncio.to_thread(self._encoder.finish):
+                    entries.append(self._entry({"audio": self._audio(data)}))
+                entries.append(self._entry({"audio": {"id": self._audio_id, "expires_at": expiry()}}))
+            entries.append({**self._entry({}), **ending(delta, self._chat)})
+        return entries
+
+    def _text(self, text: str) -> dict[str, Any]:
+        delta: dict[str, Any] = {"content": text} if self._chat.wants_text else {}
+        if self._chat.wants_audio:
+            delta["audio"] = {"id": self._audio_id, "transcript": text}
+        return delta
+
+    async def _encode(self, delta: AudioDelta) -> bytes:
+        if self._encoder is None:
+            self._encoder = audio_encoder(self._chat.audio_format, delta.sample_rate)
+            self._rate = delta.sample_rate
+        # a codec takes milliseconds: other clients' events go out meanwhile
+        return await asyncio.to_thread(self._encoder.feed, samples_of(delta))
+
+    def _audio(self, data: bytes) -> dict[str, Any]:
+        return {
+            "id": self._audio_id,
+            "data": base64.b64encode(data).decode(),
+            "format": self._chat.audio_format,
+            "sample_rate": self._rate,
+        }
+
+    def _entry(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+async def chat_events(chat: ChatRequest, deltas: AsyncGenerator[tuple[int, Delta]]) -> AsyncGenerator[bytes]:
+    """Events up to `[DONE]`. An error before the first event is raised; after it, it is the last event."""
+    head: dict[str, Any] = {
+        "id": chat.completion_id,
+        "object": "chat.completion.chunk",
+        "created": chat.created,
+        "model": chat.model,
+    }
+    usage = {"usage": None} if chat.include_usage else {}
+    choices = [_StreamedChoice(index, chat) for index in range(len(chat.requests))]
+    finished: list[Finished] = []
+    begun = False
+    async with aclosing(deltas):
+        try:
+            async for index, delta in deltas:
+                if isinstance(delta, Finished):
+                    finished.append(delta)
+                for entry in await choices[index].chunks(delta):
+                    begun = True
+                    yield sse({**head, "choices": [entry], **usage})
+        except SegueError as error:
+            if not begun:
+                raise
+            yield sse(error_body(error))
+            return
+        if chat.include_usage:
+            yield sse({**head, "choices": [], "usage": usage_object(finished)})
+        yield DONE

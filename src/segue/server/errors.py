@@ -1,0 +1,95 @@
+"""Errors at the door: everything leaves as OpenAI's error object."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.routing import Route
+
+from segue.messages.errors import InvalidRequest, NotFound, Overloaded, SegueError, nearest
+
+_log = logging.getLogger("segue.server")
+
+
+class ModelNotFound(NotFound):
+    """The request names a model this server does not serve."""
+
+    code = "model_not_found"
+
+
+class Unauthorized(SegueError):
+    """The API key is missing or wrong."""
+
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
+
+
+class Unsupported(InvalidRequest):
+    """A parameter of OpenAI's that is known and cannot be honoured."""
+
+    code = "unsupported_parameter"
+
+
+class UnsupportedMediaType(InvalidRequest):
+    """The body is not declared as JSON."""
+
+    status = 415
+    code = "unsupported_media_type"
+
+
+def error_body(error: SegueError) -> dict[str, Any]:
+    """OpenAI's error object; `stage` is ours, and there only where a stage failed."""
+    body = {"message": error.message, "type": error.type, "param": error.field, "code": error.code}
+    if error.stage is not None:
+        body["stage"] = error.stage
+    return {"error": body}
+
+
+def json_response(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A JSON answer."""
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
+
+
+def error_response(error: SegueError) -> Response:
+    """The answer to a request that failed before anything of it was sent."""
+    headers = {}
+    if isinstance(error, Overloaded):
+        headers["Retry-After"] = "1"
+    if isinstance(error, Unauthorized):
+        headers["WWW-Authenticate"] = "Bearer"
+    return json_response(error_body(error), error.status, headers)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Answer in OpenAI's form what the application or the framework refuses."""
+    app.add_exception_handler(SegueError, _on_segue_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+
+
+def _on_segue_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, SegueError)
+    if error.status >= 500:
+        _log.error("request failed: %s", error.message, exc_info=error)
+    return error_response(error)
+
+
+def _on_http_exception(request: Request, error: Exception) -> Response:
+    """What the framework refuses by itself: unknown routes and methods."""
+    assert isinstance(error, HTTPException)
+    method, path = request.method, request.url.path
+    message, code = str(error.detail), "http_error"
+    if error.status_code == 404:
+        paths = [route.path for route in request.app.routes if isinstance(route, Route)]
+        message, code = f"no such endpoint: {method} {path}{nearest(path, paths)}", "unknown_url"
+    elif error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        message, code = f"{path} takes {allowed}, not {method}", "method_not_allowed"
+    body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+    return json_response(body, error.status_code, error.headers)

@@ -1,0 +1,59 @@
+"""The n generations of one request, run side by side as one stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack
+
+from segue.messages.deltas import Delta, Finished
+from segue.messages.errors import SegueError, StageFailed
+from segue.messages.request import Request
+from segue.observe.metrics import GenerationWatch, ServerMetrics
+from segue.orchestrator.service import Service
+
+
+async def run_generations(
+    service: Service, requests: list[Request], metrics: ServerMetrics
+) -> AsyncGenerator[tuple[int, Delta]]:
+    """(index of the request, delta) as they come; ends when all have finished. The first error ends all.
+
+    At most one delta per request is held here, so a consumer that waits makes the service wait. Closing this closes
+    the service's generators, which cancels what still runs.
+    """
+    streams = [service.stream(request) for request in requests]
+    waiting: dict[asyncio.Task[Delta], int] = {}
+    with ExitStack() as stack:
+        watches = [stack.enter_context(GenerationWatch(metrics)) for _ in requests]
+        try:
+            for index, stream in enumerate(streams):
+                waiting[asyncio.ensure_future(_next(stream))] = index
+            while waiting:
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    index = waiting.pop(task)
+                    delta = _result(task, watches[index])
+                    watches[index].saw(delta)
+                    yield index, delta
+                    if not isinstance(delta, Finished):
+                        waiting[asyncio.ensure_future(_next(streams[index]))] = index
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            await asyncio.gather(*(stream.aclose() for stream in streams), return_exceptions=True)
+
+
+async def _next(stream: AsyncGenerator[Delta]) -> Delta:
+    try:
+        return await anext(stream)
+    except StopAsyncIteration as error:
+        raise StageFailed("a generation ended without saying how") from error
+
+
+def _result(task: asyncio.Task[Delta], watch: GenerationWatch) -> Delta:
+    try:
+        return task.result()
+    except SegueError as error:
+        watch.failed(error.code)
+        raise

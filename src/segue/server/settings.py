@@ -1,0 +1,27 @@
+"""What the operator decides about the HTTP side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from segue.media.sources import MediaPolicy
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """Every default is safe on a shared network: no files, no fetching; the address is this machine's own."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0: any free one."""
+    served_names: tuple[str, ...] = ()
+    """Names clients may ask for; empty: the model card's own."""
+    api_key: str | None = None
+    """Where set, `/v1/*` needs `Authorization: Bearer <key>`."""
+    media: MediaPolicy = field(default_factory=MediaPolicy)
+    max_body_bytes: int = 384 << 20
+    """Of one HTTP request; base64 makes a file a third larger."""
+    stall_seconds: float = 60.0
+    """A streaming client that takes nothing for so long is taken for gone."""
+    drain_seconds: float = 30.0
+    """How long running requests may go on once the server is told to stop."""

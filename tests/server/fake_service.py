@@ -1,0 +1,142 @@
+"""A `Service` that plays scripts, and a real server on a loopback port in front of it."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from segue.messages.deltas import AudioDelta, Delta, Finished, ImageDelta, RequestMetrics, TextDelta, Usage
+from segue.messages.request import Request
+from segue.orchestrator.service import Health, ModelCard, ReplicaHealth, StageHealth
+from segue.server.serve import http_server, listen
+from segue.server.settings import ServerSettings
+
+RATE = 24000
+Script = Callable[[Request], AsyncGenerator[Delta]]
+
+
+def samples(seed: int = 0, count: int = 2400) -> np.ndarray:
+    """Audio with an rms of about 0.2."""
+    return (0.3 * np.sin(np.arange(count) * (0.05 + 0.01 * seed))).astype(np.float32)
+
+
+def audio(seed: int = 0, count: int = 2400) -> AudioDelta:
+    return AudioDelta("vocoder", samples(seed, count).tobytes(), RATE)
+
+
+def finished(reason: str = "stop") -> Finished:
+    return Finished(
+        reason,
+        {"thinker": [5, 6, 7], "talker": [1, 2]},
+        Usage(
+            prompt_tokens=10,
+            cached_tokens=4,
+            prompt_modalities={"text": 7, "image": 3},
+            completion_modalities={"text": 3, "audio": 2},
+        ),
+        RequestMetrics(jct=2.0, ttft=0.5, ttfa=1.0, audio_seconds=4.0, spans=[("thinker", "decode", 0.1, 0.9)]),
+    )
+
+
+async def speak(request: Request) -> AsyncGenerator[Delta]:
+    """Text, and audio where wanted, in turns."""
+    for index, word in enumerate(("Hello", ", ", "world")):
+        yield TextDelta("thinker", word, [5 + index])
+        if "audio" in request.modalities:
+            yield audio(index)
+    if "image" in request.modalities:
+        yield ImageDelta("painter", bytes(range(12)), 2, 2)
+    yield finished()
+
+
+class FakeService:
+    """Plays `script` for every request; remembers requests and which were cancelled."""
+
+    def __init__(self, script: Script = speak) -> None:
+        self.script = script
+        self.card = ModelCard(
+            name="fake-omni",
+            family="fake",
+            takes=frozenset({"text", "image", "audio", "video"}),
+            gives=frozenset({"text", "audio", "image"}),
+            text_stage="thinker",
+            sampling_stages=["thinker", "talker"],
+            stages=["thinker", "talker", "vocoder"],
+            voices=["Anna", "Ben"],
+            options=frozenset({"use_audio_in_video"}),
+            max_model_len=1000,
+            created=1_700_000_000,
+        )
+        self.requests: list[Request] = []
+        self.cancelled: queue.Queue[str] = queue.Queue()
+        self.state = Health(
+            True,
+            {name: StageHealth("ready", [ReplicaHealth(100 + i, "ready")]) for i, name in enumerate(self.card.stages)},
+        )
+
+    def health(self) -> Health:
+        return self.state
+
+    async def stream(self, request: Request) -> AsyncGenerator[Delta]:
+        self.requests.append(request)
+        ended = False
+        try:
+            async for delta in self.script(request):
+                ended = isinstance(delta, Finished)
+                yield delta
+            ended = True
+        finally:
+            if not ended:
+                self.cancelled.put(request.request_id)
+
+    def metrics(self) -> bytes:
+        return b"# HELP segue_stage_waiting x\n# TYPE segue_stage_waiting gauge\nsegue_stage_waiting 0.0\n"
+
+
+class Gate:
+    """A door in a script, opened by the test's thread."""
+
+    def __init__(self) -> None:
+        self._open = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.reached = threading.Event()
+
+    async def wait(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.reached.set()
+        await self._open.wait()
+
+    def open(self) -> None:
+        assert self.reached.wait(10)
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._open.set)
+
+
+class Live:
+    """A running server."""
+
+    def __init__(self, service: FakeService, url: str, port: int) -> None:
+        self.service = service
+        self.url = url
+        self.port = port
+
+
+@contextmanager
+def live(service: FakeService, settings: ServerSettings | None = None) -> Iterator[Live]:
+    """The real HTTP server in a thread of its own. The socket listens before this returns: no waiting needed."""
+    sock = listen("127.0.0.1", 0)
+    port = sock.getsockname()[1]
+    server = http_server(service, settings or ServerSettings(drain_seconds=1))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])))
+    thread.start()
+    try:
+        yield Live(service, f"http://127.0.0.1:{port}", port)
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive()
