@@ -1,7 +1,7 @@
 """Reading a checkpoint tensor by tensor, so that each worker takes only its own part of it.
 
-`from_pretrained` of a part of a model would do as well, but reports every tensor of the other parts as unexpected, cannot
-take single rows, and names neither file nor tensor when something is missing.
+`from_pretrained` of a part of a model would do as well, but it reports every tensor of the other parts as unexpected,
+cannot take single rows, and names no file when something is missing or of the wrong shape.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ M = TypeVar("M", bound=torch.nn.Module)
 
 
 class Checkpoint:
-    """The safetensors files of a model directory: one file, or shards with an index. Files are opened when asked for."""
+    """The safetensors files of a model directory: one, or shards with an index. Opened when asked for."""
 
     def __init__(self, directory: Path) -> None:
         """Raises `ConfigError` naming the file that is missing or cannot be read."""
@@ -119,8 +119,11 @@ def _index(directory: Path) -> dict[str, str]:
 
 
 def fill_random(module: torch.nn.Module, *, device: torch.device, dtype: torch.dtype, seed: int) -> None:
-    """Give a module built on the meta device random parameters, made on `device`: matrices keep the variance of what goes
-    through them (normal with std fan_in**-0.5), gains are 1, biases 0, so that outputs are finite at any depth."""
+    """Give a module built on the meta device random parameters, made on `device`.
+
+    Matrices keep the variance of what goes through them (normal, std fan_in**-0.5), gains are 1, biases 0, so that
+    outputs are finite at any depth.
+    """
     generator = torch.Generator(device=device).manual_seed(seed)
     state: dict[str, torch.Tensor] = {}
     for name, empty in module.state_dict().items():

@@ -1,6 +1,6 @@
 """The thinker's vision and audio encoders as a stage of their own.
 
-One work item per medium, so that a long video does not hold up the pictures of others; items of all requests share calls.
+One work item per medium, so that a long video does not hold up the pictures of others; requests share calls.
 Shapes: p patches, f mel frames, m mel bins, n rows of a medium, H the thinker's hidden size.
 """
 

@@ -22,7 +22,7 @@ _PUT = {"BINPUT", "LONG_BINPUT", "PUT", "MEMOIZE"}
 def voices(model_dir: Path) -> list[str]:
     """The voices of a checkpoint, the default first; none where it has no `spk_dict.pt`.
 
-    The file is a zip that `torch.save` made; only the names are read, out of the pickle's opcodes, nothing is unpickled.
+    The file is a zip that `torch.save` made; only names are read, out of the pickle's opcodes: nothing is unpickled.
     """
     path = model_dir / SPEAKERS
     if not path.is_file():

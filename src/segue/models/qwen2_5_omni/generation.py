@@ -31,8 +31,11 @@ def load_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase | None:
 
 
 def generation_of(config: Qwen2_5OmniThinkerConfig) -> GenerationConfig:
-    """What `thinker.generate` goes by. The reference gives `generation_config.json` to the whole model only: the thinker
-    inside takes its end tokens and sampling from its own part of `config.json`."""
+    """What `thinker.generate` goes by.
+
+    The reference gives `generation_config.json` to the whole model only: the thinker inside takes its end tokens and
+    its sampling from its own part of `config.json`.
+    """
     return GenerationConfig.from_model_config(config)
 
 

@@ -1,4 +1,7 @@
-"""The parts of transformers this family is made of. Import them from here: torchvision has to be mended first."""
+"""The parts of transformers this family is made of. Import them from here: torchvision has to be mended first.
+
+`PAGED` is the attention a decoder is set to; importing it makes it known to transformers.
+"""
 
 # ruff: noqa: E402
 from segue.models.torchvision_shim import ensure_torchvision
@@ -11,6 +14,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     Qwen2_5OmniConfig,
     Qwen2_5OmniForConditionalGeneration,
+    Qwen2_5OmniTalkerConfig,
     Qwen2_5OmniTalkerForConditionalGeneration,
     Qwen2_5OmniThinkerConfig,
     Qwen2_5OmniThinkerTextModel,
@@ -23,7 +27,10 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
     Qwen2_5OmniVisionEncoder,
 )
 
+from segue.kernels.paged_attention import NAME as PAGED
+
 __all__ = [
+    "PAGED",
     "AutoTokenizer",
     "GenerationConfig",
     "PreTrainedTokenizerBase",
@@ -31,6 +38,7 @@ __all__ = [
     "Qwen2_5OmniConfig",
     "Qwen2_5OmniForConditionalGeneration",
     "Qwen2_5OmniPreTrainedModelForConditionalGeneration",
+    "Qwen2_5OmniTalkerConfig",
     "Qwen2_5OmniTalkerForConditionalGeneration",
     "Qwen2_5OmniThinkerConfig",
     "Qwen2_5OmniThinkerTextModel",

@@ -7,9 +7,11 @@ fourth (`thinker.model.language_model.*`, …) but saves and loads the published
 
 from __future__ import annotations
 
+import logging
 import pickle
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -33,8 +35,6 @@ from segue.models.qwen2_5_omni.library import (
 EMBEDDING = ("thinker.model.embed_tokens.weight", "thinker.model.language_model.embed_tokens.weight")
 LM_HEAD = ("thinker.lm_head.weight",)
 
-ATTENTION = "segue_paged"
-"""The engine's attention function, as transformers' `AttentionInterface` knows it."""
 LOAD_FORMATS = ("auto", "dummy")
 
 
@@ -104,10 +104,24 @@ def load_config(ctx: LoadContext) -> Qwen2_5OmniConfig:
     path = ctx.model_dir / "config.json"
     if not path.is_file():
         raise ConfigError(f"{path}: not there, so {str(ctx.model_dir)!r} is no checkpoint", field="model")
+    # the talker's config names ids of the thinker's vocabulary, which the library thinks are too large for its own
+    with _errors_only("transformers.configuration_utils"):
+        try:
+            return Qwen2_5OmniConfig.from_pretrained(ctx.model_dir)
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(f"{path}: {error}", field="model") from error
+
+
+@contextmanager
+def _errors_only(name: str) -> Iterator[None]:
+    """Hold back warnings of one logger."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
     try:
-        return Qwen2_5OmniConfig.from_pretrained(ctx.model_dir)
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{path}: {error}", field="model") from error
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def open_checkpoint(ctx: LoadContext) -> Checkpoint | None:
@@ -163,7 +177,7 @@ def kv_spec(model: nn.Module, dtype: torch.dtype, capture_width: int = 0) -> KVS
 
 
 def load_text_rows(ctx: LoadContext, config: Qwen2_5OmniConfig, ids: Sequence[int]) -> torch.Tensor:
-    """[len(ids), hidden]: rows of the thinker's embedding, read without the rest of it; in `ctx.dtype` on `ctx.device`."""
+    """[len(ids), hidden] of `ctx.dtype` on `ctx.device`: rows of the thinker's embedding, read without the rest of it."""
     text = config.thinker_config.text_config
     for token_id in ids:
         if not 0 <= token_id < text.vocab_size:

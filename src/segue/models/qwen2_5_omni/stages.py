@@ -20,24 +20,24 @@ integers in lists are plain. Keys in brackets are there only where the words bes
       "use_audio_in_video": bool,
     }
 
-**input → encoder** (`media_tensors`): `{"media": [as above]}`. **input → thinker** (`prompt_facts`): the same payload with
-the processor's tensors taken out and `"frames": int` put in for audio.
+**input → encoder** (`media_tensors`): `{"media": [as above]}`. **input → thinker** (`prompt_facts`): the same payload
+with the processor's tensors taken out and `"frames": int` put in for audio.
 
 **encoder → thinker** (`media_embeds`): one chunk per medium, in order:
 `{"media": [{"kind": str, "hash": bytes, "embeds": [n, H]}]}`.
 
 **thinker → talker** (`reply_hidden_states`): a chunk per step that computed something; `rows[i]` belongs to position
-`rows_start + i` of the thinker's sequence (prompt, then reply) and is final hidden state + input embedding, the embedding
-left out where a medium stands::
+`rows_start + i` of the thinker's sequence (prompt, then reply): final hidden state + input embedding, the embedding left
+out where a medium stands::
 
     {["rows_start": int, "rows": [k, H],] "first_index": int, "reply_ids": [ids generated in this step],
      ["prompt": {"length": T, "positions": LongTensor [3, T], "position_delta": int}]}   # with the first rows
 
 The chunk of the last step is the final one. The reply's last token is never forwarded and has no row.
 
-**talker → vocoder** (`codec_chunks`): `{"codes": LongTensor [k], "start": int, ["voice": str]}`: k new codes without end
-tokens, the first of them being the request's `start`-th; `voice` with start 0 where the request names one; final when the talker
-ends (k may be 0).
+**talker → vocoder** (`codec_chunks`): `{"codes": LongTensor [k], "start": int, ["voice": str]}`: k new codes without
+end tokens, the first of them being the request's `start`-th; `voice` with start 0 where the request names one; final when
+the talker ends (k may be 0).
 """
 
 from __future__ import annotations

@@ -9,6 +9,11 @@ What goes in (`generate` of `Qwen2_5OmniForConditionalGeneration`, and `forward`
     code k   embed(code k) + r_{k+1}, after the last row the text-end embedding once, then text padding for ever
 
 each sum projected from E to H.
+
+**Two forms of the prompt.** `generate` of newer transformers (5.23 among them) drops an attention mask of ones, and the
+talker's `forward` takes the missing mask for a later step: it then adds neither codec embedding and places the prompt's
+tokens one after the other, media or not. A padded prompt still gets both, as the talker was trained. The default is what
+the installed library does for one request (`FORMS`); the option `prompt_form` chooses.
 """
 
 from __future__ import annotations
@@ -22,15 +27,18 @@ from segue.engines.autoregressive.contract import Fed, FlatBatch, KVSpec, Prompt
 from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.messages.errors import ConfigError, InvalidRequest, StageFailed, nearest
 from segue.messages.sampling import SamplingParams
-from segue.models.qwen2_5_omni.library import Qwen2_5OmniConfig
+from segue.models.qwen2_5_omni.library import PAGED, Qwen2_5OmniConfig
+from segue.models.qwen2_5_omni.probe import generate_drops_mask
 from segue.models.qwen2_5_omni.loading import (
-    ATTENTION,
     kv_spec,
     load_config,
     load_speakers,
     load_talker,
     load_text_rows,
 )
+
+FORMS = ("library", "trained")
+"""`library`: as the installed `generate` does for a prompt without padding · `trained`: codec embeddings and M-RoPE."""
 
 # the talker's own config repeats these; its positions are the thinker's as long as they agree
 _SHARED = (
@@ -69,7 +77,7 @@ class Talker:
         talker = config.talker_config
         check_shared(config)
         net = load_talker(ctx, config)
-        net.model.set_attn_implementation(ATTENTION)
+        net.model.set_attn_implementation(PAGED)
         self._model, self._head, self._project = net.model, net.codec_head, net.thinker_to_talker_proj
         self.width: int = talker.embedding_size
         speakers = load_speakers(ctx, config)
@@ -77,6 +85,7 @@ class Talker:
         rows = load_text_rows(ctx, config, ids)
         self._text_end, self._text_pad = rows[:1], rows[1]
         self._voices = dict(zip(speakers, rows[2:].split(1), strict=True))
+        self._trained_form = prompt_form(ctx) == "trained" or not generate_drops_mask()
         self._codec_bos: int = talker.tts_codec_start_token_id
         self._codec_pad: int = talker.tts_codec_pad_token_id
         self._codec_mask: int = talker.tts_codec_mask_token_id
@@ -149,7 +158,7 @@ class Talker:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, H] → [rows, vocab] float32; the codec's start token is never said (`suppress_tokens` in `generate`)."""
+        """[rows, H] → [rows, vocab] float32; the codec's start token is never said (suppressed in `generate` too)."""
         logits = self._head(hidden).float()
         logits[:, self._codec_bos] = float("-inf")
         return logits
@@ -185,16 +194,28 @@ class Talker:
         length = state.length
         assert length is not None
         assert state.positions is not None
-        codec = self._model.embed_tokens(torch.tensor([self._codec_pad, self._codec_bos], device=self.device))
-        ends = torch.cat([self._voices[state.voice], rows[length:]]) + codec
-        after = torch.arange(length, length + 2, device=self.device) + state.position_delta
+        ends = torch.cat([self._voices[state.voice], rows[length:]])
+        positions, delta = torch.arange(length + 2, device=self.device).expand(3, -1), 0
+        if self._trained_form:
+            codec = torch.tensor([self._codec_pad, self._codec_bos], device=self.device)
+            ends = ends + self._model.embed_tokens(codec)
+            delta = state.position_delta
+            positions = torch.cat([state.positions, positions[:, length:] + delta], dim=1)
         return Prompt(
             token_ids=[self._codec_mask] * length + [self._codec_pad, self._codec_bos],
             embeds=self._project(torch.cat([rows[:length], ends])),
-            positions=torch.cat([state.positions, after.expand(3, 2)], dim=1),
-            position_delta=state.position_delta,
-            identity=(),
+            positions=positions,
+            position_delta=delta,
+            identity=(),  # rows of this request alone
         )
+
+
+def prompt_form(ctx: LoadContext) -> str:
+    """The deployment's choice among `FORMS`. Raises `ConfigError`."""
+    form = ctx.options.get("prompt_form", FORMS[0])
+    if form not in FORMS:
+        raise ConfigError(f"prompt_form is {form!r}{nearest(str(form), FORMS)}", field="prompt_form")
+    return form
 
 
 def check_shared(config: Qwen2_5OmniConfig) -> None:

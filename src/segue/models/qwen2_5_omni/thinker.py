@@ -1,7 +1,7 @@
 """The thinker: the language model that reads the prompt and writes the reply.
 
-T prompt tokens, H hidden size, `tokens` all tokens of a flat batch. The decoder is transformers' own; only its attention
-is the engine's (`segue_paged`), and only in this decoder: the encoders are another stage.
+T prompt tokens, H hidden size, `tokens` all tokens of a flat batch. The decoder is transformers' own; only its
+attention is the engine's (`segue_paged`), and only in this decoder: the encoders are another stage.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.messages.errors import InvalidRequest, StageFailed
 from segue.messages.sampling import SamplingParams
 from segue.models.qwen2_5_omni.generation import default_sampling, end_tokens, generation_of, load_tokenizer
-from segue.models.qwen2_5_omni.loading import ATTENTION, kv_spec, load_config, load_decoder
+from segue.models.qwen2_5_omni.library import PAGED
+from segue.models.qwen2_5_omni.loading import kv_spec, load_config, load_decoder
 from segue.models.qwen2_5_omni.positions import MediumFacts, Positions, facts_of
 
 MEDIA_ROWS = "media_rows"
@@ -52,7 +53,7 @@ class Thinker:
         thinker = config.thinker_config
         text = thinker.text_config
         decoder = load_decoder(ctx, config)
-        decoder.model.set_attn_implementation(ATTENTION)
+        decoder.model.set_attn_implementation(PAGED)
         self._model, self._head = decoder.model, decoder.lm_head
         self._positions = Positions(thinker)
         self._tokenizer = load_tokenizer(ctx.model_dir)
@@ -180,7 +181,7 @@ class Thinker:
         return embeds, media_rows, counts
 
     def _identity(self, ids: torch.Tensor, state: _State) -> list[int | bytes]:
-        """[T] the id of a text token; for a row of a medium, digest of the medium (and of what places it in time) + index."""
+        """[T] the id of a text token; for a row of a medium, the medium's digest + index."""
         what: list[int | bytes] = list(ids.tolist())
         for token_id, kind in self._kinds.items():
             own = [
