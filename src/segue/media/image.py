@@ -17,7 +17,7 @@ from segue.messages.errors import InvalidRequest
 from segue.messages.request import ArrayInfo, MediaPart
 
 # not among them on purpose: formats that Pillow hands to other programs (EPS)
-_FORMATS = ("JPEG", "MPO", "PNG", "GIF", "WEBP", "BMP", "DIB", "TIFF", "PPM", "AVIF", "JPEG2000", "ICO", "TGA")
+_FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "DIB", "TIFF", "PPM", "AVIF", "JPEG2000", "ICO", "TGA")
 # what Pillow's readers raise on broken files
 _BROKEN = (
     UnidentifiedImageError,
