@@ -82,9 +82,7 @@ def feed(engine: ModuleEngine, name: str, *items: dict[str, Any], final: bool = 
     engine.feed(name, "up", {"items": list(items)}, final=final)
 
 
-ITEM = st.fixed_dictionaries(
-    {"bucket": st.sampled_from("ab"), "cost": st.integers(1, 5), "ordered": st.booleans()}
-)
+ITEM = st.fixed_dictionaries({"bucket": st.sampled_from("ab"), "cost": st.integers(1, 5), "ordered": st.booleans()})
 NAME = st.sampled_from([f"r{index}" for index in range(5)])
 OPERATION = st.one_of(
     st.tuples(st.just("feed"), NAME, st.lists(ITEM, max_size=4)),
