@@ -4,7 +4,7 @@
 """
 
 # ruff: noqa: E402
-from segue.models.torchvision_shim import ensure_torchvision
+from segue.kernels.torchvision_shim import ensure_torchvision
 
 ensure_torchvision()  # a torchvision that cannot be imported breaks the import of transformers
 
