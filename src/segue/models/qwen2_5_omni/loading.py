@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from segue.engines.autoregressive.contract import KVSpec
@@ -108,7 +109,7 @@ def load_config(ctx: LoadContext) -> Qwen2_5OmniConfig:
     with _errors_only("transformers.configuration_utils"):
         try:
             return Qwen2_5OmniConfig.from_pretrained(ctx.model_dir)
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, StrictDataclassError) as error:
             raise ConfigError(f"{path}: {error}", field="model") from error
 
 
