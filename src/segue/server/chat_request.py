@@ -184,10 +184,9 @@ def _check_carried(options: dict[str, Any]) -> None:
     """Options travel to the stages in msgpack, whose integers have 64 bits."""
     try:
         msgspec.msgpack.encode(options)
-    except OverflowError as error:
-        raise InvalidRequest(
-            f"options is {shown(options)}; it has a number that is too large", field="options"
-        ) from error
+    except (OverflowError, RecursionError) as error:
+        what = "is nested too deeply" if isinstance(error, RecursionError) else "has a number that is too large"
+        raise InvalidRequest(f"options {what}: {shown(options)}", field="options") from error
 
 
 def _parse(values: dict[str, Any]) -> ChatBody:
