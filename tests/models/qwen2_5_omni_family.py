@@ -27,8 +27,10 @@ from segue.engines.autoregressive.engine import AutoregressiveEngine  # isort: s
 THINKER_TOKENS = 24
 TALKER_TOKENS = 60
 CPU = torch.device("cpu")
-IMAGE, VIDEO, AUDIO = "<|vision_bos|><|IMAGE|><|vision_eos|>", "<|vision_bos|><|VIDEO|><|vision_eos|>", (
-    "<|audio_bos|><|AUDIO|><|audio_eos|>"
+IMAGE, VIDEO, AUDIO = (
+    "<|vision_bos|><|IMAGE|><|vision_eos|>",
+    "<|vision_bos|><|VIDEO|><|vision_eos|>",
+    ("<|audio_bos|><|AUDIO|><|audio_eos|>"),
 )
 
 
@@ -71,9 +73,7 @@ CASES = (
     Case("audio", f"{AUDIO}what was said", audio=(2,)),
     Case("video", f"{VIDEO}what happens here", videos=(3,)),
     Case("video with sound", f"{VIDEO}and what is heard", videos=(4,), audio=(5,), use_audio_in_video=True),
-    Case(
-        "mixed", f"{IMAGE}{AUDIO} between {VIDEO}{IMAGE} and {AUDIO} all", images=(6, 7), audio=(8, 9), videos=(10,)
-    ),
+    Case("mixed", f"{IMAGE}{AUDIO} between {VIDEO}{IMAGE} and {AUDIO} all", images=(6, 7), audio=(8, 9), videos=(10,)),
 )
 
 
@@ -86,7 +86,7 @@ def _image(seed: int) -> np.ndarray:
 def _audio(seed: int) -> np.ndarray:
     rng = np.random.default_rng(seed)
     t = np.arange(12_000 + 1_700 * seed) / 16_000
-    tones = sum(np.sin(2 * np.pi * f * t + p) for f, p in zip(rng.uniform(100, 3000, 5), rng.uniform(0, 6, 5)))
+    tones = sum(np.sin(2 * np.pi * f * t + p) for f, p in rng.uniform((100, 0), (3000, 6), (5, 2)))
     return (0.1 * tones + 0.01 * rng.standard_normal(len(t))).astype(np.float32)
 
 
@@ -132,7 +132,7 @@ def input_payload(inputs: dict[str, Any], case: Case) -> Payload:
         ("image", inputs.get("pixel_values"), inputs.get("image_grid_thw")),
         ("video", inputs.get("pixel_values_videos"), inputs.get("video_grid_thw")),
     ):
-        if pixels is None:
+        if pixels is None or grids is None:
             continue
         for index, part in enumerate(pixels.split(grids.prod(-1).tolist())):
             media.append({"kind": kind, "hash": _hash(part), "pixel_values": part, "grid_thw": grids[index].tolist()})
@@ -200,6 +200,13 @@ def reference_answer(
     return sequences[0, length:].tolist(), list(codes)
 
 
+def sent(source: str, target: str, request: StageRequest, output: StageOutput) -> Payload:
+    """What leaves over an edge, where something must."""
+    payload = TRANSFERS[source, target](request, output)
+    assert payload is not None
+    return payload
+
+
 # --- the stages, driven as a worker drives them -----------------------------------------------------------------------
 
 
@@ -230,12 +237,12 @@ class Ask:
 def encoded(encoder: Encoder, payload: Payload) -> list[tuple[Payload, bool]]:
     """The encoder's chunks for the thinker, one medium per call."""
     request = stage_request("input", upstreams=set())
-    media = TRANSFERS["input", "encoder"](request, StageOutput("r", payload=payload, finished=True))
+    media = sent("input", "encoder", request, StageOutput("r", payload=payload, finished=True))
     chunks = []
     for work in encoder.feed("r", "input", media, final=True):
         [result] = encoder.run([work])
         made = StageOutput("r", payload=result.payload, finished=work.last)
-        chunks.append((TRANSFERS["encoder", "thinker"](stage_request("encoder", upstreams={"input"}), made), work.last))
+        chunks.append((sent("encoder", "thinker", stage_request("encoder", upstreams={"input"}), made), work.last))
     return chunks
 
 
@@ -286,7 +293,7 @@ class Pipeline:
         self.talker.add(talker)
         self.thinker.add(thinker)
         request = stage_request("input", upstreams=set())
-        facts = TRANSFERS["input", "thinker"](request, StageOutput(key, payload=ask.payload, finished=True))
+        facts = sent("input", "thinker", request, StageOutput(key, payload=ask.payload, finished=True))
         self.thinker.feed(key, "input", facts, final=True)
         for chunk, final in encoded(self.encoder, ask.payload) if media else ():
             self.thinker.feed(key, "encoder", chunk, final=final)

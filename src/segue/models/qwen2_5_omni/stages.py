@@ -27,8 +27,8 @@ with the processor's tensors taken out and `"frames": int` put in for audio.
 `{"media": [{"kind": str, "hash": bytes, "embeds": [n, H]}]}`.
 
 **thinker → talker** (`reply_hidden_states`): a chunk per step that computed something; `rows[i]` belongs to position
-`rows_start + i` of the thinker's sequence (prompt, then reply): final hidden state + input embedding, the embedding left
-out where a medium stands::
+`rows_start + i` of the thinker's sequence (prompt, then reply): final hidden state + input embedding, the embedding
+left out where a medium stands::
 
     {["rows_start": int, "rows": [k, H],] "first_index": int, "reply_ids": [ids generated in this step],
      ["prompt": {"length": T, "positions": LongTensor [3, T], "position_delta": int}]}   # with the first rows
@@ -36,8 +36,8 @@ out where a medium stands::
 The chunk of the last step is the final one. The reply's last token is never forwarded and has no row.
 
 **talker → vocoder** (`codec_chunks`): `{"codes": LongTensor [k], "start": int, ["voice": str]}`: k new codes without
-end tokens, the first of them being the request's `start`-th; `voice` with start 0 where the request names one; final when
-the talker ends (k may be 0).
+end tokens, the first of them being the request's `start`-th; `voice` with start 0 where the request names one; final
+when the talker ends (k may be 0).
 """
 
 from __future__ import annotations
