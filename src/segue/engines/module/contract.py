@@ -22,6 +22,8 @@ class Work:
     """Toward the engine's cost limit per call (e.g. padded frames or pixels)."""
     last: bool = False
     """The request is finished after this item."""
+    ordered: bool = True
+    """It needs what the request's earlier items left behind, so it never shares a call with them."""
 
 
 @dataclass(slots=True)

@@ -20,12 +20,12 @@ from segue.models.qwen2_5_omni.tiny_config import (
     Shape,
     config_json,
 )
-from segue.models.qwen2_5_omni.tiny_weights import make_weights
+from segue.models.qwen2_5_omni.tiny_weights import EndGains, make_weights
 
 SIZES = tuple(SHAPES)
 _DATA = Path(__file__).parent / "data"
-_END_GAINS = {"tiny": (1.7, 1.7), "small": (1.7, 1.7)}
-_SHARD = {"tiny": "1MB", "small": "300MB"}
+_END_GAINS = {"tiny": EndGains(1.8, 1.5, 1.4), "small": EndGains(1.8, 2.1, 3.0)}
+_SHARD = {"tiny": "3MB", "small": "300MB"}
 # how GPT-4's and Qwen's tokenizers cut text into words before merging bytes
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -80,7 +80,7 @@ def make(directory: Path, size: str = "tiny", seed: int = 0) -> None:
     write("generation_config.json", {"_from_model_config": True, "transformers_version": "5.23.0"})
     write("preprocessor_config.json", _PREPROCESSOR)
     write("chat_template.json", {"chat_template": (_DATA / "chat_template.jinja").read_text()})
-    weights = make_weights(config, _speakable(tokenizer), _END_GAINS[size], seed)
+    weights = make_weights(config, _speakable(tokenizer), tokenizer.encode("\n").ids[0], _END_GAINS[size], seed)
     save_torch_state_dict(weights, directory, max_shard_size=_SHARD[size])
     torch.save(_speakers(shape, seed), directory / "spk_dict.pt")
 

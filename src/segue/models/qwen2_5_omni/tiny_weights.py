@@ -1,9 +1,9 @@
 """Random weights that behave: every branch of the networks carries signal of order one.
 
-Default initialisation proves nothing about a server: the waveform is silence, blocks do not influence each other, greedy
-decoding loops and never ends. Here each matrix has entries of std gain / sqrt(fan in), so that what comes out of it is as
-large as what went in, and the gains below are chosen by measurement (tests/models/test_qwen2_5_omni_tiny.py states
-what they must achieve).
+Default initialisation proves nothing about a server: the waveform is silence, blocks do not influence each other,
+greedy decoding loops and never ends. Here each matrix has entries of std gain / sqrt(fan in), so that what comes out is
+as large as what went in, and the gains below are chosen by measurement (the tests of the tiny preset state what they
+must achieve).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,15 +25,17 @@ from transformers import Qwen2_5OmniConfig, Qwen2_5OmniForConditionalGeneration 
 # (pattern of the published name, gain); the first that matches counts, 1.0 where none does
 _GAINS = (
     # sharp attention over the whole context: without it the next token depends on the last one alone, and loops
-    (r"thinker\.model\.layers\.\d+\.self_attn\.[qk]_proj\.weight", 1.6),
-    (r"talker\.model\.layers\.\d+\.self_attn\.[qk]_proj\.weight", 1.6),
-    (r"\.self_attn\.o_proj\.weight", 2.5),
+    (r"thinker\.model\.layers\.\d+\.self_attn\.[qk]_proj\.weight", 2.2),
+    (r"thinker\.model\.layers\.\d+\.self_attn\.o_proj\.weight", 4.0),
+    (r"talker\.model\.layers\.\d+\.self_attn\.[qk]_proj\.weight", 3.0),
+    (r"talker\.model\.layers\.\d+\.self_attn\.o_proj\.weight", 6.0),
     # media rows as large as text embeddings
     (r"thinker\.audio_tower\.proj\.weight", 1.0),
     (r"thinker\.visual\.merger\.mlp\.2\.weight", 1.5),
     # mel spectra of the usual range, from the flow's velocity
     (r"dit_model\.proj_out\.weight", 2.0),
     (r"dit_model\.transformer_blocks\.\d+\.attn\.to_[qk]\.weight", 1.5),
+    (r"dit_model\.transformer_blocks\.\d+\.attn\.to_out\.", 2.0),
     (r"dit_model\.input_embed\.spk_encoder\.", 1.4),
     (r"bigvgan_model\.conv_pre\.weight", 3.0),
     (r"bigvgan_model\.resblocks\.\d+\.convs2\.", 0.5),
@@ -41,6 +44,18 @@ _GAINS = (
 _BIAS_STD = 0.05
 _MEL_MEAN = -4.0
 """Log-mel spectra of speech lie between -11.5 and 2: the last bias of the flow moves them there."""
+
+
+@dataclass(frozen=True)
+class EndGains:
+    """How easily sequences end. A head row k times as large as the others wins a step the more often the larger k."""
+
+    thinker: float
+    """Gain of the thinker's end token."""
+    talker: float
+    """Gain of the talker's end token."""
+    after_text: float
+    """Weight of "the text is over" in the talker's end token."""
 
 
 def published_name(name: str) -> str:
@@ -57,19 +72,20 @@ def shapes_of(config: dict[str, Any]) -> dict[str, torch.Size]:
 
 
 def make_weights(
-    config: dict[str, Any], speakable: list[int], ends: tuple[float, float], seed: int
+    config: dict[str, Any], speakable: list[int], newline: int, ends: EndGains, seed: int
 ) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, float32, the same for the same arguments.
 
     `speakable`: token ids the thinker may say under greedy decoding (its end token is added); the rows of others are
-    zero in the head. `ends`: gain of the end token's row in the thinker's and the talker's head: a row k times as
-    large as the others wins a step with a probability that grows with k.
+    zero in the head. `newline`: id of the token that ends every chat prompt.
     """
     weights = dict(_draw(shapes_of(config), seed))
     thinker, talker = config["thinker_config"]["text_config"], config["talker_config"]
-    _shape_head(weights["thinker.lm_head.weight"], speakable, thinker["eos_token_id"], ends[0])
+    _shape_head(weights["thinker.lm_head.weight"], speakable, thinker["eos_token_id"], ends.thinker)
     codes = min(talker["tts_codec_pad_token_id"], config["token2wav_config"]["dit_config"]["num_embeds"])
-    _shape_head(weights["talker.codec_head.weight"], list(range(codes)), talker["tts_codec_end_token_id"], ends[1])
+    _shape_head(weights["talker.codec_head.weight"], list(range(codes)), talker["tts_codec_end_token_id"], ends.talker)
+    _mark_end_of_text(weights, talker, ends.after_text)
+    _say_something(weights, thinker, newline)
     bias = weights["token2wav.code2wav_dit_model.proj_out.bias"]
     bias += _MEL_MEAN
     post = weights["token2wav.code2wav_bigvgan_model.conv_post.weight"]
@@ -82,6 +98,36 @@ def _shape_head(head: torch.Tensor, allowed: list[int], end: int, end_gain: floa
     keep[allowed] = 1.0
     keep[end] = end_gain
     head *= keep
+
+
+def _mark_end_of_text(weights: dict[str, torch.Tensor], talker: dict[str, Any], after_text: float) -> None:
+    """Let the talker end soon after its text has: channel 0 says "the text is over", from the pad embedding (which the
+    talker is given from then on) straight to the end token's logit; nothing else reads or writes it."""
+    weights["thinker.model.embed_tokens.weight"][:, 0] = 0.0
+    weights["thinker.model.embed_tokens.weight"][talker["tts_text_pad_token_id"], 0] = 4.0
+    weights["thinker.model.norm.weight"][0] = 0.0  # the reply rows are hidden state + embedding
+    weights["talker.model.embed_tokens.weight"][:, 0] = 0.0
+    project = weights["talker.thinker_to_talker_proj.weight"]
+    project[0] = 0.0
+    project[:, 0] = 0.0
+    project[0, 0] = 1.0
+    weights["talker.thinker_to_talker_proj.bias"][0] = 0.0
+    for layer in range(talker["num_hidden_layers"]):
+        weights[f"talker.model.layers.{layer}.self_attn.o_proj.weight"][0] = 0.0
+        weights[f"talker.model.layers.{layer}.mlp.down_proj.weight"][0] = 0.0
+    weights["talker.codec_head.weight"][:, 0] = 0.0
+    weights["talker.codec_head.weight"][talker["tts_codec_end_token_id"], 0] = after_text
+
+
+def _say_something(weights: dict[str, torch.Tensor], thinker: dict[str, Any], newline: int) -> None:
+    """Let no reply end with its first token: channel 1 says "this is the newline before the reply" to the end token."""
+    weights["thinker.model.embed_tokens.weight"][:, 1] = 0.0
+    weights["thinker.model.embed_tokens.weight"][newline, 1] = 4.0
+    for layer in range(thinker["num_hidden_layers"]):
+        weights[f"thinker.model.layers.{layer}.self_attn.o_proj.weight"][1] = 0.0
+        weights[f"thinker.model.layers.{layer}.mlp.down_proj.weight"][1] = 0.0
+    weights["thinker.lm_head.weight"][:, 1] = 0.0
+    weights["thinker.lm_head.weight"][thinker["eos_token_id"], 1] = -8.0
 
 
 def _draw(shapes: dict[str, torch.Size], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -97,8 +143,10 @@ def _scaled(name: str, noise: torch.Tensor) -> torch.Tensor:
         return 0.3 * noise  # log of frequency and magnitude
     if name.endswith("bias"):
         return _BIAS_STD * noise
-    if "embed" in name and noise.ndim == 2 and "proj" not in name:
-        return noise  # lookup tables: rows of order one
+    if name.endswith("codec_embed.weight"):
+        return 2.0 * noise  # a few of many inputs of the flow: loud enough to be heard
+    if name.endswith(("embed_tokens.weight", "audio_bos_eos_token.weight")):
+        return noise
     if noise.ndim == 1:
         return 1.0 + 0.1 * noise  # norms
     gain = next((gain for pattern, gain in _GAINS if re.search(pattern, name)), 1.0)

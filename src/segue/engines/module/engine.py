@@ -1,0 +1,218 @@
+"""The module engine: batched one-shot calls (encoders, decoders, processors, vocoders), oldest work first.
+
+A request is a queue of `Work` items made by its adapter. One step takes the oldest item that may run, fills the call
+with the oldest other items of the same bucket, runs it, and emits one output per item. Items of one request run and
+come out in the order they were made; `Work.ordered` ones, which need the state their predecessors left (a streaming
+vocoder), are never in a call with them.
+
+A request ends with its `Work.last` item. An adapter must make one for every request, also where there is nothing left
+to do (a talker that made no codes): the last item is then an empty one. A request whose upstreams are all final and
+that still has no last item fails, so that nobody waits for ever.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from segue.engines.contract import Payload, StageOutput, StageRequest
+from segue.engines.module.contract import ModuleAdapter, Result, Work
+from segue.messages.errors import ConfigError, InvalidRequest, SegueError, StageFailed
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleConfig:
+    """Limits of one call."""
+
+    max_batch: int = 8
+    """Items per call."""
+    max_cost: int | None = None
+    """Sum of `Work.cost` per call; an item dearer than this runs alone. None: no limit."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("max_batch", self.max_batch), ("max_cost", self.max_cost)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1", field=name)
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One request in the engine, from `add` to its last output."""
+
+    stage: str
+    state: Any
+    open_upstreams: set[str]
+    """Upstreams that have not sent their final chunk."""
+    queue: deque[tuple[int, Work]] = field(default_factory=deque)
+    """(age, item): what is ready, in the order it must run."""
+    paused: bool = False
+    complete: bool = False
+    """Its last item has been made."""
+
+
+class ModuleEngine:
+    """`segue.engines.contract.Engine` over a `ModuleAdapter`."""
+
+    def __init__(self, adapter: ModuleAdapter, config: ModuleConfig | None = None) -> None:
+        self._adapter = adapter
+        self._config = config or ModuleConfig()
+        self._entries: dict[str, _Entry] = {}
+        self._errors: list[StageOutput] = []
+        """Failures between steps (`feed`): emitted by the next step."""
+        self._ages = itertools.count()
+        self._last_batch = 0
+        self._calls = 0
+        self._retries = 0
+
+    def add(self, request: StageRequest) -> None:
+        if request.request_id in self._entries:
+            raise InvalidRequest(f"request {request.request_id!r} is already in this stage", field="request_id")
+        state, works = self._adapter.begin(request)
+        entry = _Entry(request.stage, state, set(request.upstreams))
+        self._entries[request.request_id] = entry
+        self._queue(request.request_id, entry, works)
+
+    def feed(self, request_id: str, upstream: str, payload: Payload, *, final: bool) -> None:
+        entry = self._entries.get(request_id)
+        if entry is None:
+            return
+        try:
+            works = self._adapter.feed(entry.state, upstream, payload, final=final)
+        except Exception as error:  # a stage answers for whatever its model code raises, one request at a time
+            self._errors.append(self._fail(request_id, error))
+            return
+        if final:
+            entry.open_upstreams.discard(upstream)
+        self._queue(request_id, entry, works)
+
+    def cancel(self, request_id: str) -> None:
+        entry = self._entries.pop(request_id, None)
+        if entry is not None:
+            self._adapter.end(entry.state)
+        self._errors = [output for output in self._errors if output.request_id != request_id]
+
+    def pause(self, request_id: str) -> None:
+        if request_id in self._entries:
+            self._entries[request_id].paused = True
+
+    def resume(self, request_id: str) -> None:
+        if request_id in self._entries:
+            self._entries[request_id].paused = False
+
+    def has_work(self) -> bool:
+        return bool(self._errors) or any(entry.queue and not entry.paused for entry in self._entries.values())
+
+    def step(self) -> list[StageOutput]:
+        outputs, self._errors = self._errors, []
+        batch = self.schedule()
+        for work in batch:
+            self._entries[work.request_id].queue.popleft()
+        for work, result in zip(batch, self._run(batch), strict=True):
+            if work.request_id in self._entries:  # not failed by an earlier item of this very call
+                outputs.append(self._emit(work, result))
+        self._last_batch = len(batch)
+        return outputs
+
+    def stats(self) -> dict[str, float]:
+        queued = [len(entry.queue) for entry in self._entries.values()]
+        return {
+            "waiting": float(sum(queued)),
+            "running": float(len(self._entries)),
+            "batch": float(self._last_batch),
+            "calls": float(self._calls),
+            "retries": float(self._retries),
+        }
+
+    def schedule(self) -> list[Work]:
+        """What the next call holds; changes nothing.
+
+        The oldest item that may run is always in it, so no bucket and no request starves: an item waits for no more
+        calls than there were items before it.
+        """
+        ready = sorted(
+            (item for entry in self._entries.values() if not entry.paused for item in _ready(entry.queue)),
+            key=lambda item: item[0],
+        )
+        batch: list[Work] = []
+        passed: set[str] = set()
+        """Requests with an item left out: their later items must not overtake it."""
+        cost = 0
+        for _, work in ready:
+            if len(batch) == self._config.max_batch:
+                break
+            if work.request_id in passed:
+                continue
+            if batch and (work.bucket != batch[0].bucket or self._too_dear(cost + work.cost)):
+                passed.add(work.request_id)
+                continue
+            batch.append(work)
+            cost += work.cost
+        return batch
+
+    def _too_dear(self, cost: int) -> bool:
+        return self._config.max_cost is not None and cost > self._config.max_cost
+
+    def _queue(self, request_id: str, entry: _Entry, works: list[Work]) -> None:
+        for work in works:
+            assert work.request_id == request_id, "an adapter made work for another request"
+            assert not entry.complete, "an adapter made work after the last item"
+            entry.queue.append((next(self._ages), work))
+            entry.complete = work.last
+        if not entry.open_upstreams and not entry.complete:
+            error = StageFailed(f"all input of request {request_id!r} is here, and its adapter made no last item")
+            self._errors.append(self._fail(request_id, error))
+
+    def _run(self, batch: list[Work]) -> list[Result]:
+        if not batch:
+            return []
+        try:
+            return self._call(batch)
+        except Exception as error:
+            if len(batch) == 1:
+                return [Result(error=_as_error(error))]
+        # Some item spoils the call for all: one by one, only that one fails.
+        self._retries += 1
+        return [result for work in batch for result in self._run([work])]
+
+    def _call(self, batch: list[Work]) -> list[Result]:
+        self._calls += 1
+        results = self._adapter.run(batch)
+        if len(results) != len(batch):
+            raise StageFailed(f"the adapter returned {len(results)} results for {len(batch)} items")
+        return results
+
+    def _emit(self, work: Work, result: Result) -> StageOutput:
+        if result.error is not None:
+            return self._fail(work.request_id, result.error)
+        if work.last:
+            self._adapter.end(self._entries.pop(work.request_id).state)
+        return StageOutput(
+            work.request_id, payload=result.payload, finished=work.last, finish_reason="stop" if work.last else ""
+        )
+
+    def _fail(self, request_id: str, error: Exception) -> StageOutput:
+        entry = self._entries.pop(request_id)
+        self._adapter.end(entry.state)
+        wrapped = _as_error(error)
+        wrapped.stage = wrapped.stage or entry.stage
+        return StageOutput(request_id, finished=True, error=wrapped)
+
+
+def _ready(queue: deque[tuple[int, Work]]) -> Iterator[tuple[int, Work]]:
+    """The items of a request that may share a call: its first, and those after it that need nothing of it."""
+    for index, item in enumerate(queue):
+        if index and item[1].ordered:
+            return
+        yield item
+
+
+def _as_error(error: Exception) -> SegueError:
+    """Errors of our own tree pass; anything else is the stage's failure and says what it was."""
+    if isinstance(error, SegueError):
+        return error
+    wrapped = StageFailed(f"{type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped

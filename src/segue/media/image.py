@@ -1,0 +1,90 @@
+"""Pictures in: any common file format, or a raw array, to uint8 RGB."""
+
+from __future__ import annotations
+
+import io
+import struct
+import warnings
+import zlib
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from segue.media.decode import raw_array, refuse
+from segue.media.limits import MediaLimits, over
+from segue.messages.errors import InvalidRequest
+from segue.messages.request import ArrayInfo, MediaPart
+
+# not among them on purpose: formats that Pillow hands to other programs (EPS)
+_FORMATS = ("JPEG", "MPO", "PNG", "GIF", "WEBP", "BMP", "DIB", "TIFF", "PPM", "AVIF", "JPEG2000", "ICO", "TGA")
+# what Pillow's readers raise on broken files
+_BROKEN = (
+    UnidentifiedImageError,
+    OSError,
+    SyntaxError,
+    ValueError,
+    TypeError,
+    EOFError,
+    IndexError,
+    KeyError,
+    OverflowError,
+    struct.error,
+    zlib.error,
+)
+_SEND = "send e.g. JPEG, PNG or WebP"
+
+
+def decode_image(part: MediaPart, limits: MediaLimits) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """A part of kind `image` → [height, width, 3] uint8 RGB, upright.
+
+    Of animations the first frame. Transparency is dropped and palettes and CMYK are converted as
+    `PIL.Image.convert("RGB")` does (and so `transformers.image_utils.load_image`); 16-bit grey is scaled to 8 bits.
+
+    Raises `InvalidRequest` for what is no picture, `TooLarge` over `max_bytes` or `max_image_pixels`.
+    """
+    limits.check_bytes(part)
+    if part.array is not None:
+        return _from_array(part, part.array, limits)
+    if not part.data:
+        raise refuse(part, f"the image is empty; {_SEND}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # broken metadata is not the client's problem while the picture can be read
+        try:
+            return _from_file(part, limits)
+        except Image.DecompressionBombError as error:
+            raise over(part, "max_image_pixels", "too many pixels to be opened", limits.max_image_pixels) from error
+        except InvalidRequest:
+            raise
+        except _BROKEN as error:
+            raise refuse(part, f"not a readable image file ({error}); {_SEND}") from error
+
+
+def _from_file(part: MediaPart, limits: MediaLimits) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    with Image.open(io.BytesIO(part.data), formats=_FORMATS) as image:
+        _check_pixels(part, image.width, image.height, limits)  # the header is read, the pixels are not
+        image.load()
+        upright = ImageOps.exif_transpose(image)
+    if upright.mode.startswith("I"):  # 16 bits per sample (Pillow opens some of them as 32)
+        upright = Image.fromarray((np.asarray(upright).astype(np.uint32).clip(0, 65535) >> 8).astype(np.uint8))
+    return np.array(upright.convert("RGB"))
+
+
+def _check_pixels(part: MediaPart, width: int, height: int, limits: MediaLimits) -> None:
+    if width <= 0 or height <= 0:
+        raise refuse(part, f"the image is {width} × {height} pixels; it needs at least one")
+    if width * height > limits.max_image_pixels:
+        raise over(part, "max_image_pixels", f"{width} × {height} pixels", limits.max_image_pixels)
+
+
+def _from_array(part: MediaPart, info: ArrayInfo, limits: MediaLimits) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    array = raw_array(part, info)
+    grey = array.ndim == 2
+    if array.dtype != np.uint8 or not (grey or (array.ndim == 3 and array.shape[2] in (1, 3, 4))):
+        raise refuse(part, f"an image of {array.dtype} {array.shape}; it must be uint8 (height, width, 3)")
+    _check_pixels(part, array.shape[1], array.shape[0], limits)
+    if grey:
+        array = array[:, :, None]
+    if array.shape[2] == 1:
+        return np.repeat(array, 3, axis=2)
+    return np.ascontiguousarray(array[:, :, :3])

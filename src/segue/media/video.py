@@ -1,0 +1,132 @@
+"""Moving pictures in: any file FFmpeg reads, or raw frames, to uint8 RGB frames at the wanted rate, and their sound."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import av
+import av.container
+import numpy as np
+
+from segue.media.audio import Samples, read_track
+from segue.media.decode import container, raw_array, refuse
+from segue.media.limits import MediaLimits, over
+from segue.messages.request import ArrayInfo, MediaPart
+
+Frames = np.ndarray[Any, np.dtype[np.uint8]]
+_LATE = 1e-6  # seconds by which a time stamp may miss the time it stands for
+
+
+@dataclass(frozen=True)
+class Video:
+    """A decoded clip."""
+
+    frames: Frames
+    """[n, height, width, 3] uint8 RGB, upright; frame i shows time i / fps."""
+    fps: float
+    audio: Samples | None = None
+    """[samples] float32 mono: the audio track, where it was asked for and is there."""
+
+
+def decode_video(part: MediaPart, fps: float, limits: MediaLimits, audio_rate: int | None = None) -> Video:
+    """A part of kind `video` → its frames at `fps` per second, and its sound at `audio_rate` (None: not wanted).
+
+    Frame i is the one shown at time i / fps. Raw frames whose rate is not known, or is not above `fps`, are taken as
+    they are (`Video.fps` is then their own rate; `fps` where unknown). Raises `InvalidRequest` for what is no video,
+    `TooLarge` over a limit.
+    """
+    limits.check_bytes(part)
+    if part.array is not None:
+        return _from_array(part, part.array, fps, limits)
+    with container(part) as opened:
+        if not opened.streams.video:
+            raise refuse(part, "the file has no video track; send e.g. MP4, WebM or Matroska")
+        frames = _read_frames(part, opened, fps, limits)
+    audio = None
+    if audio_rate is not None:
+        with container(part) as opened:
+            if opened.streams.audio:
+                audio = read_track(part, opened, audio_rate, limits)
+    return Video(frames, fps, audio)
+
+
+def _read_frames(part: MediaPart, opened: av.container.InputContainer, fps: float, limits: MediaLimits) -> Frames:
+    stream = opened.streams.video[0]
+    sampler = _Sampler(part, fps, limits)
+    step = 1.0 / float(stream.average_rate or 25)
+    start, shown = 0.0, -step
+    for index, frame in enumerate(opened.decode(stream)):
+        at = shown + step if frame.time is None else float(frame.time)
+        if index == 0:
+            start = at
+        shown = max(at, shown)  # time does not run backwards, whatever a broken file says
+        sampler.show(frame, shown - start)
+    return sampler.finish(shown - start + step)
+
+
+class _Sampler:
+    """Sample and hold: keeps the frame shown at each time k / fps."""
+
+    def __init__(self, part: MediaPart, fps: float, limits: MediaLimits) -> None:
+        self._part, self._fps, self._limits = part, fps, limits
+        self._frames: list[Frames] = []
+        self._current: av.VideoFrame | None = None
+        self._size: tuple[int, int] | None = None
+
+    def show(self, frame: av.VideoFrame, at: float) -> None:
+        """`frame` is on the screen from `at` seconds on."""
+        if at > self._limits.max_video_seconds:
+            raise over(self._part, "max_video_seconds", "too many seconds of video", self._limits.max_video_seconds)
+        self._hold(at)
+        self._current = frame
+
+    def finish(self, end: float) -> Frames:
+        """All frames of a clip that lasted `end` seconds."""
+        if self._current is None:
+            raise refuse(self._part, "the video track holds no frames; the file is empty or cut off")
+        self._hold(min(end, self._limits.max_video_seconds))
+        if not self._frames:
+            self._keep()
+        return np.stack(self._frames)
+
+    def _hold(self, until: float) -> None:
+        while self._current is not None and len(self._frames) / self._fps < until - _LATE:
+            self._keep()
+
+    def _keep(self) -> None:
+        assert self._current is not None
+        if self._size is None:
+            self._size = (self._current.width, self._current.height)
+            if min(self._size) < 1:
+                raise refuse(self._part, "the video's frames have no pixels")
+        pixels = (len(self._frames) + 1) * self._size[0] * self._size[1]
+        _check_frames(self._part, len(self._frames) + 1, pixels, self._limits)
+        width, height = self._size  # a stream may change its size on the way
+        picture = self._current.to_ndarray(format="rgb24", width=width, height=height)
+        self._frames.append(np.ascontiguousarray(np.rot90(picture, self._current.rotation // 90)))
+
+
+def _from_array(part: MediaPart, info: ArrayInfo, fps: float, limits: MediaLimits) -> Video:
+    array = raw_array(part, info)
+    if array.dtype != np.uint8 or array.ndim != 4 or array.shape[3] != 3:
+        raise refuse(part, f"a video of {array.dtype} {array.shape}; it must be uint8 (frames, height, width, 3)")
+    if not array.size:
+        raise refuse(part, f"the video is empty: its shape is {array.shape}")
+    if info.rate is not None and not 0 < info.rate <= 1000:
+        raise refuse(part, f"the video's rate is {info.rate!r}; it must be above 0 and at most 1000 frames per second")
+    own = fps if info.rate is None else float(info.rate)
+    if array.shape[0] / own > limits.max_video_seconds:
+        raise over(part, "max_video_seconds", f"{array.shape[0] / own:.1f} seconds", limits.max_video_seconds)
+    if own > fps:
+        count = max(1, int(np.ceil(array.shape[0] / own * fps - _LATE)))
+        array = array[(np.arange(count) * own / fps + _LATE).astype(int)]
+    _check_frames(part, array.shape[0], array.shape[0] * array.shape[1] * array.shape[2], limits)
+    return Video(np.ascontiguousarray(array), min(own, fps))
+
+
+def _check_frames(part: MediaPart, frames: int, pixels: int, limits: MediaLimits) -> None:
+    if frames > limits.max_video_frames:
+        raise over(part, "max_video_frames", "too many frames after sampling", limits.max_video_frames)
+    if pixels > limits.max_video_pixels:
+        raise over(part, "max_video_pixels", "too many pixels in its sampled frames", limits.max_video_pixels)
