@@ -7,8 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from segue.engines.autoregressive.contract import Fed, FlatBatch, KVSpec, Prompt
 from segue.engines.autoregressive.engine import AutoregressiveEngine
@@ -140,9 +147,7 @@ def stage_request(request_id: str, *, seed: int = 0, **fields: Any) -> StageRequ
         "to_client": frozenset(),
         **fields,
     }
-    return StageRequest(
-        request_id, "main", Request(request_id=request_id), sampling.over(FALLBACK), seed, **values
-    )
+    return StageRequest(request_id, "main", Request(request_id=request_id), sampling.over(FALLBACK), seed, **values)
 
 
 @dataclass
@@ -214,7 +219,11 @@ def generate(model: PreTrainedModel, prompt: Sequence[int], tokens: int, **optio
     try:
         ids = torch.tensor([list(prompt)])
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=tokens, min_new_tokens=tokens,
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
             **options,
         )
     finally:
