@@ -246,13 +246,18 @@ def encoded(encoder: Encoder, payload: Payload) -> list[tuple[Payload, bool]]:
     return chunks
 
 
+def tight(model_dir: Path, cases: list[Case]) -> dict[str, int]:
+    """Engine sizes in which the prompts of these cases fit, and nothing of what they generate."""
+    size = 4
+    lengths = [processed(model_dir, case)["input_ids"].shape[1] + 2 for case in cases]
+    return {"block_size": size, "num_blocks": sum(-(-length // size) for length in lengths)}
+
+
 class Pipeline:
     """Thinker and talker in their engines, the encoder beside them; every output goes on at once."""
 
-    def __init__(
-        self, encoder: Encoder, thinker: Any, talker: Any, *, num_blocks: int = 400, max_tokens_per_step: int = 2048
-    ) -> None:
-        config = AutoregressiveConfig(num_blocks=num_blocks, max_tokens_per_step=max_tokens_per_step)
+    def __init__(self, encoder: Encoder, thinker: Any, talker: Any, *, num_blocks: int = 400, **sizes: int) -> None:
+        config = AutoregressiveConfig(num_blocks=num_blocks, **sizes)
         self.encoder = encoder
         self.thinker = AutoregressiveEngine(thinker, config)
         self.talker = AutoregressiveEngine(talker, config)

@@ -22,6 +22,7 @@ from qwen2_5_omni_family import (
     reference,
     reference_answer,
     stage_request,
+    tight,
 )
 
 from segue.engines.autoregressive.contract import Fed, FlatBatch
@@ -117,7 +118,7 @@ def test_after_preemption_of_both_stages(
     omni_dir: Path, pipeline: Callable[..., Pipeline], expected: dict[str, Codes]
 ) -> None:
     cases = [BY_NAME[name] for name in ("text", "image", "audio")]
-    run = pipeline(num_blocks=9)
+    run = pipeline(**tight(omni_dir, cases))
     assert said(run.run(asks(omni_dir, cases))) == [expected[case.name] for case in cases]
     assert run.thinker.stats()["preemptions"] > 0
     assert run.talker.stats()["preemptions"] > 0

@@ -20,6 +20,7 @@ from qwen2_5_omni_family import (
     reference_answer,
     sent,
     stage_request,
+    tight,
 )
 
 from segue.engines.autoregressive.config import AutoregressiveConfig
@@ -135,7 +136,7 @@ def test_after_a_prefix_hit(omni_dir: Path, thinker: Thinker, encoder: Encoder, 
 
 def test_after_preemption(omni_dir: Path, thinker: Thinker, encoder: Encoder, expected: dict[str, list[int]]) -> None:
     cases = [BY_NAME[name] for name in ("text", "image", "audio")]
-    run = Run(thinker, num_blocks=9, prefix_caching=False)
+    run = Run(thinker, prefix_caching=False, **tight(omni_dir, cases))
     assert run(omni_dir, encoder, cases) == {case.name: expected[case.name] for case in cases}
     assert run.engine.stats()["preemptions"] > 0
 

@@ -51,6 +51,7 @@ from segue.engines.contract import Payload, StageOutput, StageRequest, Transfer
 from segue.models.qwen2_5_omni.encoder import Encoder
 from segue.models.qwen2_5_omni.talker import Talker
 from segue.models.qwen2_5_omni.thinker import Thinker
+from segue.models.qwen2_5_omni.vocoder import Token2Wav
 
 _TENSORS = ("pixel_values", "input_features")
 
@@ -109,7 +110,12 @@ def codec_chunks(request: StageRequest, output: StageOutput) -> Payload | None:
     return payload
 
 
-ADAPTERS: dict[str, Callable[..., Any]] = {"encoder": Encoder, "thinker": Thinker, "talker": Talker}
+ADAPTERS: dict[str, Callable[..., Any]] = {
+    "encoder": Encoder,
+    "thinker": Thinker,
+    "talker": Talker,
+    "vocoder": Token2Wav,
+}
 TRANSFERS: dict[tuple[str, str], Transfer] = {
     ("input", "encoder"): media_tensors,
     ("input", "thinker"): prompt_facts,
