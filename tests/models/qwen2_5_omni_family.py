@@ -86,7 +86,7 @@ def _image(seed: int) -> np.ndarray:
 def _audio(seed: int) -> np.ndarray:
     rng = np.random.default_rng(seed)
     t = np.arange(12_000 + 1_700 * seed) / 16_000
-    tones = sum(np.sin(2 * np.pi * f * t + p) for f, p in zip(rng.uniform(100, 3000, 5), rng.uniform(0, 6, 5)))
+    tones = sum(np.sin(2 * np.pi * f * t + p) for f, p in rng.uniform((100, 0), (3000, 6), (5, 2)))
     return (0.1 * tones + 0.01 * rng.standard_normal(len(t))).astype(np.float32)
 
 
@@ -132,7 +132,7 @@ def input_payload(inputs: dict[str, Any], case: Case) -> Payload:
         ("image", inputs.get("pixel_values"), inputs.get("image_grid_thw")),
         ("video", inputs.get("pixel_values_videos"), inputs.get("video_grid_thw")),
     ):
-        if pixels is None:
+        if pixels is None or grids is None:
             continue
         for index, part in enumerate(pixels.split(grids.prod(-1).tolist())):
             media.append({"kind": kind, "hash": _hash(part), "pixel_values": part, "grid_thw": grids[index].tolist()})
@@ -200,6 +200,13 @@ def reference_answer(
     return sequences[0, length:].tolist(), list(codes)
 
 
+def sent(source: str, target: str, request: StageRequest, output: StageOutput) -> Payload:
+    """What leaves over an edge, where something must."""
+    payload = TRANSFERS[source, target](request, output)
+    assert payload is not None
+    return payload
+
+
 # --- the stages, driven as a worker drives them -----------------------------------------------------------------------
 
 
@@ -230,22 +237,27 @@ class Ask:
 def encoded(encoder: Encoder, payload: Payload) -> list[tuple[Payload, bool]]:
     """The encoder's chunks for the thinker, one medium per call."""
     request = stage_request("input", upstreams=set())
-    media = TRANSFERS["input", "encoder"](request, StageOutput("r", payload=payload, finished=True))
+    media = sent("input", "encoder", request, StageOutput("r", payload=payload, finished=True))
     chunks = []
     for work in encoder.feed("r", "input", media, final=True):
         [result] = encoder.run([work])
         made = StageOutput("r", payload=result.payload, finished=work.last)
-        chunks.append((TRANSFERS["encoder", "thinker"](stage_request("encoder", upstreams={"input"}), made), work.last))
+        chunks.append((sent("encoder", "thinker", stage_request("encoder", upstreams={"input"}), made), work.last))
     return chunks
+
+
+def tight(model_dir: Path, cases: list[Case]) -> dict[str, int]:
+    """Engine sizes in which the prompts of these cases fit, and nothing of what they generate."""
+    size = 4
+    lengths = [processed(model_dir, case)["input_ids"].shape[1] + 2 for case in cases]
+    return {"block_size": size, "num_blocks": sum(-(-length // size) for length in lengths)}
 
 
 class Pipeline:
     """Thinker and talker in their engines, the encoder beside them; every output goes on at once."""
 
-    def __init__(
-        self, encoder: Encoder, thinker: Any, talker: Any, *, num_blocks: int = 400, max_tokens_per_step: int = 2048
-    ) -> None:
-        config = AutoregressiveConfig(num_blocks=num_blocks, max_tokens_per_step=max_tokens_per_step)
+    def __init__(self, encoder: Encoder, thinker: Any, talker: Any, *, num_blocks: int = 400, **sizes: int) -> None:
+        config = AutoregressiveConfig(num_blocks=num_blocks, **sizes)
         self.encoder = encoder
         self.thinker = AutoregressiveEngine(thinker, config)
         self.talker = AutoregressiveEngine(talker, config)
@@ -286,7 +298,7 @@ class Pipeline:
         self.talker.add(talker)
         self.thinker.add(thinker)
         request = stage_request("input", upstreams=set())
-        facts = TRANSFERS["input", "thinker"](request, StageOutput(key, payload=ask.payload, finished=True))
+        facts = sent("input", "thinker", request, StageOutput(key, payload=ask.payload, finished=True))
         self.thinker.feed(key, "input", facts, final=True)
         for chunk, final in encoded(self.encoder, ask.payload) if media else ():
             self.thinker.feed(key, "encoder", chunk, final=final)

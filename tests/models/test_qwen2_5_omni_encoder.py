@@ -68,9 +68,7 @@ def test_rows_are_the_librarys(omni_dir: Path, encoder: Encoder, media: list[Pay
     with torch.no_grad():
         images = thinker.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"]).pooler_output
         videos = thinker.get_video_features(inputs["pixel_values_videos"], inputs["video_grid_thw"]).pooler_output
-        audio = thinker.get_audio_features(
-            inputs["input_features"], inputs["feature_attention_mask"]
-        ).last_hidden_state
+        audio = thinker.get_audio_features(inputs["input_features"], inputs["feature_attention_mask"]).last_hidden_state
     works = works_of(encoder, media)
     mine = [rows_of(encoder, [work])[0] for work in works]
     for own, theirs in zip(mine[:3], [*images, *videos], strict=True):
@@ -165,7 +163,11 @@ def test_shapes_that_cannot_be_are_refused(encoder: Encoder, wrong: Payload) -> 
 def test_many_recordings_of_all_lengths_batched_as_alone(omni_dir: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     recordings = [
-        {"kind": "audio", "hash": bytes([n % 256, n // 256]), "input_features": torch.randn(128, n, generator=generator)}
+        {
+            "kind": "audio",
+            "hash": bytes([n % 256, n // 256]),
+            "input_features": torch.randn(128, n, generator=generator),
+        }
         for n in (8, 99, 100, 101, 200, 201, 399, 400, 523)
     ]
     alone = Encoder(context(omni_dir, "encoder", options={"cache_bytes": 0}))

@@ -125,15 +125,13 @@ def test_nested_names_of_newer_checkpoints_are_read(copy: Path, whole: dict[str,
     nested = {}
     for name, tensor in whole.items():
         new = name.replace("thinker.model.", "thinker.model.language_model.")
-        nested[new.replace("thinker.visual", "thinker.model.visual").replace("thinker.audio", "thinker.model.audio")] = (
-            tensor
-        )
+        nested[
+            new.replace("thinker.visual", "thinker.model.visual").replace("thinker.audio", "thinker.model.audio")
+        ] = tensor
     single_file(copy, nested)
     ctx = context(copy, "thinker")
     config = load_config(ctx)
-    assert torch.equal(
-        load_decoder(ctx, config).model.embed_tokens.weight, whole["thinker.model.embed_tokens.weight"]
-    )
+    assert torch.equal(load_decoder(ctx, config).model.embed_tokens.weight, whole["thinker.model.embed_tokens.weight"])
     assert torch.equal(load_text_rows(ctx, config, [5, 3]), whole["thinker.model.embed_tokens.weight"][[5, 3]])
     load_encoders(ctx, config)
 
@@ -188,7 +186,7 @@ def test_speakers_are_those_of_the_file_the_default_first(omni_dir: Path) -> Non
     config = load_config(ctx)
     speakers = load_speakers(ctx, config)
     stored = torch.load(omni_dir / "spk_dict.pt", weights_only=True)
-    assert list(speakers)[0] == "Chelsie"
+    assert next(iter(speakers)) == "Chelsie"
     assert set(speakers) == set(stored)
     for name, speaker in speakers.items():
         assert speaker.bos_token == int(stored[name]["bos_token"])
@@ -260,7 +258,7 @@ def test_rows_out_of_range(omni_dir: Path) -> None:
 
 
 def test_unknown_names_in_the_checkpoint_reader(omni_dir: Path) -> None:
-    with pytest.raises(ConfigError, match="no tensor 'thinker.nothing'"):
+    with pytest.raises(ConfigError, match=r"no tensor 'thinker\.nothing'"):
         Checkpoint(omni_dir).read("thinker.nothing")
 
 

@@ -18,7 +18,9 @@ from qwen2_5_omni_family import (
     processed,
     reference,
     reference_answer,
+    sent,
     stage_request,
+    tight,
 )
 
 from segue.engines.autoregressive.config import AutoregressiveConfig
@@ -28,7 +30,6 @@ from segue.engines.contract import Payload, StageOutput
 from segue.messages.errors import InvalidRequest, StageFailed
 from segue.messages.sampling import FALLBACK, SamplingParams
 from segue.models.qwen2_5_omni.encoder import Encoder
-from segue.models.qwen2_5_omni.stages import TRANSFERS
 from segue.models.qwen2_5_omni.thinker import MEDIA_ROWS, Thinker
 
 NAMES = [case.name for case in CASES]
@@ -55,8 +56,7 @@ def feed_prompt(thinker: Thinker, payload: Payload, chunks: list[tuple[Payload, 
     upstreams = {"input", "encoder"} if chunks else {"input"}
     state = thinker.begin(stage_request("thinker", upstreams=upstreams))
     request = stage_request("input", upstreams=set())
-    facts = TRANSFERS["input", "thinker"](request, StageOutput("r", payload=payload, finished=True))
-    assert facts is not None
+    facts = sent("input", "thinker", request, StageOutput("r", payload=payload, finished=True))
     fed = thinker.feed(state, "input", facts, final=True)
     for chunk, final in chunks:
         assert fed.prompt is None
@@ -96,7 +96,7 @@ class Run:
         upstreams = {"input", "encoder"} if payload["media"] else {"input"}
         request = stage_request("thinker", request_id=name, upstreams=upstreams, sampling=sampling)
         self.engine.add(request)
-        facts = TRANSFERS["input", "thinker"](request, StageOutput(name, payload=payload))
+        facts = sent("input", "thinker", request, StageOutput(name, payload=payload))
         self.engine.feed(name, "input", facts, final=True)
         for chunk, final in encoded(encoder, payload) if payload["media"] else ():
             self.engine.feed(name, "encoder", chunk, final=final)
@@ -136,7 +136,7 @@ def test_after_a_prefix_hit(omni_dir: Path, thinker: Thinker, encoder: Encoder, 
 
 def test_after_preemption(omni_dir: Path, thinker: Thinker, encoder: Encoder, expected: dict[str, list[int]]) -> None:
     cases = [BY_NAME[name] for name in ("text", "image", "audio")]
-    run = Run(thinker, num_blocks=9, prefix_caching=False)
+    run = Run(thinker, prefix_caching=False, **tight(omni_dir, cases))
     assert run(omni_dir, encoder, cases) == {case.name: expected[case.name] for case in cases}
     assert run.engine.stats()["preemptions"] > 0
 
@@ -156,9 +156,7 @@ def test_another_picture_is_no_prefix_hit(
     assert reply != expected[image.name]
 
 
-def test_one_weight_changed_changes_the_reply(
-    omni_dir: Path, encoder: Encoder, expected: dict[str, list[int]]
-) -> None:
+def test_one_weight_changed_changes_the_reply(omni_dir: Path, encoder: Encoder, expected: dict[str, list[int]]) -> None:
     spoilt = Thinker(context(omni_dir, "thinker"))
     with torch.no_grad():
         spoilt._model.layers[1].self_attn.q_proj.weight[0].neg_()
@@ -230,6 +228,7 @@ def test_the_same_clip_at_another_pace_is_something_else(omni_dir: Path, thinker
     assert second is not None
     assert first.identity != second.identity
     assert first.positions is not None
+    assert second.positions is not None
     assert not torch.equal(first.positions, second.positions)
 
 
@@ -239,7 +238,7 @@ def test_the_encoder_may_come_first(omni_dir: Path, thinker: Thinker, encoder: E
     state = thinker.begin(stage_request("thinker", upstreams={"input", "encoder"}))
     for chunk, final in encoded(encoder, payload):
         assert thinker.feed(state, "encoder", chunk, final=final).prompt is None
-    facts = TRANSFERS["input", "thinker"](stage_request("input", upstreams=set()), StageOutput("r", payload=payload))
+    facts = sent("input", "thinker", stage_request("input", upstreams=set()), StageOutput("r", payload=payload))
     fed = thinker.feed(state, "input", facts, final=True)
     assert fed.prompt is not None
     assert fed.prompt.token_ids == payload["token_ids"].tolist()
@@ -322,7 +321,5 @@ def test_a_checkpoint_that_does_not_speak_captures_nothing(omni_dir: Path, tmp_p
         if path.name != "config.json":
             (tmp_path / path.name).symlink_to(path)
     text = (omni_dir / "config.json").read_text()
-    (tmp_path / "config.json").write_text(
-        text.replace('"enable_audio_output": true', '"enable_audio_output": false')
-    )
+    (tmp_path / "config.json").write_text(text.replace('"enable_audio_output": true', '"enable_audio_output": false'))
     assert Thinker(context(tmp_path, "thinker")).kv.capture_width == 0

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 import torch
-from accelerate import init_empty_weights
+from accelerate import init_empty_weights  # type: ignore[import-untyped]
 from safetensors import SafetensorError, safe_open
 
 from segue.engines.contract import LoadContext

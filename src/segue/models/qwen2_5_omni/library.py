@@ -11,6 +11,7 @@ ensure_torchvision()  # a torchvision that cannot be imported breaks the import 
 from transformers import (
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     Qwen2_5OmniConfig,
     Qwen2_5OmniForConditionalGeneration,
@@ -33,6 +34,7 @@ __all__ = [
     "PAGED",
     "AutoTokenizer",
     "GenerationConfig",
+    "PreTrainedModel",
     "PreTrainedTokenizerBase",
     "Qwen2_5OmniAudioEncoder",
     "Qwen2_5OmniConfig",
