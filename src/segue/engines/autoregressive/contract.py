@@ -72,7 +72,8 @@ class FlatBatch:
     positions: torch.Tensor
     """[axes, tokens] long."""
     attention: Any
-    """Passed to the decoder's forward as the keyword argument `paged`; reaches the registered attention function."""
+    """Passed to the decoder's forward as the keyword argument `paged`; reaches the registered attention function.
+    None in the check at load, which runs one sequence under the library's own masks."""
     prompts: list[tuple[Prompt | None, int, int]] = field(default_factory=list)
     """Per request: its prompt, and the range [start, stop) of its sequence that is in this batch."""
 

@@ -1,0 +1,114 @@
+"""The block pool: who owns which KV block, and which full blocks can be shared.
+
+A block is in exactly one of three places:
+
+    free ──allocate──▶ used (references ≥ 1) ──release──▶ free            where it has no hash
+     ▲                  ▲                    ╰─release──▶ cached (LRU)    where it was published
+     ╰────evicted by allocate──── cached ──share──╯
+
+A sequence owns its tokens as intervals of its block table: with `n` full blocks published, `[0, n * block_size)` may
+be shared with others and is never written again; the rest is its own. Only whole blocks that hold computed tokens are
+published, so a shared block is read-only by construction and needs no copy on write.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+
+ROOT = b""
+"""Parent hash of the first block."""
+
+
+def block_hash(parent: bytes, identity: bytes) -> bytes:
+    """Hash of a full block: everything before it (`parent`), and what its own tokens are."""
+    return hashlib.blake2b(identity, key=parent, digest_size=16).digest()
+
+
+class BlockPool:
+    """Counts references to blocks and remembers published ones until their room is needed."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.total = num_blocks
+        self.references = [0] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # published, unreferenced; least recently used first
+        self._by_hash: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+
+    @property
+    def available(self) -> int:
+        """Blocks that `allocate` can give: free ones and cached ones."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def used(self) -> int:
+        return self.total - self.available
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks with one reference each. The caller has checked `available`."""
+        assert count <= self.available, f"{count} blocks wanted, {self.available} available"
+        blocks = []
+        for _ in range(count):
+            if self._free:
+                block = self._free.pop()
+            else:
+                block, _ = self._cached.popitem(last=False)
+                del self._by_hash[self._hash_of.pop(block)]
+            self.references[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def find(self, hashes: Iterable[bytes]) -> list[int]:
+        """The blocks of the longest published prefix of a hash chain."""
+        found = []
+        for key in hashes:
+            block = self._by_hash.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more reference to each of these published blocks."""
+        for block in blocks:
+            if self.references[block] == 0:
+                del self._cached[block]
+            self.references[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One reference less to each; the end of a chain is evicted before its beginning."""
+        for block in reversed(blocks):
+            assert self.references[block] > 0, f"block {block} released twice"
+            self.references[block] -= 1
+            if self.references[block] == 0:
+                if block in self._hash_of:
+                    self._cached[block] = None
+                else:
+                    self._free.append(block)
+
+    def private(self, blocks: Iterable[int]) -> list[int]:
+        """Those that no other sequence has or can find."""
+        return [block for block in blocks if self.references[block] == 1 and block not in self._hash_of]
+
+    def publish(self, block: int, key: bytes) -> None:
+        """Let others find this full block. Where an equal one is published already, that one stays."""
+        if key not in self._by_hash and block not in self._hash_of:
+            self._by_hash[key] = block
+            self._hash_of[block] = key
+
+    def audit(self, tables: Iterable[Sequence[int]]) -> None:
+        """Check all books against the block tables of every sequence; `AssertionError` names what is off."""
+        owned = Counter(block for table in tables for block in table)
+        for block, references in enumerate(self.references):
+            assert references == owned[block], f"block {block}: {references} references, {owned[block]} owners"
+        free, cached = set(self._free), set(self._cached)
+        assert len(free) == len(self._free), "a block is free twice"
+        assert not free & cached, f"blocks both free and cached: {sorted(free & cached)}"
+        unused = {block for block, references in enumerate(self.references) if references == 0}
+        assert free | cached == unused, f"lost or stolen blocks: {sorted((free | cached) ^ unused)}"
+        assert len(free) + len(cached) + len(owned) == self.total, "free + cached + used is not the total"
+        assert {block: key for key, block in self._by_hash.items()} == self._hash_of, "hash tables disagree"
+        assert cached <= self._hash_of.keys(), "a cached block has no hash"
+        assert not free & self._hash_of.keys(), "a free block has a hash"

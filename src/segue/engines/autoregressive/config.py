@@ -1,0 +1,28 @@
+"""What a deployment sets for an autoregressive engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from segue.messages.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class AutoregressiveConfig:
+    """Sizes of one engine. `num_blocks` comes from `memory.blocks_for` where a byte budget is given."""
+
+    num_blocks: int
+    """KV blocks in all: `num_blocks * block_size` tokens can be held at once."""
+    block_size: int = 16
+    """Tokens per block; a prefix is shared in whole blocks."""
+    max_batch: int = 16
+    """Most requests in one step."""
+    max_tokens_per_step: int = 2048
+    """Most tokens in one step, over all requests; a longer prompt is prefilled in chunks."""
+    prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("num_blocks", "block_size", "max_batch", "max_tokens_per_step"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1", field=name)

@@ -1,0 +1,318 @@
+"""The autoregressive engine: continuous batching over a paged KV cache. Read `step` first."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+
+import torch
+
+from segue.engines.autoregressive.blocks import BlockPool
+from segue.engines.autoregressive.check import check_attention
+from segue.engines.autoregressive.config import AutoregressiveConfig
+from segue.engines.autoregressive.contract import AutoregressiveAdapter
+from segue.engines.autoregressive.inputs import Scheduled, flat_batch
+from segue.engines.autoregressive.sampler import RowSampler, sample
+from segue.engines.autoregressive.scheduler import Limits, Run, Scheduler
+from segue.engines.autoregressive.sequence import Sequence
+from segue.engines.contract import Payload, Rows, StageOutput, StageRequest
+from segue.kernels.kv_store import KVStore
+from segue.kernels.paged_step import PagedStep, Part, paged_step, step_order
+from segue.messages.errors import InvalidRequest, SegueError, StageFailed
+
+
+class AutoregressiveEngine:
+    """Implements `segue.engines.contract.Engine` for a decoder behind an `AutoregressiveAdapter`."""
+
+    def __init__(self, adapter: AutoregressiveAdapter, config: AutoregressiveConfig) -> None:
+        """Allocates the KV cache. Raises `ConfigError` for a model that cannot be served in flat batches."""
+        check_attention(adapter)
+        self._adapter = adapter
+        self._config = config
+        spec = adapter.kv
+        self._store = KVStore(
+            layers=spec.layers,
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            dtype=spec.dtype,
+            device=adapter.device,
+            capture_width=spec.capture_width,
+            capture_dtype=spec.capture_dtype,
+        )
+        self._pool = BlockPool(config.num_blocks)
+        limits = Limits(config.block_size, config.max_batch, config.max_tokens_per_step)
+        self._scheduler = Scheduler(self._pool, limits)
+        self._longest = min(adapter.max_model_len, config.num_blocks * config.block_size)
+        self._share_size = config.block_size if config.prefix_caching else 0
+        self._sequences: dict[str, Sequence] = {}
+        self._failures: list[StageOutput] = []
+        self._serial = 0
+        self._stalled = False  # the last decision was empty, and nothing has happened since then
+        self._generated_tokens = 0
+        self._prefill_tokens = 0
+        self._batch = 0
+        self._step_seconds = 0.0
+
+    # --- the contract ------------------------------------------------------------------------------------------------
+
+    def add(self, request: StageRequest) -> None:
+        """Take a request. Raises `InvalidRequest` where the adapter does, or when its id is in use."""
+        if request.request_id in self._sequences:
+            raise InvalidRequest(f"request {request.request_id!r} is running already", field="request_id")
+        sequence = Sequence(request, self._adapter, self._serial)
+        self._serial += 1
+        self._sequences[request.request_id] = sequence
+        self._scheduler.add(sequence.job)
+
+    def feed(self, request_id: str, upstream: str, payload: Payload, *, final: bool) -> None:
+        """A chunk from upstream. What is wrong with it comes out of the next `step`, as that request's error."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return
+        self._stalled = False
+        try:
+            fed = self._adapter.feed(sequence.state, upstream, payload, final=final)
+            sequence.feed(fed, self._longest, self._share_size)
+        except SegueError as error:
+            self._failures.append(self._fail(sequence, error))
+
+    def cancel(self, request_id: str) -> None:
+        """Forget the request and free its blocks."""
+        sequence = self._sequences.get(request_id)
+        if sequence is not None:
+            self._remove(sequence)
+
+    def pause(self, request_id: str) -> None:
+        """Do not schedule it; it is the first to be preempted."""
+        self._set_paused(request_id, True)
+
+    def resume(self, request_id: str) -> None:
+        """Undo `pause`."""
+        self._set_paused(request_id, False)
+
+    def has_work(self) -> bool:
+        """True if `step` would do something now."""
+        if self._failures:
+            return True
+        return not self._stalled and any(sequence.job.runnable for sequence in self._sequences.values())
+
+    @torch.inference_mode()
+    def step(self) -> list[StageOutput]:
+        """Schedule, run, postprocess."""
+        began = time.perf_counter()
+        outputs, self._failures = self._failures, []
+        decision = self._scheduler.next()
+        self._scheduler.apply(decision)
+        self._batch = len(decision.runs)
+        self._stalled = not decision.runs and not decision.preempt
+        if decision.runs:
+            scheduled, attention = self._plan(decision.runs)
+            try:
+                hidden, captured, tokens = self._forward(scheduled, attention)
+            # whatever a model raises is the failure of this batch, and of nothing else
+            except Exception as error:
+                failed = StageFailed(f"forward failed: {type(error).__name__}: {error}", stage=_stage(scheduled))
+                failed.__cause__ = error
+                outputs += [self._fail(sequence, failed, scrub=True) for sequence, _ in scheduled]
+            else:
+                outputs += self._postprocess(scheduled, attention, hidden, captured, tokens)
+        if not self._sequences:
+            self.audit()
+        self._step_seconds = time.perf_counter() - began
+        return outputs
+
+    def stats(self) -> dict[str, float]:
+        """Gauges: queue lengths, blocks; counters since the start: preemptions and tokens."""
+        scheduler = self._scheduler
+        return {
+            "waiting": len(scheduler.waiting),
+            "running": len(scheduler.running),
+            "batch": self._batch,
+            "blocks_used": self._pool.used,
+            "blocks_total": self._pool.total,
+            "preemptions": scheduler.preemptions,
+            "prefix_hit_tokens": scheduler.hit_tokens,
+            "prefix_query_tokens": scheduler.query_tokens,
+            "generated_tokens": self._generated_tokens,
+            "prefill_tokens": self._prefill_tokens,
+            "step_seconds": self._step_seconds,
+        }
+
+    def audit(self) -> None:
+        """Check all books; an `AssertionError` says what is off. Called whenever the engine becomes idle."""
+        self._scheduler.audit()
+        assert len(self._sequences) == len(self._scheduler.running) + len(self._scheduler.waiting), "a sequence is lost"
+
+    # --- a step ------------------------------------------------------------------------------------------------------
+
+    def _plan(self, runs: Seq[Run]) -> tuple[list[Scheduled], PagedStep]:
+        """The sequences of the step in the order of the flat batch, and what attention needs to know of them."""
+        parts = [(Part(run.job.blocks, run.start, run.stop), run) for run in runs]
+        parts.sort(key=lambda pair: step_order(pair[0]))
+        scheduled = [Scheduled(self._sequences[run.job.key], run) for _, run in parts]
+        return scheduled, paged_step(self._store, [part for part, _ in parts])
+
+    def _forward(
+        self, scheduled: list[Scheduled], attention: PagedStep
+    ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, int | None]]:
+        """(is each flat token finite [tokens], captured rows [tokens, width], new token by request: None where its
+        logits were not finite)."""
+        adapter = self._adapter
+        embeds, batch = flat_batch(adapter, scheduled, attention)
+        hidden, captured = adapter.forward(embeds, batch)
+        if captured is not None and self._store.rows is not None:
+            captured = captured.to(self._store.rows.dtype)
+            self._store.rows.index_copy_(0, attention.slots, captured)
+        complete, last, end = [], [], 0
+        for sequence, run in scheduled:
+            end += run.tokens
+            if run.stop == sequence.job.length:
+                complete.append(sequence)
+                last.append(end - 1)
+        tokens: dict[str, int | None] = {}
+        finite = torch.isfinite(hidden.sum(dim=-1, dtype=torch.float32))
+        if complete:
+            wanted = hidden if len(last) == len(hidden) else hidden[torch.tensor(last, device=hidden.device)]
+            tokens = self._sample(complete, adapter.logits(wanted))
+        return finite, captured, tokens
+
+    def _sample(self, sequences: list[Sequence], logits: torch.Tensor) -> dict[str, int | None]:
+        rows: list[RowSampler] = [sequence.sampler for sequence in sequences if sequence.sampler is not None]
+        finite = torch.isfinite(logits.sum(dim=-1)).tolist()
+        drawn = sample(logits, rows, [sequence.generated for sequence in sequences])
+        return {
+            sequence.job.key: token if fine else None
+            for sequence, token, fine in zip(sequences, drawn, finite, strict=True)
+        }
+
+    def _postprocess(
+        self,
+        scheduled: list[Scheduled],
+        attention: PagedStep,
+        finite: torch.Tensor,
+        captured: torch.Tensor | None,
+        tokens: dict[str, int | None],
+    ) -> list[StageOutput]:
+        outputs = []
+        fine = None if bool(finite.all()) else finite.tolist()
+        begin = 0
+        for sequence, run in scheduled:
+            key, end = sequence.job.key, begin + run.tokens
+            broken = tokens.get(key, 0) is None or (fine is not None and not all(fine[begin:end]))
+            if broken:
+                error = StageFailed("the model gave NaN or infinity for this request", stage=sequence.request.stage)
+                outputs.append(self._fail(sequence, error, scrub=True))
+                begin = end
+                continue
+            sequence.job.computed = run.stop
+            self._publish(sequence, run, captured)
+            output = StageOutput(key)
+            new = self._announce(sequence, run, output)
+            if captured is not None and sequence.wants_rows:
+                new |= self._give_rows(sequence, run, captured[begin:end], output)
+            token = tokens.get(key)
+            if token is not None:
+                self._accept(sequence, token, output)
+                new = True
+            self._prefill_tokens += max(0, min(run.stop, sequence.prompt_length) - run.start)
+            if new:
+                outputs.append(output)
+            if output.finished:
+                self._remove(sequence)
+            begin = end
+        return outputs
+
+    def _publish(self, sequence: Sequence, run: Run, captured: torch.Tensor | None) -> None:
+        """Let others find the blocks that are full now."""
+        if captured is None and self._store.rows is not None:
+            sequence.shareable = False  # without captured rows a block is no hit for those who want them
+        if not sequence.shareable:
+            return
+        size = self._config.block_size
+        job = sequence.job
+        for index in range(run.start // size, min(run.stop // size, len(job.hashes))):
+            self._pool.publish(job.blocks[index], job.hashes[index])
+
+    def _announce(self, sequence: Sequence, run: Run, output: StageOutput) -> bool:
+        """The first output of a request: counts, and what an earlier attempt had generated."""
+        output.first_index = sequence.generated
+        if sequence.announced:
+            return False
+        assert sequence.prompt is not None
+        sequence.announced = True
+        output.prompt_tokens = sequence.prompt_length
+        output.cached_tokens = min(run.start, sequence.prompt_length)
+        output.modality_tokens = dict(sequence.prompt.modality_tokens)
+        output.first_index = 0
+        output.token_ids = sequence.request.resume[:-1]
+        if sequence.text is not None:
+            for count, token in enumerate(output.token_ids, 1):
+                text, _ = sequence.text.push(token, ends=False, may_stop=count >= sequence.min_tokens)
+                output.text += text
+        return True
+
+    def _give_rows(self, sequence: Sequence, run: Run, computed: torch.Tensor, output: StageOutput) -> bool:
+        """Captured rows that are not out yet: of this step, and of blocks found in the cache."""
+        start = sequence.rows_given
+        if start >= run.stop:
+            return False
+        if start >= run.start:
+            data = computed[start - run.start :]
+        else:
+            rows = self._store.rows
+            assert rows is not None
+            size = self._config.block_size
+            where = torch.arange(start, run.stop, device=rows.device)
+            blocks = torch.tensor(sequence.job.blocks, device=rows.device)
+            data = rows[blocks[where // size] * size + where % size]
+        output.captured = Rows(start, data)
+        if start == 0:
+            output.prompt = sequence.prompt
+        sequence.rows_given = run.stop
+        return True
+
+    def _accept(self, sequence: Sequence, drawn: int, output: StageOutput) -> None:
+        """One more generated token: its text, and whether it is the last."""
+        token = drawn if sequence.forced is None else sequence.forced
+        sequence.append(token, self._share_size)
+        output.token_ids = [*output.token_ids, token]
+        self._generated_tokens += 1
+        may_stop = sequence.generated >= sequence.min_tokens
+        ends = token in sequence.end_ids
+        found = False
+        if sequence.text is not None:
+            text, found = sequence.text.push(token, ends=ends, may_stop=may_stop)
+            output.text += text
+        if not (ends or found or sequence.generated >= sequence.most):
+            return
+        output.finished = True
+        output.finish_reason = "stop" if ends or found else "length"
+        if sequence.text is not None and not found:
+            output.text += sequence.text.flush(may_stop=may_stop)
+
+    # --- leaving -----------------------------------------------------------------------------------------------------
+
+    def _fail(self, sequence: Sequence, error: SegueError, *, scrub: bool = False) -> StageOutput:
+        """The output of a request that fails. `scrub`: its K and V may hold NaN, which would spoil, through the masked
+        part of a block, whoever gets the block next."""
+        if scrub:
+            self._store.scrub(self._pool.private(sequence.job.blocks))
+        self._remove(sequence)
+        return StageOutput(sequence.job.key, error=error)
+
+    def _remove(self, sequence: Sequence) -> None:
+        self._scheduler.remove(sequence.job)
+        del self._sequences[sequence.job.key]
+        self._stalled = False
+
+    def _set_paused(self, request_id: str, paused: bool) -> None:
+        sequence = self._sequences.get(request_id)
+        if sequence is not None:
+            sequence.job.paused = paused
+            self._stalled = False
+
+
+def _stage(scheduled: list[Scheduled]) -> str:
+    return scheduled[0].sequence.request.stage

@@ -1,0 +1,79 @@
+"""The flat batch of a step, from the sequences in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from segue.engines.autoregressive.contract import AutoregressiveAdapter, FlatBatch
+from segue.engines.autoregressive.scheduler import Run
+from segue.engines.autoregressive.sequence import Sequence
+from segue.kernels.paged_step import PagedStep
+
+
+class Scheduled(NamedTuple):
+    """A sequence with its part in the step."""
+
+    sequence: Sequence
+    run: Run
+
+
+def flat_batch(
+    adapter: AutoregressiveAdapter, scheduled: Seq[Scheduled], attention: PagedStep
+) -> tuple[torch.Tensor, FlatBatch]:
+    """(embeddings [tokens, hidden], the batch). Prompts with embeddings of their own keep them; all other tokens are
+    embedded in one call, or two where generated tokens are conditioned."""
+    ids: list[int] = []
+    places: list[np.ndarray] = []
+    own: list[tuple[int, torch.Tensor]] = []
+    plain: list[tuple[int, int]] = []
+    conditioned: list[tuple[int, int, torch.Tensor]] = []
+    for sequence, run in scheduled:
+        begin = len(ids)
+        ids += sequence.ids[run.start : run.stop]
+        places.append(sequence.positions(run.start, run.stop))
+        border = min(max(sequence.prompt_length, run.start), run.stop)
+        middle = begin + border - run.start
+        prompt = sequence.prompt
+        assert prompt is not None
+        if border > run.start and prompt.embeds is not None:
+            own.append((begin, prompt.embeds[run.start : border]))
+        elif border > run.start:
+            plain.append((begin, middle))
+        if border < run.stop and adapter.conditioned:
+            first = border - sequence.prompt_length
+            rows = sequence.conditioning.rows(first, first + run.stop - border)
+            conditioned.append((middle, len(ids), rows))
+        elif border < run.stop:
+            plain.append((middle, len(ids)))
+    token_ids = torch.tensor(ids, device=adapter.device)
+    positions = torch.from_numpy(np.concatenate(places, axis=1)).to(adapter.device)
+    pieces = list(own)
+    if plain:
+        ranges = [(begin, end) for begin, end in plain]
+        pieces += _embed(adapter, token_ids, ranges, None)
+    if conditioned:
+        ranges = [(begin, end) for begin, end, _ in conditioned]
+        pieces += _embed(adapter, token_ids, ranges, torch.cat([rows for _, _, rows in conditioned]))
+    pieces.sort(key=lambda piece: piece[0])
+    embeds = pieces[0][1] if len(pieces) == 1 else torch.cat([piece for _, piece in pieces])
+    prompts = [(sequence.prompt, run.start, run.stop) for sequence, run in scheduled]
+    return embeds, FlatBatch(token_ids, embeds if own else None, positions, attention, prompts)
+
+
+def _embed(
+    adapter: AutoregressiveAdapter,
+    token_ids: torch.Tensor,
+    ranges: list[tuple[int, int]],
+    rows: torch.Tensor | None,
+) -> list[tuple[int, torch.Tensor]]:
+    """One call for tokens of several ranges: the pieces, each with its place."""
+    sizes = [end - begin for begin, end in ranges]
+    if sum(sizes) == len(token_ids):
+        return [(0, adapter.embed(token_ids, rows))]
+    wanted = torch.cat([token_ids[begin:end] for begin, end in ranges])
+    embedded = adapter.embed(wanted, rows).split(sizes)
+    return [(begin, piece) for (begin, _), piece in zip(ranges, embedded, strict=True)]

@@ -1,0 +1,137 @@
+"""Picks the next token of every row of a batch.
+
+The draw for generated token i of a request depends only on its seed and i: a counter-based uniform number, looked up
+in the cumulative distribution over the kept tokens in order of their ids. So a request draws the same tokens alone, in
+any batch, after a preemption and after a resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from segue.engines.autoregressive.penalties import RowRules, apply_rules
+from segue.messages.sampling import GREEDY_BELOW, SamplingParams
+
+_MASK = 2**64 - 1
+_NUCLEUS = 512
+"""How many of the most likely tokens are looked at first for top-p; more where they do not suffice."""
+
+
+@dataclass(slots=True)
+class RowSampler:
+    """How one request picks tokens."""
+
+    seed: int
+    temperature: float
+    """0: greedy."""
+    top_k: int
+    """0: all."""
+    top_p: float
+    min_p: float
+    rules: RowRules
+
+    @classmethod
+    def of(
+        cls,
+        params: SamplingParams,
+        seed: int,
+        prompt: Sequence[int],
+        vocab_size: int,
+        end_token_ids: Collection[int],
+    ) -> RowSampler:
+        temperature = 1.0 if params.temperature is None else params.temperature
+        top_k = params.top_k or 0
+        return cls(
+            seed=seed & _MASK,
+            temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
+            top_k=top_k if 0 < top_k < vocab_size else 0,
+            top_p=1.0 if params.top_p is None else params.top_p,
+            min_p=params.min_p or 0.0,
+            rules=RowRules(params, prompt, vocab_size, end_token_ids),
+        )
+
+    def saw(self, token: int) -> None:
+        """One more output token of this request."""
+        if self.rules.seen is not None:
+            self.rules.seen.add(token)
+
+
+def uniform(seed: int, index: int) -> float:
+    """Number `index` of the stream `seed`, in [0, 1): Philox 4x64 (Salmon et al., 2011), 53 bits."""
+    bits = np.random.Philox(key=seed, counter=index).random_raw()
+    return (int(bits) >> 11) * 2.0**-53
+
+
+def sample(logits: torch.Tensor, rows: Sequence[RowSampler], generated: Sequence[int]) -> list[int]:
+    """One token id per row of `logits` [rows, vocab] float32, which may be changed; row r has `generated[r]` tokens."""
+    if not all(row.rules.plain for row in rows):
+        apply_rules(logits, [row.rules for row in rows], generated)
+    drawn = [index for index, row in enumerate(rows) if row.temperature]
+    if len(drawn) == len(rows):
+        return _draw(logits, rows, generated)
+    tokens = logits.argmax(dim=-1).tolist()
+    if drawn:
+        some = logits[torch.tensor(drawn, device=logits.device)]
+        picked = _draw(some, [rows[index] for index in drawn], [generated[index] for index in drawn])
+        for index, token in zip(drawn, picked, strict=True):
+            tokens[index] = token
+    return tokens
+
+
+def _draw(logits: torch.Tensor, rows: Sequence[RowSampler], generated: Sequence[int]) -> list[int]:
+    scores = filtered(logits, rows)
+    # float64: in float32 the tail of a large vocabulary would be lost in the sum
+    weights = (scores - scores.amax(dim=-1, keepdim=True)).exp_().to(torch.float64)
+    cumulative = weights.cumsum(dim=-1)
+    draws = [uniform(row.seed, index) for row, index in zip(rows, generated, strict=True)]
+    target = torch.tensor(draws, dtype=torch.float64, device=logits.device)[:, None] * cumulative[:, -1:]
+    # the first token whose cumulative weight exceeds the target: never one of weight 0
+    return torch.searchsorted(cumulative, target, right=True)[:, 0].tolist()
+
+
+def filtered(logits: torch.Tensor, rows: Sequence[RowSampler]) -> torch.Tensor:
+    """Scores after temperature, top-k, top-p and min-p, -inf where a token is out: transformers' warpers, in its order.
+
+    A filter keeps every token that is as likely as the last one it keeps, so that the set does not hang on the order
+    of equals (transformers' top-k does so too; its top-p splits them).
+    """
+    scores = logits / _column(logits, [row.temperature for row in rows])
+    ks = [row.top_k for row in rows]
+    if any(ks):
+        best = scores.topk(max(ks), dim=-1).values
+        last = torch.tensor([max(k - 1, 0) for k in ks], device=logits.device)[:, None]
+        lowest = best.gather(1, last).masked_fill_(_column(logits, ks) == 0, float("-inf"))
+        scores.masked_fill_(scores < lowest, float("-inf"))
+    if any(row.top_p < 1.0 for row in rows):
+        lowest = _nucleus(scores, _column(logits, [row.top_p for row in rows]))
+        scores.masked_fill_(scores < lowest, float("-inf"))
+    if any(row.min_p for row in rows):
+        lowest = scores.amax(dim=-1, keepdim=True) + _column(logits, [row.min_p for row in rows]).log()
+        scores.masked_fill_(scores < lowest, float("-inf"))
+    return scores
+
+
+def _nucleus(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """[rows, 1]: the score of the least likely token that is needed to reach `top_p` (Holtzman et al., 2020, §3.1)."""
+    total = scores.logsumexp(dim=-1, keepdim=True)
+    vocab = scores.shape[-1]
+    width = min(_NUCLEUS, vocab)
+    while True:
+        best = scores.topk(width, dim=-1).values
+        share = (best - total).exp_().cumsum(dim=-1)
+        if width == vocab or bool((share[:, -1:] >= top_p).logical_or_(top_p >= 1.0).all()):
+            break
+        width = min(vocab, width * 8)
+    # a token stays while those before it fall short of top_p
+    before = share.roll(1, dims=-1)
+    before[:, 0] = 0.0
+    last = (before < top_p).sum(dim=-1, keepdim=True) - 1
+    return best.gather(1, last).masked_fill_(top_p >= 1.0, float("-inf"))
+
+
+def _column(like: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None]

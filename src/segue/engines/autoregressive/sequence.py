@@ -1,0 +1,213 @@
+"""One request inside the engine: what is known of it, what its next inputs are, what it has given out."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from segue.engines.autoregressive.blocks import ROOT, block_hash
+from segue.engines.autoregressive.contract import AutoregressiveAdapter, Fed, Prompt
+from segue.engines.autoregressive.detokenize import Detokenizer, StopStrings
+from segue.engines.autoregressive.sampler import RowSampler
+from segue.engines.autoregressive.scheduler import Job
+from segue.engines.contract import StageRequest
+from segue.messages.errors import InvalidRequest, StageFailed
+
+
+class Conditioning:
+    """Rows from upstream for generated tokens: the k-th row goes with token k, the tail with all after the last."""
+
+    def __init__(self) -> None:
+        self._rows: torch.Tensor | None = None
+        self.count = 0
+        self.tail: torch.Tensor | None = None
+
+    def add(self, rows: torch.Tensor) -> None:
+        """[n, width] more rows."""
+        if self._rows is None or self.count + len(rows) > len(self._rows):
+            grown = rows.new_empty(max(64, 2 * (self.count + len(rows))), rows.shape[1])
+            if self._rows is not None:
+                grown[: self.count] = self._rows[: self.count]
+            self._rows = grown
+        self._rows[self.count : self.count + len(rows)] = rows
+        self.count += len(rows)
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """[stop - start, width]; the caller has checked that they are there."""
+        given = min(stop, self.count)
+        known = [] if self._rows is None or start >= given else [self._rows[start:given]]
+        if stop > given:
+            assert self.tail is not None, f"rows [{start}, {stop}) wanted, {self.count} are there"
+            known.append(self.tail.expand(stop - max(start, given), -1))
+        return known[0] if len(known) == 1 else torch.cat(known)
+
+
+class TextOutput:
+    """Detokenises and looks for stop strings. Raises `InvalidRequest` for stages without text."""
+
+    def __init__(self, adapter: AutoregressiveAdapter, request: StageRequest) -> None:
+        sampling = request.sampling
+        skip = sampling.skip_special_tokens is not False
+        self._wanted = "text" in request.to_client
+        try:
+            adapter.decode_text([], skip_special_tokens=True)
+        except StageFailed as error:
+            field = f"sampling.{request.stage}.stop"
+            raise InvalidRequest(f"{field} is set, but stage {request.stage!r} makes no text", field=field) from error
+        self._include = bool(sampling.include_stop_str_in_output)
+        self._detokenizer = Detokenizer(lambda ids: adapter.decode_text(ids, skip_special_tokens=skip))
+        self._stops = StopStrings(sampling.stop or (), include=self._include)
+
+    def push(self, token: int, *, ends: bool, may_stop: bool) -> tuple[str, bool]:
+        """(new text, whether a stop string was found). `ends`: the token itself ends the output, and shows no text."""
+        if ends and not self._include:
+            return "", False
+        text, found = self._stops.push(self._detokenizer.push(token), may_stop=may_stop)
+        return (text if self._wanted else ""), found
+
+    def flush(self, *, may_stop: bool) -> str:
+        """What was held back; the output has ended without a stop string."""
+        text, found = self._stops.push(self._detokenizer.flush(), may_stop=may_stop)
+        text += "" if found else self._stops.flush()
+        return text if self._wanted else ""
+
+
+class Sequence:
+    """A request between `add` and its end. Its `job` is what the scheduler sees."""
+
+    def __init__(self, request: StageRequest, adapter: AutoregressiveAdapter, serial: int) -> None:
+        self.request = request
+        self.adapter = adapter
+        self.state = adapter.begin(request)
+        self.job = Job(request.request_id, (request.priority, request.arrival, serial))
+        self.prompt: Prompt | None = None
+        self.prompt_length = 0
+        self._positions: np.ndarray | None = None
+        self.ids: list[int] = []
+        """Prompt and generated tokens."""
+        self.forced: int | None = None
+        """The last token of an earlier attempt: taken instead of a drawn one."""
+        self.conditioning = Conditioning()
+        self.sampler: RowSampler | None = None
+        sampling = request.sampling
+        self.text = TextOutput(adapter, request) if "text" in request.to_client or sampling.stop else None
+        self.min_tokens = sampling.min_tokens or 0
+        self.most = 0
+        """How many tokens it may generate; set with the prompt."""
+        ends = frozenset() if sampling.ignore_eos else adapter.end_token_ids
+        self.end_ids = ends | frozenset(sampling.stop_token_ids or ())
+        self.announced = False
+        """Its first output is out."""
+        self.rows_given = 0
+        """Captured rows of tokens [0, rows_given) are out."""
+        self.wants_rows = bool(request.downstreams) and adapter.kv.capture_width > 0
+        self.shareable = True
+
+    @property
+    def generated(self) -> int:
+        return len(self.ids) - self.prompt_length
+
+    def feed(self, fed: Fed, longest: int, block_size: int) -> None:
+        """Take what a chunk meant. `longest`: the most tokens a sequence can have; `block_size` 0: nothing is shared.
+
+        Raises `InvalidRequest` for a prompt that can never run.
+        """
+        if fed.conditioning is not None:
+            self.conditioning.add(fed.conditioning)
+        if fed.tail is not None:
+            self.conditioning.tail = fed.tail
+        if fed.prompt is not None:
+            self._begin(fed.prompt, longest)
+        self.refresh(block_size)
+
+    def _begin(self, prompt: Prompt, longest: int) -> None:
+        length = len(prompt.token_ids)
+        if not length:
+            raise InvalidRequest("the prompt is empty; send at least one token", field="messages")
+        if length + 1 > longest:
+            raise InvalidRequest(
+                f"the prompt has {length} tokens; with one for the reply that is more than the {longest} this "
+                f"deployment can hold for a request at stage {self.request.stage!r}",
+                field="messages",
+            )
+        _check_prompt(prompt, self.adapter.axes, self.request.stage)
+        self.prompt = prompt
+        self.prompt_length = length
+        self._positions = None if prompt.positions is None else prompt.positions.cpu().numpy()
+        self.most = longest - length
+        if self.request.sampling.max_tokens is not None:
+            self.most = min(self.most, self.request.sampling.max_tokens)
+        self.shareable = prompt.identity is None or bool(prompt.identity)
+        adapter, request = self.adapter, self.request
+        self.sampler = RowSampler.of(
+            request.sampling, request.seed, prompt.token_ids, adapter.vocab_size, adapter.end_token_ids
+        )
+        self.ids = [*prompt.token_ids, *request.resume[:-1]]
+        for token in request.resume[:-1]:
+            self.sampler.saw(token)
+        self.forced = request.resume[-1] if request.resume else None
+
+    def append(self, token: int, block_size: int) -> None:
+        """One more generated token."""
+        assert self.sampler is not None
+        self.ids.append(token)
+        self.sampler.saw(token)
+        self.forced = None
+        self.refresh(block_size)
+
+    def refresh(self, block_size: int) -> None:
+        """Bring `job` up to date after tokens or rows arrived."""
+        if self.prompt is None:
+            return
+        job = self.job
+        job.length = job.ready = len(self.ids)
+        shared = job.length
+        if self.adapter.conditioned:
+            # what a generated token is depends on its row, so only the prompt is shared
+            shared = self.prompt_length
+            if self.conditioning.tail is None:
+                job.ready = min(job.length, self.prompt_length + self.conditioning.count)
+        if block_size and self.shareable:
+            while (len(job.hashes) + 1) * block_size <= shared:
+                start = len(job.hashes) * block_size
+                parent = job.hashes[-1] if job.hashes else ROOT
+                job.hashes.append(block_hash(parent, self._identity(start, start + block_size)))
+
+    def _identity(self, start: int, stop: int) -> bytes:
+        """What tokens [start, stop) are, as bytes; equal only where K, V and captured rows are."""
+        prompt = self.prompt
+        assert prompt is not None
+        known = prompt.token_ids if prompt.identity is None else prompt.identity
+        items = [*known[start:stop], *self.ids[max(start, self.prompt_length) : stop]]
+        text = b"".join(b"b%d:%b" % (len(item), item) if isinstance(item, bytes) else b"i%d," % item for item in items)
+        if prompt.positions is None and not prompt.position_delta:
+            return text
+        return text + self.positions(start, stop).tobytes()
+
+    def positions(self, start: int, stop: int) -> np.ndarray:
+        """[axes, stop - start] int64."""
+        known = self._positions
+        if known is not None and stop <= self.prompt_length:
+            return known[:, start:stop]
+        after = np.arange(start, stop)
+        if self.prompt is not None and self.prompt.position_delta:
+            after[max(0, self.prompt_length - start) :] += self.prompt.position_delta
+        positions = np.broadcast_to(after, (self.adapter.axes, stop - start))
+        if known is not None and start < self.prompt_length:
+            positions = positions.copy()
+            positions[:, : self.prompt_length - start] = known[:, start:]
+        return positions
+
+
+def _check_prompt(prompt: Prompt, axes: int, stage: str) -> None:
+    """The adapter's mistakes, before they spoil a batch."""
+    length = len(prompt.token_ids)
+    if prompt.embeds is not None and prompt.embeds.shape[0] != length:
+        raise StageFailed(f"prompt of {length} tokens with embeds {tuple(prompt.embeds.shape)}", stage=stage)
+    if prompt.positions is not None and tuple(prompt.positions.shape) != (axes, length):
+        raise StageFailed(
+            f"prompt of {length} tokens with positions {tuple(prompt.positions.shape)}, not {(axes, length)}",
+            stage=stage,
+        )
+    if prompt.identity and len(prompt.identity) != length:
+        raise StageFailed(f"prompt of {length} tokens with {len(prompt.identity)} identities", stage=stage)

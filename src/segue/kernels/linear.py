@@ -1,0 +1,57 @@
+"""Linear layers with weights laid out for oneDNN.
+
+On a CPU in float32, `F.linear` lays the weight out anew at every call; done once, decode sizes run 1.5–2.7 times as
+fast, and large ones no slower (measured from 1 to 1024 rows). The packed weight takes the place of the plain one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import nn
+
+
+class PackedLinear(nn.Module):
+    """`nn.Linear` for inference on a CPU in float32. Weight tying is lost: each one holds its own packed copy."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(self, linear: nn.Linear, rows: int) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), rows)
+        self.register_buffer("weight", packed, persistent=False)
+        bias = None if linear.bias is None else linear.bias.detach()
+        self.register_buffer("bias", bias, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] → [..., out_features], float32."""
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], None)
+
+
+def can_pack(linear: nn.Linear) -> bool:
+    """On the CPU, in float32, not a subclass with a forward of its own."""
+    weight = linear.weight
+    return (
+        type(linear) is nn.Linear
+        and weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+        and torch.backends.mkldnn.is_available()
+    )
+
+
+def pack_linears(module: nn.Module, rows: int, *, keep: Collection[str] = ()) -> int:
+    """Replace every linear layer under `module` by a packed one; `rows` is the usual number of rows per call.
+
+    `keep` names submodules (dotted, as in `named_modules`) that stay as they are, e.g. one whose `weight` the model's
+    code reads. Returns how many were replaced: none on other devices and dtypes.
+    """
+    linears = [(name, child) for name, child in module.named_modules() if isinstance(child, nn.Linear)]
+    packed = [(name, child) for name, child in linears if name and name not in keep and can_pack(child)]
+    for name, child in packed:
+        parent, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(parent), leaf, PackedLinear(child, rows))
+    return len(packed)

@@ -1,0 +1,251 @@
+"""Attention over a paged KV store, as an attention function of `transformers`.
+
+`transformers` calls the function registered under a decoder's `attn_implementation` once per layer, with keyword
+arguments of the decoder's forward passed through (`AttentionInterface`). A step's metadata travels as `paged`; the
+mask function of the same name returns None, because sequences of a flat batch are told apart by their block tables.
+
+What a layer asks for beyond plain causal attention arrives as arguments: sliding windows, soft caps and sinks are
+done, anything else is refused. What a model says only in its masks (chunked attention, bidirectional spans) cannot
+be seen here: `library_attention` lets the engine's check at load compare with the model's own masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from segue.kernels.paged_step import PagedStep, additive
+from segue.messages.errors import ConfigError
+
+NAME = "segue_paged"
+"""The `attn_implementation` a decoder is set to."""
+
+
+class Form(NamedTuple):
+    """What a layer asks of attention, besides being causal."""
+
+    scaling: float
+    window: int | None = None
+    """A query sees this many keys, itself included (Mistral, §2.1)."""
+    softcap: float | None = None
+    """Scores are `softcap * tanh(scores / softcap)` (Gemma 2, §2)."""
+    sinks: torch.Tensor | None = None
+    """[heads]: one more logit per head in the softmax, with no value (gpt-oss)."""
+
+    @property
+    def plain(self) -> bool:
+        return self.softcap is None and self.sinks is None
+
+
+class AttentionBackend(Protocol):
+    """Writes a step's K and V to the store and attends to what its sequences see."""
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: PagedStep, form: Form
+    ) -> torch.Tensor:
+        """q [heads, tokens, head_dim], k and v [kv_heads, tokens, head_dim] → [tokens, heads, head_dim]."""
+
+
+class TorchAttention:
+    """Gather and `scaled_dot_product_attention`; K and V are never repeated for the query heads that share them."""
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: PagedStep, form: Form
+    ) -> torch.Tensor:
+        step.store.write(layer, step.slots, k.transpose(0, 1), v.transpose(0, 1))
+        heads, tokens, dim = q.shape
+        kv_heads = k.shape[0]
+        if not step.chunks and len(step.decodes) == 1:
+            return self._decode(layer, q, step, 0, form).view(tokens, heads, dim)
+        out = q.new_empty(tokens, heads, dim)
+        for index, group in enumerate(step.decodes):
+            out[group.begin : group.end] = self._decode(layer, q, step, index, form).view(-1, heads, dim)
+        for chunk in step.chunks:
+            part = slice(chunk.begin, chunk.end)
+            queries = q[:, part].unflatten(0, (kv_heads, -1))  # [kv_heads, heads per kv head, queries, dim]
+            causal = chunk.start == 0 and form.plain and (form.window is None or form.window >= chunk.end - chunk.begin)
+            if chunk.start == 0:
+                keys, values = k[:, part], v[:, part]
+            else:
+                stop = chunk.start + chunk.end - chunk.begin
+                keys, values = (kv[0, :, :stop] for kv in step.store.read(layer, chunk.blocks, 1))
+            mask = None if causal else chunk.mask(form.window, q.dtype)
+            mixed = _attend(queries, _spread(keys, queries), _spread(values, queries), mask, form, causal=causal)
+            out[part] = mixed.flatten(0, 1).transpose(0, 1)
+        return out
+
+    def _decode(self, layer: int, q: torch.Tensor, step: PagedStep, index: int, form: Form) -> torch.Tensor:
+        """[sequences, kv_heads, heads per kv head, dim]: the heads of a K/V head take the place of queries."""
+        group = step.decodes[index]
+        store = step.store
+        queries = q[:, group.begin : group.end].transpose(0, 1).unflatten(1, (store.kv_heads, -1))
+        keys, values = store.read(layer, group.blocks, group.end - group.begin)
+        mask = group.mask(form.window, q.dtype, store.block_size)
+        return _attend(queries, keys, values, mask, form, causal=False, heads_as_queries=True).contiguous()
+
+
+class ReferenceAttention:
+    """One sequence after the other, one dense softmax each: what the others are tested against."""
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: PagedStep, form: Form
+    ) -> torch.Tensor:
+        step.store.write(layer, step.slots, k.transpose(0, 1), v.transpose(0, 1))
+        out, begin = [], 0
+        for part in step.parts:
+            end = begin + part.stop - part.start
+            blocks = torch.tensor(part.blocks, device=q.device)
+            keys, values = (kv[0, :, : part.stop] for kv in step.store.read(layer, blocks, 1))
+            position = torch.arange(part.stop, device=q.device)
+            query = position[part.start :, None]
+            seen = position <= query
+            if form.window is not None:
+                seen = seen & (position > query - form.window)
+            out.append(dense_attention(q[:, begin:end], keys, values, additive(seen, q.dtype), form))
+            begin = end
+        return torch.cat(out, dim=1).transpose(0, 1)
+
+
+def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, form: Form) -> torch.Tensor:
+    """q [heads, queries, dim], k and v [kv_heads, keys, dim], additive mask [queries, keys] → [heads, queries, dim]."""
+    queries = q.unflatten(0, (k.shape[0], -1))
+    return _scores_softmax(queries, _spread(k, queries), _spread(v, queries), mask, form, False).flatten(0, 1)
+
+
+def _spread(kv: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+    """[kv_heads, keys, dim] seen by every query head of its group, without a copy."""
+    return kv[:, None].expand(-1, queries.shape[1], -1, -1)
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    form: Form,
+    *,
+    causal: bool,
+    heads_as_queries: bool = False,
+) -> torch.Tensor:
+    if form.plain:
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=form.scaling)
+    assert mask is not None
+    return _scores_softmax(q, k, v, mask, form, heads_as_queries)
+
+
+def _scores_softmax(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, form: Form, heads_as_queries: bool
+) -> torch.Tensor:
+    """The written-out form: soft cap on the scores, sinks as one more column of the softmax."""
+    scores = torch.matmul(q, k.transpose(-1, -2)) * form.scaling
+    if form.softcap is not None:
+        scores = torch.tanh(scores / form.softcap) * form.softcap
+    scores = scores + mask
+    if form.sinks is not None:
+        # [kv_heads, heads per kv head, 1]; heads stand on the query axis in decoding, on the batch axes in prefill
+        sinks = form.sinks.to(scores.dtype).view(k.shape[-3] if heads_as_queries else q.shape[0], -1, 1)
+        sinks = sinks if heads_as_queries else sinks[..., None]
+        scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1)
+        return torch.matmul(scores.softmax(-1)[..., :-1], v)
+    return torch.matmul(scores.softmax(-1), v)
+
+
+# --- the seams of transformers ---------------------------------------------------------------------------------------
+
+_HARMLESS = frozenset(
+    ("position_ids", "cache_position", "use_cache", "output_hidden_states", "output_router_logits", "return_dict")
+)
+"""Keyword arguments of a decoder's forward that say nothing about attention."""
+
+_TORCH = TorchAttention()
+
+
+@dataclass(slots=True)
+class LibraryRecord:
+    """What a model asked for while it ran with its own masks."""
+
+    masks: list[Callable[..., Any]] = field(default_factory=list)
+    """`mask_function(batch, head, query, key) -> seen`, of every mask it made."""
+    windows: set[int | None] = field(default_factory=set)
+    """The windows its layers gave to the attention function."""
+
+
+_library: ContextVar[LibraryRecord | None] = ContextVar("library_attention", default=None)
+
+
+@contextmanager
+def library_attention() -> Iterator[LibraryRecord]:
+    """Within it, models set to `segue_paged` run whole sequences under the masks the library makes for them."""
+    record = LibraryRecord()
+    token = _library.set(record)
+    try:
+        yield record
+    finally:
+        _library.reset(token)
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    paged: PagedStep | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function `transformers` calls: query [1, heads, tokens, dim] → ([1, tokens, heads, dim], None).
+
+    Raises `ConfigError` for anything it does not do.
+    """
+    if dropout or is_causal is False:
+        raise ConfigError(f"paged attention cannot do dropout={dropout}, is_causal={is_causal}")
+    for name in others.keys() - _HARMLESS:
+        if others[name] is not None and others[name] is not False:
+            raise ConfigError(f"paged attention knows no argument {name!r}, so it cannot serve this model")
+    form = Form(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
+    if paged is None:
+        return _under_library_mask(query, key, value, attention_mask, form), None
+    if attention_mask is not None:
+        raise ConfigError("paged attention takes no mask: sequences are told apart by their block tables")
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    return _TORCH.attend(layer, query[0], key[0], value[0], paged, form)[None], None
+
+
+def _under_library_mask(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, form: Form
+) -> torch.Tensor:
+    record = _library.get()
+    if record is None or mask is None:
+        raise ConfigError("paged attention needs the keyword argument `paged`: the model does not pass it through")
+    record.windows.add(form.window)
+    return dense_attention(query[0], key[0], value[0], additive(mask[0, 0], query.dtype), form).transpose(0, 1)[None]
+
+
+def paged_mask(*, mask_function: Callable[..., Any], **others: Any) -> torch.Tensor | None:
+    """No mask for a flat batch; the library's own, boolean and never skipped, within `library_attention`."""
+    record = _library.get()
+    if record is None:
+        return None
+    record.masks.append(mask_function)
+    others["allow_is_causal_skip"] = False
+    return sdpa_mask(mask_function=mask_function, **others)
+
+
+AttentionInterface.register(NAME, paged_attention)
+AttentionMaskInterface.register(NAME, paged_mask)

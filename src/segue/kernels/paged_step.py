@@ -1,0 +1,144 @@
+"""What attention needs to know of one step: where each token's K and V go, and which blocks each query sees.
+
+Built once per step, used by every layer. Tokens of a step lie flat, one sequence after the other: first those with a
+single query (decoding), sorted by length, then longer chunks (prefill).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from segue.kernels.kv_store import KVStore
+
+
+class Part(NamedTuple):
+    """One sequence's part of a step: its block table, and the range of its tokens that is computed."""
+
+    blocks: Sequence[int]
+    start: int
+    stop: int
+
+
+@dataclass(slots=True)
+class DecodeGroup:
+    """Single-query sequences of similar length, padded to the longest."""
+
+    begin: int
+    end: int
+    """Their range of flat tokens."""
+    blocks: torch.Tensor
+    """[(end - begin) * n] long; padded with a sequence's own last block, so that none ever reads another's."""
+    lengths: torch.Tensor
+    """[end - begin] long: tokens each query sees, itself included."""
+    _masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)
+
+    def mask(self, window: int | None, dtype: torch.dtype, block_size: int) -> torch.Tensor:
+        """[end - begin, 1, 1, n * block_size], 0 where the query sees a key and -inf elsewhere."""
+        mask = self._masks.get((window, dtype))
+        if mask is None:
+            count = self.end - self.begin
+            key = torch.arange(len(self.blocks) // count * block_size, device=self.blocks.device)
+            seen = key < self.lengths[:, None]
+            if window is not None:
+                seen &= key > self.lengths[:, None] - 1 - window
+            mask = self._masks[(window, dtype)] = additive(seen, dtype)[:, None, None]
+        return mask
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Several queries of one sequence."""
+
+    begin: int
+    end: int
+    """Its range of flat tokens."""
+    start: int
+    """Tokens of the sequence before this chunk."""
+    blocks: torch.Tensor
+    """[n] long: the blocks of its tokens, those before the chunk included."""
+    _masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """[queries, start + queries], 0 where a query sees a key and -inf elsewhere."""
+        mask = self._masks.get((window, dtype))
+        if mask is None:
+            stop = self.start + self.end - self.begin
+            key = torch.arange(stop, device=self.blocks.device)
+            query = key[self.start :, None]
+            seen = key <= query
+            if window is not None:
+                seen &= key > query - window
+            mask = self._masks[(window, dtype)] = additive(seen, dtype)
+        return mask
+
+
+@dataclass(slots=True)
+class PagedStep:
+    """The keyword argument `paged` of a decoder's forward."""
+
+    store: KVStore
+    parts: list[Part]
+    slots: torch.Tensor
+    """[tokens] long: where each token's K, V and captured row go."""
+    decodes: list[DecodeGroup]
+    chunks: list[Chunk]
+
+
+def additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where `seen`, -inf elsewhere."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
+
+
+def step_order(part: Part) -> tuple[bool, int]:
+    """Sort key of the parts of a step."""
+    return part.stop - part.start > 1, part.stop
+
+
+def paged_step(store: KVStore, parts: list[Part]) -> PagedStep:
+    """Plan a step. `parts` are sorted by `step_order`."""
+    size, device = store.block_size, store.device
+    slots: list[np.ndarray] = []
+    singles = [part for part in parts if part.stop - part.start == 1]
+    if singles:
+        last = np.array([part.stop - 1 for part in singles])
+        blocks = np.array([part.blocks[(part.stop - 1) // size] for part in singles])
+        slots.append(blocks * size + last % size)
+    decodes = []
+    begin = 0
+    while begin < len(singles):
+        end = _similar(singles, begin, size)
+        group = singles[begin:end]
+        width = -(-group[-1].stop // size)
+        table = np.empty((len(group), width), dtype=np.int64)
+        for row, part in zip(table, group, strict=True):
+            count = -(-part.stop // size)
+            row[:count] = part.blocks[:count]
+            row[count:] = part.blocks[count - 1]
+        lengths = np.array([part.stop for part in group])
+        decodes.append(
+            DecodeGroup(begin, end, torch.from_numpy(table.ravel()).to(device), torch.from_numpy(lengths).to(device))
+        )
+        begin = end
+    chunks = []
+    for part in parts[len(singles) :]:
+        table = np.array(part.blocks[: -(-part.stop // size)])
+        position = np.arange(part.start, part.stop)
+        slots.append(table[position // size] * size + position % size)
+        end = begin + part.stop - part.start
+        chunks.append(Chunk(begin, end, part.start, torch.from_numpy(table).to(device)))
+        begin = end
+    return PagedStep(store, parts, torch.from_numpy(np.concatenate(slots)).to(device), decodes, chunks)
+
+
+def _similar(singles: list[Part], begin: int, block_size: int) -> int:
+    """End of the group that starts at `begin`: sequences up to half as long again share a padded batch."""
+    longest = singles[begin].stop * 3 // 2 + 4 * block_size
+    end = begin + 1
+    while end < len(singles) and singles[end].stop <= longest:
+        end += 1
+    return end
