@@ -12,7 +12,7 @@ import torch
 
 from segue.messages.errors import ConfigError, InvalidRequest
 from segue.messages.request import MediaPart, Message
-from segue.models.torchvision_shim import ensure_torchvision
+from segue.kernels.torchvision_shim import ensure_torchvision
 
 ensure_torchvision()  # before anything of transformers
 
