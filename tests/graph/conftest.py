@@ -25,6 +25,11 @@ def omni_graph(*, fuse: bool = False) -> StageGraph:
     return graph
 
 
+@pytest.fixture(scope="session")
+def make_graph() -> Callable[..., StageGraph]:
+    return omni_graph
+
+
 @pytest.fixture
 def graph() -> StageGraph:
     return omni_graph()

@@ -109,7 +109,9 @@ def test_an_output_without_its_media() -> None:
     graph.stage("editor", "diffusion", gives={"image"})
     graph.edge("encoder", "editor")
     assert graph.walk(ask("image", media=("image",))).names == (INPUT, "encoder", "editor")
-    with pytest.raises(InvalidRequest, match="asks for 'image', which .* alone; it carries too little: image") as caught:
+    with pytest.raises(
+        InvalidRequest, match=r"asks for 'image', which .* alone; it carries too little: image"
+    ) as caught:
         graph.walk(ask("image"))
     assert caught.value.field == "modalities"
 
@@ -119,7 +121,7 @@ def test_an_output_behind_a_false_condition() -> None:
     graph.stage("thinker", "autoregressive", takes={"text"}, gives={"text"})
     graph.stage("speaker", "module", gives={"audio"})
     graph.edge("thinker", "speaker", when=lambda request: request.voice is not None)
-    with pytest.raises(InvalidRequest, match="cannot make from this request alone$"):
+    with pytest.raises(InvalidRequest, match=r"cannot make from this request alone$"):
         graph.walk(ask("audio"))
 
 
