@@ -43,7 +43,7 @@ edges:
   - {from: talker, to: vocoder, budget: 4096}
 runtime:
   connectors:
-    wide: {name: SharedMemoryConnector, extra: {shm_threshold_bytes: 64KiB, slots: 8, slot_bytes: 1.5MiB}}
+    wide: {name: SharedMemoryConnector, extra: {shm_threshold_bytes: 64KiB, pool_bytes: 1.5MiB, max_bytes: 2GiB}}
     narrow: {name: SharedMemoryConnector}
 limits:
   max_waiting: 3
@@ -77,7 +77,7 @@ def test_everything_that_can_be_said(graph: StageGraph, two_gpus: Hardware, tmp_
     assert plan.stages["input"].dtype == "float32", "defaults are not for the input stage"
     wide = plan.edge("thinker", "talker")
     assert (wide.connector, wide.kind, wide.budget) == ("wide", "shm", 1_000_000_000)
-    assert wide.extra == {"shm_threshold_bytes": 65536, "slots": 8, "slot_bytes": 3 * MiB // 2}
+    assert wide.extra == {"shm_threshold_bytes": 65536, "pool_bytes": 3 * MiB // 2, "max_bytes": 2048 * MiB}
     assert plan.edge("talker", "vocoder").kind == "inproc"
     assert plan.edge("talker", "vocoder").budget == 4096
     assert plan.edge("input", "thinker").connector == "shm"
@@ -91,7 +91,11 @@ def test_the_documented_file_loads(plan: Lay) -> None:
     example = next(part for part in text if "defaults:" in part)
     laid = plan(yaml.safe_load(example))
     assert laid.stages["thinker"].sampling.temperature == 0.7
-    assert laid.edge("thinker", "talker").extra == {"shm_threshold_bytes": 65536, "slots": 8, "slot_bytes": 16 * MiB}
+    assert laid.edge("thinker", "talker").extra == {
+        "shm_threshold_bytes": 65536,
+        "pool_bytes": 64 * MiB,
+        "max_bytes": 512 * MiB,
+    }
 
 
 @pytest.mark.parametrize("nothing", [None, {}, {"stages": None, "limits": None}, {"stages": {"thinker": None}}])

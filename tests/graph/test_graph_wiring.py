@@ -137,16 +137,23 @@ SHM = {"name": "SharedMemoryConnector"}
             connector(**SHM, extra={"shm_threshold": 1}),
             r"c.extra has no key 'shm_threshold'; did you mean 'shm_threshold_b",
         ),
-        (connector(**SHM, extra={"slots": "few"}), "runtime.connectors.c.extra.slots is 'few'; it must be an integer"),
         (
-            connector(**SHM, extra={"slot_bytes": 100}),
-            "extra.slot_bytes is 100; it must be a size of at least 4096 bytes",
+            connector(**SHM, extra={"max_bytes": "few"}),
+            "runtime.connectors.c.extra.max_bytes is 'few'; it must be a size",
+        ),
+        (
+            connector(**SHM, extra={"pool_bytes": 100}),
+            "extra.pool_bytes is 100; it must be a size of at least 4096 bytes",
         ),
         (
             connector(**SHM, extra={"shm_threshold_bytes": -1}),
             "shm_threshold_bytes is -1; it must be a size of at least 0",
         ),
-        (connector(name="InProcessConnector", extra={"slots": 1}), "connectors.c.extra has no key 'slots'"),
+        (
+            connector(**SHM, extra={"pool_bytes": "2MiB", "max_bytes": "1MiB"}),
+            r"extra.max_bytes is 1048576; it must be at least pool_bytes \(2097152\)",
+        ),
+        (connector(name="InProcessConnector", extra={"pool_bytes": 1}), "connectors.c.extra has no key 'pool_bytes'"),
         (
             {**connector(**SHM), "connectors": {"c": SHM}},
             "connectors.c is defined twice; the other is runtime.connectors.c",
