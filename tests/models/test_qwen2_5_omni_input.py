@@ -227,6 +227,13 @@ def test_a_checkpoint_without_template_says_so(tiny_dir: Path, tmp_path: Path) -
         stage.process(asked(QUESTION))
 
 
+def test_what_the_template_refuses_is_the_clients_to_mend(tiny_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_dir, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(InvalidRequest, match="roles must alternate"):
+        InputProcessor(context(tmp_path / "model")).process(asked(QUESTION))
+
+
 def test_a_broken_template_file_stops_the_start(tiny_dir: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_dir, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     (tmp_path / "model" / "chat_template.json").write_text("[]")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import torch
 
 from segue.messages.errors import ConfigError, InvalidRequest
@@ -71,9 +72,12 @@ class Chat:
             for message in messages
         ]
         owner = self.processor or self.tokenizer
-        text = owner.apply_chat_template(
-            conversation, chat_template=self.template, add_generation_prompt=True, tokenize=False
-        )
+        try:
+            text = owner.apply_chat_template(
+                conversation, chat_template=self.template, add_generation_prompt=True, tokenize=False
+            )
+        except jinja2.TemplateError as error:  # templates refuse what their model was not taught, e.g. orders of roles
+            raise InvalidRequest(f"the chat template refuses these messages: {error}", field="messages") from error
         return list(self.tokenizer(text)["input_ids"])
 
     def expand(self, text: str, **media: Any) -> dict[str, torch.Tensor]:
