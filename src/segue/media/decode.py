@@ -52,7 +52,7 @@ def container(part: MediaPart) -> Iterator[av.container.InputContainer]:
     if not part.data:
         raise refuse(part, f"the {part.kind} is empty; send the bytes of a file")
     try:
-        with av.open(io.BytesIO(part.data), options=_OPEN_OPTIONS) as opened:
+        with av.open(io.BytesIO(part.data), options=_OPEN_OPTIONS, metadata_errors="ignore") as opened:
             yield opened
     except av.FFmpegError as error:
         raise refuse(part, f"not a readable {part.kind} file ({error.strerror}); {_RIGHT[part.kind]}") from error

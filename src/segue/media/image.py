@@ -17,7 +17,7 @@ from segue.messages.errors import InvalidRequest
 from segue.messages.request import ArrayInfo, MediaPart
 
 # not among them on purpose: formats that Pillow hands to other programs (EPS)
-_FORMATS = ("JPEG", "MPO", "PNG", "GIF", "WEBP", "BMP", "DIB", "TIFF", "PPM", "AVIF", "JPEG2000", "ICO", "TGA")
+_FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "DIB", "TIFF", "PPM", "AVIF", "JPEG2000", "ICO", "TGA")
 # what Pillow's readers raise on broken files
 _BROKEN = (
     UnidentifiedImageError,
@@ -87,4 +87,4 @@ def _from_array(part: MediaPart, info: ArrayInfo, limits: MediaLimits) -> np.nda
         array = array[:, :, None]
     if array.shape[2] == 1:
         return np.repeat(array, 3, axis=2)
-    return np.ascontiguousarray(array[:, :, :3])
+    return array[:, :, :3].copy()

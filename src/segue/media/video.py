@@ -72,14 +72,17 @@ class _Sampler:
         self._part, self._fps, self._limits = part, fps, limits
         self._frames: list[Frames] = []
         self._current: av.VideoFrame | None = None
-        self._size: tuple[int, int] | None = None
+        self._picture: Frames | None = None
+        """`_current` as an array, once it was needed."""
+        self._shape: tuple[int, int, int] | None = None
+        """Width, height and quarter turns of the first frame: a stream may change them on the way."""
 
     def show(self, frame: av.VideoFrame, at: float) -> None:
         """`frame` is on the screen from `at` seconds on."""
         if at > self._limits.max_video_seconds:
             raise over(self._part, "max_video_seconds", "too many seconds of video", self._limits.max_video_seconds)
         self._hold(at)
-        self._current = frame
+        self._current, self._picture = frame, None
 
     def finish(self, end: float) -> Frames:
         """All frames of a clip that lasted `end` seconds."""
@@ -96,15 +99,17 @@ class _Sampler:
 
     def _keep(self) -> None:
         assert self._current is not None
-        if self._size is None:
-            self._size = (self._current.width, self._current.height)
-            if min(self._size) < 1:
+        if self._shape is None:
+            self._shape = (self._current.width, self._current.height, self._current.rotation // 90)
+            if min(self._shape[:2]) < 1:
                 raise refuse(self._part, "the video's frames have no pixels")
-        pixels = (len(self._frames) + 1) * self._size[0] * self._size[1]
-        _check_frames(self._part, len(self._frames) + 1, pixels, self._limits)
-        width, height = self._size  # a stream may change its size on the way
-        picture = self._current.to_ndarray(format="rgb24", width=width, height=height)
-        self._frames.append(np.ascontiguousarray(np.rot90(picture, self._current.rotation // 90)))
+        width, height, turns = self._shape
+        count = len(self._frames) + 1
+        _check_frames(self._part, count, count * width * height, self._limits)
+        if self._picture is None:
+            pixels = self._current.to_ndarray(format="rgb24", width=width, height=height)
+            self._picture = np.ascontiguousarray(np.rot90(pixels, turns))
+        self._frames.append(self._picture)
 
 
 def _from_array(part: MediaPart, info: ArrayInfo, fps: float, limits: MediaLimits) -> Video:
@@ -122,7 +127,7 @@ def _from_array(part: MediaPart, info: ArrayInfo, fps: float, limits: MediaLimit
         count = max(1, int(np.ceil(array.shape[0] / own * fps - _LATE)))
         array = array[(np.arange(count) * own / fps + _LATE).astype(int)]
     _check_frames(part, array.shape[0], array.shape[0] * array.shape[1] * array.shape[2], limits)
-    return Video(np.ascontiguousarray(array), min(own, fps))
+    return Video(array.copy(), min(own, fps))
 
 
 def _check_frames(part: MediaPart, frames: int, pixels: int, limits: MediaLimits) -> None:

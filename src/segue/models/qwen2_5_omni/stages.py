@@ -49,6 +49,7 @@ import torch
 
 from segue.engines.contract import Payload, StageOutput, StageRequest, Transfer
 from segue.models.qwen2_5_omni.encoder import Encoder
+from segue.models.qwen2_5_omni.input import InputProcessor
 from segue.models.qwen2_5_omni.talker import Talker
 from segue.models.qwen2_5_omni.thinker import Thinker
 from segue.models.qwen2_5_omni.vocoder import Token2Wav
@@ -111,6 +112,7 @@ def codec_chunks(request: StageRequest, output: StageOutput) -> Payload | None:
 
 
 ADAPTERS: dict[str, Callable[..., Any]] = {
+    "input": InputProcessor,
     "encoder": Encoder,
     "thinker": Thinker,
     "talker": Talker,
