@@ -136,9 +136,3 @@ def reference(tiny_dir: Path) -> Reference:
     """transformers on `tiny_dir`."""
     model = Qwen2_5OmniForConditionalGeneration.from_pretrained(tiny_dir, dtype=torch.float32).eval()
     return Reference(model, Qwen2_5OmniProcessor.from_pretrained(tiny_dir))
-
-
-@pytest.fixture(scope="session")
-def omni_dir(tiny_dir: Path) -> Path:
-    """The same, to tests that run its stages one by one."""
-    return tiny_dir

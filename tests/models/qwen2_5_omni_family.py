@@ -167,7 +167,7 @@ class _CodesOnly(torch.nn.Module):
 
 
 @cache
-def reference(model_dir: Path) -> Qwen2_5OmniForConditionalGeneration:
+def library_model(model_dir: Path) -> Qwen2_5OmniForConditionalGeneration:
     model = Qwen2_5OmniForConditionalGeneration.from_pretrained(model_dir, dtype=torch.float32).eval()
     model.token2wav = _CodesOnly()
     return model
@@ -183,7 +183,7 @@ def reference_answer(
     model_dir: Path, inputs: dict[str, Any], case: Case, *, voice: str = "Chelsie", thinker_tokens: int = THINKER_TOKENS
 ) -> tuple[list[int], list[int]]:
     """(thinker's reply ids, talker's codes without the end token), greedy."""
-    model = reference(model_dir)
+    model = library_model(model_dir)
     talker = model.config.talker_config
     sequences, _ = model.generate(
         **reference_kwargs(inputs),
@@ -256,7 +256,7 @@ def tight(model_dir: Path, cases: list[Case]) -> dict[str, int]:
 class Pipeline:
     """Thinker and talker in their engines, the encoder beside them; every output goes on at once."""
 
-    def __init__(self, encoder: Encoder, thinker: Any, talker: Any, *, num_blocks: int = 400, **sizes: int) -> None:
+    def __init__(self, encoder: Encoder, thinker: Any, talker: Any, *, num_blocks: int = 400, **sizes: Any) -> None:
         config = AutoregressiveConfig(num_blocks=num_blocks, **sizes)
         self.encoder = encoder
         self.thinker = AutoregressiveEngine(thinker, config)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from qwen2_5_omni_family import CASES, context, input_payload, processed, reference, stage_request
+from qwen2_5_omni_family import CASES, context, input_payload, library_model, processed, stage_request
 
 from segue.engines.contract import Payload
 from segue.engines.module.contract import Work
@@ -18,14 +18,14 @@ MIXED = next(case for case in CASES if case.name == "mixed")
 
 
 @pytest.fixture(scope="module")
-def media(omni_dir: Path) -> list[Payload]:
+def media(tiny_dir: Path) -> list[Payload]:
     """Two pictures, a clip and two recordings of different sizes."""
-    return input_payload(processed(omni_dir, MIXED), MIXED)["media"]
+    return input_payload(processed(tiny_dir, MIXED), MIXED)["media"]
 
 
 @pytest.fixture
-def encoder(omni_dir: Path) -> Encoder:
-    return Encoder(context(omni_dir, "encoder"))
+def encoder(tiny_dir: Path) -> Encoder:
+    return Encoder(context(tiny_dir, "encoder"))
 
 
 def works_of(encoder: Encoder, media: list[Payload], name: str = "r", *, final: bool = True) -> list[Work]:
@@ -62,9 +62,9 @@ def test_one_item_per_medium_the_last_one_final(encoder: Encoder, media: list[Pa
     assert not any(work.last for work in works_of(encoder, media, final=False))
 
 
-def test_rows_are_the_librarys(omni_dir: Path, encoder: Encoder, media: list[Payload]) -> None:
-    inputs = processed(omni_dir, MIXED)
-    thinker = reference(omni_dir).thinker
+def test_rows_are_the_librarys(tiny_dir: Path, encoder: Encoder, media: list[Payload]) -> None:
+    inputs = processed(tiny_dir, MIXED)
+    thinker = library_model(tiny_dir).thinker
     with torch.no_grad():
         images = thinker.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"]).pooler_output
         videos = thinker.get_video_features(inputs["pixel_values_videos"], inputs["video_grid_thw"]).pooler_output
@@ -77,8 +77,8 @@ def test_rows_are_the_librarys(omni_dir: Path, encoder: Encoder, media: list[Pay
     assert all(rows.std() > 0.01 for rows in mine)
 
 
-def test_batched_is_as_alone(omni_dir: Path, media: list[Payload]) -> None:
-    alone_encoder, batched_encoder = (Encoder(context(omni_dir, "encoder")) for _ in range(2))
+def test_batched_is_as_alone(tiny_dir: Path, media: list[Payload]) -> None:
+    alone_encoder, batched_encoder = (Encoder(context(tiny_dir, "encoder")) for _ in range(2))
     alone = [rows_of(alone_encoder, [work])[0] for work in works_of(alone_encoder, media)]
     for works in by_bucket(works_of(batched_encoder, media)).values():
         for work, rows in zip(works, rows_of(batched_encoder, works), strict=True):
@@ -86,7 +86,7 @@ def test_batched_is_as_alone(omni_dir: Path, media: list[Payload]) -> None:
             torch.testing.assert_close(rows, alone[index], atol=1e-5, rtol=0)
 
 
-def test_other_content_gives_other_rows(omni_dir: Path, encoder: Encoder, media: list[Payload]) -> None:
+def test_other_content_gives_other_rows(tiny_dir: Path, encoder: Encoder, media: list[Payload]) -> None:
     changed = {**media[0], "hash": b"other", "pixel_values": media[0]["pixel_values"].flip(0)}
     first, second = (rows_of(encoder, works_of(encoder, [item]))[0] for item in (media[0], changed))
     assert (first - second).abs().max() > 0.01
@@ -107,11 +107,11 @@ def test_equal_media_in_one_call_are_encoded_once(encoder: Encoder, media: list[
     assert first is second
 
 
-def test_the_cache_keeps_the_latest_used_within_its_bytes(omni_dir: Path, media: list[Payload]) -> None:
+def test_the_cache_keeps_the_latest_used_within_its_bytes(tiny_dir: Path, media: list[Payload]) -> None:
     pictures = media[:2]
-    unbounded = Encoder(context(omni_dir, "encoder"))
+    unbounded = Encoder(context(tiny_dir, "encoder"))
     sizes = [rows_of(unbounded, works_of(unbounded, [item]))[0].nbytes for item in media[:3]]
-    encoder = Encoder(context(omni_dir, "encoder", options={"cache_bytes": sizes[0] + sizes[1]}))
+    encoder = Encoder(context(tiny_dir, "encoder", options={"cache_bytes": sizes[0] + sizes[1]}))
     for item in pictures:
         rows_of(encoder, works_of(encoder, [item]))
     assert encoder.cache.bytes == sizes[0] + sizes[1]
@@ -125,17 +125,17 @@ def test_the_cache_keeps_the_latest_used_within_its_bytes(omni_dir: Path, media:
     assert ("video", media[2]["hash"]) not in encoder.cache
 
 
-def test_no_cache(omni_dir: Path, media: list[Payload]) -> None:
-    encoder = Encoder(context(omni_dir, "encoder", options={"cache_bytes": 0}))
+def test_no_cache(tiny_dir: Path, media: list[Payload]) -> None:
+    encoder = Encoder(context(tiny_dir, "encoder", options={"cache_bytes": 0}))
     first = rows_of(encoder, works_of(encoder, media[:1]))[0]
     assert torch.equal(rows_of(encoder, works_of(encoder, media[:1]))[0], first)
     assert encoder.cache.bytes == encoder.cache.hits == 0
 
 
 @pytest.mark.parametrize("value", [-1, "much", 1.5])
-def test_an_impossible_cache(omni_dir: Path, value: Any) -> None:
+def test_an_impossible_cache(tiny_dir: Path, value: Any) -> None:
     with pytest.raises(ConfigError, match="cache_bytes"):
-        Encoder(context(omni_dir, "encoder", options={"cache_bytes": value}))
+        Encoder(context(tiny_dir, "encoder", options={"cache_bytes": value}))
 
 
 def test_a_request_without_media_ends_at_once(encoder: Encoder) -> None:
@@ -160,7 +160,7 @@ def test_shapes_that_cannot_be_are_refused(encoder: Encoder, wrong: Payload) -> 
         works_of(encoder, [wrong])
 
 
-def test_many_recordings_of_all_lengths_batched_as_alone(omni_dir: Path) -> None:
+def test_many_recordings_of_all_lengths_batched_as_alone(tiny_dir: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     recordings = [
         {
@@ -170,7 +170,7 @@ def test_many_recordings_of_all_lengths_batched_as_alone(omni_dir: Path) -> None
         }
         for n in (8, 99, 100, 101, 200, 201, 399, 400, 523)
     ]
-    alone = Encoder(context(omni_dir, "encoder", options={"cache_bytes": 0}))
+    alone = Encoder(context(tiny_dir, "encoder", options={"cache_bytes": 0}))
     apart = [rows_of(alone, [work])[0] for work in works_of(alone, recordings)]
     together = rows_of(alone, works_of(alone, recordings))
     for own, batched in zip(apart, together, strict=True):

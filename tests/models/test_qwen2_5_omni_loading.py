@@ -37,16 +37,16 @@ LOADERS: dict[str, Any] = {
 
 
 @pytest.fixture
-def copy(omni_dir: Path, tmp_path: Path) -> Path:
+def copy(tiny_dir: Path, tmp_path: Path) -> Path:
     """A checkpoint of its own to break."""
-    return Path(shutil.copytree(omni_dir, tmp_path / "copy"))
+    return Path(shutil.copytree(tiny_dir, tmp_path / "copy"))
 
 
 @pytest.fixture(scope="session")
-def whole(omni_dir: Path) -> dict[str, torch.Tensor]:
+def whole(tiny_dir: Path) -> dict[str, torch.Tensor]:
     """All tensors, by published name."""
     state: dict[str, torch.Tensor] = {}
-    for shard in sorted(omni_dir.glob("*.safetensors")):
+    for shard in sorted(tiny_dir.glob("*.safetensors")):
         state |= load_file(shard)
     return state
 
@@ -66,8 +66,8 @@ def single_file(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("stage", LOADERS)
-def test_a_stage_gets_the_checkpoints_values(omni_dir: Path, whole: dict[str, torch.Tensor], stage: str) -> None:
-    ctx = context(omni_dir, stage)
+def test_a_stage_gets_the_checkpoints_values(tiny_dir: Path, whole: dict[str, torch.Tensor], stage: str) -> None:
+    ctx = context(tiny_dir, stage)
     module = LOADERS[stage](ctx, load_config(ctx))
     state = module.state_dict()
     assert state
@@ -77,18 +77,18 @@ def test_a_stage_gets_the_checkpoints_values(omni_dir: Path, whole: dict[str, to
     assert not any(parameter.requires_grad for parameter in module.parameters())
 
 
-def test_the_checkpoint_is_sharded_and_all_of_it_is_used_once(omni_dir: Path, whole: dict[str, torch.Tensor]) -> None:
-    assert len(list(omni_dir.glob("*.safetensors"))) > 1
-    config = load_config(context(omni_dir, "thinker"))
+def test_the_checkpoint_is_sharded_and_all_of_it_is_used_once(tiny_dir: Path, whole: dict[str, torch.Tensor]) -> None:
+    assert len(list(tiny_dir.glob("*.safetensors"))) > 1
+    config = load_config(context(tiny_dir, "thinker"))
     with torch.device("meta"):
         used = [part.located(n)[0] for part in PARTS.values() for n in part.build(config).state_dict()]
     assert sorted(used) == sorted(whole)
 
 
-def test_buffers_are_those_of_the_library(omni_dir: Path) -> None:
-    ctx = context(omni_dir, "thinker")
+def test_buffers_are_those_of_the_library(tiny_dir: Path) -> None:
+    ctx = context(tiny_dir, "thinker")
     config = load_config(ctx)
-    theirs = Qwen2_5OmniForConditionalGeneration.from_pretrained(omni_dir)
+    theirs = Qwen2_5OmniForConditionalGeneration.from_pretrained(tiny_dir)
     pairs = {
         "thinker": (load_decoder(ctx, config).model, theirs.thinker.model.language_model),
         "encoder": (load_encoders(ctx, config).audio_tower, theirs.thinker.model.audio_tower),
@@ -102,8 +102,8 @@ def test_buffers_are_those_of_the_library(omni_dir: Path) -> None:
             assert torch.equal(buffer, buffers[name]), (what, name)
 
 
-def test_dtype_is_the_contexts_but_the_vocoders_is_float32(omni_dir: Path) -> None:
-    ctx = context(omni_dir, "thinker")
+def test_dtype_is_the_contexts_but_the_vocoders_is_float32(tiny_dir: Path) -> None:
+    ctx = context(tiny_dir, "thinker")
     ctx.dtype = torch.bfloat16
     config = load_config(ctx)
     assert {p.dtype for p in load_decoder(ctx, config).parameters()} == {torch.bfloat16}
@@ -111,10 +111,10 @@ def test_dtype_is_the_contexts_but_the_vocoders_is_float32(omni_dir: Path) -> No
     assert load_text_rows(ctx, config, [1]).dtype == torch.bfloat16
 
 
-def test_a_checkpoint_saved_by_the_library_loads_the_same(omni_dir: Path, tmp_path: Path) -> None:
-    Qwen2_5OmniForConditionalGeneration.from_pretrained(omni_dir).save_pretrained(tmp_path)
+def test_a_checkpoint_saved_by_the_library_loads_the_same(tiny_dir: Path, tmp_path: Path) -> None:
+    Qwen2_5OmniForConditionalGeneration.from_pretrained(tiny_dir).save_pretrained(tmp_path)
     for stage, load in LOADERS.items():
-        first, second = context(omni_dir, stage), context(tmp_path, stage)
+        first, second = context(tiny_dir, stage), context(tmp_path, stage)
         mine = load(first, load_config(first)).state_dict()
         theirs = load(second, load_config(second)).state_dict()
         assert mine.keys() == theirs.keys()
@@ -136,8 +136,8 @@ def test_nested_names_of_newer_checkpoints_are_read(copy: Path, whole: dict[str,
     load_encoders(ctx, config)
 
 
-def test_text_rows_are_read_as_slices(omni_dir: Path, whole: dict[str, torch.Tensor]) -> None:
-    ctx = context(omni_dir, "talker")
+def test_text_rows_are_read_as_slices(tiny_dir: Path, whole: dict[str, torch.Tensor]) -> None:
+    ctx = context(tiny_dir, "talker")
     ids = [7, 0, 671]
     assert torch.equal(load_text_rows(ctx, load_config(ctx), ids), whole["thinker.model.embed_tokens.weight"][ids])
 
@@ -151,8 +151,8 @@ def test_a_tied_head_is_the_embedding(copy: Path, whole: dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize("stage", LOADERS)
-def test_dummy_weights_are_seeded_and_of_the_right_shape(omni_dir: Path, tmp_path: Path, stage: str) -> None:
-    shutil.copy(omni_dir / "config.json", tmp_path)
+def test_dummy_weights_are_seeded_and_of_the_right_shape(tiny_dir: Path, tmp_path: Path, stage: str) -> None:
+    shutil.copy(tiny_dir / "config.json", tmp_path)
     ctx = context(tmp_path, stage, load_format="dummy")
     config = load_config(ctx)
     first, second = (LOADERS[stage](ctx, config).state_dict() for _ in range(2))
@@ -166,9 +166,9 @@ def test_dummy_weights_are_seeded_and_of_the_right_shape(omni_dir: Path, tmp_pat
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dummy_stages_need_only_the_config_and_give_finite_logits(
-    omni_dir: Path, tmp_path: Path, dtype: torch.dtype
+    tiny_dir: Path, tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    shutil.copy(omni_dir / "config.json", tmp_path)
+    shutil.copy(tiny_dir / "config.json", tmp_path)
     for build, stage in ((Thinker, "thinker"), (Talker, "talker")):
         ctx = context(tmp_path, stage, load_format="dummy")
         ctx.dtype = dtype
@@ -181,11 +181,11 @@ def test_dummy_stages_need_only_the_config_and_give_finite_logits(
     assert list(load_speakers(ctx, load_config(ctx))) == ["Chelsie"]
 
 
-def test_speakers_are_those_of_the_file_the_default_first(omni_dir: Path) -> None:
-    ctx = context(omni_dir, "vocoder")
+def test_speakers_are_those_of_the_file_the_default_first(tiny_dir: Path) -> None:
+    ctx = context(tiny_dir, "vocoder")
     config = load_config(ctx)
     speakers = load_speakers(ctx, config)
-    stored = torch.load(omni_dir / "spk_dict.pt", weights_only=True)
+    stored = torch.load(tiny_dir / "spk_dict.pt", weights_only=True)
     assert next(iter(speakers)) == "Chelsie"
     assert set(speakers) == set(stored)
     for name, speaker in speakers.items():
@@ -249,22 +249,22 @@ def test_a_broken_index(copy: Path, text: str) -> None:
         Checkpoint(copy)
 
 
-def test_rows_out_of_range(omni_dir: Path) -> None:
+def test_rows_out_of_range(tiny_dir: Path) -> None:
     with pytest.raises(ConfigError, match="row 999"):
-        Checkpoint(omni_dir).read("thinker.model.embed_tokens.weight", rows=[999])
-    ctx = context(omni_dir, "talker")
+        Checkpoint(tiny_dir).read("thinker.model.embed_tokens.weight", rows=[999])
+    ctx = context(tiny_dir, "talker")
     with pytest.raises(ConfigError, match="text token 5000"):
         load_text_rows(ctx, load_config(ctx), [5000])
 
 
-def test_unknown_names_in_the_checkpoint_reader(omni_dir: Path) -> None:
+def test_unknown_names_in_the_checkpoint_reader(tiny_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r"no tensor 'thinker\.nothing'"):
-        Checkpoint(omni_dir).read("thinker.nothing")
+        Checkpoint(tiny_dir).read("thinker.nothing")
 
 
-def test_an_unknown_load_format_names_the_nearest(omni_dir: Path) -> None:
+def test_an_unknown_load_format_names_the_nearest(tiny_dir: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'dummy'"):
-        load_config(context(omni_dir, "thinker", load_format="dumy"))
+        load_config(context(tiny_dir, "thinker", load_format="dumy"))
 
 
 def test_no_config(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from qwen2_5_omni_family import (
     Pipeline,
     context,
     input_payload,
+    library_model,
     processed,
-    reference,
     reference_answer,
     stage_request,
     tight,
@@ -41,18 +41,18 @@ WITH_MEDIA = [case for case in CASES if case.name != "text"]
 
 
 @pytest.fixture(scope="module")
-def encoder(omni_dir: Path) -> Encoder:
-    return Encoder(context(omni_dir, "encoder"))
+def encoder(tiny_dir: Path) -> Encoder:
+    return Encoder(context(tiny_dir, "encoder"))
 
 
 @pytest.fixture(scope="module")
-def thinker(omni_dir: Path) -> Thinker:
-    return Thinker(context(omni_dir, "thinker"))
+def thinker(tiny_dir: Path) -> Thinker:
+    return Thinker(context(tiny_dir, "thinker"))
 
 
 @pytest.fixture(scope="module")
-def talker(omni_dir: Path) -> Talker:
-    return Talker(context(omni_dir, "talker"))
+def talker(tiny_dir: Path) -> Talker:
+    return Talker(context(tiny_dir, "talker"))
 
 
 @pytest.fixture
@@ -61,13 +61,13 @@ def pipeline(encoder: Encoder, thinker: Thinker, talker: Talker) -> Callable[...
 
 
 @pytest.fixture(scope="module")
-def expected(omni_dir: Path) -> dict[str, Codes]:
+def expected(tiny_dir: Path) -> dict[str, Codes]:
     """The reference's replies and codes."""
-    return {case.name: reference_answer(omni_dir, processed(omni_dir, case), case) for case in CASES}
+    return {case.name: reference_answer(tiny_dir, processed(tiny_dir, case), case) for case in CASES}
 
 
-def asks(omni_dir: Path, cases: Any = CASES, **more: Any) -> list[Ask]:
-    return [Ask(input_payload(processed(omni_dir, case), case), **more) for case in cases]
+def asks(tiny_dir: Path, cases: Any = CASES, **more: Any) -> list[Ask]:
+    return [Ask(input_payload(processed(tiny_dir, case), case), **more) for case in cases]
 
 
 def codes_of(answer: Answer) -> list[int]:
@@ -88,9 +88,9 @@ def said(answers: list[Answer]) -> list[Codes]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_reply_and_codes_are_the_references(
-    omni_dir: Path, pipeline: Callable[..., Pipeline], expected: dict[str, Codes], case: Case
+    tiny_dir: Path, pipeline: Callable[..., Pipeline], expected: dict[str, Codes], case: Case
 ) -> None:
-    [answer] = pipeline().run(asks(omni_dir, [case]))
+    [answer] = pipeline().run(asks(tiny_dir, [case]))
     assert (answer.reply, codes_of(answer)) == expected[case.name]
     ended = len(answer.codes) < TALKER_TOKENS or answer.codes[-1] in (290, 292)
     assert answer.finish["talker"] == ("stop" if ended else "length")
@@ -105,26 +105,26 @@ def test_codes_depend_on_the_prompt_and_some_end_by_themselves(expected: dict[st
 
 @pytest.mark.parametrize("config", [{}, {"max_tokens_per_step": 37}], ids=["whole prompts", "chunked prefill"])
 def test_in_a_batch_and_again_after_a_prefix_hit(
-    omni_dir: Path, pipeline: Callable[..., Pipeline], expected: dict[str, Codes], config: dict[str, int]
+    tiny_dir: Path, pipeline: Callable[..., Pipeline], expected: dict[str, Codes], config: dict[str, int]
 ) -> None:
     run = pipeline(**config)
-    assert said(run.run(asks(omni_dir))) == list(expected.values())
-    again = run.run(asks(omni_dir))
+    assert said(run.run(asks(tiny_dir))) == list(expected.values())
+    again = run.run(asks(tiny_dir))
     assert said(again) == list(expected.values())
     assert all(answer.cached_tokens for answer in again), "no prefix was found again"
 
 
 def test_after_preemption_of_both_stages(
-    omni_dir: Path, pipeline: Callable[..., Pipeline], expected: dict[str, Codes]
+    tiny_dir: Path, pipeline: Callable[..., Pipeline], expected: dict[str, Codes]
 ) -> None:
     cases = [BY_NAME[name] for name in ("text", "image", "audio")]
-    run = pipeline(**tight(omni_dir, cases))
-    assert said(run.run(asks(omni_dir, cases))) == [expected[case.name] for case in cases]
+    run = pipeline(**tight(tiny_dir, cases))
+    assert said(run.run(asks(tiny_dir, cases))) == [expected[case.name] for case in cases]
     assert run.thinker.stats()["preemptions"] > 0
     assert run.talker.stats()["preemptions"] > 0
 
 
-def test_the_talker_starts_before_the_thinker_has_ended(omni_dir: Path, pipeline: Callable[..., Pipeline]) -> None:
+def test_the_talker_starts_before_the_thinker_has_ended(tiny_dir: Path, pipeline: Callable[..., Pipeline]) -> None:
     run = pipeline()
     order: list[str] = []
     take = run._take
@@ -134,42 +134,42 @@ def test_the_talker_starts_before_the_thinker_has_ended(omni_dir: Path, pipeline
         take(stage, output, answer)
 
     run._take = note  # type: ignore[method-assign]
-    run.run(asks(omni_dir, [BY_NAME["text"]]))
+    run.run(asks(tiny_dir, [BY_NAME["text"]]))
     # prefill and one step of the thinker, and the talker has its prompt: the reply's first token has its row
     assert order[:3] == ["thinker", "thinker", "talker"]
     assert order.index("talker") < len(order) - order[::-1].index("thinker") - 1
 
 
-def test_the_other_voice(omni_dir: Path, pipeline: Callable[..., Pipeline], expected: dict[str, Codes]) -> None:
-    answers = pipeline().run(asks(omni_dir, voice="Ethan"))
-    others = [reference_answer(omni_dir, processed(omni_dir, case), case, voice="Ethan") for case in CASES]
+def test_the_other_voice(tiny_dir: Path, pipeline: Callable[..., Pipeline], expected: dict[str, Codes]) -> None:
+    answers = pipeline().run(asks(tiny_dir, voice="Ethan"))
+    others = [reference_answer(tiny_dir, processed(tiny_dir, case), case, voice="Ethan") for case in CASES]
     assert said(answers) == others
     assert {answer.spoken[0]["voice"] for answer in answers} == {"Ethan"}
     assert others != list(expected.values())
 
 
 @pytest.mark.parametrize("tokens", [2, 3, 4, 7])
-def test_short_replies(omni_dir: Path, pipeline: Callable[..., Pipeline], tokens: int) -> None:
+def test_short_replies(tiny_dir: Path, pipeline: Callable[..., Pipeline], tokens: int) -> None:
     case = BY_NAME["audio"]
-    [answer] = pipeline().run(asks(omni_dir, [case], tokens=tokens))
+    [answer] = pipeline().run(asks(tiny_dir, [case], tokens=tokens))
     assert len(answer.reply) == tokens
     assert (answer.reply, codes_of(answer)) == reference_answer(
-        omni_dir, processed(omni_dir, case), case, thinker_tokens=tokens
+        tiny_dir, processed(tiny_dir, case), case, thinker_tokens=tokens
     )
 
 
 def test_a_padded_prompt_of_the_reference_is_the_form_it_was_trained_in(
-    omni_dir: Path, encoder: Encoder, thinker: Thinker, expected: dict[str, Codes]
+    tiny_dir: Path, encoder: Encoder, thinker: Thinker, expected: dict[str, Codes]
 ) -> None:
-    trained = Talker(context(omni_dir, "talker", options={"prompt_form": "trained"}))
-    answers = said(Pipeline(encoder, thinker, trained).run(asks(omni_dir)))
-    pad = reference(omni_dir).config.thinker_config.pad_token_id
+    trained = Talker(context(tiny_dir, "talker", options={"prompt_form": "trained"}))
+    answers = said(Pipeline(encoder, thinker, trained).run(asks(tiny_dir)))
+    pad = library_model(tiny_dir).config.thinker_config.pad_token_id
     for case, answer in zip(CASES, answers, strict=True):
-        inputs = dict(processed(omni_dir, case))
+        inputs = dict(processed(tiny_dir, case))
         inputs["input_ids"] = torch.cat([torch.tensor([[pad]]), inputs["input_ids"]], dim=1)
         zero = torch.zeros(1, 1, dtype=inputs["attention_mask"].dtype)
         inputs["attention_mask"] = torch.cat([zero, inputs["attention_mask"]], dim=1)
-        assert answer == reference_answer(omni_dir, inputs, case)
+        assert answer == reference_answer(tiny_dir, inputs, case)
     if generate_drops_mask():
         assert answers != list(expected.values())
     else:
@@ -188,9 +188,9 @@ class ShowsMedia(Thinker):
 
 @pytest.mark.parametrize("case", WITH_MEDIA, ids=lambda case: case.name)
 def test_media_left_in_the_rows_would_change_the_codes(
-    omni_dir: Path, encoder: Encoder, talker: Talker, expected: dict[str, Codes], case: Case
+    tiny_dir: Path, encoder: Encoder, talker: Talker, expected: dict[str, Codes], case: Case
 ) -> None:
-    [answer] = Pipeline(encoder, ShowsMedia(context(omni_dir, "thinker")), talker).run(asks(omni_dir, [case]))
+    [answer] = Pipeline(encoder, ShowsMedia(context(tiny_dir, "thinker")), talker).run(asks(tiny_dir, [case]))
     reply, codes = expected[case.name]
     assert answer.reply == reply
     assert codes_of(answer) != codes
@@ -216,19 +216,19 @@ class SmallerEnd(Talker):
 
 @pytest.mark.parametrize("spoilt", [ShiftsRows, SmallerEnd])
 def test_rows_out_of_place_would_change_the_codes(
-    omni_dir: Path, encoder: Encoder, thinker: Thinker, expected: dict[str, Codes], spoilt: type[Talker]
+    tiny_dir: Path, encoder: Encoder, thinker: Thinker, expected: dict[str, Codes], spoilt: type[Talker]
 ) -> None:
-    talker = spoilt(context(omni_dir, "talker"))
-    assert said(Pipeline(encoder, thinker, talker).run(asks(omni_dir))) != list(expected.values())
+    talker = spoilt(context(tiny_dir, "talker"))
+    assert said(Pipeline(encoder, thinker, talker).run(asks(tiny_dir))) != list(expected.values())
 
 
 # --- chunk by chunk --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def chunks(omni_dir: Path, encoder: Encoder, thinker: Thinker, talker: Talker) -> list[tuple[Payload, bool]]:
+def chunks(tiny_dir: Path, encoder: Encoder, thinker: Thinker, talker: Talker) -> list[tuple[Payload, bool]]:
     """What left the thinker for the talker, of one request."""
-    [answer] = Pipeline(encoder, thinker, talker).run(asks(omni_dir, [BY_NAME["image"]]))
+    [answer] = Pipeline(encoder, thinker, talker).run(asks(tiny_dir, [BY_NAME["image"]]))
     request = stage_request("thinker", upstreams={"input"})
     pairs = [(TRANSFERS["thinker", "talker"](request, output), output.finished) for output in answer.thought]
     return [(payload, final) for payload, final in pairs if payload is not None]
@@ -386,6 +386,6 @@ def test_the_talker_makes_no_text(talker: Talker) -> None:
         talker.decode_text([1], skip_special_tokens=True)
 
 
-def test_an_unknown_prompt_form_names_the_nearest(omni_dir: Path) -> None:
+def test_an_unknown_prompt_form_names_the_nearest(tiny_dir: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'trained'"):
-        Talker(context(omni_dir, "talker", options={"prompt_form": "train"}))
+        Talker(context(tiny_dir, "talker", options={"prompt_form": "train"}))

@@ -15,8 +15,8 @@ from qwen2_5_omni_family import (
     context,
     encoded,
     input_payload,
+    library_model,
     processed,
-    reference,
     reference_answer,
     sent,
     stage_request,
@@ -37,19 +37,19 @@ BY_NAME = {case.name: case for case in CASES}
 
 
 @pytest.fixture(scope="module")
-def encoder(omni_dir: Path) -> Encoder:
-    return Encoder(context(omni_dir, "encoder"))
+def encoder(tiny_dir: Path) -> Encoder:
+    return Encoder(context(tiny_dir, "encoder"))
 
 
 @pytest.fixture(scope="module")
-def thinker(omni_dir: Path) -> Thinker:
-    return Thinker(context(omni_dir, "thinker"))
+def thinker(tiny_dir: Path) -> Thinker:
+    return Thinker(context(tiny_dir, "thinker"))
 
 
 @pytest.fixture(scope="module")
-def expected(omni_dir: Path) -> dict[str, list[int]]:
+def expected(tiny_dir: Path) -> dict[str, list[int]]:
     """The reference's replies."""
-    return {case.name: reference_answer(omni_dir, processed(omni_dir, case), case)[0] for case in CASES}
+    return {case.name: reference_answer(tiny_dir, processed(tiny_dir, case), case)[0] for case in CASES}
 
 
 def feed_prompt(thinker: Thinker, payload: Payload, chunks: list[tuple[Payload, bool]]) -> Prompt | None:
@@ -64,8 +64,8 @@ def feed_prompt(thinker: Thinker, payload: Payload, chunks: list[tuple[Payload, 
     return fed.prompt
 
 
-def prompt_of(omni_dir: Path, thinker: Thinker, encoder: Encoder, case: Case) -> Prompt:
-    payload = input_payload(processed(omni_dir, case), case)
+def prompt_of(tiny_dir: Path, thinker: Thinker, encoder: Encoder, case: Case) -> Prompt:
+    payload = input_payload(processed(tiny_dir, case), case)
     prompt = feed_prompt(thinker, payload, encoded(encoder, payload) if payload["media"] else [])
     assert prompt is not None
     return prompt
@@ -78,9 +78,9 @@ class Run:
         self.thinker = thinker
         self.engine = AutoregressiveEngine(thinker, AutoregressiveConfig(**{"num_blocks": 400, **config}))
 
-    def __call__(self, omni_dir: Path, encoder: Encoder, cases: list[Case]) -> dict[str, list[int]]:
+    def __call__(self, tiny_dir: Path, encoder: Encoder, cases: list[Case]) -> dict[str, list[int]]:
         for case in cases:
-            self._add(case.name, input_payload(processed(omni_dir, case), case), encoder)
+            self._add(case.name, input_payload(processed(tiny_dir, case), case), encoder)
         replies: dict[str, list[int]] = {case.name: [] for case in cases}
         self.cached = dict.fromkeys(replies, 0)
         while self.engine.has_work():
@@ -107,9 +107,9 @@ class Run:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_reply_is_the_references(
-    omni_dir: Path, thinker: Thinker, encoder: Encoder, expected: dict[str, list[int]], name: str
+    tiny_dir: Path, thinker: Thinker, encoder: Encoder, expected: dict[str, list[int]], name: str
 ) -> None:
-    assert Run(thinker)(omni_dir, encoder, [BY_NAME[name]]) == {name: expected[name]}
+    assert Run(thinker)(tiny_dir, encoder, [BY_NAME[name]]) == {name: expected[name]}
 
 
 def test_replies_depend_on_the_prompt_and_some_end_by_themselves(expected: dict[str, list[int]]) -> None:
@@ -117,51 +117,51 @@ def test_replies_depend_on_the_prompt_and_some_end_by_themselves(expected: dict[
     assert any(len(reply) < THINKER_TOKENS for reply in expected.values())
 
 
-def test_in_a_batch(omni_dir: Path, thinker: Thinker, encoder: Encoder, expected: dict[str, list[int]]) -> None:
-    assert Run(thinker)(omni_dir, encoder, list(CASES)) == expected
+def test_in_a_batch(tiny_dir: Path, thinker: Thinker, encoder: Encoder, expected: dict[str, list[int]]) -> None:
+    assert Run(thinker)(tiny_dir, encoder, list(CASES)) == expected
 
 
 def test_with_chunked_prefill(
-    omni_dir: Path, thinker: Thinker, encoder: Encoder, expected: dict[str, list[int]]
+    tiny_dir: Path, thinker: Thinker, encoder: Encoder, expected: dict[str, list[int]]
 ) -> None:
-    assert Run(thinker, max_tokens_per_step=37)(omni_dir, encoder, list(CASES)) == expected
+    assert Run(thinker, max_tokens_per_step=37)(tiny_dir, encoder, list(CASES)) == expected
 
 
-def test_after_a_prefix_hit(omni_dir: Path, thinker: Thinker, encoder: Encoder, expected: dict[str, list[int]]) -> None:
+def test_after_a_prefix_hit(tiny_dir: Path, thinker: Thinker, encoder: Encoder, expected: dict[str, list[int]]) -> None:
     run = Run(thinker)
-    run(omni_dir, encoder, list(CASES))
-    assert run(omni_dir, encoder, list(CASES)) == expected
+    run(tiny_dir, encoder, list(CASES))
+    assert run(tiny_dir, encoder, list(CASES)) == expected
     assert all(run.cached.values())
 
 
-def test_after_preemption(omni_dir: Path, thinker: Thinker, encoder: Encoder, expected: dict[str, list[int]]) -> None:
+def test_after_preemption(tiny_dir: Path, thinker: Thinker, encoder: Encoder, expected: dict[str, list[int]]) -> None:
     cases = [BY_NAME[name] for name in ("text", "image", "audio")]
-    run = Run(thinker, prefix_caching=False, **tight(omni_dir, cases))
-    assert run(omni_dir, encoder, cases) == {case.name: expected[case.name] for case in cases}
+    run = Run(thinker, prefix_caching=False, **tight(tiny_dir, cases))
+    assert run(tiny_dir, encoder, cases) == {case.name: expected[case.name] for case in cases}
     assert run.engine.stats()["preemptions"] > 0
 
 
 def test_another_picture_is_no_prefix_hit(
-    omni_dir: Path, thinker: Thinker, encoder: Encoder, expected: dict[str, list[int]]
+    tiny_dir: Path, thinker: Thinker, encoder: Encoder, expected: dict[str, list[int]]
 ) -> None:
     image = BY_NAME["image"]
     other = replace(image, images=(4,))  # of the same size: the same ids
-    first, second = (processed(omni_dir, case) for case in (image, other))
+    first, second = (processed(tiny_dir, case) for case in (image, other))
     assert torch.equal(first["input_ids"], second["input_ids"])
     run = Run(thinker)
-    run(omni_dir, encoder, [image])
-    reply = run(omni_dir, encoder, [other])[image.name]
+    run(tiny_dir, encoder, [image])
+    reply = run(tiny_dir, encoder, [other])[image.name]
     assert run.cached[image.name] < 16 + 5  # no block that holds a row of the picture
-    assert reply == reference_answer(omni_dir, second, other)[0]
+    assert reply == reference_answer(tiny_dir, second, other)[0]
     assert reply != expected[image.name]
 
 
-def test_one_weight_changed_changes_the_reply(omni_dir: Path, encoder: Encoder, expected: dict[str, list[int]]) -> None:
-    spoilt = Thinker(context(omni_dir, "thinker"))
+def test_one_weight_changed_changes_the_reply(tiny_dir: Path, encoder: Encoder, expected: dict[str, list[int]]) -> None:
+    spoilt = Thinker(context(tiny_dir, "thinker"))
     with torch.no_grad():
         spoilt._model.layers[1].self_attn.q_proj.weight[0].neg_()
         spoilt._model.layers[1].self_attn.q_proj.weight[:, 0] += 1
-    assert Run(spoilt)(omni_dir, encoder, list(CASES)) != expected
+    assert Run(spoilt)(tiny_dir, encoder, list(CASES)) != expected
 
 
 # --- prompts ---------------------------------------------------------------------------------------------------------
@@ -169,12 +169,12 @@ def test_one_weight_changed_changes_the_reply(omni_dir: Path, encoder: Encoder, 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_embeddings_and_positions_are_the_librarys(
-    omni_dir: Path, thinker: Thinker, encoder: Encoder, name: str
+    tiny_dir: Path, thinker: Thinker, encoder: Encoder, name: str
 ) -> None:
     case = BY_NAME[name]
-    inputs = processed(omni_dir, case)
+    inputs = processed(tiny_dir, case)
     seen: dict[str, torch.Tensor] = {}
-    model = reference(omni_dir).thinker
+    model = library_model(tiny_dir).thinker
 
     def note(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         seen.setdefault("embeds", kwargs["inputs_embeds"][0].clone())
@@ -182,7 +182,7 @@ def test_embeddings_and_positions_are_the_librarys(
 
     with model.model.language_model.register_forward_pre_hook(note, with_kwargs=True):
         model.generate(**inputs, max_new_tokens=1, use_audio_in_video=case.use_audio_in_video)
-    prompt = prompt_of(omni_dir, thinker, encoder, case)
+    prompt = prompt_of(tiny_dir, thinker, encoder, case)
     embeds = prompt.embeds if prompt.embeds is not None else thinker.embed(torch.tensor(prompt.token_ids), None)
     assert prompt.token_ids == inputs["input_ids"][0].tolist()
     torch.testing.assert_close(embeds, seen["embeds"], atol=1e-5, rtol=0)
@@ -192,18 +192,18 @@ def test_embeddings_and_positions_are_the_librarys(
 
 
 def test_text_is_embedded_by_the_engine_and_shared_by_its_ids(
-    omni_dir: Path, thinker: Thinker, encoder: Encoder
+    tiny_dir: Path, thinker: Thinker, encoder: Encoder
 ) -> None:
-    prompt = prompt_of(omni_dir, thinker, encoder, BY_NAME["text"])
+    prompt = prompt_of(tiny_dir, thinker, encoder, BY_NAME["text"])
     assert prompt.embeds is None
     assert prompt.identity is None
     assert prompt.modality_tokens == {"text": len(prompt.token_ids)}
 
 
-def test_what_each_token_of_a_mixed_prompt_is(omni_dir: Path, thinker: Thinker, encoder: Encoder) -> None:
+def test_what_each_token_of_a_mixed_prompt_is(tiny_dir: Path, thinker: Thinker, encoder: Encoder) -> None:
     case = BY_NAME["mixed"]
-    prompt = prompt_of(omni_dir, thinker, encoder, case)
-    again = prompt_of(omni_dir, thinker, encoder, case)
+    prompt = prompt_of(tiny_dir, thinker, encoder, case)
+    again = prompt_of(tiny_dir, thinker, encoder, case)
     assert prompt.identity is not None
     assert list(prompt.identity) == list(again.identity or ())
     media = prompt.extras[MEDIA_ROWS].tolist()
@@ -219,9 +219,9 @@ def test_what_each_token_of_a_mixed_prompt_is(omni_dir: Path, thinker: Thinker, 
     assert {"image", "audio", "video"} < counts.keys()
 
 
-def test_the_same_clip_at_another_pace_is_something_else(omni_dir: Path, thinker: Thinker, encoder: Encoder) -> None:
+def test_the_same_clip_at_another_pace_is_something_else(tiny_dir: Path, thinker: Thinker, encoder: Encoder) -> None:
     case = BY_NAME["video"]
-    payload = input_payload(processed(omni_dir, case), case)
+    payload = input_payload(processed(tiny_dir, case), case)
     slower = {**payload, "media": [{**payload["media"][0], "second_per_grid": 7.0}]}
     first, second = (feed_prompt(thinker, p, encoded(encoder, p)) for p in (payload, slower))
     assert first is not None
@@ -232,9 +232,9 @@ def test_the_same_clip_at_another_pace_is_something_else(omni_dir: Path, thinker
     assert not torch.equal(first.positions, second.positions)
 
 
-def test_the_encoder_may_come_first(omni_dir: Path, thinker: Thinker, encoder: Encoder) -> None:
+def test_the_encoder_may_come_first(tiny_dir: Path, thinker: Thinker, encoder: Encoder) -> None:
     case = BY_NAME["mixed"]
-    payload = input_payload(processed(omni_dir, case), case)
+    payload = input_payload(processed(tiny_dir, case), case)
     state = thinker.begin(stage_request("thinker", upstreams={"input", "encoder"}))
     for chunk, final in encoded(encoder, payload):
         assert thinker.feed(state, "encoder", chunk, final=final).prompt is None
@@ -263,18 +263,18 @@ def test_ids_outside_the_vocabulary(thinker: Thinker, wrong: int) -> None:
     assert caught.value.field == "prompt_token_ids"
 
 
-def test_more_placeholders_than_rows(omni_dir: Path, thinker: Thinker, encoder: Encoder) -> None:
+def test_more_placeholders_than_rows(tiny_dir: Path, thinker: Thinker, encoder: Encoder) -> None:
     case = BY_NAME["image"]
-    payload = input_payload(processed(omni_dir, case), case)
+    payload = input_payload(processed(tiny_dir, case), case)
     image = int(payload["token_ids"].mode().values)
     payload["token_ids"] = torch.cat([payload["token_ids"], torch.tensor([image])])
     with pytest.raises(InvalidRequest, match="the prompt has 26 image placeholder tokens; its image content is 25"):
         feed_prompt(thinker, payload, encoded(encoder, payload))
 
 
-def test_rows_without_a_frame_of_tokens(omni_dir: Path, thinker: Thinker, encoder: Encoder) -> None:
+def test_rows_without_a_frame_of_tokens(tiny_dir: Path, thinker: Thinker, encoder: Encoder) -> None:
     case = BY_NAME["image"]
-    payload = input_payload(processed(omni_dir, case), case)
+    payload = input_payload(processed(tiny_dir, case), case)
     image = int(payload["token_ids"].mode().values)
     start = thinker._positions._index.config.vision_start_token_id
     payload["token_ids"] = torch.tensor([image] * 25 + [start])  # a start at the very end: the library looks behind it
@@ -282,9 +282,9 @@ def test_rows_without_a_frame_of_tokens(omni_dir: Path, thinker: Thinker, encode
         feed_prompt(thinker, payload, encoded(encoder, payload))
 
 
-def test_rows_of_other_media_than_the_prompts(omni_dir: Path, thinker: Thinker, encoder: Encoder) -> None:
+def test_rows_of_other_media_than_the_prompts(tiny_dir: Path, thinker: Thinker, encoder: Encoder) -> None:
     case = BY_NAME["mixed"]
-    payload = input_payload(processed(omni_dir, case), case)
+    payload = input_payload(processed(tiny_dir, case), case)
     chunks = encoded(encoder, payload)
     with pytest.raises(StageFailed, match="the prompt has 5 media"):
         feed_prompt(thinker, payload, [*chunks[:3], (chunks[3][0], True)])
@@ -293,22 +293,22 @@ def test_rows_of_other_media_than_the_prompts(omni_dir: Path, thinker: Thinker, 
 # --- defaults --------------------------------------------------------------------------------------------------------
 
 
-def test_defaults_are_those_of_generate(omni_dir: Path, thinker: Thinker) -> None:
-    generation = reference(omni_dir).thinker.generation_config
+def test_defaults_are_those_of_generate(tiny_dir: Path, thinker: Thinker) -> None:
+    generation = library_model(tiny_dir).thinker.generation_config
     assert thinker.end_token_ids == {generation.eos_token_id}
     assert thinker.default_sampling.temperature == 0.0
     assert not generation.do_sample
     assert thinker.default_sampling.max_tokens == 1024
 
 
-def test_text_of_a_reply(omni_dir: Path, thinker: Thinker) -> None:
-    ids = processed(omni_dir, BY_NAME["text"])["input_ids"][0].tolist()
+def test_text_of_a_reply(tiny_dir: Path, thinker: Thinker) -> None:
+    ids = processed(tiny_dir, BY_NAME["text"])["input_ids"][0].tolist()
     assert thinker.decode_text(ids, skip_special_tokens=False).startswith("<|im_start|>user\nwrite a few")
     assert thinker.decode_text(ids, skip_special_tokens=True).startswith("user\nwrite a few")
 
 
-def test_without_a_tokenizer_there_is_no_text(omni_dir: Path, tmp_path: Path) -> None:
-    for path in omni_dir.iterdir():
+def test_without_a_tokenizer_there_is_no_text(tiny_dir: Path, tmp_path: Path) -> None:
+    for path in tiny_dir.iterdir():
         if not path.name.startswith(("tokenizer", "vocab", "merges", "added", "special")):
             (tmp_path / path.name).symlink_to(path)
     bare = Thinker(context(tmp_path, "thinker"))
@@ -316,10 +316,10 @@ def test_without_a_tokenizer_there_is_no_text(omni_dir: Path, tmp_path: Path) ->
     assert bare.end_token_ids
 
 
-def test_a_checkpoint_that_does_not_speak_captures_nothing(omni_dir: Path, tmp_path: Path) -> None:
-    for path in omni_dir.iterdir():
+def test_a_checkpoint_that_does_not_speak_captures_nothing(tiny_dir: Path, tmp_path: Path) -> None:
+    for path in tiny_dir.iterdir():
         if path.name != "config.json":
             (tmp_path / path.name).symlink_to(path)
-    text = (omni_dir / "config.json").read_text()
+    text = (tiny_dir / "config.json").read_text()
     (tmp_path / "config.json").write_text(text.replace('"enable_audio_output": true', '"enable_audio_output": false'))
     assert Thinker(context(tmp_path, "thinker")).kv.capture_width == 0

@@ -418,7 +418,9 @@ def test_retained_payloads_over_the_limit_come_back_from_the_file(system: System
 def test_a_broken_start_is_the_workers_own_error(system: System, toy_dir: Path) -> None:
     async def body() -> None:
         omni = AsyncOmni(toy_dir, config={"stages": {"counter": {"options": {"broken": True}}}})
-        with pytest.raises(ConfigError, match=r"worker 'counter.0-1' could not start: RuntimeError: the weights are gone"):
+        with pytest.raises(
+            ConfigError, match=r"worker 'counter.0-1' could not start: RuntimeError: the weights are gone"
+        ):
             await omni.start()
         assert not os.path.exists(omni.orchestrator.runtime_dir)
 

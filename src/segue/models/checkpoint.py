@@ -164,3 +164,8 @@ def load_module(
     else:
         checkpoint.fill(module, located, device=ctx.device, dtype=dtype, progress=ctx.progress)
     return module.to(ctx.device).eval().requires_grad_(False)
+
+
+def held_bytes(module: nn.Module) -> int:
+    """Memory of a module's parameters and buffers, in bytes."""
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))

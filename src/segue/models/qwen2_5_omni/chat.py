@@ -11,9 +11,9 @@ from typing import Any
 import jinja2
 import torch
 
+from segue.kernels.torchvision_shim import ensure_torchvision
 from segue.messages.errors import ConfigError, InvalidRequest
 from segue.messages.request import MediaPart, Message
-from segue.kernels.torchvision_shim import ensure_torchvision
 
 ensure_torchvision()  # before anything of transformers
 

@@ -27,6 +27,7 @@ from segue.engines.autoregressive.contract import Fed, FlatBatch, KVSpec, Prompt
 from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.messages.errors import ConfigError, NotFound, StageFailed, nearest
 from segue.messages.sampling import SamplingParams
+from segue.models.checkpoint import held_bytes
 from segue.models.qwen2_5_omni.library import PAGED, Qwen2_5OmniConfig
 from segue.models.qwen2_5_omni.loading import (
     kv_spec,
@@ -94,6 +95,7 @@ class Talker:
         self.device = ctx.device
         self.dtype = ctx.dtype
         self.kv: KVSpec = kv_spec(net.model, ctx.dtype)
+        self.weight_bytes: int = held_bytes(net)
         self.vocab_size: int = talker.vocab_size
         self.max_model_len: int = min(
             ctx.max_model_len or talker.max_position_embeddings, talker.max_position_embeddings
