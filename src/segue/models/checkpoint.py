@@ -15,6 +15,7 @@ import msgspec
 import torch
 from accelerate import init_empty_weights  # type: ignore[import-untyped]
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from segue.engines.contract import LoadContext
 from segue.messages.errors import ConfigError
