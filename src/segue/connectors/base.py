@@ -28,7 +28,7 @@ class Connector(Protocol):
     def release(self, request_id: str, metadata: dict[str, Any] | None = None) -> None:
         """Free what this side holds for the request: as producer what nobody has taken, as consumer what it has taken.
 
-        With the metadata of one payload, only that one: a consumer frees each chunk of a stream when it is done with it.
+        With the metadata of one payload, only that one: so a consumer frees each chunk when it is done with it.
         """
 
     def close(self) -> None:

@@ -35,12 +35,13 @@ _LIST, _TUPLE, _TENSOR, _BYTES = range(4)
 _PLAIN = frozenset({type(None), bool, int, float, str})
 _MAX_BYTES = 2**62
 
-_DTYPES: dict[str, torch.dtype] = {
+DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
     # a quantised tensor is more than its bytes (scale, zero point)
-    if isinstance(dtype, torch.dtype) and not str(dtype).startswith(("torch.q", "torch.quint"))
+    if isinstance(dtype, torch.dtype) and not str(dtype).startswith("torch.q")
 }
+"""What tensors may be, by the name in the header."""
 _CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """Item size → the dtype a tensor is copied as: not every dtype has a copy kernel, and bits must not change."""
 
@@ -116,10 +117,11 @@ class _Layout:
     end: int = 0
 
     def place(self, part: Tensor | bytes, size: int) -> int:
+        if size == 0:
+            return 0
         offset = _aligned(self.end)
-        if size:
-            self.parts.append((offset, part))
-            self.end = offset + size
+        self.parts.append((offset, part))
+        self.end = offset + size
         return offset
 
     def node(self, value: Any, path: str, depth: int) -> Any:
@@ -154,7 +156,7 @@ class _Layout:
 
     def tensor(self, value: Tensor, path: str) -> Any:
         name = str(value.dtype).removeprefix("torch.")
-        if value.layout is not torch.strided or name not in _DTYPES:
+        if value.layout is not torch.strided or name not in DTYPES:
             raise PayloadError(
                 f"{path} is a {value.layout} tensor of {value.dtype}; it must be strided and not quantised", field=path
             )
@@ -242,7 +244,7 @@ class _Builder:
         return start
 
     def tensor(self, name: str, shape: list[int], offset: int) -> Tensor:
-        dtype = _DTYPES.get(name)
+        dtype = DTYPES.get(name)
         if dtype is None:
             raise PayloadError(f"the payload's header names the dtype {name!r}, which this torch does not have")
         if any(length < 0 for length in shape) or len(shape) > MAX_DEPTH:
