@@ -83,7 +83,7 @@ class InProcessConnector:
         with self._lock:
             self._check_open()
             held = self._requests.get(request_id, {})
-            for number in list(held) if metadata is None else [metadata["number"]]:
+            for number in list(held) if metadata is None else [metadata.get("number")]:
                 if number in held:
                     self._in_use -= held.pop(number).size
             if not held:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -34,10 +34,10 @@ class _Inline(msgspec.Struct, frozen=True, tag_field="kind", tag="inline"):
 class _Placed(msgspec.Struct, frozen=True, tag_field="kind", tag="slot"):
     address: str
     pool: bytes
-    segment: int
-    page: int
-    generation: int
-    size: int
+    segment: Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+    page: Annotated[int, msgspec.Meta(ge=0)]
+    generation: Annotated[int, msgspec.Meta(ge=1, lt=2**40)]
+    size: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _Taken(msgspec.Struct):
@@ -170,7 +170,7 @@ class SharedMemoryConnector:
         With the metadata of one payload: only that one.
         """
         self._check_open()
-        key = None if metadata is None else (metadata["pool"], metadata.get("generation", 0))
+        key = None if metadata is None else (metadata.get("pool"), metadata.get("generation", 0))
         if key is None:
             self._pool.release(request_id)
         elif key[0] == self._pool_id:
