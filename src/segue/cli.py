@@ -6,8 +6,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from segue.messages.errors import ConfigError, SegueError, nearest
+
+if TYPE_CHECKING:
+    from segue.server.settings import ServerSettings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,6 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--api-key", help="require this bearer token")
     serve.add_argument("--media-root", type=Path, help="allow file paths below this directory as media URLs")
     serve.add_argument("--media-host", action="append", default=[], help="allow media from this http(s) host")
+    serve.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
     serve.set_defaults(run=_serve)
 
     generate = commands.add_parser("generate", help="run one request and write what comes out")
@@ -75,8 +80,28 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
+    import asyncio
+
+    from segue.media.sources import MediaPolicy
+    from segue.observe.logging import configure_logging
+    from segue.server.settings import ServerSettings
+
+    configure_logging(arguments.log_level)
+    settings = ServerSettings(
+        host=arguments.host,
+        port=arguments.port,
+        api_key=arguments.api_key,
+        media=MediaPolicy(media_root=arguments.media_root, http_hosts=frozenset(arguments.media_host)),
+    )
+    return asyncio.run(_serve_until_told(arguments, settings))
+
+
+async def _serve_until_told(arguments: argparse.Namespace, settings: ServerSettings) -> int:
+    """Answer `/health` at once, requests when every stage is ready; stop the stages when the server has drained."""
+    import asyncio
+
     from segue.orchestrator.omni import AsyncOmni, StartBars
-    from segue.server.app import ServerSettings, serve
+    from segue.server.serve import http_server, listen
 
     bars = StartBars()
     omni = AsyncOmni(
@@ -87,14 +112,27 @@ def _serve(arguments: argparse.Namespace) -> int:
         name=arguments.name,
         on_progress=bars.show,
     )
-    settings = ServerSettings(
-        host=arguments.host,
-        port=arguments.port,
-        api_key=arguments.api_key,
-        media_root=arguments.media_root,
-        media_hosts=arguments.media_host,
-    )
-    return serve(omni, settings)
+    sock = listen(settings.host, settings.port)
+    server = http_server(omni, settings)
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    starting = asyncio.create_task(omni.start())
+    try:
+        await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            await starting
+            bars.close()
+            host, port = sock.getsockname()[:2]
+            print(f"segue: {omni.card.name} is served at http://{host}:{port}", flush=True)
+        else:
+            starting.cancel()
+        await serving
+    finally:
+        bars.close()
+        server.should_exit = True
+        await asyncio.gather(serving, starting, return_exceptions=True)
+        await omni.stop()
+        sock.close()
+    return 0
 
 
 def _generate(arguments: argparse.Namespace) -> int:

@@ -25,8 +25,10 @@ from segue.kernels.paged_attention import library_attention  # isort: skip (torc
 THINKER_TOKENS = 24
 TALKER_TOKENS = 60
 CPU = torch.device("cpu")
-IMAGE, VIDEO, AUDIO = "<|vision_bos|><|IMAGE|><|vision_eos|>", "<|vision_bos|><|VIDEO|><|vision_eos|>", (
-    "<|audio_bos|><|AUDIO|><|audio_eos|>"
+IMAGE, VIDEO, AUDIO = (
+    "<|vision_bos|><|IMAGE|><|vision_eos|>",
+    "<|vision_bos|><|VIDEO|><|vision_eos|>",
+    ("<|audio_bos|><|AUDIO|><|audio_eos|>"),
 )
 
 
@@ -69,9 +71,7 @@ CASES = (
     Case("audio", f"{AUDIO}what was said", audio=(2,)),
     Case("video", f"{VIDEO}what happens here", videos=(3,)),
     Case("video with sound", f"{VIDEO}and what is heard", videos=(4,), audio=(5,), use_audio_in_video=True),
-    Case(
-        "mixed", f"{IMAGE}{AUDIO} between {VIDEO}{IMAGE} and {AUDIO} all", images=(6, 7), audio=(8, 9), videos=(10,)
-    ),
+    Case("mixed", f"{IMAGE}{AUDIO} between {VIDEO}{IMAGE} and {AUDIO} all", images=(6, 7), audio=(8, 9), videos=(10,)),
 )
 
 

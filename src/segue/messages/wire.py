@@ -16,6 +16,7 @@ import msgspec
 
 from segue.messages.deltas import AudioDelta, ImageDelta, TextDelta
 from segue.messages.request import Request
+from segue.messages.stats import WorkerStats
 
 ClientDelta = TextDelta | AudioDelta | ImageDelta
 
@@ -176,20 +177,9 @@ class Failed(msgspec.Struct, tag=True):
     field: str | None = None
 
 
-class Histogram(msgspec.Struct):
-    """Cumulative since start, Prometheus style: `counts[i]` observations at or below `bounds[i]`, last one: all."""
-
-    bounds: list[float]
-    counts: list[int]
-    total: float = 0.0
-
-
 class Stats(msgspec.Struct, tag=True):
     worker: str
-    stages: dict[str, dict[str, float]]
-    """Gauges and counters by stage."""
-    histograms: dict[str, dict[str, Histogram]]
-    """By stage (`step_seconds`) or by edge `a->b` (`hop_seconds`, `hop_bytes`)."""
+    stages: list[WorkerStats]
 
 
 # ── worker → worker ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -14,13 +14,14 @@ from typing import Any, Self
 from tqdm import tqdm
 
 from segue.graph.loader import load_plan
-from segue.media.parts import MediaPolicy, parse_messages
+from segue.media.parts import messages_from
+from segue.media.sources import MediaPolicy
 from segue.messages.deltas import Delta, Finished
 from segue.messages.errors import InvalidRequest, NotFound, nearest
 from segue.messages.request import Request
 from segue.messages.sampling import SamplingParams, check_sampling, sampling_from
 from segue.models.registry import family_of, read_config
-from segue.observe.metrics import ControlPlaneMetrics, render_worker_stats
+from segue.observe.stats import render_worker_stats
 from segue.orchestrator.orchestrator import OnProgress, Orchestrator
 from segue.orchestrator.outputs import Collector, RequestOutput
 from segue.orchestrator.service import Health, ModelCard
@@ -73,7 +74,6 @@ class AsyncOmni:
             created=int(time.time()),
         )
         self._policy = MediaPolicy(allow_paths=True, max_bytes=self.plan.limits.max_media_bytes)
-        self._metrics = ControlPlaneMetrics()
         self.orchestrator = Orchestrator(
             self.plan,
             family=family.name,
@@ -81,7 +81,6 @@ class AsyncOmni:
             preload=[family.stages_module],
             load_format=load_format,
             on_progress=on_progress,
-            on_finished=self._metrics.request_finished,
         )
 
     async def start(self) -> None:
@@ -108,7 +107,8 @@ class AsyncOmni:
         return self.orchestrator.replicas.health()
 
     def metrics(self) -> bytes:
-        return self._metrics.render() + render_worker_stats(list(self.orchestrator.stats.values()))
+        """Prometheus text exposition of what the workers count."""
+        return render_worker_stats(stage for stats in self.orchestrator.stats.values() for stage in stats.stages)
 
     def stream(self, request: Request) -> AsyncGenerator[Delta]:
         """Deltas as they are made, `Finished` last; raises `SegueError`. Closing the generator cancels the request."""
@@ -151,7 +151,7 @@ class AsyncOmni:
         default_out = min(self.plan.graph.stages[self.plan.graph.main].gives)
         return Request(
             request_id=uuid.uuid4().hex,
-            messages=parse_messages(given["messages"], self._policy) if ids is None else [],
+            messages=messages_from(given["messages"], self._policy) if ids is None else [],
             prompt_token_ids=None if ids is None else [int(token) for token in ids],
             modalities=list(given.get("modalities", modalities) or [default_out]),
             voice=given.get("voice", voice),

@@ -8,6 +8,7 @@ workers' messages; everything else happens in their handlers.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -53,13 +54,12 @@ from segue.messages.wire import (
     decode_for_orchestrator,
     encode,
 )
-from segue.observe.logging import get_logger
 from segue.orchestrator.books import RequestBooks
 from segue.orchestrator.placement import LocalPlacement
 from segue.orchestrator.recovery import StageBook, stages_to_rerun
 from segue.orchestrator.replicas import Replica, Replicas
 
-log = get_logger(__name__)
+log = logging.getLogger(__name__)
 
 GIVE_UP_AFTER = 3
 """Deaths in a row before ready; then the replica is given up."""
@@ -80,7 +80,6 @@ class Orchestrator:
         preload: list[str],
         load_format: str = "auto",
         on_progress: OnProgress | None = None,
-        on_finished: Callable[[RequestBooks, SegueError | None], None] | None = None,
     ) -> None:
         self.plan = plan
         self.graph = plan.graph
@@ -88,7 +87,6 @@ class Orchestrator:
         self._model_dir = model_dir
         self._load_format = load_format
         self._on_progress = on_progress or (lambda worker, fraction, what: None)
-        self._on_finished = on_finished or (lambda books, error: None)
         self.replicas = Replicas(plan.groups, {name: stage.replicas for name, stage in plan.stages.items()})
         self.stats: dict[str, Stats] = {}
         """By worker incarnation."""
@@ -273,7 +271,6 @@ class Orchestrator:
             if replica.worker in workers and replica.state == "ready":
                 self._send(replica.address, Drop(books.id))
         books.queue.put_nowait(error if error is not None else books.finished())
-        self._on_finished(books, error)
         if not self.requests:
             self._idle.set()
 

@@ -1,12 +1,13 @@
 """Payloads kept until the downstream stage has finished with them, so that it can be run again elsewhere.
 
 Bounded: what goes over the limit is written to an unlinked file (nothing can be left behind), oldest request first.
-Where the file cannot be written either (disk full), the request loses its insurance and goes on: if its downstream then dies,
-the stage itself is run again.
+Where the file cannot be written either (disk full), the request loses its insurance and goes on: if its downstream
+then dies, the stage itself is run again.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Iterator
@@ -15,9 +16,8 @@ from typing import BinaryIO
 
 from segue.connectors import payload as codec
 from segue.connectors.base import Payload
-from segue.observe.logging import get_logger
 
-log = get_logger(__name__)
+log = logging.getLogger(__name__)
 
 Key = tuple[str, str, str]
 """request, source stage, target stage"""

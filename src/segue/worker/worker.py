@@ -40,14 +40,11 @@ from segue.messages.wire import (
     decode_for_worker,
     encode,
 )
-from segue.observe.logging import get_logger
 from segue.worker.build import Built, build
 from segue.worker.meter import Meter
 from segue.worker.outbox import Outbox
 from segue.worker.peers import Peers
 from segue.worker.stage import Run, StageRunner
-
-log = get_logger(__name__)
 
 REMEMBER_DROPPED = 4096
 """Ids of requests that are over, so that their late messages are known as such."""
@@ -94,7 +91,7 @@ class Worker:
         """Chunks that overtook their `Begin` or `Moved`."""
         self.dropped: OrderedDict[str, None] = OrderedDict()
         self.replayable = frozenset(spec.replayable)
-        self.meter = Meter(self.name, built.stages, built.inbound)
+        self.meter = Meter(self.name, spec.replica, built.stages, built.inbound)
         self.facts = built.facts
         self.running = True
 
@@ -124,7 +121,7 @@ class Worker:
     def step(self, stage: StageRunner) -> None:
         start = time.monotonic()
         outputs = stage.engine.step()
-        self.meter.stepped(stage.plan.name, time.monotonic() - start)
+        self.meter.stepped(stage.plan.name, time.monotonic() - start, len(outputs))
         emissions: list[Emission] = []
         for output in outputs:
             run = stage.runs.get(output.request_id)
@@ -133,7 +130,9 @@ class Worker:
             if output.error is not None:
                 self.fail(stage, run, output.error)
                 continue
-            run.first = run.first or time.monotonic()
+            if not run.first:
+                run.first = time.monotonic()
+                self.meter.queued(stage.plan.name, run.first - run.began)
             try:
                 emission = stage.emission(run, output)
                 self.hand_on(stage, run, output)
@@ -287,15 +286,16 @@ class Worker:
         """Take the payload and give it to the engine, once."""
         source = chunk.source.stage
         edge = (source, chunk.target)
-        self.meter.hop(edge, time.monotonic() - chunk.sent, chunk.nbytes)
         payload = {}
         if chunk.meta is not None:
             taken = self.connectors[edge].get(source, chunk.target, chunk.request_id, chunk.meta)
             if taken is None:
+                self.meter.lost(edge)
                 # its producer died between sending and our reading; the orchestrator knows which it was
                 self.tell_lost(chunk.request_id, chunk.target, run.begin.attempt, source)
                 return
             payload = taken[0]
+        self.meter.hop(edge, time.monotonic() - chunk.sent, chunk.nbytes)
         run.next_seq[source] = chunk.seq + 1
         known = source in self.replayable and chunk.seq < run.fed.get(source, 0)
         try:
