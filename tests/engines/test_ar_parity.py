@@ -11,6 +11,7 @@ from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.messages.sampling import SamplingParams
 
 PROMPTS = prompts(5, (3, 17, 32, 9, 50))
+ALL = range(len(PROMPTS))
 TOKENS = 20
 GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS)
 
@@ -32,7 +33,7 @@ def driver(adapter, **config) -> Driver:
     return Driver(AutoregressiveEngine(adapter, AutoregressiveConfig(**{"num_blocks": 64, "block_size": 8, **config})))
 
 
-def serve(drive: Driver, sampling: SamplingParams = GREEDY, which=range(len(PROMPTS))) -> list[list[int]]:
+def serve(drive: Driver, sampling: SamplingParams = GREEDY, which=ALL) -> list[list[int]]:
     for index in which:
         drive.add(stage_request(f"r{index}", sampling=sampling), PROMPTS[index])
     results = drive.run()

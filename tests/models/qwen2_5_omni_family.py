@@ -1,5 +1,5 @@
-"""What the tests of this family share: prompts of every kind, the reference's answer to them, and a plain way to run the
-stages without an engine (whole sequences again at every step, under the library's own masks)."""
+"""What the tests of this family share: prompts of every kind, the reference's answer to them, and the stages
+driven as a worker would drive them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from segue.engines.autoregressive.contract import FlatBatch, Prompt
-from segue.engines.contract import LoadContext, Payload, Rows, StageOutput, StageRequest
+from segue.engines.contract import LoadContext, Payload, StageOutput, StageRequest
 from segue.messages.request import Request
-from segue.messages.sampling import SamplingParams
+from segue.messages.sampling import FALLBACK, SamplingParams
 from segue.models.qwen2_5_omni.encoder import Encoder
 from segue.models.qwen2_5_omni.library import Qwen2_5OmniForConditionalGeneration
 from segue.models.qwen2_5_omni.stages import TRANSFERS
 
-from segue.kernels.paged_attention import library_attention  # isort: skip (torchvision is mended by the family)
+# after the family, which mends torchvision
+from segue.engines.autoregressive.config import AutoregressiveConfig  # isort: skip
+from segue.engines.autoregressive.engine import AutoregressiveEngine  # isort: skip
 
 THINKER_TOKENS = 24
 TALKER_TOKENS = 60
@@ -103,6 +104,9 @@ def processor(model_dir: Path) -> Any:
 
 def processed(model_dir: Path, case: Case) -> dict[str, Any]:
     """What the library's processor makes of a case: the reference's input."""
+    with_sound = {}
+    if case.use_audio_in_video:
+        with_sound = {"load_audio_from_video": True, "audio_from_video_indices": list(range(len(case.audio)))}
     text = f"<|im_start|>user\n{case.text}<|im_end|>\n<|im_start|>assistant\n"
     return dict(
         processor(model_dir)(
@@ -110,8 +114,9 @@ def processed(model_dir: Path, case: Case) -> dict[str, Any]:
             images=[_image(seed) for seed in case.images] or None,
             audio=[_audio(seed) for seed in case.audio] or None,
             videos=[_video(seed) for seed in case.videos] or None,
-            use_audio_in_video=case.use_audio_in_video,
             return_tensors="pt",
+            cap_pixels_per_frame=False,
+            **with_sound,
         )
     )
 
@@ -191,126 +196,114 @@ def reference_answer(
     return sequences[0, length:].tolist(), list(codes)
 
 
-# --- the stages without an engine ------------------------------------------------------------------------------------
+# --- the stages, driven as a worker drives them -----------------------------------------------------------------------
 
 
 @dataclass
-class Sequence:
-    """One request in one autoregressive stage."""
+class Answer:
+    """What came of one request."""
 
-    prompt: Prompt
-    generated: list[int] = field(default_factory=list)
-    conditioning: list[torch.Tensor] = field(default_factory=list)
-    tail: torch.Tensor | None = None
-
-    def row(self, index: int) -> torch.Tensor | None:
-        return self.conditioning[index] if index < len(self.conditioning) else self.tail
-
-
-def forward_whole(adapter: Any, sequence: Sequence) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(logits of the last token [vocab], captured rows of all) of a whole sequence, again from its start."""
-    prompt, new = sequence.prompt, torch.tensor(sequence.generated, dtype=torch.long)
-    ids = torch.cat([torch.tensor(prompt.token_ids), new])
-    embeds = prompt.embeds if prompt.embeds is not None else adapter.embed(torch.tensor(prompt.token_ids), None)
-    length = len(prompt.token_ids)
-    positions = prompt.positions
-    assert positions is not None
-    if len(new):
-        rows = torch.stack([sequence.row(index) for index in range(len(new))]) if adapter.conditioned else None
-        embeds = torch.cat([embeds, adapter.embed(new, rows)])
-        after = torch.arange(length, length + len(new)) + prompt.position_delta
-        positions = torch.cat([positions, after.expand(3, -1)], dim=1)
-    batch = FlatBatch(ids, embeds, positions, None, [(prompt, 0, len(ids))])
-    with torch.inference_mode(), library_attention():
-        hidden, captured = adapter.forward(embeds, batch)
-        return adapter.logits(hidden[-1:])[0], captured
+    reply: list[int] = field(default_factory=list)
+    codes: list[int] = field(default_factory=list)
+    """The talker's ids, end token included."""
+    finish: dict[str, str] = field(default_factory=dict)
+    cached_tokens: int = 0
+    modality_tokens: dict[str, int] = field(default_factory=dict)
+    thought: list[StageOutput] = field(default_factory=list)
+    spoken: list[Payload] = field(default_factory=list)
+    """What left for the vocoder."""
 
 
-def next_token(logits: torch.Tensor, seen: list[int], penalty: float) -> int:
-    """Greedy, under a repetition penalty."""
-    logits = logits.clone()
-    ids = torch.tensor(sorted(set(seen)))
-    scores = logits[ids]
-    logits[ids] = torch.where(scores < 0, scores * penalty, scores / penalty)
-    return int(logits.argmax())
+@dataclass
+class Ask:
+    """One request to the pipeline."""
+
+    payload: Payload
+    voice: str | None = None
+    tokens: int = THINKER_TOKENS
 
 
-def thinker_prompt(thinker: Any, encoder: Encoder, payload: Payload) -> Prompt:
-    """Through the encoder and the thinker's door, as the worker would."""
-    upstreams = {"input", "encoder"} if payload["media"] else {"input"}
-    state = thinker.begin(stage_request("thinker", upstreams=upstreams))
-    output = StageOutput("r", payload=payload, finished=True)
+def encoded(encoder: Encoder, payload: Payload) -> list[tuple[Payload, bool]]:
+    """The encoder's chunks for the thinker, one medium per call."""
     request = stage_request("input", upstreams=set())
-    fed = thinker.feed(state, "input", TRANSFERS["input", "thinker"](request, output), final=True)
-    if payload["media"]:
-        assert fed.prompt is None
-        works = encoder.feed("r", "input", TRANSFERS["input", "encoder"](request, output), final=True)
-        for work in works:
-            [result] = encoder.run([work])
-            made = StageOutput("r", payload=result.payload, finished=work.last)
-            chunk = TRANSFERS["encoder", "thinker"](stage_request("encoder", upstreams={"input"}), made)
-            fed = thinker.feed(state, "encoder", chunk, final=work.last)
-    assert fed.prompt is not None
-    return fed.prompt
+    media = TRANSFERS["input", "encoder"](request, StageOutput("r", payload=payload, finished=True))
+    chunks = []
+    for work in encoder.feed("r", "input", media, final=True):
+        [result] = encoder.run([work])
+        made = StageOutput("r", payload=result.payload, finished=work.last)
+        chunks.append((TRANSFERS["encoder", "thinker"](stage_request("encoder", upstreams={"input"}), made), work.last))
+    return chunks
 
 
-def think(thinker: Any, prompt: Prompt, *, max_tokens: int = THINKER_TOKENS) -> list[StageOutput]:
-    """The thinker's outputs, one per step, each with the rows of the tokens that step computed."""
-    sequence = Sequence(prompt)
-    outputs: list[StageOutput] = []
-    taken = 0
-    while True:
-        logits, captured = forward_whole(thinker, sequence)
-        token = next_token(logits, [0], 1.0)
-        sequence.generated.append(token)
-        stop = token in thinker.end_token_ids
-        outputs.append(
-            StageOutput(
-                "r",
-                token_ids=[token],
-                first_index=len(sequence.generated) - 1,
-                captured=None if captured is None else Rows(taken, captured[taken:]),
-                prompt=prompt if not outputs else None,
-                finished=stop or len(sequence.generated) == max_tokens,
-                finish_reason="stop" if stop else "length",
-            )
+class Pipeline:
+    """Thinker and talker in their engines, the encoder beside them; every output goes on at once."""
+
+    def __init__(
+        self, encoder: Encoder, thinker: Any, talker: Any, *, num_blocks: int = 400, max_tokens_per_step: int = 2048
+    ) -> None:
+        config = AutoregressiveConfig(num_blocks=num_blocks, max_tokens_per_step=max_tokens_per_step)
+        self.encoder = encoder
+        self.thinker = AutoregressiveEngine(thinker, config)
+        self.talker = AutoregressiveEngine(talker, config)
+        self._requests: dict[tuple[str, str], StageRequest] = {}
+
+    def run(self, asks: list[Ask]) -> list[Answer]:
+        answers = {str(index): Answer() for index in range(len(asks))}
+        for key, ask in zip(answers, asks, strict=True):
+            self._begin(key, ask)
+        engines = {"thinker": self.thinker, "talker": self.talker}
+        while any(engine.has_work() for engine in engines.values()):
+            for stage, engine in engines.items():
+                for output in engine.step():
+                    if output.error is not None:
+                        raise output.error
+                    self._take(stage, output, answers[output.request_id])
+        return list(answers.values())
+
+    def _begin(self, key: str, ask: Ask) -> None:
+        media = bool(ask.payload["media"])
+        greedy = SamplingParams(temperature=0.0)
+        thinker = stage_request(
+            "thinker",
+            request_id=key,
+            upstreams={"input", "encoder"} if media else {"input"},
+            downstreams=frozenset({"talker"}),
+            sampling=SamplingParams(temperature=0.0, max_tokens=ask.tokens).over(self.defaults("thinker")),
         )
-        taken = len(prompt.token_ids) + len(sequence.generated) - 1
-        if outputs[-1].finished:
-            return outputs
+        talker = stage_request(
+            "talker",
+            request_id=key,
+            upstreams={"thinker"},
+            downstreams=frozenset({"vocoder"}),
+            voice=ask.voice,
+            sampling=SamplingParams(max_tokens=TALKER_TOKENS).over(greedy).over(self.defaults("talker")),
+        )
+        self._requests[key, "thinker"], self._requests[key, "talker"] = thinker, talker
+        self.talker.add(talker)
+        self.thinker.add(thinker)
+        request = stage_request("input", upstreams=set())
+        facts = TRANSFERS["input", "thinker"](request, StageOutput(key, payload=ask.payload, finished=True))
+        self.thinker.feed(key, "input", facts, final=True)
+        for chunk, final in encoded(self.encoder, ask.payload) if media else ():
+            self.thinker.feed(key, "encoder", chunk, final=final)
 
+    def defaults(self, stage: str) -> SamplingParams:
+        adapter = {"thinker": self.thinker, "talker": self.talker}[stage]._adapter
+        return adapter.default_sampling.over(FALLBACK)
 
-def feed_all(talker: Any, chunks: list[tuple[Payload, bool]], voice: str | None = None) -> tuple[Sequence | None, bool]:
-    """(the talker's sequence after all chunks or None without a prompt, whether it was told there is nothing to say)."""
-    state = talker.begin(stage_request("talker", upstreams={"thinker"}, voice=voice))
-    sequence: Sequence | None = None
-    for payload, final in chunks:
-        fed = talker.feed(state, "thinker", payload, final=final)
-        if fed.nothing:
-            return sequence, True
-        if fed.prompt is not None:
-            sequence = Sequence(fed.prompt)
-        if sequence is not None:
-            if fed.conditioning is not None:
-                sequence.conditioning.extend(fed.conditioning)
-            sequence.tail = fed.tail
-    return sequence, False
-
-
-def chunks_of(outputs: list[StageOutput]) -> list[tuple[Payload, bool]]:
-    """What leaves over thinker → talker."""
-    request = stage_request("thinker", upstreams={"input"}, downstreams=frozenset({"talker"}))
-    payloads = [(TRANSFERS["thinker", "talker"](request, output), output.finished) for output in outputs]
-    return [(payload, final) for payload, final in payloads if payload is not None]
-
-
-def speak(talker: Any, sequence: Sequence, *, max_tokens: int = TALKER_TOKENS) -> list[int]:
-    """The talker's codes, greedy, with the family's repetition penalty; end token included."""
-    penalty = talker.default_sampling.repetition_penalty
-    while len(sequence.generated) < max_tokens:
-        logits, _ = forward_whole(talker, sequence)
-        token = next_token(logits, [*sequence.prompt.token_ids, *sequence.generated], penalty)
-        sequence.generated.append(token)
-        if token in talker.end_token_ids:
-            break
-    return sequence.generated
+    def _take(self, stage: str, output: StageOutput, answer: Answer) -> None:
+        request = self._requests[output.request_id, stage]
+        if output.finished:
+            answer.finish[stage] = output.finish_reason
+        if stage == "talker":
+            answer.codes += output.token_ids
+            if (codes := TRANSFERS["talker", "vocoder"](request, output)) is not None:
+                answer.spoken.append(codes)
+            return
+        answer.reply += output.token_ids
+        answer.cached_tokens += output.cached_tokens
+        answer.modality_tokens |= output.modality_tokens
+        answer.thought.append(output)
+        rows = TRANSFERS["thinker", "talker"](request, output)
+        if rows is not None:
+            self.talker.feed(output.request_id, "thinker", rows, final=output.finished)

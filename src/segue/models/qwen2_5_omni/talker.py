@@ -40,6 +40,8 @@ from segue.models.qwen2_5_omni.loading import (
 FORMS = ("library", "trained")
 """`library`: as the installed `generate` does for a prompt without padding · `trained`: codec embeddings and M-RoPE."""
 
+_NEVER = -1e30  # finite, because engines take an infinite logit for a broken forward
+
 # the talker's own config repeats these; its positions are the thinker's as long as they agree
 _SHARED = (
     "position_id_per_seconds",
@@ -160,7 +162,7 @@ class Talker:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, H] → [rows, vocab] float32; the codec's start token is never said (suppressed in `generate` too)."""
         logits = self._head(hidden).float()
-        logits[:, self._codec_bos] = float("-inf")
+        logits[:, self._codec_bos] = _NEVER
         return logits
 
     def decode_text(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:

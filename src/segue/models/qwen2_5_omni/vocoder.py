@@ -35,8 +35,8 @@ from segue.models.qwen2_5_omni.vocoder_dit import FlowDecoder, Voice, Window
 SAMPLE_RATE = 24000
 
 GROUPS = (2, 2, 4, 4, 8)
-"""Blocks emitted by an utterance's first, second, … window; the last entry goes on. The waveform network needs 36 frames
-beyond a sample, so one block makes no sound yet and two make 0.12 s. Later windows grow, as each costs `look_ahead`
+"""Blocks emitted by an utterance's first, second, … window; the last entry goes on. The waveform network needs 36
+frames beyond a sample, so one block makes no sound yet and two make 0.12 s. Later windows grow, as each costs `look_ahead`
 blocks more than it emits."""
 
 OPTIONS = ("look_ahead",)

@@ -1,0 +1,103 @@
+"""A model whose attention the paged backend cannot do is refused at load, and the others are not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ar_adapter import SHAPE, ConditionedAdapter, TinyAdapter, randomise, tiny_model
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    MistralConfig,
+    MistralForCausalLM,
+)
+
+from segue.engines.autoregressive.check import check_attention
+from segue.messages.errors import ConfigError
+
+
+def built(cls, config) -> TinyAdapter:
+    model = cls(config).eval()
+    randomise(model, 0)
+    return TinyAdapter(model)
+
+
+def mistral(**changes) -> TinyAdapter:
+    return built(MistralForCausalLM, MistralConfig(**SHAPE, **changes))
+
+
+def llama4(**changes) -> TinyAdapter:
+    shape = {**SHAPE, "head_dim": 8, "intermediate_size_mlp": 96, "num_local_experts": 2, "moe_layers": [], **changes}
+    return built(Llama4ForCausalLM, Llama4TextConfig(**shape))
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+def test_plain_causal_models_pass(kind):
+    check_attention(TinyAdapter(tiny_model(kind)))
+    check_attention(ConditionedAdapter(tiny_model(kind)))
+
+
+def test_sliding_windows_pass():
+    check_attention(mistral(sliding_window=9))
+
+
+def test_soft_caps_and_alternating_windows_pass():
+    config = Gemma2Config(**SHAPE, head_dim=8, sliding_window=12, attn_logit_softcapping=3.0)
+    check_attention(built(Gemma2ForCausalLM, config))
+
+
+def test_sinks_pass():
+    config = GptOssConfig(**SHAPE, head_dim=8, sliding_window=12, num_local_experts=2, num_experts_per_tok=1)
+    adapter = built(GptOssForCausalLM, config)
+    torch.nn.init.normal_(adapter.model.model.layers[0].self_attn.sinks, std=2.0)
+    check_attention(adapter)
+
+
+def test_chunked_attention_is_refused():
+    with pytest.raises(ConfigError, match="cannot be served"):
+        check_attention(llama4(attention_chunk_size=8))
+
+
+def test_chunked_attention_beyond_the_test_sequences_is_refused():
+    """Chunks of 100 tokens do not show in 40: the mask itself is asked."""
+    with pytest.raises(ConfigError, match="neither causal nor one of the sliding windows"):
+        check_attention(llama4(attention_chunk_size=100))
+
+
+def test_a_window_the_layers_do_not_pass_on_is_refused():
+    adapter = mistral(sliding_window=9)
+    forward = adapter.model.model.layers[1].self_attn.forward
+    config = adapter.model.config
+
+    def forgetful(*args, **kwargs):
+        window, config.sliding_window = config.sliding_window, None
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            config.sliding_window = window
+
+    adapter.model.model.layers[1].self_attn.forward = forgetful
+    with pytest.raises(ConfigError, match="differs from the same run"):
+        check_attention(adapter)
+
+
+def test_an_adapter_that_drops_the_paged_argument_is_refused():
+    adapter = TinyAdapter(tiny_model())
+    forward = adapter.forward
+
+    def without(embeds, batch):
+        batch.attention = None
+        return forward(embeds, batch)
+
+    adapter.forward = without
+    with pytest.raises(ConfigError, match="`paged`"):
+        check_attention(adapter)
+
+
+def test_a_context_too_short_to_check():
+    with pytest.raises(ConfigError, match="max_model_len is 12"):
+        check_attention(TinyAdapter(tiny_model(), max_model_len=12))

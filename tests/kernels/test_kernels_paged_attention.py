@@ -1,0 +1,178 @@
+"""Paged attention against the plain reference, in every form a layer may ask for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AttentionInterface
+from transformers.masking_utils import causal_mask_function
+
+from segue.kernels.kv_store import KVStore
+from segue.kernels.paged_attention import (
+    NAME,
+    Form,
+    ReferenceAttention,
+    TorchAttention,
+    dense_attention,
+    library_attention,
+    paged_attention,
+    paged_mask,
+)
+from segue.kernels.paged_step import Part, additive, paged_step, step_order
+from segue.messages.errors import ConfigError
+
+SIZE, DIM = 4, 8
+
+
+def store(kv_heads: int, device: str = "cpu", num_blocks: int = 64) -> KVStore:
+    return KVStore(
+        layers=2,
+        num_blocks=num_blocks,
+        block_size=SIZE,
+        kv_heads=kv_heads,
+        head_dim=DIM,
+        dtype=torch.float32,
+        device=torch.device(device),
+    )
+
+
+def layout(spans: list[tuple[int, int]]) -> list[Part]:
+    """Parts with scattered, disjoint block tables, in the order of a step."""
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(1)).tolist()
+    parts = []
+    for start, tokens in spans:
+        need = -(-(start + tokens) // SIZE)
+        parts.append(Part([order.pop() for _ in range(need)], start, start + tokens))
+    return sorted(parts, key=step_order)
+
+
+forms = st.builds(
+    lambda window, softcap, sinks: (window, softcap, sinks),
+    st.sampled_from([None, 1, 3, 6, 100]),
+    st.sampled_from([None, None, 5.0]),
+    st.booleans(),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.sampled_from([1, 1, 1, 2, 7])), min_size=1, max_size=6),
+    st.sampled_from([(1, 1), (2, 1), (6, 2), (4, 4)]),
+    forms,
+    st.integers(0, 100),
+)
+def test_equals_the_reference(spans, heads, form, seed):
+    compare("cpu", spans, heads, form, seed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", [(None, None, False), (3, None, False), (None, 5.0, True)])
+def test_equals_the_reference_on_a_gpu(form):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    compare("cuda", [(0, 7), (3, 1), (30, 1), (9, 5)], (6, 2), form, 0)
+
+
+def compare(device, spans, heads, form, seed) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    window, softcap, with_sinks = form
+    sinks = torch.randn(heads[0], generator=generator).to(device) if with_sinks else None
+    wanted = Form(0.3, window, softcap, sinks)
+    parts = layout(spans)
+    tokens = sum(part.stop - part.start for part in parts)
+    q = torch.randn(heads[0], tokens, DIM, generator=generator).to(device)
+    k, v = (torch.randn(heads[1], tokens, DIM, generator=generator).to(device) for _ in range(2))
+    results, stores = [], []
+    for backend in (TorchAttention(), ReferenceAttention()):
+        own = store(heads[1], device)
+        past = torch.Generator().manual_seed(seed)
+        for layer in (*own.keys, *own.values):
+            layer.copy_(torch.randn(layer.shape, generator=past))
+        results.append(backend.attend(1, q, k, v, paged_step(own, parts), wanted))
+        stores.append(own)
+    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-5)
+    assert results[0].shape == (tokens, heads[0], DIM)
+    for ours, theirs in zip(stores[0].keys + stores[0].values, stores[1].keys + stores[1].values, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_sequence_in_pieces_equals_the_whole():
+    """Chunk after chunk, then token by token, over a store: one dense causal attention."""
+    length, own = 23, store(2)
+    q = torch.randn(6, length, DIM, generator=torch.Generator().manual_seed(0))
+    k, v = (torch.randn(2, length, DIM, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    seen = torch.ones(length, length, dtype=torch.bool).tril()
+    whole = dense_attention(q, k, v, additive(seen, torch.float32), Form(0.4)).transpose(0, 1)
+    blocks, out = [9, 2, 40, 11, 0, 63], []
+    for start, stop in ((0, 6), (6, 15), *((place, place + 1) for place in range(15, length))):
+        step = paged_step(own, [Part(blocks, start, stop)])
+        out.append(TorchAttention().attend(0, q[:, start:stop], k[:, start:stop], v[:, start:stop], step, Form(0.4)))
+    torch.testing.assert_close(torch.cat(out), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_nan_in_anothers_block_is_never_read():
+    """Shorter sequences of a padded batch read their own blocks only."""
+    own = store(1)
+    own.keys[0][50] = torch.nan
+    own.keys[0][0] = torch.nan
+    parts = layout([(0, 1), (17, 1)])
+    assert all(50 not in part.blocks and 0 not in part.blocks for part in parts)
+    q, k, v = torch.ones(2, 2, DIM), torch.ones(1, 2, DIM), torch.ones(1, 2, DIM)
+    assert TorchAttention().attend(0, q, k, v, paged_step(own, parts), Form(1.0)).isfinite().all()
+
+
+def test_scrubbed_blocks_are_clean():
+    own = store(1)
+    for layer in (*own.keys, *own.values):
+        layer.fill_(torch.nan)
+    own.scrub([3, 5])
+    assert all(layer[[3, 5]].eq(0).all() and layer[4].isnan().all() for layer in (*own.keys, *own.values))
+    own.scrub([])
+
+
+# --- what transformers calls -----------------------------------------------------------------------------------------
+
+
+def call(**kwargs):
+    q = torch.ones(1, 2, 1, DIM)
+    arguments = {"attention_mask": None, "paged": paged_step(store(2), [Part([0], 0, 1)]), **kwargs}
+    return paged_attention(SimpleNamespace(layer_idx=0), q, q, q, **arguments)
+
+
+def test_registered_under_its_name():
+    assert AttentionInterface()[NAME] is paged_attention
+    out, weights = call(position_ids=torch.zeros(1), use_cache=False, some_flag=None)
+    assert out.shape == (1, 1, 2, DIM)
+    assert weights is None
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"dropout": 0.1},
+        {"is_causal": False},
+        {"attention_mask": torch.zeros(1, 1, 1, 1)},
+        {"position_bias": torch.zeros(1)},
+        {"head_mask": torch.zeros(1)},
+        {"output_attentions": True},
+        {"paged": None},
+    ],
+)
+def test_what_it_cannot_do_is_refused(kwargs):
+    with pytest.raises(ConfigError):
+        call(**kwargs)
+
+
+def test_no_mask_but_the_librarys_own_within_its_context():
+    arguments = {"batch_size": 1, "q_length": 3, "kv_length": 3, "mask_function": causal_mask_function}
+    assert paged_mask(**arguments) is None
+    with library_attention() as record:
+        mask = paged_mask(**arguments)
+        call(paged=None, attention_mask=mask[..., :1, :1], sliding_window=5)
+    assert mask[0, 0].tolist() == torch.ones(3, 3, dtype=torch.bool).tril().tolist()
+    assert (record.masks, record.windows) == ([causal_mask_function], {5})
+    assert paged_mask(**arguments) is None
