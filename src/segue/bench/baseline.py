@@ -118,8 +118,6 @@ class BaselineDriver:
         self._process = process
         self._policy = Policy(max_batch, GATHER_SECONDS if max_batch > 1 else 0.0)
         self._silence = silence
-        self.batches: list[int] = []
-        """Size of the batch that each answered request was in."""
 
     async def start(self) -> None:
         await self._process.start()
@@ -132,7 +130,6 @@ class BaselineDriver:
         sent = time.monotonic()
         answer = await self._process.ask(request)
         came = time.monotonic()
-        self.batches.append(answer.batch)
         samples = np.frombuffer(answer.samples, dtype="<f4")
         first = FirstAudio(self._silence)
         first.add(samples, answer.sample_rate, came)
@@ -147,6 +144,7 @@ class BaselineDriver:
             text_ids=answer.text_ids,
             codes=len(answer.code_ids),
             code_ids=answer.code_ids,
+            batch=answer.batch,
             rms=first.rms,
             spans=_spans(answer, sent),
         )

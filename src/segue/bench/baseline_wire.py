@@ -31,7 +31,7 @@ class Policy(msgspec.Struct, tag=True):
     max_batch: int
     gather: float
     """Seconds to wait for a batch to fill once a first request is there. Clients whose answers came in one batch send
-    their next requests within milliseconds of each other: without it a static batch would begin with the first alone."""
+    their next requests within milliseconds of each other: without it each batch would begin with the first alone."""
 
 
 class Work(msgspec.Struct, tag=True):

@@ -29,7 +29,10 @@ class Slice:
 
 
 async def closed_loop(driver: Driver, requests: Sequence[BenchRequest], concurrency: int) -> list[Outcome]:
-    """Answers in the order of `requests`. Raises the first error of a request, or `WrongWork`; the others are cancelled."""
+    """Answers in the order of `requests`.
+
+    Raises an `ExceptionGroup` of what went wrong, `WrongWork` among it; requests under way are cancelled.
+    """
     waiting: Iterator[tuple[int, BenchRequest]] = iter(list(enumerate(requests)))
     answers: dict[int, Outcome] = {}
 

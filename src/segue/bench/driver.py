@@ -31,6 +31,8 @@ class Outcome(msgspec.Struct, kw_only=True):
     """How many the talker made."""
     code_ids: list[int] = []
     """Which."""
+    batch: int = 1
+    """Requests that were served together with it from beginning to end (static batches)."""
     rms: float
     """Loudness of the whole waveform."""
     spans: list[tuple[str, str, float, float]] = []
@@ -90,6 +92,10 @@ class Driver(Protocol):
     name: str
 
     async def start(self) -> None: ...
+
+    async def take_over(self) -> None:
+        """This side's turn begins."""
+        ...
 
     async def run(self, request: BenchRequest) -> Outcome:
         """Send the request and wait for all of its answer. Raises what went wrong."""

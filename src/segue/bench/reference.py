@@ -1,4 +1,4 @@
-"""`transformers`' own Qwen2.5-Omni, as its documentation says to call it: `Qwen2_5OmniForConditionalGeneration.generate`.
+"""`Qwen2_5OmniForConditionalGeneration.generate` of `transformers`, called as its documentation says.
 
 It gets what it can use: KV cache, inference mode, SDPA, all cores, one forward for a whole batch (left padding). In a
 batch with replies of different lengths each row ends at its own: stopping criteria answer per row, the library pads the
@@ -49,7 +49,7 @@ class Reference:
     def __init__(self, options: Options) -> None:
         self._device = torch.device(options.device)
         self._dtype = DTYPES[options.dtype]
-        # the small checkpoints' talker names ids of the thinker's vocabulary: the library warns, and is right all the same
+        # the talker's config names ids of the thinker's vocabulary: the library warns of them on every start
         logging.getLogger("transformers").setLevel(logging.ERROR)
         torch.set_num_threads(options.threads)
         model_dir = Path(options.model_dir)

@@ -8,13 +8,13 @@ its figure of both sides. `by_round` gives the ratio of each round alone, so tha
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
 from segue.bench.closed_loop import Slice
 from segue.bench.driver import Outcome
-from segue.messages.wire import Histogram
+from segue.messages.stats import Histogram
 
 METRICS: dict[str, Callable[[Outcome], float]] = {
     "jct": lambda outcome: outcome.jct,
@@ -106,9 +106,7 @@ def figures(slices: Sequence[Slice]) -> SideFigures:
     )
 
 
-def ratio(
-    mine: Sequence[Slice], theirs: Sequence[Slice], of: Callable[[Outcome], float], seed: int = 0
-) -> Ratio:
+def ratio(mine: Sequence[Slice], theirs: Sequence[Slice], of: Callable[[Outcome], float], seed: int = 0) -> Ratio:
     """Mine over theirs; both must hold the same requests in the same rounds."""
     rounds = [
         [(of(a), of(b)) for a, b in zip(left.outcomes, right.outcomes, strict=True)]
@@ -145,41 +143,33 @@ def agreement(mine: Iterable[Outcome], theirs: Iterable[Outcome]) -> dict[str, f
 
 
 def since(now: Histogram, before: Histogram | None) -> Histogram:
-    """What was added between two readings of one cumulative histogram."""
+    """What was added between two readings of one histogram."""
     if before is None:
         return now
     counts = [a - b for a, b in zip(now.counts, before.counts, strict=True)]
-    return Histogram(now.bounds, counts, now.total - before.total)
+    return Histogram(now.bounds, counts, now.sum - before.sum)
 
 
 def together(histograms: Sequence[Histogram]) -> Histogram:
     """The sum of histograms with the same bounds (replicas of one stage)."""
     counts = [sum(column) for column in zip(*(histogram.counts for histogram in histograms), strict=True)]
-    return Histogram(histograms[0].bounds, counts, sum(histogram.total for histogram in histograms))
+    return Histogram(histograms[0].bounds, counts, sum(histogram.sum for histogram in histograms))
 
 
 def histogram_figures(histogram: Histogram) -> HistogramFigures | None:
     """None where nothing was observed."""
-    count = histogram.counts[-1]
+    count = sum(histogram.counts)
     if not count:
         return None
-    return HistogramFigures(
-        count, histogram.total / count, _quantile(histogram, 0.5), _quantile(histogram, 0.99)
-    )
+    return HistogramFigures(count, histogram.sum / count, _quantile(histogram, 0.5), _quantile(histogram, 0.99))
 
 
 def _quantile(histogram: Histogram, q: float) -> float:
-    """Linear within the bucket; the last bound for what lies above it, as Prometheus has it."""
-    wanted = q * histogram.counts[-1]
+    """Linear within its bucket; the last bound for what lies above it, as Prometheus has it."""
+    wanted = q * sum(histogram.counts)
     lower = before = 0.0
     for bound, count in zip(histogram.bounds, histogram.counts, strict=False):
-        if count >= wanted and count > before:
-            return lower + (bound - lower) * (wanted - before) / (count - before)
-        lower, before = bound, float(count)
+        if count and before + count >= wanted:
+            return lower + (bound - lower) * (wanted - before) / count
+        lower, before = bound, before + count
     return histogram.bounds[-1]
-
-
-def shares(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Each part of the sum of all."""
-    whole = sum(seconds.values())
-    return {name: value / whole for name, value in seconds.items()} if whole else {}
