@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -28,8 +27,6 @@ from segue.models.registry import read_config
 STATIC_BATCH = 8
 LEVEL_SPACING = 1_000_000
 """Indices of different concurrencies are so far apart: no request comes twice, so no cache knows it."""
-STATS_PATIENCE = 1.5
-"""Seconds after a turn until workers have reported it: they do so once a second."""
 SILENCE = 1e-4
 """Root mean square of the waveform below which it is silence (full scale is 1)."""
 
@@ -114,7 +111,6 @@ async def _level(bench: OmniBench, workload: Workload, sides: _Sides, concurrenc
         await driver.take_over()
         # every kind at least once; away from the measured requests
         await closed_loop(driver, workload.requests(start + LEVEL_SPACING // 2, bench.warmup), concurrency)
-    await asyncio.sleep(STATS_PATIENCE)
     before = snapshot(sides.segue.stats())
     everyone = [pid for driver in sides.all for pid in driver.pids()]
     watches = {driver.name: Watch(_names(sides, driver), everyone) for driver in sides.all}
@@ -133,7 +129,7 @@ async def _level(bench: OmniBench, workload: Workload, sides: _Sides, concurrenc
 
     rounds = [workload.requests(start + number * bench.requests, bench.requests) for number in range(bench.rounds)]
     slices = await interleaved(sides.all, rounds, concurrency, before=turn_begins, after=turn_ends)
-    await asyncio.sleep(STATS_PATIENCE)
+    # workers report when they fall idle; Segue goes first in a round, so that its last turn is long reported by now
     between = added(snapshot(sides.segue.stats()), before)
     usage = {name: watch.usage for name, watch in watches.items()}
     return _result(concurrency, sides, slices, between, usage)
