@@ -9,21 +9,26 @@ request, though it reaches nobody before the end.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 import numpy as np
 
+import segue
 from segue.bench.baseline_wire import Answer, Broken, Loaded, Options, Policy, ToBaseline, Work, frame, read_frame
 from segue.bench.driver import FirstAudio, Outcome
 from segue.bench.workload import BenchRequest
 from segue.messages.errors import StageFailed
 
 GATHER_SECONDS = 0.05
+# the child runs this very package, installed or not
+_PATHS = (str(Path(segue.__file__).parents[1]), os.environ.get("PYTHONPATH"))
 
 
 class BaselineProcess:
@@ -59,6 +64,7 @@ class BaselineProcess:
                     ],
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, _PATHS))},
                 )
             reader, self._writer = await asyncio.open_connection(sock=ours)
             self._listener = asyncio.create_task(self._listen(reader))

@@ -28,7 +28,6 @@ from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.messages.errors import ConfigError, InvalidRequest, StageFailed, nearest
 from segue.messages.sampling import SamplingParams
 from segue.models.qwen2_5_omni.library import PAGED, Qwen2_5OmniConfig
-from segue.models.qwen2_5_omni.probe import generate_drops_mask
 from segue.models.qwen2_5_omni.loading import (
     kv_spec,
     load_config,
@@ -36,6 +35,7 @@ from segue.models.qwen2_5_omni.loading import (
     load_talker,
     load_text_rows,
 )
+from segue.models.qwen2_5_omni.probe import generate_drops_mask
 
 FORMS = ("library", "trained")
 """`library`: as the installed `generate` does for a prompt without padding · `trained`: codec embeddings and M-RoPE."""
