@@ -193,19 +193,26 @@ def test_a_prompt_of_embeddings_is_shared_by_identity():
     assert answer("private again", cat, []) == (first, 0)
 
 
-def test_positions_decide_what_is_shared():
+@pytest.mark.parametrize("axes", [1, 3])
+def test_positions_decide_what_is_shared(axes):
     """The same ids at other rotary positions are other keys: no hit, and the answer of a plain forward."""
     adapter = TinyAdapter(tiny_model("qwen2", seed=5))
+    adapter.axes = axes
     ids = PROMPTS[2]
     stretched = torch.arange(len(ids))[None] * 2
     drive = driver(adapter, max_tokens_per_step=16)
     drive.add(stage_request("plain", sampling=GREEDY), Prompt(ids))
     drive.run()
     delta = len(ids) - 1
-    drive.add(stage_request("wide", sampling=GREEDY), Prompt(ids, positions=stretched, position_delta=delta))
+    drive.add(
+        stage_request("wide", sampling=GREEDY), Prompt(ids, positions=stretched.expand(axes, -1), position_delta=delta)
+    )
     result = drive.run()["wide"]
     assert result.outputs[0].cached_tokens == 0
-    drive.add(stage_request("wide again", sampling=GREEDY), Prompt(ids, positions=stretched, position_delta=delta))
+    drive.add(
+        stage_request("wide again", sampling=GREEDY),
+        Prompt(ids, positions=stretched.expand(axes, -1), position_delta=delta),
+    )
     again = drive.run()["wide again"]
     assert again.outputs[0].cached_tokens == 32
     adapter.model.set_attn_implementation("eager")

@@ -224,6 +224,30 @@ def test_nan_fails_only_its_own_request_and_leaves_no_trace(adapter, answers):
         assert [results[f"r{index}"].token_ids for index in range(4)] == answers
 
 
+def test_nan_of_an_early_chunk_is_not_shared(adapter):
+    """The chunk makes no logits, so only its hidden states show it; the model recovers, the cache must not remember."""
+    prompt = [96, *PROMPTS[2]]
+    drive = driver(adapter, max_tokens_per_step=16)
+    adapter.poison = 96
+    drive.add(stage_request("bad", sampling=GREEDY), prompt)
+    assert isinstance(drive.run()["bad"].last.error, StageFailed)
+    adapter.poison = None
+    drive.add(stage_request("good", sampling=GREEDY), prompt)
+    assert drive.run()["good"].token_ids == generate(adapter.model, prompt, TOKENS)
+
+
+def test_stop_strings_on_a_stage_without_text(adapter):
+    def no_text(token_ids, *, skip_special_tokens):
+        raise StageFailed("codes are not text")
+
+    adapter.decode_text = no_text
+    drive = driver(adapter)
+    with pytest.raises(InvalidRequest, match=r"sampling\.main\.stop is set, but stage 'main' makes no text"):
+        drive.engine.add(stage_request("it", sampling=SamplingParams(stop=["x"])))
+    drive.engine.audit()
+    drive.engine.add(stage_request("fine", sampling=GREEDY))
+
+
 def test_the_same_id_twice(adapter):
     drive = driver(adapter)
     drive.engine.add(stage_request("it"))

@@ -168,17 +168,14 @@ def test_latest_arrival_is_preempted_and_computed_again():
 
 
 def test_paused_are_preempted_first_whatever_their_rank():
-    scheduler = make(6)
+    scheduler = make(6, max_tokens=24)
     for index, key in enumerate("abc"):
-        scheduler.add(job(key, 8 if key != "c" else 7, arrival=index))
-    first = advance(scheduler)
-    assert tokens(first) == {"a": 8, "b": 8}
-    advance_all = scheduler.running[0]
-    advance_all.paused = True
-    advance(scheduler)
-    advance(scheduler)
-    assert "a" in [entry.key for entry in scheduler.waiting]
-    assert "c" in [entry.key for entry in scheduler.running]
+        scheduler.add(job(key, 8, arrival=index))
+    advance(scheduler)  # the three prompts fill the pool
+    scheduler.running[0].paused = True
+    decision = advance(scheduler)
+    assert [victim.key for victim in decision.preempt] == ["a"]
+    assert tokens(decision) == {"b": 1, "c": 1}
 
 
 def test_a_sequence_without_its_next_row_is_not_scheduled():

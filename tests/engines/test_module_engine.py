@@ -1,4 +1,4 @@
-"""The module engine over a made-up adapter: order, fairness, isolation of failures, and that every request gets an answer."""
+"""The module engine over a made-up adapter: order, fairness, isolation of failures, an answer to every request."""
 
 from __future__ import annotations
 

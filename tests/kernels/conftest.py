@@ -1,5 +1,5 @@
 """transformers can be imported beside a torchvision whose operators do not load."""
 
-from segue.models.torchvision_shim import ensure_torchvision
+from segue.kernels.torchvision_shim import ensure_torchvision
 
 ensure_torchvision()

@@ -126,6 +126,19 @@ def test_wrong_arrays_are_named(samples: np.ndarray, rate: float | None, says: s
     assert caught.value.field == FIELD
 
 
+@pytest.mark.parametrize("rate", [0, 1, 2_000_000_000])
+def test_an_absurd_rate_costs_nothing(rate: int) -> None:
+    """Four bytes of a header must not make a short file into hours of samples."""
+    with pytest.raises(InvalidRequest, match=f"rate is {rate}|not a readable"):
+        decode_audio(part(SPEECH[:24] + rate.to_bytes(4, "little") + SPEECH[28:]), 16000, LIMITS)
+
+
+def test_a_track_may_change_its_rate_on_the_way() -> None:
+    data = b"".join(encoded(tone(0.5, rate)[None], rate, "adts", "aac") for rate in (32000, 44100))
+    samples = decode_audio(part(data), 16000, LIMITS)
+    assert 0.9 < len(samples) / 16000 < 1.3
+
+
 PLAYLIST = b"#EXTM3U\n#EXT-X-TARGETDURATION:10\n#EXTINF:10,\nfile:///etc/passwd\n#EXT-X-ENDLIST\n"
 
 

@@ -4,6 +4,7 @@ driven as a worker would drive them."""
 from __future__ import annotations
 
 import hashlib
+import warnings
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -85,7 +86,7 @@ def _image(seed: int) -> np.ndarray:
 def _audio(seed: int) -> np.ndarray:
     rng = np.random.default_rng(seed)
     t = np.arange(12_000 + 1_700 * seed) / 16_000
-    tones = sum(np.sin(2 * np.pi * f * t + p) for f, p in zip(rng.uniform(100, 3000, 5), rng.uniform(0, 6, 5)))
+    tones = sum(np.sin(2 * np.pi * f * t + p) for f, p in rng.uniform((100, 0), (3000, 6), (5, 2)))
     return (0.1 * tones + 0.01 * rng.standard_normal(len(t))).astype(np.float32)
 
 
@@ -102,23 +103,26 @@ def processor(model_dir: Path) -> Any:
     return Qwen2_5OmniProcessor.from_pretrained(model_dir)
 
 
+@cache
 def processed(model_dir: Path, case: Case) -> dict[str, Any]:
-    """What the library's processor makes of a case: the reference's input."""
-    with_sound = {}
+    """What the library's processor makes of a case: the reference's input. Not to be changed."""
+    with_sound: dict[str, Any] = {}
     if case.use_audio_in_video:
         with_sound = {"load_audio_from_video": True, "audio_from_video_indices": list(range(len(case.audio)))}
     text = f"<|im_start|>user\n{case.text}<|im_end|>\n<|im_start|>assistant\n"
-    return dict(
-        processor(model_dir)(
-            text=text,
-            images=[_image(seed) for seed in case.images] or None,
-            audio=[_audio(seed) for seed in case.audio] or None,
-            videos=[_video(seed) for seed in case.videos] or None,
-            return_tensors="pt",
-            cap_pixels_per_frame=False,
-            **with_sound,
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "__array__ implementation", DeprecationWarning)  # the library's, numpy 2
+        return dict(
+            processor(model_dir)(
+                text=text,
+                images=[_image(seed) for seed in case.images] or None,
+                audio=[_audio(seed) for seed in case.audio] or None,
+                videos=[_video(seed) for seed in case.videos] or None,
+                return_tensors="pt",
+                cap_pixels_per_frame=False,
+                **with_sound,
+            )
         )
-    )
 
 
 def input_payload(inputs: dict[str, Any], case: Case) -> Payload:
@@ -128,7 +132,7 @@ def input_payload(inputs: dict[str, Any], case: Case) -> Payload:
         ("image", inputs.get("pixel_values"), inputs.get("image_grid_thw")),
         ("video", inputs.get("pixel_values_videos"), inputs.get("video_grid_thw")),
     ):
-        if pixels is None:
+        if pixels is None or grids is None:
             continue
         for index, part in enumerate(pixels.split(grids.prod(-1).tolist())):
             media.append({"kind": kind, "hash": _hash(part), "pixel_values": part, "grid_thw": grids[index].tolist()})
@@ -163,7 +167,7 @@ class _CodesOnly(torch.nn.Module):
 
 
 @cache
-def reference(model_dir: Path) -> Qwen2_5OmniForConditionalGeneration:
+def library_model(model_dir: Path) -> Qwen2_5OmniForConditionalGeneration:
     model = Qwen2_5OmniForConditionalGeneration.from_pretrained(model_dir, dtype=torch.float32).eval()
     model.token2wav = _CodesOnly()
     return model
@@ -179,7 +183,7 @@ def reference_answer(
     model_dir: Path, inputs: dict[str, Any], case: Case, *, voice: str = "Chelsie", thinker_tokens: int = THINKER_TOKENS
 ) -> tuple[list[int], list[int]]:
     """(thinker's reply ids, talker's codes without the end token), greedy."""
-    model = reference(model_dir)
+    model = library_model(model_dir)
     talker = model.config.talker_config
     sequences, _ = model.generate(
         **reference_kwargs(inputs),
@@ -194,6 +198,13 @@ def reference_answer(
     codes = model.token2wav.codes
     assert isinstance(codes, list)
     return sequences[0, length:].tolist(), list(codes)
+
+
+def sent(source: str, target: str, request: StageRequest, output: StageOutput) -> Payload:
+    """What leaves over an edge, where something must."""
+    payload = TRANSFERS[source, target](request, output)
+    assert payload is not None
+    return payload
 
 
 # --- the stages, driven as a worker drives them -----------------------------------------------------------------------
@@ -226,22 +237,27 @@ class Ask:
 def encoded(encoder: Encoder, payload: Payload) -> list[tuple[Payload, bool]]:
     """The encoder's chunks for the thinker, one medium per call."""
     request = stage_request("input", upstreams=set())
-    media = TRANSFERS["input", "encoder"](request, StageOutput("r", payload=payload, finished=True))
+    media = sent("input", "encoder", request, StageOutput("r", payload=payload, finished=True))
     chunks = []
     for work in encoder.feed("r", "input", media, final=True):
         [result] = encoder.run([work])
         made = StageOutput("r", payload=result.payload, finished=work.last)
-        chunks.append((TRANSFERS["encoder", "thinker"](stage_request("encoder", upstreams={"input"}), made), work.last))
+        chunks.append((sent("encoder", "thinker", stage_request("encoder", upstreams={"input"}), made), work.last))
     return chunks
+
+
+def tight(model_dir: Path, cases: list[Case]) -> dict[str, int]:
+    """Engine sizes in which the prompts of these cases fit, and nothing of what they generate."""
+    size = 4
+    lengths = [processed(model_dir, case)["input_ids"].shape[1] + 2 for case in cases]
+    return {"block_size": size, "num_blocks": sum(-(-length // size) for length in lengths)}
 
 
 class Pipeline:
     """Thinker and talker in their engines, the encoder beside them; every output goes on at once."""
 
-    def __init__(
-        self, encoder: Encoder, thinker: Any, talker: Any, *, num_blocks: int = 400, max_tokens_per_step: int = 2048
-    ) -> None:
-        config = AutoregressiveConfig(num_blocks=num_blocks, max_tokens_per_step=max_tokens_per_step)
+    def __init__(self, encoder: Encoder, thinker: Any, talker: Any, *, num_blocks: int = 400, **sizes: Any) -> None:
+        config = AutoregressiveConfig(num_blocks=num_blocks, **sizes)
         self.encoder = encoder
         self.thinker = AutoregressiveEngine(thinker, config)
         self.talker = AutoregressiveEngine(talker, config)
@@ -282,7 +298,7 @@ class Pipeline:
         self.talker.add(talker)
         self.thinker.add(thinker)
         request = stage_request("input", upstreams=set())
-        facts = TRANSFERS["input", "thinker"](request, StageOutput(key, payload=ask.payload, finished=True))
+        facts = sent("input", "thinker", request, StageOutput(key, payload=ask.payload, finished=True))
         self.thinker.feed(key, "input", facts, final=True)
         for chunk, final in encoded(self.encoder, ask.payload) if media else ():
             self.thinker.feed(key, "encoder", chunk, final=final)

@@ -66,11 +66,11 @@ def test_the_registry_finds_the_family(name: str) -> None:
     assert family_of({"architectures": [name]}).name == "qwen2_5_omni"
 
 
-def test_the_control_plane_half_imports_no_torch(omni_dir: Path) -> None:
+def test_the_control_plane_half_imports_no_torch(tiny_dir: Path) -> None:
     code = (
         "import sys; from pathlib import Path\n"
         "from segue.models.registry import family_of, read_config\n"
-        f"d = Path({str(omni_dir)!r}); f = family_of(read_config(d)); f.graph(read_config(d)).validate()\n"
+        f"d = Path({str(tiny_dir)!r}); f = family_of(read_config(d)); f.graph(read_config(d)).validate()\n"
         "print(f.voices(d)); assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -138,5 +138,5 @@ def test_a_speaker_file_without_voices_is_refused(tmp_path: Path, pickled: bytes
         voices(tmp_path)
 
 
-def test_read_config_of_the_tiny_checkpoint(omni_dir: Path) -> None:
-    assert family_of(read_config(omni_dir)).tiny_name == "qwen2.5-omni"
+def test_read_config_of_the_tiny_checkpoint(tiny_dir: Path) -> None:
+    assert family_of(read_config(tiny_dir)).tiny_name == "qwen2.5-omni"

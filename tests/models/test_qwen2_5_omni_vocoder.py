@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from segue.engines.contract import LoadContext, StageOutput, StageRequest
@@ -29,6 +30,7 @@ from segue.models.qwen2_5_omni.vocoder import Token2Wav
 WITHIN = {1: 2e-4, 2: 1e-5, 3: 1e-5, "all": 1e-5}
 """Largest difference between samples by look-ahead."""
 SEED = 11
+VOICES = ("Chelsie", "Ethan")
 
 
 class Stage:
@@ -40,6 +42,7 @@ class Stage:
         self.model = load_token2wav(self.context()).eval()
         self.speakers = load_speakers(self.context(), load_config(self.context()))
         self._adapters: dict[object, Token2Wav] = {}
+        self._alone: dict[tuple[object, ...], list[Tensor]] = {}
 
     def context(self, **options: object) -> LoadContext:
         return LoadContext(self.directory, "vocoder", torch.device("cpu"), torch.float32, options=options)
@@ -48,6 +51,13 @@ class Stage:
         if look_ahead not in self._adapters:
             self._adapters[look_ahead] = Token2Wav(self.context(look_ahead=look_ahead))
         return self._adapters[look_ahead]
+
+    def alone(self, count: int, index: int, look_ahead: object = 1) -> list[Tensor]:
+        """What the `index`-th request says when it has the stage to itself and all its codes at once."""
+        key = (count, index, look_ahead)
+        if key not in self._alone:
+            self._alone[key] = spoken(self.adapter(look_ahead), some_codes(count, index), VOICES[index % 2], index)
+        return self._alone[key]
 
     def whole(self, codes: Tensor, voice: str = "Chelsie", seed: int = SEED) -> Tensor:
         """[samples] by the library."""
@@ -137,22 +147,30 @@ def test_every_length_gives_its_480_samples_a_code(stage: Stage, count: int) -> 
     assert apart(samples, stage.whole(codes)) < WITHIN[1]
 
 
-@pytest.mark.parametrize("change", ["code", "seed", "voice", "weight"])
+@pytest.mark.parametrize("change", ["code", "seed", "voice"])
 def test_parity_fails_when_one_thing_is_changed(stage: Stage, change: str) -> None:
     codes = some_codes(60)
-    whole, adapter = stage.whole(codes), stage.adapter()
-    if change == "weight":
-        adapter = Token2Wav(stage.context())
-        with torch.no_grad():
-            adapter._flow._dit.proj_out.weight.mul_(1.01)
-    elif change == "code":
+    whole = stage.whole(codes)
+    if change == "code":
         codes = codes.index_fill(0, torch.tensor(30), 3)
-    samples = torch.cat(
-        spoken(
-            adapter, codes, voice="Ethan" if change == "voice" else None, seed=SEED + 1 if change == "seed" else SEED
-        )
-    )
-    assert apart(samples, whole) > 10 * WITHIN[1]
+    voice, seed = "Ethan" if change == "voice" else None, SEED + (change == "seed")
+    assert apart(torch.cat(spoken(stage.adapter(), codes, voice, seed)), whole) > 10 * WITHIN[1]
+
+
+@pytest.mark.parametrize(
+    "name", ["code2wav_dit_model.transformer_blocks.1.attn.to_k.weight", "code2wav_bigvgan_model.conv_pre.weight"]
+)
+def test_parity_fails_when_one_weight_is_changed(stage: Stage, tmp_path: Path, name: str) -> None:
+    shutil.copytree(stage.directory, tmp_path / "other")
+    index = json.loads((stage.directory / "model.safetensors.index.json").read_text())["weight_map"]
+    shard = tmp_path / "other" / index[f"token2wav.{name}"]
+    tensors = load_file(shard)
+    tensors[f"token2wav.{name}"][0, 0] += 0.2
+    save_file(tensors, shard, metadata={"format": "pt"})
+    options = {"look_ahead": 2}
+    ctx = LoadContext(tmp_path / "other", "vocoder", torch.device("cpu"), torch.float32, options=options)
+    codes = some_codes(60)
+    assert apart(torch.cat(spoken(Token2Wav(ctx), codes)), stage.whole(codes)) > 10 * WITHIN[2]
 
 
 @given(
@@ -161,13 +179,13 @@ def test_parity_fails_when_one_thing_is_changed(stage: Stage, change: str) -> No
     steps=st.booleans(),
     look_ahead=st.sampled_from([1, 2]),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_arrival_changes_nothing(stage: Stage, cuts: list[int], repeat: bool, steps: bool, look_ahead: int) -> None:
     """Codes one by one or all at once, sent again from the start by a talker that was restarted, stepped between or
     not: the very same pieces."""
     codes = some_codes(90)
     engine = ModuleEngine(stage.adapter(look_ahead))
-    engine.add(request())
+    engine.add(request(seed=0))
     outputs, position = [], 0
     for length in cuts:
         say(engine, codes[position : position + length], min(position, 90), final=False)
@@ -178,19 +196,19 @@ def test_arrival_changes_nothing(stage: Stage, cuts: list[int], repeat: bool, st
             outputs += engine.step()
     say(engine, codes[position:], position, final=True)
     pieces = pieces_of(outputs + drain(engine))
-    expected = spoken(stage.adapter(look_ahead), codes)
+    expected = stage.alone(90, 0, look_ahead)
     assert len(pieces) == len(expected)
     assert all(torch.equal(piece, other) for piece, other in zip(pieces, expected, strict=True))
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 50)), max_size=12), st.integers(1, 4))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_company_changes_nothing(stage: Stage, feeds: list[tuple[int, int]], max_batch: int) -> None:
-    lengths = [90, 37, 12, 61]
+    lengths = [61, 37, 12, 48]
     engine = ModuleEngine(stage.adapter(), ModuleConfig(max_batch, max_cost=12))
     sent, outputs = [0] * 4, []
     for index in range(4):
-        engine.add(request(str(index), voice=["Chelsie", "Ethan"][index % 2], seed=index))
+        engine.add(request(str(index), voice=VOICES[index % 2], seed=index))
     for index, count in [*feeds, *((index, 90) for index in range(4))]:
         codes = some_codes(lengths[index], index)[sent[index] : sent[index] + count]
         if sent[index] < lengths[index]:
@@ -200,7 +218,7 @@ def test_company_changes_nothing(stage: Stage, feeds: list[tuple[int, int]], max
         outputs += engine.step()
     outputs += drain(engine)
     for index in range(4):
-        alone = spoken(stage.adapter(), some_codes(lengths[index], index), ["Chelsie", "Ethan"][index % 2], index)
+        alone = stage.alone(lengths[index], index)
         together = pieces_of(outputs, str(index))
         assert [len(piece) for piece in together] == [len(piece) for piece in alone]
         assert apart(torch.cat(together), torch.cat(alone)) < 2e-5

@@ -22,7 +22,7 @@ SEED = 5
 
 
 class Parts:
-    """The library's model, and ours on a copy of its flow."""
+    """The library's model, and ours made from it."""
 
     def __init__(self, directory: Path) -> None:
         tiny.make(directory, "tiny", 0)
@@ -30,7 +30,7 @@ class Parts:
         self.model = load_token2wav(ctx).eval()
         self.speakers = load_speakers(ctx, load_config(ctx))
         self.dit = self.model.code2wav_dit_model
-        self.flow = FlowDecoder(copy.deepcopy(self.dit))
+        self.flow = FlowDecoder(self.dit)
         self.bigvgan = BigVGAN(self.model.code2wav_bigvgan_model)
 
     def codes(self, count: int, seed: int = 0) -> Tensor:
@@ -86,7 +86,7 @@ def test_whole_decoding_is_the_librarys(parts: Parts, count: int) -> None:
 
 
 def test_without_guidance_there_is_one_branch_and_the_same_answer(parts: Parts) -> None:
-    flow = FlowDecoder(copy.deepcopy(parts.dit), FlowSettings(guidance=0.0))
+    flow = FlowDecoder(parts.dit, FlowSettings(guidance=0.0))
     speaker, codes = parts.speakers["Ethan"], parts.codes(20)
     window = parts.window(codes)
     [decoded] = flow.integrate(
@@ -118,7 +118,7 @@ def test_parity_fails_when_one_thing_is_changed(parts: Parts, change: str) -> No
 
 @pytest.mark.parametrize(("ahead", "within"), [(0, 3.0), (1, 5e-3), (2, 3e-5), (3, 3e-5)])
 def test_error_of_windows_by_look_ahead(parts: Parts, ahead: int, within: float) -> None:
-    """Log-mel units, of std 3. Without look-ahead the border is heard; with it, the error falls a hundredfold a block."""
+    """Log-mel units, of std 3. With look-ahead the error falls a hundredfold and more per block, down to rounding."""
     codes = parts.codes(90)
     error = apart(parts.streamed(codes, 1, ahead), parts.whole(codes))
     assert error < within
@@ -167,8 +167,8 @@ def test_spare_memory_is_filled_and_the_past_only_read(parts: Parts) -> None:
     assert torch.equal(past, before)
 
 
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=8))
-@settings(max_examples=15, deadline=None)
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=6))
+@settings(max_examples=12, deadline=None)
 def test_bigvgan_streamed_is_bigvgan_whole(parts: Parts, lengths: list[int]) -> None:
     mel = 3 * torch.randn(sum(lengths) + 1, 80, generator=torch.Generator().manual_seed(2)) - 4
     with torch.inference_mode():

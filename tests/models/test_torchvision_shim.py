@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from segue.models.torchvision_shim import ensure_torchvision
+from segue.kernels.torchvision_shim import ensure_torchvision
 
 
 def in_fresh_process(code: str) -> str:
@@ -16,7 +16,7 @@ def in_fresh_process(code: str) -> str:
 
 def test_processors_import_after_the_shim() -> None:
     code = (
-        "from segue.models.torchvision_shim import ensure_torchvision; ensure_torchvision()\n"
+        "from segue.kernels.torchvision_shim import ensure_torchvision; ensure_torchvision()\n"
         "import torchvision.transforms.v2.functional as F, torch\n"
         "from transformers import Qwen2VLVideoProcessor, Qwen2VLImageProcessor\n"
         "print(tuple(F.resize(torch.zeros(3, 8, 8), [4, 4]).shape))"
@@ -34,7 +34,7 @@ def test_names_defined_elsewhere_are_left_alone() -> None:
         "library = torch.library.Library('torchvision', 'FRAGMENT')\n"
         "try: library.define('nms(Tensor dets, Tensor scores, float iou) -> Tensor')\n"
         "except RuntimeError: pass\n"
-        "from segue.models.torchvision_shim import ensure_torchvision\n"
+        "from segue.kernels.torchvision_shim import ensure_torchvision\n"
         "names = ensure_torchvision(); import torchvision\n"
         "print('nms' in names)"
     )
@@ -44,7 +44,7 @@ def test_names_defined_elsewhere_are_left_alone() -> None:
 def test_whole_torchvision_is_left_alone() -> None:
     """Where the compiled extension loads, or was loaded, no name is defined."""
     code = (
-        "from segue.models.torchvision_shim import ensure_torchvision\n"
+        "from segue.kernels.torchvision_shim import ensure_torchvision\n"
         "names = ensure_torchvision(); import torchvision\n"
         "print(bool(names) != torchvision.extension._has_ops())"
     )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -54,14 +53,49 @@ def assert_right(output: RequestOutput, text: str, count: int = 20) -> None:
         np.testing.assert_allclose(output.audio.samples, np.repeat(values, SAMPLES_PER_TOKEN), rtol=1e-6)
 
 
-@asynccontextmanager
-async def running(toy_dir: Path, **config: Any) -> AsyncIterator[AsyncOmni]:
-    async with AsyncOmni(toy_dir, config=config or None) as omni:
-        yield omni
+class System:
+    """Running toys on one event loop. Starting one costs seconds (its workers import torch): most tests share one."""
+
+    def __init__(self, toy_dir: Path) -> None:
+        self._toy_dir = toy_dir
+        self._loop = asyncio.new_event_loop()
+        self._shared: AsyncOmni | None = None
+
+    def run(self, body: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._loop.run_until_complete(asyncio.wait_for(body(), timeout=60))
+
+    @asynccontextmanager
+    async def shared(self) -> AsyncIterator[AsyncOmni]:
+        if self._shared is None:
+            self._shared = AsyncOmni(self._toy_dir)
+            await self._shared.start()
+        yield self._shared
+        assert not self._shared.orchestrator.requests
+
+    @asynccontextmanager
+    async def own(self, **config: Any) -> AsyncIterator[AsyncOmni]:
+        async with AsyncOmni(self._toy_dir, config=config) as omni:
+            yield omni
+
+    def close(self) -> None:
+        if self._shared is not None:
+            self._loop.run_until_complete(self._shared.stop())
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()
 
 
-def run(body: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(body(), timeout=60))  # type: ignore[arg-type]
+@pytest.fixture(scope="module")
+def system(toy_dir: Path) -> Iterator[System]:
+    system = System(toy_dir)
+    yield system
+    system.close()
+
+
+async def kill(pid: int) -> None:
+    """kill -9, and wait until it is gone."""
+    process = psutil.Process(pid)
+    process.kill()
+    await asyncio.to_thread(process.wait)
 
 
 def both(text: str, **options: Any) -> dict[str, Any]:
@@ -103,9 +137,9 @@ class Gate:
         os.unlink(self.path)
 
 
-def test_text_and_audio_of_many_requests_are_right(toy_dir: Path) -> None:
+def test_text_and_audio_of_many_requests_are_right(system: System) -> None:
     async def body() -> None:
-        async with running(toy_dir) as omni:
+        async with system.shared() as omni:
             texts = [f"hello {number}" for number in range(24)]
             outputs = await asyncio.gather(*(omni.generate(both(text)) for text in texts))
             for text, output in zip(texts, outputs, strict=True):
@@ -117,21 +151,21 @@ def test_text_and_audio_of_many_requests_are_right(toy_dir: Path) -> None:
             assert one.metrics.jct >= (one.metrics.ttfa or 0) > 0
             assert {span[0] for span in one.metrics.spans} == {"input", "counter", "tone"}
 
-    run(body)
+    system.run(body)
 
 
-def test_text_only_never_touches_the_audio_stage(toy_dir: Path) -> None:
+def test_text_only_never_touches_the_audio_stage(system: System) -> None:
     async def body() -> None:
-        async with running(toy_dir) as omni:
+        async with system.shared() as omni:
             output = await omni.generate("only text")
             assert_right(output, "only text")
             assert output.audio is None
             assert {span[0] for span in output.metrics.spans} == {"input", "counter"}
 
-    run(body)
+    system.run(body)
 
 
-def test_deltas_stream_while_stages_run(toy_dir: Path, tmp_path: Path) -> None:
+def test_deltas_stream_while_stages_run(system: System, tmp_path: Path) -> None:
     """Sound arrives while the counter is still held at its tenth token."""
 
     async def body() -> None:
@@ -144,7 +178,7 @@ def test_deltas_stream_while_stages_run(toy_dir: Path, tmp_path: Path) -> None:
             if isinstance(delta, AudioDelta):
                 heard.set()
 
-        async with running(toy_dir) as omni:
+        async with system.shared() as omni:
             task = asyncio.create_task(collect(omni, both("stream me", hold=gate.option("counter", 10)), note))
             held = await gate.reached()
             await heard.wait()
@@ -153,22 +187,23 @@ def test_deltas_stream_while_stages_run(toy_dir: Path, tmp_path: Path) -> None:
             os.close(held)
             assert_right(await task, "stream me")
 
-    run(body)
+    system.run(body)
 
 
 @pytest.mark.parametrize(("stage", "at"), [("counter", 7), ("tone", 0), ("tone", 12)])
-def test_a_killed_worker_comes_back_and_its_requests_finish(toy_dir: Path, tmp_path: Path, stage: str, at: int) -> None:
+def test_a_killed_worker_comes_back_and_requests_finish(system: System, tmp_path: Path, stage: str, at: int) -> None:
     """kill -9 in the middle of the stage: same text, same samples, nothing twice; other requests go on."""
 
     async def body() -> None:
         gate = Gate(tmp_path)
-        async with running(toy_dir) as omni:
+        async with system.shared() as omni:
             bystander = both("bystander")
             task = asyncio.create_task(collect(omni, both("kill me", hold=gate.option(stage, at))))
             held = await gate.reached()
             other = asyncio.create_task(omni.generate(bystander))
             pid = pid_of(omni.health(), stage)
-            os.kill(pid, signal.SIGKILL)
+            restarts = omni.health().stages[stage].replicas[0].restarts
+            await kill(pid)
             gate.remove()
             os.close(held)
             output = await task
@@ -178,39 +213,39 @@ def test_a_killed_worker_comes_back_and_its_requests_finish(toy_dir: Path, tmp_p
             health = omni.health()
             assert health.ready
             assert pid_of(health, stage) != pid
-            assert health.stages[stage].replicas[0].restarts == 1
+            assert health.stages[stage].replicas[0].restarts == restarts + 1
 
-    run(body)
+    system.run(body)
 
 
-def test_a_killed_input_worker_comes_back(toy_dir: Path) -> None:
+def test_a_killed_input_worker_comes_back(system: System) -> None:
     async def body() -> None:
-        async with running(toy_dir) as omni:
-            os.kill(pid_of(omni.health(), "input"), signal.SIGKILL)
+        async with system.shared() as omni:
+            await kill(pid_of(omni.health(), "input"))
             assert_right(await omni.generate(both("after the input died")), "after the input died")
 
-    run(body)
+    system.run(body)
 
 
-def test_a_killed_fork_server_is_replaced(toy_dir: Path) -> None:
+def test_a_killed_fork_server_is_replaced(system: System) -> None:
     async def body() -> None:
-        async with running(toy_dir) as omni:
+        async with system.shared() as omni:
             server = psutil.Process(pid_of(omni.health(), "input")).parent()
             assert server is not None
-            server.kill()
+            await kill(server.pid)
             assert_right(await omni.generate(both("all gone")), "all gone")
 
-    run(body)
+    system.run(body)
 
 
-def test_retries_are_bounded_and_the_error_names_the_stage(toy_dir: Path, tmp_path: Path) -> None:
+def test_retries_are_bounded_and_the_error_names_the_stage(system: System, tmp_path: Path) -> None:
     async def body() -> None:
         gate = Gate(tmp_path)
-        async with running(toy_dir, limits={"max_retries": 1}) as omni:
+        async with system.own(limits={"max_retries": 1}) as omni:
             task = asyncio.create_task(collect(omni, both("doomed", hold=gate.option("tone", 3))))
             for _ in range(2):
                 held = await gate.reached()
-                os.kill(pid_of(omni.health(), "tone"), signal.SIGKILL)
+                await kill(pid_of(omni.health(), "tone"))
                 os.close(held)
             with pytest.raises(StageLost, match="'tone'") as caught:
                 await task
@@ -218,30 +253,30 @@ def test_retries_are_bounded_and_the_error_names_the_stage(toy_dir: Path, tmp_pa
             gate.remove()
             assert_right(await omni.generate(both("next")), "next")
 
-    run(body)
+    system.run(body)
 
 
-def test_a_sibling_takes_over(toy_dir: Path, tmp_path: Path) -> None:
+def test_a_sibling_takes_over(system: System, tmp_path: Path) -> None:
     async def body() -> None:
         gate = Gate(tmp_path)
-        async with running(toy_dir, stages={"tone": {"replicas": 2}}) as omni:
+        async with system.own(stages={"tone": {"replicas": 2}}) as omni:
             before = {replica.pid for replica in omni.health().stages["tone"].replicas}
             assert len(before) == 2
             task = asyncio.create_task(collect(omni, both("twins", hold=gate.option("tone", 5))))
             held = await gate.reached()
             busy = next(r for r in omni.orchestrator.replicas.all if r.group == ("tone",) and r.requests)
             assert busy.pid is not None
-            os.kill(busy.pid, signal.SIGKILL)
+            await kill(busy.pid)
             gate.remove()
             os.close(held)
             assert_right(await task, "twins")
 
-    run(body)
+    system.run(body)
 
 
-def test_a_stage_that_raises_fails_its_request_alone(toy_dir: Path) -> None:
+def test_a_stage_that_raises_fails_its_request_alone(system: System) -> None:
     async def body() -> None:
-        async with running(toy_dir) as omni:
+        async with system.shared() as omni:
             for stage in ("counter", "tone"):
                 good, bad = await asyncio.gather(
                     omni.generate(both("fine")),
@@ -254,23 +289,23 @@ def test_a_stage_that_raises_fails_its_request_alone(toy_dir: Path) -> None:
                 assert isinstance(good, RequestOutput)
                 assert_right(good, "fine")
 
-    run(body)
+    system.run(body)
 
 
-def test_what_the_input_stage_refuses_names_the_field(toy_dir: Path) -> None:
+def test_what_the_input_stage_refuses_names_the_field(system: System) -> None:
     async def body() -> None:
-        async with running(toy_dir) as omni:
+        async with system.shared() as omni:
             with pytest.raises(InvalidRequest, match="forbidden") as caught:
                 await omni.generate("forbidden")
             assert caught.value.field == "messages[0].content"
 
-    run(body)
+    system.run(body)
 
 
-def test_cancelling_reaches_every_stage(toy_dir: Path, tmp_path: Path) -> None:
+def test_cancelling_reaches_every_stage(system: System, tmp_path: Path) -> None:
     async def body() -> None:
         gate = Gate(tmp_path)
-        async with running(toy_dir) as omni:
+        async with system.shared() as omni:
             task = asyncio.create_task(collect(omni, both("cancel me", hold=gate.option("tone", 2))))
             held = await gate.reached()
             task.cancel()
@@ -285,26 +320,25 @@ def test_cancelling_reaches_every_stage(toy_dir: Path, tmp_path: Path) -> None:
             assert stats["counter"]["running"] == stats["counter"]["waiting"] == 0
             assert stats["tone"]["running"] == stats["tone"]["waiting"] == 0
 
-    run(body)
+    system.run(body)
 
 
 async def idle_stats(omni: AsyncOmni) -> dict[str, dict[str, float]]:
     """The newest stats of every stage, once all workers have reported that they are idle."""
     while True:
-        stages = {
-            name: dict(values) for stats in omni.orchestrator.stats.values() for name, values in stats.stages.items()
-        }
+        reports = [stage for stats in omni.orchestrator.stats.values() for stage in stats.stages]
+        stages: dict[str, Any] = {report.stage: report.values for report in reports}
         if len(stages) == 3 and all(not values["running"] and not values["waiting"] for values in stages.values()):
             return stages
         await omni.generate("tick")  # makes every worker on its way report again
 
 
-def test_a_deadline_ends_the_request(toy_dir: Path, tmp_path: Path) -> None:
+def test_a_deadline_ends_the_request(system: System, tmp_path: Path) -> None:
     async def body() -> None:
         import time
 
         gate = Gate(tmp_path)
-        async with running(toy_dir) as omni:
+        async with system.shared() as omni:
             prompt = {**both("late", hold=gate.option("tone", 2)), "deadline": time.time() + 0.5}
             task = asyncio.create_task(collect(omni, prompt))
             held = await gate.reached()
@@ -314,13 +348,13 @@ def test_a_deadline_ends_the_request(toy_dir: Path, tmp_path: Path) -> None:
             gate.remove()
             assert_right(await omni.generate("in time"), "in time")
 
-    run(body)
+    system.run(body)
 
 
-def test_the_queue_is_bounded(toy_dir: Path, tmp_path: Path) -> None:
+def test_the_queue_is_bounded(system: System, tmp_path: Path) -> None:
     async def body() -> None:
         gate = Gate(tmp_path)
-        async with running(toy_dir, limits={"max_waiting": 1}) as omni:
+        async with system.own(limits={"max_waiting": 1}) as omni:
             task = asyncio.create_task(collect(omni, both("first", hold=gate.option("tone", 2))))
             held = await gate.reached()
             with pytest.raises(Overloaded, match="max_waiting"):
@@ -330,12 +364,12 @@ def test_the_queue_is_bounded(toy_dir: Path, tmp_path: Path) -> None:
             assert_right(await task, "first")
             assert_right(await omni.generate("third"), "third")
 
-    run(body)
+    system.run(body)
 
 
-def test_bad_requests_are_refused_at_the_door(toy_dir: Path) -> None:
+def test_bad_requests_are_refused_at_the_door(system: System) -> None:
     async def body() -> None:
-        async with running(toy_dir) as omni:
+        async with system.shared() as omni:
             with pytest.raises(InvalidRequest, match="modalities"):
                 await omni.generate({**both("x"), "modalities": ["smell"]})
             with pytest.raises(NotFound, match="did you mean 'one'"):
@@ -347,10 +381,10 @@ def test_bad_requests_are_refused_at_the_door(toy_dir: Path) -> None:
             with pytest.raises(InvalidRequest, match="did you mean 'messages'"):
                 await omni.generate({"mesages": []})
 
-    run(body)
+    system.run(body)
 
 
-def test_a_small_edge_budget_never_deadlocks(toy_dir: Path) -> None:
+def test_a_small_edge_budget_never_deadlocks(system: System) -> None:
     """One byte of budget and the smallest pools: every chunk waits for the one before it, and all is well."""
 
     async def body() -> None:
@@ -358,58 +392,56 @@ def test_a_small_edge_budget_never_deadlocks(toy_dir: Path) -> None:
             "edges": [{"from": "counter", "to": "tone", "budget": 1}],
             "stages": {"counter": {"kv_blocks": 6, "block_size": 4, "max_batch": 2, "max_tokens_per_step": 4}},
         }
-        async with running(toy_dir, **config) as omni:
+        async with system.own(**config) as omni:
             texts = [f"t{number}" for number in range(8)]
             outputs = await asyncio.gather(*(omni.generate(both(text)) for text in texts))
             for text, output in zip(texts, outputs, strict=True):
                 assert_right(output, text)
 
-    run(body)
+    system.run(body)
 
 
-def test_retained_payloads_over_the_limit_come_back_from_the_file(toy_dir: Path, tmp_path: Path) -> None:
+def test_retained_payloads_over_the_limit_come_back_from_the_file(system: System, tmp_path: Path) -> None:
     async def body() -> None:
         gate = Gate(tmp_path)
-        async with running(toy_dir, limits={"retained_bytes": 64}) as omni:
+        async with system.own(limits={"retained_bytes": 64}) as omni:
             task = asyncio.create_task(collect(omni, both("spill me", hold=gate.option("tone", 12))))
             held = await gate.reached()
-            os.kill(pid_of(omni.health(), "tone"), signal.SIGKILL)
+            await kill(pid_of(omni.health(), "tone"))
             gate.remove()
             os.close(held)
             assert_right(await task, "spill me")
 
-    run(body)
+    system.run(body)
 
 
-def test_a_broken_start_is_the_workers_own_error(toy_dir: Path, tmp_path: Path) -> None:
+def test_a_broken_start_is_the_workers_own_error(system: System, toy_dir: Path) -> None:
     async def body() -> None:
-        omni = AsyncOmni(
-            toy_dir, config={"stages": {"counter": {"kv_blocks": 1, "block_size": 1, "devices": ["cuda:0"]}}}
-        )
-        with pytest.raises(ConfigError, match="counter"):
+        omni = AsyncOmni(toy_dir, config={"stages": {"counter": {"options": {"broken": True}}}})
+        with pytest.raises(
+            ConfigError, match=r"worker 'counter.0-1' could not start: RuntimeError: the weights are gone"
+        ):
             await omni.start()
+        assert not os.path.exists(omni.orchestrator.runtime_dir)
 
-    run(body)
-
-
-def children_of(pid: int) -> list[psutil.Process]:
-    return psutil.Process(pid).children(recursive=True)
+    system.run(body)
 
 
-def test_stopping_leaves_nothing_behind(toy_dir: Path) -> None:
+def test_stopping_leaves_nothing_behind(system: System) -> None:
     async def body() -> None:
         before = set(os.listdir("/dev/shm"))
-        async with running(toy_dir) as omni:
+        async with system.own() as omni:
             assert_right(await omni.generate(both("x")), "x")
-            processes = children_of(os.getpid())
-            assert len(processes) == 4
-            directory = omni.orchestrator._placement.runtime_dir
+            workers = [psutil.Process(pid_of(omni.health(), stage)) for stage in ("input", "counter", "tone")]
+            [server] = {worker.parent() for worker in workers}
+            assert server is not None
+            directory = omni.orchestrator.runtime_dir
             assert os.path.isdir(directory)
         assert not os.path.exists(directory)
-        assert not [process for process in processes if process.is_running()]
+        assert not [process for process in [server, *workers] if process.is_running()]
         assert set(os.listdir("/dev/shm")) <= before
 
-    run(body)
+    system.run(body)
 
 
 def test_omni_from_a_plain_script(toy_dir: Path) -> None:

@@ -192,6 +192,23 @@ def test_a_reply_can_be_sent_back_as_history(client: openai.OpenAI, server: Live
     ]  # fmt: skip
 
 
+def test_a_prompt_may_be_token_ids(server: Live) -> None:
+    body = {"model": "fake-omni", "prompt_token_ids": [1, 2, 3]}
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=body).status_code == 200
+    [request] = server.service.requests
+    assert (request.messages, request.prompt_token_ids) == ([], [1, 2, 3])
+
+
+def test_a_large_body_is_taken(server: Live) -> None:
+    data = base64.b64encode(bytes(3_000_000)).decode()
+    content = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}]
+    body = {"model": "fake-omni", "messages": [{"role": "user", "content": content}]}
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=body).status_code == 200
+    part = server.service.requests[0].messages[0].content[0]
+    assert isinstance(part, MediaPart)
+    assert part.data == bytes(3_000_000)
+
+
 # ---- n
 
 
@@ -434,6 +451,25 @@ def test_a_mistake_of_ours_is_answered_and_the_server_goes_on(client: openai.Ope
     assert caught.value.response.headers["x-request-id"] == "id-7"
     server.service.script = speak
     assert client.chat.completions.create(model="fake-omni", messages=HELLO).choices
+
+
+def test_a_mistake_in_mid_stream_breaks_the_connection_off_and_only_that(server: Live) -> None:
+    async def bug(request: Request) -> AsyncGenerator[Delta]:
+        yield TextDelta("thinker", "half")
+        raise KeyError("a secret detail")
+
+    server.service.script = bug
+    body = {"model": "fake-omni", "messages": HELLO, "stream": True}
+    with pytest.raises(httpx.RemoteProtocolError):
+        httpx.post(f"{server.url}/v1/chat/completions", json=body)
+    server.service.script = speak
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=body).text.endswith("data: [DONE]\n\n")
+
+
+def test_pictures_are_streamed(server: Live) -> None:
+    body = {"model": "fake-omni", "messages": HELLO, "stream": True, "modalities": ["text", "image"]}
+    text = httpx.post(f"{server.url}/v1/chat/completions", json=body).text
+    assert '"delta":{"images":[{"type":"image_url","image_url":{"url":"data:image/png;base64,' in text
 
 
 def test_served_names_stand_for_the_model() -> None:

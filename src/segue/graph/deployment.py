@@ -26,11 +26,12 @@ text such as `64MiB` and `1GB`.
       - {from: thinker, to: talker, connector: shm, budget: 64MiB}     # budget: bytes sent and not yet consumed
     runtime:
       connectors:
-        shm: {name: SharedMemoryConnector, extra: {shm_threshold_bytes: 65536, slots: 8, slot_bytes: 16MiB}}
+        shm: {name: SharedMemoryConnector, extra: {shm_threshold_bytes: 65536, pool_bytes: 64MiB, max_bytes: 512MiB}}
     limits: {max_waiting: 256, max_retries: 2, default_deadline: null, retained_bytes: 256MiB, drain_seconds: 10}
 
-`limits` has the keys of `Limits`. Stages fused into one worker are joined by the in-process connector; every other
-edge gets shared memory by itself: the connector called `shm`, or the only SharedMemoryConnector the file defines.
+`limits` has the keys of `Limits`; `defaults` do not reach `input`, which runs on the CPU. Stages fused into one worker
+are joined by the in-process connector; every other edge gets shared memory by itself: the connector called `shm`, or
+the only SharedMemoryConnector the file defines.
 
 What vllm-omni's connector documentation writes is understood as well: `connectors` beside or under `runtime`, and a
 list of stages, called `stages` or `stage_args`:
@@ -115,7 +116,8 @@ class EdgePlan:
     kind: ConnectorKind
     """`inproc` where both ends share a worker, else `shm`."""
     extra: dict[str, int] = field(default_factory=dict)
-    """What the connector is made with, where the deployment says: `shm_threshold_bytes`, `slots`, `slot_bytes`."""
+    """What the connector is made with, in bytes, where the deployment says: `shm_threshold_bytes` (smaller payloads
+    ride in the message), `pool_bytes` (memory it starts with), `max_bytes` (memory it may grow to)."""
     budget: int = 64 * MiB
     """Bytes that may be sent and not yet consumed."""
 

@@ -150,11 +150,11 @@ def _fused_with(graph: StageGraph, name: str, section: Section) -> str | None:
     path, other = section.find("fuse_with")
     if other is None:
         return None
+    if not isinstance(other, str):
+        raise wrong(path, other, "the name of a stage")
     if other not in graph.stages:
-        known = [stage for stage in graph.stages if stage != name]
-        raise ConfigError(
-            f"{path} is {other!r}, which is no stage of {graph.name!r}{nearest(str(other), known)}", field=path
-        )
+        hint = nearest(other, [stage for stage in graph.stages if stage != name])
+        raise ConfigError(f"{path} is {other!r}, which is no stage of {graph.name!r}{hint}", field=path)
     if other == name:
         if "fuse_with" in section.values:
             raise wrong(path, other, "another stage")
@@ -226,24 +226,24 @@ def _threads(
     weights: Mapping[str, int],
     hardware: Hardware,
 ) -> dict[tuple[str, ...], int]:
-    """CPU threads per worker: one each, and what cores are left by weight.
+    """CPU threads per worker: one each, then core by core to the worker that has the fewest for its weight.
 
     More threads than cores make every operator wait for the slowest, so the sum goes over the cores only where there
     are more workers than cores, or the file says so.
     """
     said = {group: wish.threads for group, wish in joined.items() if wish.threads is not None}
-    on_cpu = {group: CPU in devices[group] for group in joined}
+    threads = {group: said.get(group, 1) for group in joined}
     weight = {
-        group: (sum(weights[name] for name in group) if on_cpu[group] else 1) * replicas[group]
+        group: sum(weights[name] for name in group) if CPU in devices[group] else 1
         for group in joined
         if group not in said
     }
-    spent = sum(said.get(group, 1) * replicas[group] for group in joined)
-    left = max(0, hardware.cpus - spent)
-    threads = dict(said)
-    for group in weight:
-        more = math.floor(left * weight[group] / sum(weight.values()) / replicas[group])
-        threads[group] = 1 + more if on_cpu[group] else min(1 + more, _MOST_GPU_THREADS)
+    most = {group: hardware.cpus if CPU in devices[group] else _MOST_GPU_THREADS for group in weight}
+    left = hardware.cpus - sum(threads[group] * replicas[group] for group in joined)
+    while hungry := [group for group in weight if threads[group] < most[group] and replicas[group] <= left]:
+        group = max(hungry, key=lambda group: weight[group] / threads[group])
+        threads[group] += 1
+        left -= replicas[group]
     return threads
 
 

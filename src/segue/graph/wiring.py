@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -30,6 +31,7 @@ _ELSEWHERE = frozenset(
 """Connectors of vllm-omni's documentation that this version has not."""
 
 _BUDGET = 64 * MiB
+_PAGE = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +105,17 @@ def _definition(section: Section) -> Definition:
     if name not in KINDS:
         raise ConfigError(f"{path} is {name!r}, which is no connector{nearest(name, KINDS)}", field=path)
     extra_path, values = section.find("extra")
-    keys = ("shm_threshold_bytes", "slots", "slot_bytes") if KINDS[name] == "shm" else ()
+    keys = ("shm_threshold_bytes", "pool_bytes", "max_bytes") if KINDS[name] == "shm" else ("max_bytes",)
     extra = Section(extra_path, as_mapping(extra_path, values), keys)
     sizes = {
         "shm_threshold_bytes": extra.size("shm_threshold_bytes", None, least=0),
-        "slots": extra.integer("slots", None),
-        "slot_bytes": extra.size("slot_bytes", None, least=4096),  # slots are whole pages
+        "pool_bytes": extra.size("pool_bytes", None, least=_PAGE),
+        "max_bytes": extra.size("max_bytes", None, least=_PAGE),
     }
-    return Definition(KINDS[name], {key: size for key, size in sizes.items() if size is not None})
+    written = {key: size for key, size in sizes.items() if size is not None}
+    if written.get("max_bytes", math.inf) < written.get("pool_bytes", 0):
+        raise wrong(extra.at("max_bytes"), written["max_bytes"], f"at least pool_bytes ({written['pool_bytes']})")
+    return Definition(KINDS[name], written)
 
 
 def _merge(wires: Sequence[Wire]) -> dict[tuple[str, str], Wire]:

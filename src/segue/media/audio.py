@@ -14,7 +14,8 @@ from segue.messages.request import ArrayInfo, MediaPart
 
 DEFAULT_RATE = 16000
 """Samples per second of a raw array that does not say."""
-_HIGHEST_RATE = 768_000
+_LOWEST_RATE, _HIGHEST_RATE = 1000, 768_000
+# of real recordings; a rate far from them makes a few bytes into hours of samples, or costs the resampler minutes
 
 Samples = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -35,20 +36,31 @@ def decode_audio(part: MediaPart, rate: int, limits: MediaLimits) -> Samples:
 
 
 def read_track(part: MediaPart, opened: av.container.InputContainer, rate: int, limits: MediaLimits) -> Samples:
-    """All samples of the first audio track of an opened file."""
-    resampler = av.AudioResampler(format="flt", layout="mono", rate=rate)
+    """All samples of the first audio track of an opened file, as `decode_audio` gives them."""
     chunks: list[Samples] = []
-    samples = 0
+    seconds = 0.0
+    resampler, form = None, None
     for frame in opened.decode(opened.streams.audio[0]):
-        for resampled in resampler.resample(frame):
-            chunks.append(resampled.to_ndarray()[0])
-            samples += resampled.samples
-        _check_seconds(part, samples / rate, limits)
-    if samples:
-        chunks += [last.to_ndarray()[0] for last in resampler.resample(None)]
+        _check_rate(part, frame.sample_rate)
+        seconds += frame.samples / frame.sample_rate  # before it is resampled, which costs what comes out
+        _check_seconds(part, seconds, limits)
+        if form != (form := (frame.sample_rate, frame.layout.name, frame.format.name)):  # may change on the way
+            chunks += _resampled(resampler, None)
+            resampler = _resampler(rate)
+        chunks += _resampled(resampler, frame)
+    chunks += _resampled(resampler, None)
     if not any(chunk.size for chunk in chunks):
         raise refuse(part, "the audio track holds no samples; the file is empty or cut off")
     return _finite(part, np.concatenate(chunks))
+
+
+def _resampler(rate: int) -> av.AudioResampler:
+    return av.AudioResampler(format="flt", layout="mono", rate=rate)
+
+
+def _resampled(resampler: av.AudioResampler | None, frame: av.AudioFrame | None) -> list[Samples]:
+    """What comes out for a frame; without one, what the resampler still holds."""
+    return [] if resampler is None else [piece.to_ndarray()[0] for piece in resampler.resample(frame)]
 
 
 def _from_array(part: MediaPart, info: ArrayInfo, rate: int, limits: MediaLimits) -> Samples:
@@ -58,9 +70,7 @@ def _from_array(part: MediaPart, info: ArrayInfo, rate: int, limits: MediaLimits
     if not array.size:
         raise refuse(part, "the audio is empty; send at least one sample")
     own_rate = DEFAULT_RATE if info.rate is None else info.rate
-    if not (1 <= own_rate <= _HIGHEST_RATE and own_rate == int(own_rate)):
-        right = f"it must be a whole number of samples per second, at most {_HIGHEST_RATE}"
-        raise refuse(part, f"the audio's rate is {own_rate!r}; {right}")
+    _check_rate(part, own_rate)
     _check_seconds(part, array.size / own_rate, limits)
     samples = array / np.float32(32768) if array.dtype == np.int16 else array
     samples = _finite(part, samples.astype(np.float32))
@@ -70,9 +80,15 @@ def _from_array(part: MediaPart, info: ArrayInfo, rate: int, limits: MediaLimits
 def _resample(samples: Samples, own_rate: int, rate: int) -> Samples:
     frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(samples[None]), format="flt", layout="mono")
     frame.sample_rate = own_rate
-    resampler = av.AudioResampler(format="flt", layout="mono", rate=rate)
-    frames = [*resampler.resample(frame), *resampler.resample(None)]
-    return np.concatenate([piece.to_ndarray()[0] for piece in frames] or [samples[:0]])
+    resampler = _resampler(rate)
+    chunks = [*_resampled(resampler, frame), *_resampled(resampler, None)]
+    return np.concatenate(chunks or [samples[:0]])
+
+
+def _check_rate(part: MediaPart, rate: float) -> None:
+    if not (_LOWEST_RATE <= rate <= _HIGHEST_RATE and rate == int(rate)):
+        right = f"a whole number of samples per second from {_LOWEST_RATE} to {_HIGHEST_RATE}"
+        raise refuse(part, f"the audio's rate is {rate!r}; it must be {right}")
 
 
 def _check_seconds(part: MediaPart, seconds: float, limits: MediaLimits) -> None:

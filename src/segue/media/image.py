@@ -87,4 +87,4 @@ def _from_array(part: MediaPart, info: ArrayInfo, limits: MediaLimits) -> np.nda
         array = array[:, :, None]
     if array.shape[2] == 1:
         return np.repeat(array, 3, axis=2)
-    return np.ascontiguousarray(array[:, :, :3])
+    return array[:, :, :3].copy()

@@ -193,7 +193,7 @@ def _allowed_address(parts: SplitResult, policy: MediaPolicy, field: str) -> str
             f"{field} is {shown(parts.geturl())}; this server fetches no URLs: send a data: URL with base64",
             field=field,
         )
-    if host not in policy.http_hosts:
+    if host not in {name.lower() for name in policy.http_hosts}:
         raise InvalidRequest(f"{field}: host {host!r} is not on this server's list of media hosts", field=field)
     try:
         found = socket.getaddrinfo(host, parts.port or parts.scheme, type=socket.SOCK_STREAM)

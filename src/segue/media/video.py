@@ -127,7 +127,7 @@ def _from_array(part: MediaPart, info: ArrayInfo, fps: float, limits: MediaLimit
         count = max(1, int(np.ceil(array.shape[0] / own * fps - _LATE)))
         array = array[(np.arange(count) * own / fps + _LATE).astype(int)]
     _check_frames(part, array.shape[0], array.shape[0] * array.shape[1] * array.shape[2], limits)
-    return Video(np.ascontiguousarray(array), min(own, fps))
+    return Video(array.copy(), min(own, fps))
 
 
 def _check_frames(part: MediaPart, frames: int, pixels: int, limits: MediaLimits) -> None:

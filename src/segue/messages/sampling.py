@@ -88,7 +88,7 @@ def check_sampling(params: SamplingParams, field: str) -> None:
     """Raise `InvalidRequest` naming field, value and what would be right."""
     for name, (low, high, right) in _RANGES.items():
         value = getattr(params, name)
-        if value is not None and not (math.isfinite(value) and low <= value <= high):
+        if value is not None and not low <= value <= high:  # NaN is in no range
             raise InvalidRequest(f"{field}.{name} is {value!r}; it must be {right}", field=f"{field}.{name}")
     if params.top_p is not None and not 0.0 < params.top_p <= 1.0:
         raise InvalidRequest(

@@ -6,15 +6,16 @@ cannot take single rows, and names no file when something is missing or of the w
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import torch
-from accelerate import init_empty_weights
+from accelerate import init_empty_weights  # type: ignore[import-untyped]
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from segue.engines.contract import LoadContext
 from segue.messages.errors import ConfigError
@@ -26,6 +27,13 @@ Located = Callable[[str], Sequence[str]]
 """Name of a tensor in a module → the names it may have in the checkpoint, most likely first."""
 
 M = TypeVar("M", bound=torch.nn.Module)
+
+
+class _Index(msgspec.Struct):
+    """The index file of a sharded checkpoint."""
+
+    weight_map: dict[str, str]
+    """Tensor name → file name."""
 
 
 class Checkpoint:
@@ -101,9 +109,9 @@ def _index(directory: Path) -> dict[str, str]:
     path = directory / INDEX
     if path.is_file():
         try:
-            files = json.loads(path.read_text())["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path}: not an index of safetensors shards: {error!r}") from error
+            files = msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{path}: not an index of safetensors shards: {error}") from error
         for name in sorted(set(files.values())):
             if not (directory / name).is_file():
                 raise ConfigError(f"{path} names {name!r}, which is not there")
@@ -157,3 +165,8 @@ def load_module(
     else:
         checkpoint.fill(module, located, device=ctx.device, dtype=dtype, progress=ctx.progress)
     return module.to(ctx.device).eval().requires_grad_(False)
+
+
+def held_bytes(module: nn.Module) -> int:
+    """Memory of a module's parameters and buffers, in bytes."""
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))

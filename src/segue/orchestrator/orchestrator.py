@@ -104,6 +104,11 @@ class Orchestrator:
         self._stopping = False
         self.address = ""
 
+    @property
+    def runtime_dir(self) -> str:
+        """Where the sockets of this system are; gone when it has stopped."""
+        return self._placement.runtime_dir
+
     # ── life ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def start(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -16,6 +17,8 @@ from segue.server.errors import UnsupportedMediaType
 
 T = TypeVar("T")
 
+_LARGE = 1 << 20
+
 
 async def read_json(request: Request, limit: int) -> dict[str, Any]:
     """The JSON object of a request. Raises `InvalidRequest`, or `TooLarge` above `limit` bytes."""
@@ -24,15 +27,20 @@ async def read_json(request: Request, limit: int) -> dict[str, Any]:
         # also what keeps a web page of another origin from posting here without asking first
         raise UnsupportedMediaType(f"Content-Type is {shown(declared)}; it must be application/json")
     body = await _read(request, limit)
+    # a large body (base64 of a video) takes tens of milliseconds: other clients' events go out meanwhile
+    value = _decode(body) if len(body) < _LARGE else await asyncio.to_thread(_decode, body)
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"the body is {shown(value)}; it must be a JSON object")
+    return value
+
+
+def _decode(body: bytes) -> Any:
     try:
-        value = msgspec.json.decode(body)
+        return msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the body is not JSON: {error}") from error
     except RecursionError as error:
         raise InvalidRequest("the body is nested too deeply") from error
-    if not isinstance(value, dict):
-        raise InvalidRequest(f"the body is {shown(value)}; it must be a JSON object")
-    return value
 
 
 async def _read(request: Request, limit: int) -> bytes:

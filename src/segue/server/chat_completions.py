@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -21,14 +22,19 @@ from segue.server.errors import json_response
 from segue.server.generations import run_generations
 from segue.server.settings import ServerSettings
 
+_CHECKING_THREADS = 8
+
 
 def add_chat_completions(app: FastAPI, service: Service, settings: ServerSettings, metrics: ServerMetrics) -> None:
     """Add the endpoint."""
+    # threads of their own: a media host that answers slowly must not keep the codecs waiting
+    checking = ThreadPoolExecutor(_CHECKING_THREADS, thread_name_prefix="segue-request")
 
     @app.post("/v1/chat/completions")
     async def complete(request: Request) -> Response:
         values = await read_json(request, settings.max_body_bytes)
-        chat = await asyncio.to_thread(chat_request, values, service.card, settings)
+        loop = asyncio.get_running_loop()
+        chat = await loop.run_in_executor(checking, chat_request, values, service.card, settings)
         if request.headers.get("x-return-metrics", "").lower() in ("1", "true"):
             chat = replace(chat, return_metrics=True)
         if chat.stream:

@@ -43,7 +43,9 @@ class ChatBody(msgspec.Struct, kw_only=True):
     """Every parameter that does something. null means not given."""
 
     model: str
-    messages: Any
+    messages: Any = None
+    prompt_token_ids: list[int] | None = None
+    """Ours, instead of messages: for checkpoints without a tokenizer."""
     modalities: list[str] | None = None
     audio: AudioOptions | None = None
     stream: bool | None = None
@@ -138,6 +140,7 @@ def chat_request(values: dict[str, Any], card: ModelCard, settings: ServerSettin
     sampling = _sampling(body, card)
     options = body.options or {}
     check_names(options, card.options, "options")
+    _check_carried(options)
     seeds = _seeds(body)
     if body.priority is not None and abs(body.priority) > 2**31:
         raise InvalidRequest(f"priority is {body.priority}; it must be a 32-bit integer", field="priority")
@@ -145,8 +148,7 @@ def chat_request(values: dict[str, Any], card: ModelCard, settings: ServerSettin
         raise InvalidRequest(f"deadline is {body.deadline}; it must be seconds above 0", field="deadline")
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options is given, but stream is not true", field="stream_options")
-    messages = messages_from(body.messages, settings.media)
-    _check_kinds(messages, card)
+    messages = _messages(body, card, settings)
 
     now = time.time()
     completion_id = f"chatcmpl-{uuid.uuid4().hex}"
@@ -154,6 +156,7 @@ def chat_request(values: dict[str, Any], card: ModelCard, settings: ServerSettin
         Request(
             request_id=completion_id if len(seeds) == 1 else f"{completion_id}-{index}",
             messages=messages,
+            prompt_token_ids=body.prompt_token_ids,
             modalities=modalities,
             voice=voice,
             sampling=sampling,
@@ -175,6 +178,15 @@ def chat_request(values: dict[str, Any], card: ModelCard, settings: ServerSettin
         return_token_ids=bool(body.return_token_ids),
         return_metrics=bool(body.return_metrics),
     )
+
+
+def _check_carried(options: dict[str, Any]) -> None:
+    """Options travel to the stages in msgpack, whose integers have 64 bits."""
+    try:
+        msgspec.msgpack.encode(options)
+    except (OverflowError, RecursionError) as error:
+        what = "is nested too deeply" if isinstance(error, RecursionError) else "has a number that is too large"
+        raise InvalidRequest(f"options {what}: {shown(options)}", field="options") from error
 
 
 def _parse(values: dict[str, Any]) -> ChatBody:
@@ -255,6 +267,9 @@ def _top_level(body: ChatBody) -> SamplingParams | None:
                 field="max_completion_tokens",
             )
         given["max_tokens"] = body.max_completion_tokens
+    for token in body.logit_bias or {}:
+        if not (token.isascii() and token.isdecimal() and len(token) <= 10):
+            raise InvalidRequest(f"logit_bias has {shown(token)}, which is no token id", field="logit_bias")
     if isinstance(body.stop, str):
         given["stop"] = [body.stop]
     elif body.stop is not None and len(body.stop) > MAX_STOPS:
@@ -293,6 +308,23 @@ def _seeds(body: ChatBody) -> list[int | None]:
     if not -(2**63) <= body.seed < 2**64:
         raise InvalidRequest(f"seed is {body.seed}; it must be a 64-bit integer", field="seed")
     return [seed if (seed := body.seed + index) < 2**64 else seed - 2**64 for index in range(n)]
+
+
+def _messages(body: ChatBody, card: ModelCard, settings: ServerSettings) -> list[Message]:
+    if body.prompt_token_ids is not None:
+        if body.messages is not None:
+            raise InvalidRequest("messages and prompt_token_ids are given; give one", field="prompt_token_ids")
+        if not body.prompt_token_ids or any(token not in _TOKEN_IDS for token in body.prompt_token_ids):
+            right = "it must be a list of token ids, at least one"
+            raise InvalidRequest(
+                f"prompt_token_ids is {shown(body.prompt_token_ids)}; {right}", field="prompt_token_ids"
+            )
+        return []
+    if body.messages is None:
+        raise InvalidRequest("messages is missing", field="messages")
+    messages = messages_from(body.messages, settings.media)
+    _check_kinds(messages, card)
+    return messages
 
 
 def _check_kinds(messages: list[Message], card: ModelCard) -> None:

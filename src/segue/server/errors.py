@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,8 +12,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from segue.messages.errors import InvalidRequest, NotFound, Overloaded, SegueError, nearest
-
-_log = logging.getLogger("segue.server")
 
 
 class ModelNotFound(NotFound):
@@ -75,8 +72,6 @@ def install_error_handlers(app: FastAPI) -> None:
 
 def _on_segue_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, SegueError)
-    if error.status >= 500:
-        _log.error("request failed: %s", error.message, exc_info=error)
     return error_response(error)
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack
 
 from segue.messages.deltas import Delta, Finished
 from segue.messages.errors import SegueError, StageFailed
 from segue.messages.request import Request
+from segue.observe.logging import log_event
 from segue.observe.metrics import GenerationWatch, ServerMetrics
 from segue.orchestrator.service import Service
+
+_log = logging.getLogger("segue.server")
 
 
 async def run_generations(
@@ -32,7 +36,7 @@ async def run_generations(
                 done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     index = waiting.pop(task)
-                    delta = _result(task, watches[index])
+                    delta = _result(task, watches[index], requests[index].request_id)
                     watches[index].saw(delta)
                     yield index, delta
                     if not isinstance(delta, Finished):
@@ -51,9 +55,11 @@ async def _next(stream: AsyncGenerator[Delta]) -> Delta:
         raise StageFailed("a generation ended without saying how") from error
 
 
-def _result(task: asyncio.Task[Delta], watch: GenerationWatch) -> Delta:
+def _result(task: asyncio.Task[Delta], watch: GenerationWatch, request_id: str) -> Delta:
     try:
         return task.result()
     except SegueError as error:
         watch.failed(error.code)
+        about = {"generation": request_id, "code": error.code, "stage": error.stage, "error": error.message}
+        log_event(_log, "generation failed", about, logging.ERROR if error.status >= 500 else logging.INFO)
         raise

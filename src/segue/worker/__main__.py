@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 
@@ -18,3 +19,5 @@ def _run(spec: WorkerSpec) -> None:
 if __name__ == "__main__":
     fd, runtime_dir, *preload = sys.argv[1:]
     serve(socket.socket(fileno=int(fd)), runtime_dir, [*preload, "segue.worker.worker"], _run)
+    sys.stderr.flush()
+    os._exit(0)  # taking torch's modules apart takes a second, and all that matters is closed

@@ -18,6 +18,7 @@ from segue.engines.autoregressive.memory import blocks_for
 from segue.engines.contract import Adapter, Engine, LoadContext
 from segue.engines.module.engine import ModuleConfig, ModuleEngine
 from segue.graph.deployment import EdgePlan, Limits, StagePlan
+from segue.graph.stage_graph import INPUT
 from segue.messages.errors import ConfigError
 from segue.messages.process import WorkerSpec
 from segue.messages.sampling import SamplingParams
@@ -69,7 +70,7 @@ def build(spec: WorkerSpec, report: Callable[[Loading], None]) -> Built:
             dtype=DTYPES[plan.dtype],
             load_format=spec.load_format if plan.load_format == "auto" else plan.load_format,
             max_model_len=plan.max_model_len,
-            options={**plan.options, "limits": spec.limits},
+            options={**plan.options, **({"limits": _media_limits(limits)} if plan.name == INPUT else {})},
             progress=progress,
         )
         adapter = stages_module.ADAPTERS[plan.name](context)
@@ -85,6 +86,16 @@ def build(spec: WorkerSpec, report: Callable[[Loading], None]) -> Built:
     channels, inbound, connectors = _connect(spec, edges, set(stages))
     retained = RetainedStore(limits.retained_bytes, str(Path(spec.connector).parent))
     return Built(stages, channels, inbound, connectors, retained, facts)
+
+
+def _media_limits(limits: Limits) -> dict[str, float]:
+    """The deployment's bounds on media, by the names of `segue.media.limits.MediaLimits`."""
+    return {
+        "max_bytes": limits.max_media_bytes,
+        "max_image_pixels": limits.max_image_pixels,
+        "max_audio_seconds": limits.max_audio_seconds,
+        "max_video_frames": limits.max_video_frames,
+    }
 
 
 def _engine(plan: StagePlan, adapter: Adapter) -> Engine:

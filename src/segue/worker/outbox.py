@@ -122,6 +122,11 @@ class Outbox:
     def in_flight(self) -> dict[tuple[str, str], int]:
         return {edge: channel.in_flight for edge, channel in self._channels.items()}
 
+    def close(self) -> None:
+        """Forget everything."""
+        self._flows.clear()
+        self._retained.close()
+
     def _pump(self, flow: _Flow) -> None:
         channel = flow.channel
         while flow.pending:

@@ -81,6 +81,11 @@ class RetainedStore:
         for key in [key for key in self._streams if key[0] == request_id]:
             self.drop(key)
 
+    def close(self) -> None:
+        """Forget everything."""
+        for key in list(self._streams):
+            self.drop(key)
+
     def _read(self, stream: _Stream) -> Iterator[tuple[Payload | None, bool, int]]:
         for item in list(stream.items):
             if item.offset < 0:
@@ -90,7 +95,7 @@ class RetainedStore:
                 data = bytearray(item.length)
                 stream.file.seek(item.offset)
                 stream.file.readinto(data)  # type: ignore[attr-defined]
-                yield codec.decode(data), item.final, item.nbytes
+                yield codec.read_from(memoryview(data)), item.final, item.nbytes
 
     def _make_room(self) -> None:
         for stream in list(self._streams.values()):  # insertion order: the oldest first
@@ -107,7 +112,9 @@ class RetainedStore:
             for item in stream.items:
                 if item.payload is None:
                     continue
-                data = codec.encode(item.payload)
+                encoded = codec.measure(item.payload)
+                data = bytearray(encoded.size)
+                encoded.write_into(memoryview(data))
                 item.offset, item.length = stream.file.tell(), len(data)
                 stream.file.write(data)
                 stream.file.flush()

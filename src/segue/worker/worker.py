@@ -113,6 +113,7 @@ class Worker:
                 self.unpause()
             if self.meter.due(STATS_EVERY):
                 self.report()
+        self.outbox.close()
         for connector in self.all_connectors:
             connector.close()
 

@@ -71,6 +71,8 @@ class Counter:
     """A decoder without attention: the next token depends on the last alone; captured rows hold the token's id."""
 
     def __init__(self, ctx: LoadContext) -> None:
+        if ctx.options.get("broken"):
+            raise RuntimeError("the weights are gone")
         self.device = ctx.device
         self.kv = KVSpec(1, 1, WIDTH, torch.float32, capture_width=WIDTH, capture_dtype=torch.float32)
         self.axes = 1

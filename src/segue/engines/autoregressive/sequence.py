@@ -43,12 +43,17 @@ class Conditioning:
 
 
 class TextOutput:
-    """Detokenises and looks for stop strings."""
+    """Detokenises and looks for stop strings. Raises `InvalidRequest` for stages without text."""
 
     def __init__(self, adapter: AutoregressiveAdapter, request: StageRequest) -> None:
         sampling = request.sampling
         skip = sampling.skip_special_tokens is not False
         self._wanted = "text" in request.to_client
+        try:
+            adapter.decode_text([], skip_special_tokens=True)
+        except StageFailed as error:
+            field = f"sampling.{request.stage}.stop"
+            raise InvalidRequest(f"{field} is set, but stage {request.stage!r} makes no text", field=field) from error
         self._include = bool(sampling.include_stop_str_in_output)
         self._detokenizer = Detokenizer(lambda ids: adapter.decode_text(ids, skip_special_tokens=skip))
         self._stops = StopStrings(sampling.stop or (), include=self._include)

@@ -4,13 +4,14 @@
 """
 
 # ruff: noqa: E402
-from segue.models.torchvision_shim import ensure_torchvision
+from segue.kernels.torchvision_shim import ensure_torchvision
 
 ensure_torchvision()  # a torchvision that cannot be imported breaks the import of transformers
 
 from transformers import (
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     Qwen2_5OmniConfig,
     Qwen2_5OmniForConditionalGeneration,
@@ -33,6 +34,7 @@ __all__ = [
     "PAGED",
     "AutoTokenizer",
     "GenerationConfig",
+    "PreTrainedModel",
     "PreTrainedTokenizerBase",
     "Qwen2_5OmniAudioEncoder",
     "Qwen2_5OmniConfig",

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from segue.engines.autoregressive.contract import KVSpec
@@ -23,6 +24,7 @@ from segue.messages.errors import ConfigError, nearest
 from segue.models.checkpoint import Checkpoint, Located, M, load_module
 from segue.models.qwen2_5_omni.family import DEFAULT_VOICE, SPEAKERS
 from segue.models.qwen2_5_omni.library import (
+    PreTrainedModel,
     Qwen2_5OmniAudioEncoder,
     Qwen2_5OmniConfig,
     Qwen2_5OmniTalkerForConditionalGeneration,
@@ -108,7 +110,7 @@ def load_config(ctx: LoadContext) -> Qwen2_5OmniConfig:
     with _errors_only("transformers.configuration_utils"):
         try:
             return Qwen2_5OmniConfig.from_pretrained(ctx.model_dir)
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, StrictDataclassError) as error:
             raise ConfigError(f"{path}: {error}", field="model") from error
 
 
@@ -163,7 +165,7 @@ def load_token2wav(ctx: LoadContext, config: Qwen2_5OmniConfig | None = None) ->
     return load_part(ctx, config or load_config(ctx), "vocoder", torch.float32)
 
 
-def kv_spec(model: nn.Module, dtype: torch.dtype, capture_width: int = 0) -> KVSpec:
+def kv_spec(model: PreTrainedModel, dtype: torch.dtype, capture_width: int = 0) -> KVSpec:
     """The KV cache of a decoder, as its first attention layer shapes it."""
     attention = model.layers[0].self_attn
     return KVSpec(
@@ -177,7 +179,7 @@ def kv_spec(model: nn.Module, dtype: torch.dtype, capture_width: int = 0) -> KVS
 
 
 def load_text_rows(ctx: LoadContext, config: Qwen2_5OmniConfig, ids: Sequence[int]) -> torch.Tensor:
-    """[len(ids), hidden] of `ctx.dtype` on `ctx.device`: rows of the thinker's embedding, read without the rest of it."""
+    """[len(ids), hidden] of `ctx.dtype`, on `ctx.device`: rows of the thinker's embedding, without reading the rest."""
     text = config.thinker_config.text_config
     for token_id in ids:
         if not 0 <= token_id < text.vocab_size:

@@ -27,8 +27,8 @@ with the processor's tensors taken out and `"frames": int` put in for audio.
 `{"media": [{"kind": str, "hash": bytes, "embeds": [n, H]}]}`.
 
 **thinker → talker** (`reply_hidden_states`): a chunk per step that computed something; `rows[i]` belongs to position
-`rows_start + i` of the thinker's sequence (prompt, then reply): final hidden state + input embedding, the embedding left
-out where a medium stands::
+`rows_start + i` of the thinker's sequence (prompt, then reply): final hidden state + input embedding, the embedding
+left out where a medium stands::
 
     {["rows_start": int, "rows": [k, H],] "first_index": int, "reply_ids": [ids generated in this step],
      ["prompt": {"length": T, "positions": LongTensor [3, T], "position_delta": int}]}   # with the first rows
@@ -36,8 +36,8 @@ out where a medium stands::
 The chunk of the last step is the final one. The reply's last token is never forwarded and has no row.
 
 **talker → vocoder** (`codec_chunks`): `{"codes": LongTensor [k], "start": int, ["voice": str]}`: k new codes without
-end tokens, the first of them being the request's `start`-th; `voice` with start 0 where the request names one; final when
-the talker ends (k may be 0).
+end tokens, the first of them being the request's `start`-th; `voice` with start 0 where the request names one; final
+when the talker ends (k may be 0).
 """
 
 from __future__ import annotations
@@ -49,8 +49,10 @@ import torch
 
 from segue.engines.contract import Payload, StageOutput, StageRequest, Transfer
 from segue.models.qwen2_5_omni.encoder import Encoder
+from segue.models.qwen2_5_omni.input import InputProcessor
 from segue.models.qwen2_5_omni.talker import Talker
 from segue.models.qwen2_5_omni.thinker import Thinker
+from segue.models.qwen2_5_omni.vocoder import Token2Wav
 
 _TENSORS = ("pixel_values", "input_features")
 
@@ -109,7 +111,13 @@ def codec_chunks(request: StageRequest, output: StageOutput) -> Payload | None:
     return payload
 
 
-ADAPTERS: dict[str, Callable[..., Any]] = {"encoder": Encoder, "thinker": Thinker, "talker": Talker}
+ADAPTERS: dict[str, Callable[..., Any]] = {
+    "input": InputProcessor,
+    "encoder": Encoder,
+    "thinker": Thinker,
+    "talker": Talker,
+    "vocoder": Token2Wav,
+}
 TRANSFERS: dict[tuple[str, str], Transfer] = {
     ("input", "encoder"): media_tensors,
     ("input", "thinker"): prompt_facts,

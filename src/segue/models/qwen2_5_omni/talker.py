@@ -10,10 +10,10 @@ What goes in (`generate` of `Qwen2_5OmniForConditionalGeneration`, and `forward`
 
 each sum projected from E to H.
 
-**Two forms of the prompt.** `generate` of newer transformers (5.23 among them) drops an attention mask of ones, and the
-talker's `forward` takes the missing mask for a later step: it then adds neither codec embedding and places the prompt's
-tokens one after the other, media or not. A padded prompt still gets both, as the talker was trained. The default is what
-the installed library does for one request (`FORMS`); the option `prompt_form` chooses.
+**Two forms of the prompt.** `generate` of newer transformers (5.23 among them) drops an attention mask of ones, and
+the talker's `forward` takes the missing mask for a later step: it then adds neither codec embedding and places the
+prompt's tokens one after the other, media or not. A padded prompt still gets both, as the talker was trained. The
+default is what the installed library does for one request; the option `prompt_form` chooses (`FORMS`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ import torch
 
 from segue.engines.autoregressive.contract import Fed, FlatBatch, KVSpec, Prompt
 from segue.engines.contract import LoadContext, Payload, StageRequest
-from segue.messages.errors import ConfigError, InvalidRequest, StageFailed, nearest
+from segue.messages.errors import ConfigError, NotFound, StageFailed, nearest
 from segue.messages.sampling import SamplingParams
+from segue.models.checkpoint import held_bytes
 from segue.models.qwen2_5_omni.library import PAGED, Qwen2_5OmniConfig
 from segue.models.qwen2_5_omni.loading import (
     kv_spec,
@@ -94,6 +95,7 @@ class Talker:
         self.device = ctx.device
         self.dtype = ctx.dtype
         self.kv: KVSpec = kv_spec(net.model, ctx.dtype)
+        self.weight_bytes: int = held_bytes(net)
         self.vocab_size: int = talker.vocab_size
         self.max_model_len: int = min(
             ctx.max_model_len or talker.max_position_embeddings, talker.max_position_embeddings
@@ -104,10 +106,10 @@ class Talker:
         )
 
     def begin(self, request: StageRequest) -> _State:
-        """Raises `InvalidRequest` for a voice the checkpoint does not have."""
+        """Raises `NotFound` for a voice the checkpoint does not have."""
         voice = request.request.voice or next(iter(self._voices))
         if voice not in self._voices:
-            raise InvalidRequest(
+            raise NotFound(
                 f"voice is {voice!r}{nearest(voice, self._voices)}; "
                 f"this model speaks with: {', '.join(sorted(self._voices))}",
                 field="voice",

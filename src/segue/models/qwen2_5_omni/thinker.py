@@ -15,6 +15,7 @@ from segue.engines.autoregressive.contract import Fed, FlatBatch, KVSpec, Prompt
 from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.messages.errors import InvalidRequest, StageFailed
 from segue.messages.sampling import SamplingParams
+from segue.models.checkpoint import held_bytes
 from segue.models.qwen2_5_omni.generation import default_sampling, end_tokens, generation_of, load_tokenizer
 from segue.models.qwen2_5_omni.library import PAGED
 from segue.models.qwen2_5_omni.loading import kv_spec, load_config, load_decoder
@@ -67,6 +68,7 @@ class Thinker:
         self.max_model_len: int = min(ctx.max_model_len or text.max_position_embeddings, text.max_position_embeddings)
         capture_width = text.hidden_size if config.enable_audio_output else 0
         self.kv: KVSpec = kv_spec(decoder.model, ctx.dtype, capture_width)
+        self.weight_bytes: int = held_bytes(decoder)
         generation = generation_of(thinker)
         self.end_token_ids = end_tokens(generation, ctx.model_dir, self._tokenizer)
         self.default_sampling: SamplingParams = default_sampling(generation)

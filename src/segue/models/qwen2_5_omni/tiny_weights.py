@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from segue.models.torchvision_shim import ensure_torchvision
+from segue.kernels.torchvision_shim import ensure_torchvision
 
 ensure_torchvision()
 

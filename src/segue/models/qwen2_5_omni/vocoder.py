@@ -26,7 +26,6 @@ from torch import Tensor
 
 from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.engines.module.contract import Result, Work
-from segue.kernels.linear import pack_linears
 from segue.messages.errors import ConfigError, NotFound, StageFailed, nearest
 from segue.models.qwen2_5_omni.loading import Speaker, load_config, load_speakers, load_token2wav
 from segue.models.qwen2_5_omni.vocoder_bigvgan import BigVGAN, WaveStream
@@ -36,13 +35,11 @@ SAMPLE_RATE = 24000
 
 GROUPS = (2, 2, 4, 4, 8)
 """Blocks emitted by an utterance's first, second, … window; the last entry goes on. The waveform network needs 36
-frames beyond a sample, so one block makes no sound yet and two make 0.12 s. Later windows grow, as each costs `look_ahead`
-blocks more than it emits."""
+frames beyond a sample, so one block makes no sound yet and two make 0.12 s. Later windows grow, as each costs
+`look_ahead` blocks more than it emits."""
 
 OPTIONS = ("look_ahead",)
 WHOLE = "all"
-ROWS = 240
-"""Frames of a usual call, both guidance branches: what the packed linear layers are laid out for."""
 
 
 class BlockNoise:
@@ -119,7 +116,6 @@ class Token2Wav:
             raise ConfigError(
                 f"block_size {dit.block_size} is no multiple of repeats {dit.repeats}", field="dit_config"
             )
-        pack_linears(dit, ROWS, keep=("input_embed.proj",))  # whose columns are used apart
         self._flow = FlowDecoder(dit)
         self._bigvgan = BigVGAN(model.code2wav_bigvgan_model)
         self._codes_per_block = dit.block_size // dit.repeats

@@ -2,8 +2,8 @@
 
 The network attends block-wise: every layer sees its own block of `block_size` frames, some also the next block, some
 also the previous one. So the frames of any mix of requests, windows and guidance branches can be one flat batch of
-blocks, without padding, if each block knows the rows of its two neighbours. The layers and weights are those of
-`Qwen2_5OmniToken2WavDiTModel`; its attention arrives at `block_attention` through transformers' `AttentionInterface`.
+blocks, without padding, if each block knows the rows of its two neighbours. The weights are those of
+`Qwen2_5OmniToken2WavDiTModel`; this file walks its layers, with the linear layers that share an input joined.
 
 What does not change over the solver's evaluations is computed once: the speaker encoder per voice, code embeddings and
 their share of the input projection per window, rotary tables per window, time embeddings and all modulations per time.
@@ -17,22 +17,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from segue.models.torchvision_shim import ensure_torchvision
-
-ensure_torchvision()
-
-from transformers import AttentionInterface  # noqa: E402
+from segue.kernels.linear import PackedLinear, pack_linears
 
 if TYPE_CHECKING:
     from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import DiTDecoderLayer, Qwen2_5OmniToken2WavDiTModel
 
-ATTENTION = "segue_blocks"
+ROWS = 240
+"""Frames of a usual call, both guidance branches: what the linear layers are laid out for on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +80,8 @@ class Decoded:
 
 
 @dataclass(slots=True)
-class BlockView:
-    """What the blocks of a flat batch see in one layer; travels as the layer's `attention_mask`."""
+class _View:
+    """What the blocks of a flat batch see in one layer at one evaluation."""
 
     seen: Tensor | None
     """[R, 1, 1, keys] bool: real frames. None: all are."""
@@ -99,26 +96,52 @@ class BlockView:
     branches: int = 1
 
 
-def block_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: BlockView, **_: Any
-) -> tuple[Tensor, None]:
-    """Attention of blocks [R, H, F, d] to themselves and the neighbours in their `BlockView` → [R, F, H, d].
+class _Layer(nn.Module):
+    """One `DiTDecoderLayer`: its weights, with the projections of one input joined, and its modulation at all E times.
 
-    The function that transformers calls for a DiT whose `_attn_implementation` is `segue_blocks`.
+    A norm without weights that is scaled and shifted is a norm with these as its weights.
     """
-    view = attention_mask
-    pair = (key, value)
-    if view.behind is not None or view.ahead is not None:
-        pair = (_neighbours(key, view, 0), _neighbours(value, view, 1))
-    per_branch = query.shape[0] // view.branches
-    for row, kept in view.keep:
-        kept[0].copy_(key[row::per_branch])
-        kept[1].copy_(value[row::per_branch])
-    mixed = F.scaled_dot_product_attention(query, *pair, attn_mask=view.seen)
-    return mixed.transpose(1, 2), None
+
+    def __init__(self, layer: DiTDecoderLayer, embedded: Tensor) -> None:
+        super().__init__()
+        attention, feed_forward = layer.attn, layer.ff.ff
+        self.heads = attention.heads
+        self.back, self.ahead = layer.look_backward_block > 0, layer.look_ahead_block > 0
+        self.norm_eps, self.ff_norm_eps = layer.attn_norm.norm.eps, layer.ff_norm.eps
+        self.qkv = _joined([attention.to_q, attention.to_k, attention.to_v])
+        self.out = attention.to_out[0]
+        self.widen, self.gelu, self.narrow = feed_forward[0], feed_forward[1].approximate, feed_forward[3]
+        parts = layer.attn_norm.linear(embedded).chunk(6, dim=1)  # each [E, D]
+        self.shift_attn, self.scale_attn, self.gate_attn = parts[0], 1 + parts[1], parts[2]
+        self.shift_mlp, self.scale_mlp, self.gate_mlp = parts[3], 1 + parts[4], parts[5]
+
+    def forward(self, hidden: Tensor, evaluation: int, rotation: Tensor, view: _View) -> Tensor:
+        """[R, F, D] → [R, F, D]. rotation: [R, F, 1, d/2] complex64."""
+        width = hidden.shape[-1:]
+        norm = F.layer_norm(hidden, width, self.scale_attn[evaluation], self.shift_attn[evaluation], self.norm_eps)
+        mixed = self.out(self._attend(self.qkv(norm), rotation, view))
+        hidden = torch.addcmul(hidden, self.gate_attn[evaluation], mixed)
+        norm = F.layer_norm(hidden, width, self.scale_mlp[evaluation], self.shift_mlp[evaluation], self.ff_norm_eps)
+        return torch.addcmul(hidden, self.gate_mlp[evaluation], self.narrow(_gelu(self.widen, norm, self.gelu)))
+
+    def _attend(self, qkv: Tensor, rotation: Tensor, view: _View) -> Tensor:
+        """[R, F, 3 · H · d] → [R, F, H · d]: blocks attend to themselves and the neighbours in their view."""
+        qkv = qkv.unflatten(-1, (3, self.heads, -1))
+        # Only the first head is rotated, as the network was trained. Its pairs are neighbours (x0, x1), (x2, x3), …:
+        # complex numbers. The library sorts them apart first, in queries and keys alike, which changes no product.
+        torch.view_as_complex(qkv[:, :, :2, 0].unflatten(-1, (-1, 2))).mul_(rotation)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()  # [R, H, F, d]
+        per_branch = query.shape[0] // view.branches
+        for row, kept in view.keep:
+            kept[0].copy_(key[row::per_branch])
+            kept[1].copy_(value[row::per_branch])
+        if view.behind is not None or view.ahead is not None:
+            key, value = _with_neighbours(key, view, 0), _with_neighbours(value, view, 1)
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=view.seen)
+        return mixed.transpose(1, 2).flatten(2)
 
 
-def _neighbours(rows: Tensor, view: BlockView, which: int) -> Tensor:
+def _with_neighbours(rows: Tensor, view: _View, which: int) -> Tensor:
     """[R, H, F, d] → [R, H, keys, d]: own block, previous, next, as the layer sees them."""
     parts = [rows]
     if view.behind is not None:
@@ -129,76 +152,67 @@ def _neighbours(rows: Tensor, view: BlockView, which: int) -> Tensor:
     return torch.cat(parts, dim=2)
 
 
-AttentionInterface.register(ATTENTION, block_attention)
+def _gelu(linear: nn.Module, x: Tensor, kind: str) -> Tensor:
+    """GELU (`none` or `tanh`) of a linear layer; a packed one does both in one pass, in 0.6 of the time."""
+    if isinstance(linear, PackedLinear):
+        return torch.ops.mkldnn._linear_pointwise(x, linear.weight, linear.bias, "gelu", [], kind)
+    return F.gelu(linear(x), approximate=kind)
 
 
-@dataclass(frozen=True, slots=True)
-class _Modulation:
-    """AdaLN of one layer at all evaluations: each [E, D]; scales have 1 added."""
-
-    scale_attn: Tensor
-    shift_attn: Tensor
-    gate_attn: Tensor
-    scale_mlp: Tensor
-    shift_mlp: Tensor
-    gate_mlp: Tensor
+def _joined(linears: Sequence[nn.Linear]) -> nn.Linear:
+    """Linear layers of one input as one layer, outputs side by side."""
+    weight = torch.cat([linear.weight.detach() for linear in linears])
+    joined = nn.utils.skip_init(nn.Linear, weight.shape[1], weight.shape[0], device=weight.device)
+    joined.weight = nn.Parameter(weight, requires_grad=False)
+    joined.bias = nn.Parameter(torch.cat([linear.bias.detach() for linear in linears]), requires_grad=False)
+    return joined
 
 
 class FlowDecoder:
-    """Codes to mel, for many windows at once. Takes the module over: its own `forward` no longer works."""
+    """Codes to mel, for many windows at once. The module it is made from stays as it was, and is not kept."""
 
     def __init__(self, dit: Qwen2_5OmniToken2WavDiTModel, settings: FlowSettings | None = None) -> None:
+        config = dit.config
         self.settings = settings or FlowSettings()
-        dit.config._attn_implementation = ATTENTION
-        self._dit = dit
-        self._device = dit.proj_out.weight.device
-        self._branches = 1 if self.settings.guidance < 1e-5 else 2
-        self.block = dit.block_size
-        self.repeats = dit.repeats
-        self.mel_dim = dit.mel_dim
+        self.block, self.repeats, self.mel_dim = dit.block_size, dit.repeats, dit.mel_dim
         self.num_codes = dit.text_embed.codec_embed.num_embeddings
-        looking = [index for index, layer in enumerate(dit.transformer_blocks) if layer.look_backward_block > 0]
-        self._slots = {index: slot for slot, index in enumerate(looking)}
-        """Layers that look back → their place in a past."""
+        self.branches = 1 if self.settings.guidance < 1e-5 else 2
+        self.device = dit.proj_out.weight.device
+        self.rotary, self.embed_code = dit.rotary_embed, dit.text_embed.codec_embed
+        self._encode_speaker, self._project_out = dit.input_embed.spk_encoder, dit.proj_out
+        self._steps = _time_grid(self.settings)
+        self._heads, self._head_dim = config.num_attention_heads, config.head_dim
         with torch.inference_mode():
-            self._split_projection()
-            self._steps = _time_grid(self.settings)
-            self._modulate()
+            projection = dit.input_embed.proj
+            widths = [config.mel_dim, config.enc_dim, config.emb_dim, config.enc_emb_dim]  # what its columns multiply
+            parts = [part.contiguous() for part in projection.weight.split(widths, dim=1)]
+            self._from_mel, self._from_encoder, self.from_code, self._from_speaker = parts
+            self._bias = projection.bias
+            times = torch.stack([time for step in self._steps for time in step.times]).to(self.device)
+            embedded = F.silu(dit.time_embed(times))  # [E, D]
+            self.layers = [_Layer(layer, embedded) for layer in dit.transformer_blocks]
+            scale, self._shift_out = dit.norm_out.linear(embedded).chunk(2, dim=1)
+            self._scale_out, self._norm_eps = 1 + scale, dit.norm_out.norm.eps
+        for layer in self.layers:
+            pack_linears(layer, ROWS)
+        looking = [index for index, layer in enumerate(self.layers) if layer.back]
+        self.slots = {index: slot for slot, index in enumerate(looking)}
+        """Layers that look back → their place in a past."""
 
     @property
     def past_shape(self) -> tuple[int, ...]:
         """[E, look-back layers, 2 (key, value), branches, H, F, d]: what a stream keeps between windows, float32."""
-        config = self._dit.config
-        evaluations, heads = 4 * len(self._steps), config.num_attention_heads
-        return (evaluations, len(self._slots), 2, self._branches, heads, self.block, config.head_dim)
-
-    def _split_projection(self) -> None:
-        """The input projection by what its columns multiply: mel frame, speaker encoder, code, speaker embedding."""
-        dit, config = self._dit, self._dit.config
-        widths = [config.mel_dim, config.enc_dim, config.emb_dim, config.enc_emb_dim]
-        parts = dit.input_embed.proj.weight.split(widths, dim=1)
-        self._from_mel, self._from_encoder, self._from_code, self._from_speaker = (part.contiguous() for part in parts)
-
-    def _modulate(self) -> None:
-        """Time embeddings and what every layer makes of them, at the times of all evaluations."""
-        times = torch.stack([time for step in self._steps for time in step.times]).to(self._device)
-        embedded = F.silu(self._dit.time_embed(times))  # [E, D]
-        self._modulations = []
-        for layer in self._dit.transformer_blocks:
-            shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = layer.attn_norm.linear(embedded).chunk(6, dim=1)
-            self._modulations.append(_Modulation(1 + scale, shift, gate, 1 + scale_mlp, shift_mlp, gate_mlp))
-        scale, shift = self._dit.norm_out.linear(embedded).chunk(2, dim=1)
-        self._scale_out, self._shift_out = 1 + scale, shift
+        evaluations = 4 * len(self._steps)
+        return (evaluations, len(self.slots), 2, self.branches, self._heads, self.block, self._head_dim)
 
     @torch.inference_mode()
     def voice(self, embedding: Tensor, reference_mel: Tensor) -> Voice:
         """[1, enc_emb_dim] and [1, frames, M], as the speaker file has them → the voice. Costs one encoder pass."""
-        encoder, bias = self._dit.input_embed.spk_encoder, self._dit.input_embed.proj.bias
-        mel = reference_mel.to(self._device, torch.float32)
-        encoded = encoder(torch.cat([mel, torch.zeros_like(mel)])) @ self._from_encoder.T  # [2, D]
-        speaker = (embedding.to(self._device, torch.float32) @ self._from_speaker.T)[0]
-        code_zero = self._dit.text_embed.codec_embed.weight[0] @ self._from_code.T
-        return Voice(encoded[0] + speaker + bias, encoded[1] + code_zero + bias)
+        mel = reference_mel.to(self.device, torch.float32)
+        encoded = self._encode_speaker(torch.cat([mel, torch.zeros_like(mel)])) @ self._from_encoder.T  # [2, D]
+        speaker = (embedding.to(self.device, torch.float32) @ self._from_speaker.T)[0]
+        code_zero = self.embed_code.weight[0] @ self.from_code.T
+        return Voice(encoded[0] + speaker + self._bias, encoded[1] + code_zero + self._bias)
 
     @torch.inference_mode()
     def integrate(self, windows: Sequence[Window]) -> list[Decoded]:
@@ -219,36 +233,15 @@ class FlowDecoder:
     def _velocity(self, batch: _Batch, evaluation: int, y: Tensor) -> Tensor:
         """The guided prediction [N, F, M] of the network at one evaluation."""
         x = F.linear(y, self._from_mel)
-        hidden = (batch.base.view(self._branches, *x.shape) + x).flatten(0, 1)
-        for index, layer in enumerate(self._dit.transformer_blocks):
-            hidden = self._layer(index, layer, evaluation, hidden, batch)
-        hidden = F.layer_norm(
-            hidden, hidden.shape[-1:], self._scale_out[evaluation], self._shift_out[evaluation], eps=1e-6
-        )
-        if self._branches == 2:  # guidance before the last projection, which is linear
+        hidden = (batch.base.view(self.branches, *x.shape) + x).flatten(0, 1)
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden, evaluation, batch.rotation, batch.view(index, evaluation))
+        scale, shift = self._scale_out[evaluation], self._shift_out[evaluation]
+        hidden = F.layer_norm(hidden, hidden.shape[-1:], scale, shift, self._norm_eps)
+        if self.branches == 2:  # guidance before the last projection, which is linear
             guided, null = hidden.chunk(2)
             hidden = guided + (guided - null) * self.settings.guidance
-        return self._dit.proj_out(hidden)
-
-    def _layer(self, index: int, layer: DiTDecoderLayer, evaluation: int, hidden: Tensor, batch: _Batch) -> Tensor:
-        """`DiTDecoderLayer.forward` with the modulation looked up. A norm without weights, scaled and shifted, is a
-        norm with these as its weights."""
-        modulation = self._modulations[index]
-        width = hidden.shape[-1:]
-        norm = F.layer_norm(
-            hidden,
-            width,
-            modulation.scale_attn[evaluation],
-            modulation.shift_attn[evaluation],
-            layer.attn_norm.norm.eps,
-        )
-        view = batch.view(layer, index, evaluation)
-        mixed = layer.attn(norm, position_embeddings=batch.rotary, attention_mask=view)
-        hidden = torch.addcmul(hidden, modulation.gate_attn[evaluation], mixed)
-        norm = F.layer_norm(
-            hidden, width, modulation.scale_mlp[evaluation], modulation.shift_mlp[evaluation], layer.ff_norm.eps
-        )
-        return torch.addcmul(hidden, modulation.gate_mlp[evaluation], layer.ff(norm))
+        return self._project_out(hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,16 +271,18 @@ class _Batch:
         frames = [window.noise.shape[0] for window in windows]
         self._blocks = [-(-count // decoder.block) for count in frames]
         self._frames = frames
-        device = decoder._device
-        rows = decoder._branches * sum(self._blocks)
+        device = decoder.device
+        rows = decoder.branches * sum(self._blocks)
         self.noise = torch.cat([self._padded(window.noise.to(device)) for window in windows])
         self.base = self._base(device)
         positions = [
             torch.arange(blocks * decoder.block) + window.first_block * decoder.block
             for window, blocks in zip(windows, self._blocks, strict=True)
         ]
-        table = torch.cat(positions).view(-1, decoder.block).repeat(decoder._branches, 1).to(device)
-        self.rotary = decoder._dit.rotary_embed(self.noise, table)
+        table = torch.cat(positions).view(-1, decoder.block).repeat(decoder.branches, 1).to(device)
+        cos, sin = decoder.rotary(self.noise, table)  # each [R, F, d], its halves equal
+        half = cos.shape[-1] // 2
+        self.rotation = torch.complex(cos[..., :half], sin[..., :half])[:, :, None]
         self._link(rows, device)
         self._remember(device)
 
@@ -301,15 +296,15 @@ class _Batch:
         decoder = self._decoder
         conditioned, null = [], []
         for window in self._windows:
-            codes = decoder._dit.text_embed.codec_embed(window.codes.to(device))
-            spoken = F.linear(codes, decoder._from_code) + window.voice.conditioned
+            codes = decoder.embed_code(window.codes.to(device))
+            spoken = F.linear(codes, decoder.from_code) + window.voice.conditioned
             conditioned.append(self._padded(spoken.repeat_interleave(decoder.repeats, dim=0)))
             null.append(window.voice.null.expand_as(conditioned[-1]))
-        return torch.cat(conditioned + null if decoder._branches == 2 else conditioned)
+        return torch.cat(conditioned + null if decoder.branches == 2 else conditioned)
 
     def _link(self, rows: int, device: torch.device) -> None:
         """Who is beside whom, and which frames are real."""
-        block, branches = self._decoder.block, self._decoder._branches
+        block, branches = self._decoder.block, self._decoder.branches
         real = torch.zeros(rows + 1, block, dtype=torch.bool)  # the last row: nobody
         behind, ahead = [], []
         row = 0
@@ -348,13 +343,13 @@ class _Batch:
                 self._keep_rows[w] = row + window.emit - 1
             row += blocks
 
-    def view(self, layer: DiTDecoderLayer, index: int, evaluation: int) -> BlockView:
-        back, ahead = layer.look_backward_block > 0, layer.look_ahead_block > 0
-        view = BlockView(self._seen[back, ahead], branches=self._decoder._branches)
-        if ahead:
+    def view(self, index: int, evaluation: int) -> _View:
+        layer = self._decoder.layers[index]
+        view = _View(self._seen[layer.back, layer.ahead], branches=self._decoder.branches)
+        if layer.ahead:
             view.ahead = self._ahead
-        if back:
-            slot = self._decoder._slots[index]
+        if layer.back:
+            slot = self._decoder.slots[index]
             view.behind = self._behind
             view.past = [past[evaluation, slot] for past in self._pasts]
             view.keep = [(self._keep_rows[w], kept[evaluation, slot]) for w, kept in self._kept.items()]

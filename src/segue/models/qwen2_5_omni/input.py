@@ -1,0 +1,190 @@
+"""The input stage of Qwen2.5-Omni: a request → prompt ids and media tensors, as the family's processor makes them.
+
+Each medium goes through the library's processor on its own, with its placeholder for text: that gives its tensors and
+the ids its placeholder stands for. These ids take the place of the placeholder in the tokenized chat, which gives what
+one call of the processor over everything gives (special tokens cut text before it is tokenized), without padding, and
+every medium by itself. What the payload holds is written in `stages`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+
+from segue.engines.contract import LoadContext, Payload, StageRequest
+from segue.engines.module.contract import Result, Work
+from segue.media.limits import MediaLimits
+from segue.messages.errors import ConfigError, InvalidRequest, NotFound, SegueError, nearest
+from segue.messages.request import MediaPart, Message, Request, TextPart
+from segue.models.qwen2_5_omni.chat import PLACEHOLDERS, Chat, load_chat
+from segue.models.qwen2_5_omni.medium import Expanded, MediaReader
+from segue.models.registry import read_config
+
+_ROLES = ("system", "user", "assistant")
+
+
+class InputProcessor:
+    """`ModuleAdapter` that works on the request itself: one item per request, one call per item.
+
+    Options: `limits`, a dict of `MediaLimits` fields.
+    """
+
+    def __init__(self, ctx: LoadContext) -> None:
+        config = read_config(ctx.model_dir)
+        try:
+            text = config["thinker_config"]["text_config"]
+            self._vocab = int(text["vocab_size"])
+        except KeyError as error:
+            raise ConfigError(f"config.json of {str(ctx.model_dir)!r} has no {error}", field="model") from error
+        self._longest = ctx.max_model_len or int(text.get("max_position_embeddings", 32768))
+        self._limits = MediaLimits.from_options(ctx.options.get("limits", {}))
+        self._chat: Chat | None = load_chat(ctx.model_dir)
+        self._reader = MediaReader(self._chat, self._limits) if self._chat is not None else None
+        speakers = ctx.model_dir / "spk_dict.pt"
+        self._voices = frozenset(torch.load(speakers, weights_only=True)) if speakers.is_file() else frozenset()
+
+    def begin(self, request: StageRequest) -> tuple[None, list[Work]]:
+        # a bucket of its own: no request waits for the media of another to be decoded
+        return None, [Work(request.request_id, request.request, bucket=request.request_id, last=True)]
+
+    def feed(self, state: None, upstream: str, payload: Payload, *, final: bool) -> list[Work]:
+        """Nothing is upstream of the input stage."""
+        return []
+
+    def end(self, state: None) -> None:
+        """Nothing is kept per request."""
+
+    @torch.inference_mode()
+    def run(self, works: list[Work]) -> list[Result]:
+        """Requests → payloads, or the error of each that is wrong."""
+        return [self._result(work.item) for work in works]
+
+    def _result(self, request: Request) -> Result:
+        try:
+            return Result(self.process(request))
+        except SegueError as error:
+            return Result(error=error)
+
+    def process(self, request: Request) -> Payload:
+        """The payload of one request. Raises `InvalidRequest` naming the field, the value and what would be right."""
+        if request.voice is not None and request.voice not in self._voices:
+            raise NotFound(f"no voice {request.voice!r}{nearest(request.voice, self._voices)}", field="voice")
+        sound = request.options.get("use_audio_in_video", False)
+        if not isinstance(sound, bool):
+            raise InvalidRequest(
+                f"use_audio_in_video is {sound!r}; it must be true or false", field="use_audio_in_video"
+            )
+        media: list[Expanded] = []
+        if request.prompt_token_ids is not None:
+            ids = self._given(request)
+        else:
+            ids, media = self._templated(request.messages, with_sound=sound)
+        self._check_length(ids, media, "messages" if request.prompt_token_ids is None else "prompt_token_ids")
+        entries = [entry for medium in media for entry in medium.entries]
+        return {
+            "token_ids": torch.tensor(ids, dtype=torch.long),
+            "media": entries,
+            "use_audio_in_video": any(len(medium.entries) > 1 for medium in media),
+        }
+
+    def _given(self, request: Request) -> list[int]:
+        ids = request.prompt_token_ids or []
+        if request.messages:
+            raise InvalidRequest("give either messages or prompt_token_ids, not both", field="prompt_token_ids")
+        if not ids:
+            raise InvalidRequest("prompt_token_ids is empty; give at least one id", field="prompt_token_ids")
+        for index, token in enumerate(ids):
+            if not 0 <= token < self._vocab:
+                raise InvalidRequest(
+                    f"prompt_token_ids[{index}] is {token}; ids of this model are from 0 to {self._vocab - 1}",
+                    field=f"prompt_token_ids[{index}]",
+                )
+        return ids
+
+    def _templated(self, messages: list[Message], *, with_sound: bool) -> tuple[list[int], list[Expanded]]:
+        """The conversation's ids, every placeholder grown to what its medium takes, and the media in their order."""
+        if self._chat is None or self._reader is None:
+            raise InvalidRequest(
+                "this checkpoint has no tokenizer; send prompt_token_ids in place of messages", field="messages"
+            )
+        parts = self._checked(messages)
+        media = [self._reader.read(part, with_sound=with_sound) for part in parts]
+        _check_sound(parts, media)
+        waiting = {
+            kind: iter([medium for medium, part in zip(media, parts, strict=True) if part.kind == kind])
+            for kind in PLACEHOLDERS
+        }
+        kinds = {self._chat.placeholder_id(kind): kind for kind in PLACEHOLDERS}
+        ids: list[int] = []
+        order: list[Expanded] = []
+        for token in self._chat.ids(messages):
+            if (kind := kinds.get(token)) is None:
+                ids.append(token)
+                continue
+            medium = next(waiting[kind], None)
+            if medium is None:
+                raise InvalidRequest(f"the chat template asks for more {kind} parts than there are", field="messages")
+            ids.extend(medium.ids)
+            order.append(medium)
+        if len(order) != len(media):
+            raise InvalidRequest("the chat template has no place for some of the media parts", field="messages")
+        return ids, order
+
+    def _checked(self, messages: list[Message]) -> list[MediaPart]:
+        """All media of the messages, in order; raises for what no template should see."""
+        assert self._chat is not None
+        if not messages:
+            raise InvalidRequest("messages is empty; give at least one", field="messages")
+        media: list[MediaPart] = []
+        for number, message in enumerate(messages):
+            if message.role not in _ROLES:
+                field = f"messages[{number}].role"
+                raise InvalidRequest(f"{field} is {message.role!r}{nearest(message.role, _ROLES)}", field=field)
+            for index, part in enumerate(message.content):
+                field = f"messages[{number}].content[{index}]"
+                if isinstance(part, MediaPart):
+                    if self._chat.processor is None:
+                        raise InvalidRequest(f"{field}: this checkpoint takes text, no {part.kind}", field=field)
+                    media.append(part)
+                else:
+                    self._check_text(part, field)
+        self._limits.check_items(len(media), "messages")
+        return media
+
+    def _check_text(self, part: TextPart, field: str) -> None:
+        assert self._chat is not None
+        for kind in PLACEHOLDERS:
+            if (placeholder := self._chat.placeholder(kind)) in part.text:
+                raise InvalidRequest(
+                    f"{field}: the text holds {placeholder!r}, which stands for {kind}; send a part of that kind",
+                    field=field,
+                )
+
+    def _check_length(self, ids: list[int], media: list[Expanded], field: str) -> None:
+        if len(ids) < self._longest:
+            return
+        taken = Counter[str]()
+        for medium in media:
+            taken[medium.entries[0]["kind"]] += len(medium.ids)
+        shares = ", ".join(f"{count} of them {kind}" for kind, count in taken.items())
+        raise InvalidRequest(
+            f"the prompt has {len(ids)} tokens{' (' + shares + ')' if shares else ''}; the context is {self._longest} "
+            f"tokens, so it may have at most {self._longest - 1}",
+            field=field,
+        )
+
+
+def _check_sound(parts: list[MediaPart], media: list[Expanded]) -> None:
+    """The model tells videos with sound from those without for a whole prompt, not one by one."""
+    videos = [
+        (part, len(medium.entries) > 1) for part, medium in zip(parts, media, strict=True) if part.kind == "video"
+    ]
+    if any(heard for _, heard in videos):
+        for part, heard in videos:
+            if not heard:
+                raise InvalidRequest(
+                    f"{part.field or 'video'}: has no audio track while another video has; with use_audio_in_video "
+                    "either all have one or none",
+                    field=part.field or None,
+                )

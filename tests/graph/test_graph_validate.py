@@ -1,0 +1,198 @@
+"""Every mistake in a graph stops with an error that names it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from segue.graph.stage_graph import INPUT, StageGraph
+from segue.messages.errors import ConfigError
+from segue.messages.request import Request
+
+
+def base() -> StageGraph:
+    graph = StageGraph("m")
+    graph.stage("thinker", "autoregressive", takes={"text"}, gives={"text"})
+    return graph
+
+
+def cycle(g: StageGraph) -> None:
+    g.stage("talker", "autoregressive")
+    g.stage("vocoder", "module", gives={"audio"})
+    g.edge("thinker", "talker")
+    g.edge("talker", "vocoder")
+    g.edge("vocoder", "talker")
+
+
+def unknown_target(g: StageGraph) -> None:
+    g.edge("thinker", "talkr")
+    g.stage("talker", "autoregressive", gives={"audio"})
+
+
+def same_name(g: StageGraph) -> None:
+    g.stage("thinker", "module")
+
+
+def called_input(g: StageGraph) -> None:
+    g.stage("input", "module")
+
+
+def same_edge(g: StageGraph) -> None:
+    g.stage("talker", "autoregressive", gives={"audio"})
+    g.edge("thinker", "talker")
+    g.edge("thinker", "talker", when=bool)
+
+
+def without_input(g: StageGraph) -> None:
+    g.stage("orphan", "module")
+    g.stage("below", "module", gives={"audio"})
+    g.edge("orphan", "below")
+
+
+def alone(g: StageGraph) -> None:
+    g.stage("orphan", "module", gives={"audio"})
+
+
+def dead_end(g: StageGraph) -> None:
+    g.stage("talker", "autoregressive")
+    g.stage("vocoder", "module")
+    g.edge("thinker", "talker")
+    g.edge("talker", "vocoder")
+
+
+def two_mains(g: StageGraph) -> None:
+    g.stage("a", "module", takes={"text"}, gives={"image"}, main=True)
+    g.stage("b", "module", takes={"text"}, gives={"image"}, main=True)
+
+
+def two_texts(g: StageGraph) -> None:
+    g.stage("other", "autoregressive", takes={"text"}, gives={"text"})
+
+
+def silent_main(g: StageGraph) -> None:
+    g.stage("other", "autoregressive", takes={"text"}, main=True)
+    g.edge("other", "thinker")
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (cycle, "graph 'm' has a cycle: talker -> vocoder -> talker"),
+        (unknown_target, "edge 'thinker' -> 'talkr' names no stage 'talkr' of this graph; did you mean 'talker'?"),
+        (same_name, "two stages called 'thinker'"),
+        (called_input, "'input' is in every graph by itself"),
+        (same_edge, "edge 'thinker' -> 'talker' is drawn twice"),
+        (lambda g: g.edge("thinker", "thinker"), "edge 'thinker' -> 'thinker' leads a stage to itself"),
+        (lambda g: g.edge("thinker", INPUT), "nothing leads to 'input'"),
+        (without_input, "stage 'orphan' has no input: .*; so 'below' cannot be reached from 'input' either"),
+        (alone, "stage 'orphan' has no input: .* so it cannot be reached from 'input'$"),
+        (dead_end, "stage 'vocoder' gives nothing and leads to no stage that does"),
+        (lambda g: g.stage("talker", "autoregresive"), "has engine 'autoregresive'; did you mean 'autoregressive'?"),
+        (lambda g: g.stage("talker", "module", takes={"imgae"}), "takes 'imgae'; did you mean 'image'?"),
+        (lambda g: g.stage("talker", "module", gives={"speech"}), "gives 'speech'; known: audio, image, text, video"),
+        (lambda g: g.stage("talker", "module", fuse_with="thinkr"), "fuse_with 'thinkr'; did you mean 'thinker'?"),
+        (lambda g: g.stage("talker", "module", fuse_with="talker"), "fuse_with 'talker', itself"),
+        (lambda g: g.stage("0", "module"), "stage '0': a name must be a letter, then"),
+        (two_mains, "marks 'a', 'b' as main"),
+        (two_texts, "any of 'thinker', 'other' could make the main output; mark one with main=True"),
+        (silent_main, "stage 'other' is marked main, but gives nothing"),
+    ],
+)
+def test_mistake(mistake: Callable[[StageGraph], None], message: str) -> None:
+    graph = base()
+    mistake(graph)
+    with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
+        graph.validate()
+
+
+def test_nothing_gives_anything() -> None:
+    graph = StageGraph("m")
+    graph.stage("thinker", "autoregressive", takes={"text"})
+    with pytest.raises(ConfigError, match="no stage gives anything"):
+        graph.validate()
+
+
+def test_using_a_wrong_graph_says_the_same() -> None:
+    graph = base()
+    cycle(graph)
+    for use in (graph.topological, lambda: graph.main, partial(graph.walk, Request(request_id="r"))):
+        with pytest.raises(ConfigError, match="cycle"):
+            use()
+
+
+def test_a_change_is_checked_again() -> None:
+    graph = base()
+    graph.validate()
+    graph.edge("thinker", "nobody")
+    with pytest.raises(ConfigError, match="names no stage 'nobody'"):
+        graph.validate()
+
+
+def test_reading(graph: StageGraph) -> None:
+    assert list(graph.stages) == ["input", "encoder", "thinker", "talker", "vocoder"]
+    assert graph.takes == {"text", "image", "audio", "video"}
+    assert graph.gives == {"text", "audio"}
+    assert graph.outputs == ("thinker", "vocoder")
+    assert graph.upstreams("thinker") == ("input", "encoder")
+    assert graph.downstreams(INPUT) == ("encoder", "thinker")
+    assert graph.topological() == ("input", "encoder", "thinker", "talker", "vocoder")
+    assert graph.main == "thinker"
+    assert graph.stages["encoder"].media_only
+    assert not graph.stages["thinker"].media_only
+    assert not graph.stages["talker"].media_only
+
+
+def test_main_is_the_only_output_or_the_marked_one() -> None:
+    image = StageGraph("image")
+    image.stage("denoiser", "diffusion", takes={"text"})
+    image.stage("decoder", "module", gives={"image"})
+    image.edge("denoiser", "decoder")
+    assert image.main == "decoder"
+    image.stage("captioner", "autoregressive", gives={"text"})
+    image.edge("denoiser", "captioner")
+    assert image.main == "captioner"
+    image.stage("sound", "module", gives={"audio"}, main=True)
+    image.edge("denoiser", "sound")
+    assert image.main == "sound"
+
+
+def test_an_edge_from_the_input_may_be_drawn() -> None:
+    graph = base()
+    graph.edge(INPUT, "thinker", when=wants_voice)  # takes the place of the one that comes by itself
+    graph.stage("talker", "autoregressive", gives={"audio"})
+    graph.edge(INPUT, "talker")  # takes no modality, wants the voice
+    graph.validate()
+    assert [(edge.source, edge.target) for edge in graph.edges] == [(INPUT, "thinker"), (INPUT, "talker")]
+    assert graph.edges[0].condition == "wants_voice"
+
+
+class Long:
+    def __call__(self, request: Request) -> bool:
+        return True
+
+    def method(self, request: Request) -> bool:
+        return True
+
+
+def wants_voice(request: Request, *, name: str = "") -> bool:
+    return request.voice is not None
+
+
+@pytest.mark.parametrize(
+    ("when", "name"),
+    [
+        (None, None),
+        (wants_voice, "wants_voice"),
+        (partial(wants_voice, name="x"), "wants_voice"),
+        (lambda request: True, "condition"),
+        (Long(), "Long"),
+        (Long().method, "method"),
+    ],
+)
+def test_conditions_have_names(when: Callable[[Request], bool] | None, name: str | None) -> None:
+    graph = base()
+    graph.stage("talker", "autoregressive", gives={"audio"})
+    graph.edge("thinker", "talker", when=when)
+    assert graph.edges[-1].condition == name

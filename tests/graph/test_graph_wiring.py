@@ -1,0 +1,227 @@
+"""Connectors of edges: given, worked out, refused; and the spelling of vllm-omni's documentation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import yaml
+
+from segue.graph.deployment import Hardware, Plan
+from segue.graph.loader import load_plan
+from segue.graph.stage_graph import StageGraph
+from segue.messages.errors import ConfigError
+
+Lay = Callable[..., Plan]
+
+
+def qwen() -> StageGraph:
+    """Three stages, as vllm-omni counts them for Qwen2.5-Omni."""
+    graph = StageGraph("qwen2_5_omni")
+    graph.stage("thinker", "autoregressive", takes={"text", "image", "audio", "video"}, gives={"text"})
+    graph.stage("talker", "autoregressive")
+    graph.stage("vocoder", "module", gives={"audio"})
+    graph.edge("thinker", "talker")
+    graph.edge("talker", "vocoder")
+    return graph
+
+
+# vllm-omni, docs/design/feature/disaggregated_inference.md and omni_connectors/shared_memory_connector.md, in the form
+# published with 0.12: connectors under `runtime`, stages under `stage_args`
+STAGE_ARGS = """
+runtime:
+  connectors:
+    connector_of_shared_memory:
+      name: SharedMemoryConnector
+      extra:
+        shm_threshold_bytes: 1024
+stage_args:
+  - stage_id: 0
+    output_connectors:
+      to_stage_1: connector_of_shared_memory
+  - stage_id: 1
+    input_connectors:
+      from_stage_0: connector_of_shared_memory
+"""
+
+# the same pages later: `connectors` at the top, a list of `stages`
+STAGE_LIST = """
+connectors:
+  connector_of_shared_memory:
+    name: SharedMemoryConnector
+    extra: {shm_threshold_bytes: 1024}
+stages:
+  - {stage_id: 0, output_connectors: {to_stage_1: connector_of_shared_memory}}
+  - {stage_id: 1, input_connectors: {from_stage_0: connector_of_shared_memory}}
+"""
+
+NAMED = """
+runtime: {connectors: {connector_of_shared_memory: {name: SharedMemoryConnector, extra: {shm_threshold_bytes: 1024}}}}
+stage_args:
+  - stage_name: thinker
+    max_batch: 9
+    output_connectors: {to_stage_talker: connector_of_shared_memory}
+  - {stage_name: talker, stage_id: 1}
+"""
+
+
+@pytest.mark.parametrize("text", [STAGE_ARGS, STAGE_LIST, NAMED])
+def test_the_examples_of_vllm_omni_load(text: str, laptop: Hardware) -> None:
+    plan = load_plan(qwen(), yaml.safe_load(text), hardware=laptop)
+    edge = plan.edge("thinker", "talker")
+    assert (edge.connector, edge.kind, edge.extra) == (
+        "connector_of_shared_memory",
+        "shm",
+        {"shm_threshold_bytes": 1024},
+    )
+    # the documentation's "auto mode": the one connector defined serves the other edges as well
+    assert plan.edge("talker", "vocoder").connector == "connector_of_shared_memory"
+    assert plan.stages["thinker"].max_batch == (9 if text == NAMED else 64)
+
+
+def test_numbers_are_places_in_the_graph(plan: Lay) -> None:
+    laid = plan({"stage_args": [{"stage_id": 0, "max_batch": 3}, {"stage_id": "3", "max_batch": 4}]})
+    assert laid.stages["encoder"].max_batch == 3
+    assert laid.stages["vocoder"].max_batch == 4
+    assert plan({"edges": [{"from": 1, "to": 2, "budget": 5000}]}).edge("thinker", "talker").budget == 5000
+
+
+def test_an_edge_and_a_stage_may_say_their_part(plan: Lay) -> None:
+    laid = plan(
+        {
+            "edges": [{"from": "thinker", "to": "talker", "budget": 4096}],
+            "stages": {"talker": {"input_connectors": {"from_stage_thinker": "mine"}}},
+            "runtime": {
+                "connectors": {"mine": {"name": "SharedMemoryConnector"}, "shm": {"name": "SharedMemoryConnector"}}
+            },
+        }
+    )
+    edge = laid.edge("thinker", "talker")
+    assert (edge.connector, edge.budget) == ("mine", 4096)
+    assert laid.edge("talker", "vocoder").connector == "shm"
+
+
+def test_a_named_connector_in_process(plan: Lay) -> None:
+    laid = plan(
+        {
+            "stages": {"vocoder": {"fuse_with": "talker"}},
+            "edges": [{"from": "talker", "to": "vocoder", "connector": "direct"}],
+            "connectors": {"direct": {"name": "InProcessConnector"}},
+        }
+    )
+    assert (laid.edge("talker", "vocoder").connector, laid.edge("talker", "vocoder").kind) == ("direct", "inproc")
+
+
+def connector(**keys: Any) -> dict[str, Any]:
+    return {"runtime": {"connectors": {"c": keys}}}
+
+
+def edge(**keys: Any) -> dict[str, Any]:
+    return {"edges": [{"from": "thinker", "to": "talker", **keys}]}
+
+
+SHM = {"name": "SharedMemoryConnector"}
+
+
+@pytest.mark.parametrize(
+    ("deployment", "message"),
+    [
+        ({"runtime": {"conectors": {}}}, r"runtime has no key 'conectors'; did you mean 'connectors'\?"),
+        (connector(), "runtime.connectors.c.name is None; it must be one of SharedMemoryConnector, InProcessConnector"),
+        (connector(name="SharedMemoryConector"), r"did you mean 'SharedMemoryConnector'\?"),
+        (connector(name="MooncakeConnector"), "c.name is 'MooncakeConnector', which this version does not have"),
+        (connector(name="MooncakeStoreConnector"), "served by SharedMemoryConnector"),
+        (connector(**SHM, extras={}), r"connectors.c has no key 'extras'; did you mean 'extra'\?"),
+        (
+            connector(**SHM, extra={"shm_threshold": 1}),
+            r"c.extra has no key 'shm_threshold'; did you mean 'shm_threshold_b",
+        ),
+        (
+            connector(**SHM, extra={"max_bytes": "few"}),
+            "runtime.connectors.c.extra.max_bytes is 'few'; it must be a size",
+        ),
+        (
+            connector(**SHM, extra={"pool_bytes": 100}),
+            "extra.pool_bytes is 100; it must be a size of at least 4096 bytes",
+        ),
+        (
+            connector(**SHM, extra={"shm_threshold_bytes": -1}),
+            "shm_threshold_bytes is -1; it must be a size of at least 0",
+        ),
+        (
+            connector(**SHM, extra={"pool_bytes": "2MiB", "max_bytes": "1MiB"}),
+            r"extra.max_bytes is 1048576; it must be at least pool_bytes \(2097152\)",
+        ),
+        (connector(name="InProcessConnector", extra={"pool_bytes": 1}), "connectors.c.extra has no key 'pool_bytes'"),
+        (
+            {**connector(**SHM), "connectors": {"c": SHM}},
+            "connectors.c is defined twice; the other is runtime.connectors.c",
+        ),
+        (edge(connector="smh"), r"edges\[0\].connector is 'smh', which is no connector; did you mean 'shm'\?"),
+        (edge(connector=3), r"edges\[0\].connector is 3; it must be the name of a connector"),
+        (edge(connector="inproc"), r"edges\[0\].connector is 'inproc': 'thinker' and 'talker' are different processes"),
+        (
+            {**edge(connector="shm"), "stages": {"talker": {"fuse_with": "thinker"}}},
+            r"edges\[0\].connector is 'shm': 'thinker' and 'talker' share a worker, so only an InProcessConnector",
+        ),
+        (edge(budjet=1), r"edges\[0\] has no key 'budjet'; did you mean 'budget'\?"),
+        (edge(budget="lots"), r"edges\[0\].budget is 'lots'; it must be a size"),
+        (edge(to=None), r"edges\[0\] has no 'to'; an edge needs from and to"),
+        (edge(to="talkr"), r"edges\[0\].to is 'talkr', which is no stage of 'omni'; did you mean 'talker'\?"),
+        (
+            edge(to=9),
+            r"edges\[0\].to is 9; it must be a stage: 0 \(encoder\), 1 \(thinker\), 2 \(talker\), 3 \(vocoder\)",
+        ),
+        (edge(to=True), r"edges\[0\].to is True; it must be a stage"),
+        (
+            edge(to="vocoder"),
+            r"edges\[0\] is thinker -> vocoder, which is no edge of 'omni'; did you mean 'talker -> vocoder'",
+        ),
+        ({"edges": {"from": 0}}, "edges is {'from': 0}; it must be a list"),
+        ({"edges": edge()["edges"] * 2}, r"edges\[1\]: edge thinker -> talker is in the list twice"),
+        ({"stage_args": [{"max_batch": 1}]}, r"stage_args\[0\] names no stage; it needs stage_name or stage_id"),
+        ({"stage_args": [{"stage_id": 9}]}, r"stage_args\[0\].stage_id is 9; it must be a stage: 0 \(encoder\)"),
+        ({"stage_args": [{"stage_id": -1}]}, r"stage_args\[0\].stage_id is -1; it must be a stage"),
+        ({"stage_args": [{"stage_name": "tinker"}]}, r"stage_name is 'tinker', .*did you mean 'thinker'\?"),
+        (
+            {"stage_args": [{"stage_name": "thinker", "stage_id": 2}]},
+            r"stage_args\[0\].stage_id is 2, which is 'talker', but stage_name is 'thinker'",
+        ),
+        (
+            {"stage_args": [{"stage_id": 0}, {"stage_id": 0}]},
+            r"stage_args\[1\] is stage 'encoder', which stage_args\[0\] is",
+        ),
+        ({"stage_args": [{"stage_id": 0, "engine_args": {}}]}, "no key 'engine_args'; write the keys of a stage"),
+        (
+            {"stage_args": [{"stage_id": 1, "output_connectors": {"stage_2": "shm"}}]},
+            r"output_connectors.stage_2: keys of output_connectors must look like to_stage_<stage>",
+        ),
+        (
+            {"stage_args": [{"stage_id": 1, "output_connectors": {"to_stage_2": 7}}]},
+            r"stage_args\[0\].output_connectors.to_stage_2 is 7; it must be the name of a connector",
+        ),
+        (
+            {"stage_args": [{"stage_id": 1, "output_connectors": {"to_stage_3": "shm"}}]},
+            "to_stage_3 is thinker -> vocoder, which is no edge",
+        ),
+        (
+            {
+                "connectors": {"a": SHM, "b": SHM},
+                "stage_args": [
+                    {"stage_id": 1, "output_connectors": {"to_stage_2": "a"}},
+                    {"stage_id": 2, "input_connectors": {"from_stage_1": "b"}},
+                ],
+            },
+            r"stage_args\[1\].input_connectors.from_stage_1 is 'b', but stage_args\[0\].output_connectors.to_stage",
+        ),
+        (
+            {"connectors": {"shm": {"name": "InProcessConnector"}}},
+            "edge input -> encoder is 'shm': 'input' and 'encoder' are different processes; use a Shared",
+        ),
+    ],
+)
+def test_mistake(plan: Lay, deployment: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        plan(deployment)
+    assert caught.value.field is not None

@@ -1,0 +1,47 @@
+// Runs the page's own script against a live server with a DOM of stubs: node page_driver.mjs <page> <url>
+import fs from "node:fs";
+import vm from "node:vm";
+
+const [page, base] = process.argv.slice(2);
+const code = fs.readFileSync(page, "utf8").match(/<script>([\s\S]*)<\/script>/)[1];
+const elements = {};
+const element = (tag) => ({
+  tag, children: [], files: [], value: "", textContent: "",
+  append(...nodes) { this.children.push(...nodes); },
+  replaceChildren(...nodes) { this.children = nodes; },
+  insertBefore(node) { this.children.push(node); },
+  querySelectorAll() { return this.children.map((label) => label.children[0]).filter((box) => box.checked); },
+  scrollIntoView() {},
+});
+const played = { samples: 0, pieces: 0, rate: 0 };
+class AudioContext {
+  currentTime = 0;
+  createBuffer(channels, length, rate) {
+    played.samples += length;
+    played.rate = rate;
+    return { duration: length / rate, getChannelData: () => new Float32Array(length) };
+  }
+  createBufferSource() { return { connect() {}, start() { played.pieces += 1; } }; }
+  close() {}
+}
+class FileReader {
+  readAsDataURL(file) { this.result = file.url; queueMicrotask(() => this.onload()); }
+}
+const world = vm.createContext({
+  document: { getElementById: (id) => (elements[id] ??= element(id)), createElement: element },
+  fetch: (path, options) => fetch(`${base}/${path}`, options),
+  Option: function (name) { this.value = name; },
+  URL: { createObjectURL: (blob) => `blob:${blob.size}` },
+  AudioContext, FileReader, AbortController, TextDecoderStream, Blob, performance, atob,
+});
+vm.runInContext(`${code}\nglobalThis.connected = connect();`, world);
+await world.connected;
+elements.voice.value = "Ben";
+elements.text.value = "hi";
+elements.file.files = [{ type: "image/png", name: "a.png", url: "data:image/png;base64,AAAA", size: 3 }];
+await vm.runInContext("send()", world);
+const [body, facts, audio] = elements.log.children[1].children;
+process.stdout.write(JSON.stringify({
+  model: elements.model.textContent, voices: elements.voice.children.length, outputs: elements.outputs.children.length,
+  said: body.textContent, facts: facts.textContent, audio: audio?.src, played,
+}));

@@ -1,0 +1,287 @@
+"""What is wrong is refused with OpenAI's error object, by name; nothing a client sends makes a 500."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from fake_service import FakeService, Live, live
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from segue.server.settings import ServerSettings
+
+HELLO = [{"role": "user", "content": "Say hello"}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Live]:
+    with live(FakeService(), ServerSettings(max_body_bytes=50_000)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def http(server: Live) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url) as client:
+        yield client
+
+
+def ask(http: httpx.Client, **body: Any) -> httpx.Response:
+    return http.post("/v1/chat/completions", json={"model": "fake-omni", "messages": HELLO, **body})
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    body = answer.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert answer.headers["x-request-id"]
+    return body["error"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        # types
+        ({"n": "two"}, "n", "n is 'two': expected int, got str"),
+        ({"temperature": "hot"}, "temperature", "temperature is 'hot': expected float"),
+        ({"temperature": True}, "temperature", "temperature is True: expected float"),
+        ({"stream": 1}, "stream", "stream is 1: expected bool"),
+        ({"stop": 5}, "stop", "stop is 5: expected str | array"),
+        ({"stop": ["a", 5]}, "stop[1]", "stop[1] is 5: expected str"),
+        ({"modalities": "text"}, "modalities", "modalities is 'text': expected array"),
+        ({"audio": "Anna"}, "audio", "audio is 'Anna': expected object"),
+        ({"audio": {"voice": 3}}, "audio.voice", "audio.voice is 3: expected str"),
+        ({"logit_bias": {"5": "x"}}, "logit_bias", "expected float"),
+        ({"sampling": {"thinker": 3}}, "sampling", "expected object"),
+        ({"stream_options": {"include_usage": "yes"}, "stream": True}, "stream_options.include_usage", "expected bool"),
+        ({"messages": "hi"}, "messages", "messages is 'hi'; it must be a list"),
+        ({"model": 5}, "model", "model is 5: expected str"),
+        # unknown names
+        ({"temprature": 1}, "temprature", "did you mean 'temperature'"),
+        ({"audio": {"voise": "Anna"}}, "audio.voise", "did you mean 'voice'"),
+        ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "did you mean 'include_usage'"),
+        ({"sampling": {"thinke": {}}}, "sampling", "did you mean 'thinker'"),
+        ({"sampling": {"vocoder": {}}}, "sampling", "no stage that samples"),
+        ({"sampling": {"talker": {"topk": 1}}}, "sampling.talker.topk", "did you mean 'top_k'"),
+        ({"options": {"use_audio": True}}, "options.use_audio", "did you mean 'use_audio_in_video'"),
+        ({"modalities": ["text", "sound"]}, "modalities[1]", "this model gives: audio, image, text"),
+        ({"audio": {"format": "mp4"}}, "audio.format", "did you mean 'mp3'"),
+        # values
+        ({"temperature": 3}, "temperature", "temperature is 3.0; it must be a number from 0 to 2"),
+        ({"temperature": -0.1}, "temperature", "from 0 to 2"),
+        ({"top_p": 0}, "top_p", "above 0"),
+        ({"top_k": -2}, "top_k", "top_k is -2"),
+        ({"min_p": 2}, "min_p", "from 0 to 1"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "above 0"),
+        ({"presence_penalty": 2.5}, "presence_penalty", "-2 to 2"),
+        ({"max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "give one"),
+        ({"min_tokens": 5, "max_tokens": 2}, "min_tokens", "more than max_tokens"),
+        ({"logit_bias": {"5": 101}}, "logit_bias", "from -100 to 100"),
+        ({"logit_bias": {"five": 1}}, "logit_bias", "no token id"),
+        ({"logit_bias": {"1" * 5000: 1}}, "logit_bias", "no token id"),
+        ({"top_k": 10**400}, "top_k", "-1 or 0"),
+        ({"temperature": 10**400}, "temperature", "out of range"),
+        ({"options": {"use_audio_in_video": 10**300}}, "options", "too large"),
+        ({"logit_bias": {"-5": 1}}, "logit_bias", "no token id"),
+        ({"stop_token_ids": [2**40]}, "stop_token_ids", "no token id"),
+        ({"stop": [""]}, "stop", "empty string"),
+        ({"stop": ["x"] * 17}, "stop", "at most 16"),
+        ({"n": 0}, "n", "from 1 to 16"),
+        ({"n": 17}, "n", "from 1 to 16"),
+        ({"seed": 2**64}, "seed", "64-bit"),
+        ({"seed": 10**40}, "seed", "seed"),
+        ({"deadline": 0}, "deadline", "above 0"),
+        ({"priority": 2**40}, "priority", "32-bit"),
+        ({"modalities": []}, "modalities", "empty"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "stream is not true"),
+        ({"sampling": {"talker": {"temperature": 9}}}, "sampling.talker.temperature", "from 0 to 2"),
+        ({"messages": []}, "messages", "at least one"),
+        ({"prompt_token_ids": [1]}, "prompt_token_ids", "give one"),
+        ({"messages": None, "prompt_token_ids": []}, "prompt_token_ids", "at least one"),
+        ({"messages": None, "prompt_token_ids": [-1]}, "prompt_token_ids", "list of token ids"),
+        # OpenAI's that cannot be honoured
+        ({"tools": [{"type": "function"}]}, "tools", "does not support"),
+        ({"tool_choice": "required"}, "tool_choice", "leave it out or use 'none' or 'auto'"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "does not support"),
+        ({"logprobs": True}, "logprobs", "does not support"),
+        ({"top_logprobs": 3}, "top_logprobs", "does not support"),
+        ({"store": True}, "store", "does not support"),
+        ({"prediction": {"type": "content"}}, "prediction", "leave it out"),
+        # media
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "/etc/passwd"}}]}]},
+            "messages[0].content[0].image_url.url",
+            "no media root",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "http://x/y"}}]}]},
+            "messages[0].content[0].video_url.url",
+            "fetches no URLs",
+        ),
+    ],
+)  # fmt: skip
+def test_a_wrong_parameter_is_named(
+    http: httpx.Client, server: Live, body: dict[str, Any], param: str, says: str
+) -> None:
+    server.service.requests.clear()
+    answer = ask(http, **body)
+    error = error_of(answer)
+    assert answer.status_code == 400, error
+    assert error["type"] == "invalid_request_error"
+    assert says in error["message"]
+    assert error["param"] == param
+    assert server.service.requests == [], "a refused request does not reach the stages"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "logprobs": False},
+        {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "parallel_tool_calls": True},
+        {"temperature": None, "stop": None, "n": None, "stream": None, "audio": None, "tools": None, "seed": None},
+        {"temperature": 0, "top_p": 1, "top_k": -1, "seed": -1, "stop": "x"},
+        {"audio": {"voice": "Anna", "format": "mp3"}},
+        {"options": {"use_audio_in_video": False}},
+    ],
+)
+def test_what_asks_for_nothing_impossible_is_taken(http: httpx.Client, body: dict[str, Any]) -> None:
+    assert ask(http, **body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "param", "body"),
+    [
+        (404, "model_not_found", "model", {"model": "fake-omnii"}),
+        (404, "not_found", "audio.voice", {"audio": {"voice": "Bem"}}),
+    ],
+)
+def test_an_unknown_name_is_404(http: httpx.Client, status: int, code: str, param: str, body: dict[str, Any]) -> None:
+    answer = ask(http, **body)
+    error = error_of(answer)
+    assert (answer.status_code, error["code"], error["param"]) == (status, code, param)
+    assert "did you mean" in error["message"]
+
+
+def test_the_official_client_sees_its_own_errors(server: Live) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        with pytest.raises(openai.NotFoundError) as missing:
+            client.chat.completions.create(model="gpt", messages=HELLO)  # type: ignore[arg-type]
+        assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
+        with pytest.raises(openai.BadRequestError) as bad:
+            client.chat.completions.create(model="fake-omni", messages=HELLO, temperature=7)  # type: ignore[arg-type]
+        assert (bad.value.code, bad.value.param) == ("invalid_value", "temperature")
+
+
+@pytest.mark.parametrize("name", ["model", "messages"])
+def test_what_is_missing_is_named(http: httpx.Client, name: str) -> None:
+    body: dict[str, Any] = {"model": "fake-omni", "messages": HELLO}
+    del body[name]
+    error = error_of(http.post("/v1/chat/completions", json=body))
+    assert (error["param"], error["message"]) == (name, f"{name} is missing")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"3", b'"x"', b"null", b"\xff\xfe", b'{"model": "\xff"}', b'{"a": NaN}', b'{"n": 1e999}',
+     b"[" * 20_000 + b"]" * 20_000, b'{"messages":' + b"[" * 20_000 + b"]" * 20_000 + b"}", b'{"x": "\\ud800"}'],
+)  # fmt: skip
+def test_a_body_that_is_no_json_object_is_400(http: httpx.Client, body: bytes) -> None:
+    answer = http.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    assert "the body" in error_of(answer)["message"]
+
+
+def test_a_body_that_is_not_declared_as_json_is_415(http: httpx.Client) -> None:
+    body = json.dumps({"model": "fake-omni", "messages": HELLO})
+    for content_type in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
+        answer = http.post("/v1/chat/completions", content=body, headers={"Content-Type": content_type})
+        assert (answer.status_code, error_of(answer)["code"]) == (415, "unsupported_media_type")
+    answer = http.post(
+        "/v1/chat/completions", content=body, headers={"Content-Type": "application/json; charset=utf-8"}
+    )
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("size", [60_000, 500_000])
+def test_a_body_over_the_limit_is_413(http: httpx.Client, size: int) -> None:
+    for content in (b"x" * size, (b"x" * 1000 for _ in range(size // 1000))):
+        answer = http.post("/v1/chat/completions", content=content, headers={"Content-Type": "application/json"})
+        error = error_of(answer)
+        assert (answer.status_code, error["code"]) == (413, "too_large")
+        assert "max_body_bytes" in error["message"]
+
+
+def test_a_kind_the_model_does_not_take_is_named() -> None:
+    service = FakeService()
+    service.card.takes = frozenset({"text", "image"})
+    content = [{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}]
+    with live(service) as server, httpx.Client(base_url=server.url) as http:
+        error = error_of(ask(http, messages=[{"role": "user", "content": content}]))
+    assert error["param"] == "messages[0].content[0]"
+    assert "this model takes: image, text" in error["message"]
+
+
+def test_text_parameters_need_a_text_stage() -> None:
+    service = FakeService()
+    service.card.text_stage = None
+    service.card.gives = frozenset({"image"})
+    with live(service) as server, httpx.Client(base_url=server.url) as http:
+        assert "no stage that makes text" in error_of(ask(http, temperature=0))["message"]
+        assert ask(http, seed=3).json()["choices"][0]["message"]["content"] is None
+    assert service.requests[-1].modalities == ["image"]
+
+
+_JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.just(10**400)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+_NAMES = (
+    "modalities", "audio", "stream", "stream_options", "n", "seed", "stop", "max_tokens", "max_completion_tokens",
+    "temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "top_k", "min_p", "min_tokens",
+    "repetition_penalty", "stop_token_ids", "suppress_tokens", "ignore_eos", "sampling", "return_token_ids", "tools",
+    "return_metrics", "priority", "deadline", "options", "response_format", "logprobs", "store", "user", "messages",
+)  # fmt: skip
+_SHAPED = {
+    "audio": st.fixed_dictionaries({}, optional={"voice": _JSON, "format": _JSON}),
+    "sampling": st.dictionaries(
+        st.sampled_from(["thinker", "talker", "x"]), st.dictionaries(st.sampled_from(_NAMES[4:22]), _JSON, max_size=3)
+    ),
+    "logit_bias": st.dictionaries(st.integers().map(str) | st.text(max_size=3), st.floats(-200, 200) | _JSON),
+    "n": st.integers(-1, 18) | _JSON,
+    "seed": st.integers() | _JSON,
+    "deadline": st.floats(allow_nan=False, allow_infinity=False) | st.integers(),
+}
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    body=st.fixed_dictionaries(
+        {}, optional={name: _SHAPED.get(name, _JSON) | _JSON for name in _NAMES}
+    ).flatmap(lambda body: st.lists(st.sampled_from(sorted(body)), max_size=3, unique=True).map(
+        lambda keep: {name: body[name] for name in keep}) if body else st.just({}))
+)  # fmt: skip
+def test_no_body_makes_a_500(http: httpx.Client, body: dict[str, Any]) -> None:
+    answer = ask(http, **body)
+    if answer.status_code != 200:
+        assert 400 <= answer.status_code < 500
+        assert error_of(answer)["message"]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(body=st.binary(max_size=200) | _JSON.map(lambda value: json.dumps(value).encode()))
+def test_no_bytes_make_a_500(http: httpx.Client, body: bytes) -> None:
+    answer = http.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    assert error_of(answer)["message"]
