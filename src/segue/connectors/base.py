@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 Payload = dict[str, Any]
-"""Nested dicts and lists of tensors, bytes, numbers, strings and None."""
+"""Nested dicts, lists and tuples of tensors, bytes, numbers, strings and None."""
 
 
 class Connector(Protocol):
@@ -25,8 +25,11 @@ class Connector(Protocol):
         Tensors may be views of shared memory: they stay valid until `release(request_id)` on this side.
         """
 
-    def release(self, request_id: str) -> None:
-        """Free what this side holds for the request, taken or not."""
+    def release(self, request_id: str, metadata: dict[str, Any] | None = None) -> None:
+        """Free what this side holds for the request: as producer what nobody has taken, as consumer what it has taken.
+
+        With the metadata of one payload, only that one: so a consumer frees each chunk when it is done with it.
+        """
 
     def close(self) -> None:
         """Free everything; further calls are errors."""

@@ -1,0 +1,185 @@
+"""Hands the descriptors of a pool to its receivers, once each, over a Unix socket; and hears a receiver die.
+
+The socket's name is in the abstract namespace: no file, so nothing is left behind whatever kills the process. Both ends
+check the other's user id (SO_PEERCRED), since an abstract name has no permissions. Packets (SOCK_SEQPACKET):
+
+    producer → receiver   pool id (8 bytes), the receiver's number     on connecting
+    receiver → producer   number of a segment                          when first needed
+    producer → receiver   pages of the segment + its descriptor        or 0 pages and none: no such segment
+
+The connection then stays open for as long as the receiver lives: its end, however it comes, frees what the receiver
+held.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import selectors
+import socket
+import struct
+import threading
+from typing import Any
+
+from segue.connectors.pool import Pool
+from segue.connectors.segment import RECEIVERS, Segment
+from segue.messages.errors import ConfigError
+
+POOL_ID_BYTES = 8
+_HELLO = struct.Struct(f"<{POOL_ID_BYTES}sI")
+_ASK = struct.Struct("<I")
+_ANSWER = struct.Struct("<Q")
+_PATIENCE_S = 10.0
+"""How long a receiver waits for a producer that is alive but does not answer (stopped, or starved of CPU)."""
+
+
+def _abstract(address: str) -> str:
+    name = f"\0segue-shm-{address}"
+    if not address or len(name.encode()) > 107:
+        raise ConfigError(f"connector address is {address!r}; it must have 1 to 96 bytes", field="address")
+    return name
+
+
+def _same_user(connection: socket.socket) -> bool:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", credentials)
+    return uid == os.getuid()
+
+
+class HandOver:
+    """The producer's end: one listening socket and one thread, from construction to `close`."""
+
+    def __init__(self, address: str, pool_id: bytes, pool: Pool) -> None:
+        self._pool_id = pool_id
+        self._pool = pool
+        self._receivers: dict[socket.socket, int] = {}
+        self._last = 0
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._listener.bind(_abstract(address))
+        except OSError as error:
+            self._listener.close()
+            raise ConfigError(f"connector address {address!r}: {error.strerror}", field="address") from error
+        except ConfigError:
+            self._listener.close()
+            raise
+        self._listener.listen(128)
+        self._listener.setblocking(False)
+        self._wake, self._woken = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name=f"segue-shm-{address}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread and every connection."""
+        self._wake.close()
+        self._thread.join()
+        for connection in self._receivers:
+            connection.close()
+        self._selector.close()
+        self._woken.close()
+        self._listener.close()
+
+    def _run(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._woken:
+                    return
+                if key.fileobj is self._listener:
+                    self._accept()
+                else:
+                    self._answer(key.fileobj)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # it hung up while it waited, or there is no descriptor left: others go on
+            return
+        connection.setblocking(False)
+        if self._last == RECEIVERS - 1 or not _same_user(connection):
+            connection.close()
+            return
+        self._last += 1
+        self._receivers[connection] = self._last
+        self._selector.register(connection, selectors.EVENT_READ)
+        try:
+            connection.send(_HELLO.pack(self._pool_id, self._last))
+        except OSError:
+            self._drop(connection)
+
+    def _answer(self, connection: Any) -> None:
+        try:
+            packet = connection.recv(_ASK.size)
+            if not packet:
+                self._drop(connection)
+                return
+            # anything but a number of a segment is answered "no such segment"
+            segment = self._pool.segment(_ASK.unpack(packet)[0]) if len(packet) == _ASK.size else None
+            if segment is None:
+                connection.send(_ANSWER.pack(0))
+                return
+            fd = segment.reopen()
+            try:
+                socket.send_fds(connection, [_ANSWER.pack(segment.pages)], [fd])
+            finally:
+                os.close(fd)
+        except OSError:
+            self._drop(connection)
+
+    def _drop(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        connection.close()
+        self._pool.receiver_gone(self._receivers.pop(connection))
+
+
+class Line:
+    """The receiver's end of one connection, with the segments it has mapped through it."""
+
+    def __init__(self, connection: socket.socket, pool_id: bytes, receiver: int) -> None:
+        self._connection = connection
+        self._segments: dict[int, Segment] = {}
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+        self.pool_id = pool_id
+        self.receiver = receiver
+
+    @classmethod
+    def open(cls, address: str) -> Line | None:
+        """Connect to the pool at `address`; None where no producer of this user answers."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.settimeout(_PATIENCE_S)
+        try:
+            connection.connect(_abstract(address))
+            if _same_user(connection) and len(hello := connection.recv(_HELLO.size)) == _HELLO.size:
+                return cls(connection, *_HELLO.unpack(hello))
+        except OSError:
+            pass
+        connection.close()
+        return None
+
+    @property
+    def dropped(self) -> bool:
+        """Whether the producer is gone. It says nothing unasked, so anything to read is the end."""
+        return bool(self._poll.poll(0))
+
+    def segment(self, index: int) -> Segment | None:
+        """The segment, mapped now if it was not; None where there is none or the producer is gone."""
+        if index not in self._segments:
+            try:
+                self._connection.send(_ASK.pack(index))
+                answer, fds, _, _ = socket.recv_fds(self._connection, _ANSWER.size, 1)
+            except OSError:
+                return None
+            if not fds:
+                return None
+            self._segments[index] = Segment(fds[0], _ANSWER.unpack(answer)[0])
+        return self._segments[index]
+
+    def close(self) -> None:
+        """Hang up. What was taken over this line is free from now on; mapped views stay readable."""
+        self._connection.close()
+        for segment in self._segments.values():
+            segment.close()
+        self._segments.clear()

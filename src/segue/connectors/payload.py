@@ -1,0 +1,261 @@
+"""One payload as one run of bytes: a msgpack header, then the raw bytes of its tensors. No pickle.
+
+    | magic, header length, total | header (msgpack) | pad | tensor or bytes | pad | tensor or bytes | …
+    0                             16                       ↑ every part starts on a multiple of 64 bytes
+
+The header is the payload's tree. Scalars stand for themselves and dicts are maps; everything else is a list that begins
+with a tag: `[0, items…]` list, `[1, items…]` tuple, `[2, dtype, shape, offset]` tensor, `[3, offset, length]` bytes,
+with offsets counted from the end of the header's padding.
+
+In: `measure` the payload, then `Encoded.write_into` a buffer — one memcpy per tensor. Out: `read_from` — no copy, the
+tensors are views of the buffer and keep it alive.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from segue.messages.errors import StageFailed
+
+ALIGN = 64
+"""Bytes; a cache line, and more than any dtype or vector instruction asks for."""
+MAX_DEPTH = 64
+"""How deep containers may be nested; a container that holds itself ends here too."""
+
+_MAGIC = b"SGP1"
+_PREFIX = struct.Struct("<4sIQ")  # magic, bytes of header, bytes of everything
+_LIST, _TUPLE, _TENSOR, _BYTES = range(4)
+_PLAIN = frozenset({type(None), bool, int, float, str})
+_MAX_BYTES = 2**62
+
+DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    # a quantised tensor is more than its bytes (scale, zero point)
+    if isinstance(dtype, torch.dtype) and not str(dtype).startswith("torch.q")
+}
+"""What tensors may be, by the name in the header."""
+_CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+"""Item size → the dtype a tensor is copied as: not every dtype has a copy kernel, and bits must not change."""
+
+
+class PayloadError(StageFailed):
+    """A payload that cannot be sent (`field` is the place in it), or bytes that are not a payload."""
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGN) * ALIGN
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A payload measured and ready to be written."""
+
+    header: bytes
+    parts: list[tuple[int, Tensor | bytes]]
+    """(offset in the body, what goes there)"""
+    size: int
+    """Bytes that `write_into` fills, prefix and padding included."""
+
+    @property
+    def body(self) -> int:
+        """Offset of the body."""
+        return _aligned(_PREFIX.size + len(self.header))
+
+    def write_into(self, buffer: memoryview, *, skip_tensors: bool = False) -> None:
+        """Fill the first `size` bytes of a writable buffer; one copy per tensor, from whichever device it is on.
+
+        `skip_tensors` leaves the tensors' bytes as they are, for a producer that then computes into them.
+        """
+        if len(buffer) < self.size:
+            raise PayloadError(f"a payload of {self.size} bytes does not fit a buffer of {len(buffer)}")
+        _PREFIX.pack_into(buffer, 0, _MAGIC, len(self.header), self.size)
+        buffer[_PREFIX.size : _PREFIX.size + len(self.header)] = self.header
+        for offset, part in self.parts:
+            if isinstance(part, bytes):
+                buffer[self.body + offset : self.body + offset + len(part)] = part
+            elif not skip_tensors:
+                _copy(part, buffer, self.body + offset)
+
+
+def _copy(tensor: Tensor, buffer: memoryview, offset: int) -> None:
+    carrier = _CARRIER[tensor.dtype.itemsize]
+    source = tensor.detach().resolve_conj().resolve_neg().view(carrier)
+    target = torch.frombuffer(buffer, dtype=torch.uint8, count=tensor.numel() * tensor.dtype.itemsize, offset=offset)
+    target.view(carrier).view(tensor.shape).copy_(source)
+
+
+def measure(payload: dict[str, Any]) -> Encoded:
+    """Lay a payload out. Raises `PayloadError` naming the place of anything that cannot travel.
+
+    Travels: dict (keys str or int), list, tuple, strided tensors of any dtype but the quantised ones, bytes, str, int
+    (64 bits), float, bool, None. Not subclasses of these: they would arrive as something else.
+    """
+    if type(payload) is not dict:
+        raise PayloadError(f"a payload is a dict, not {type(payload).__name__}", field="payload")
+    walk = _Layout()
+    tree = walk.container(payload, "payload", 0)
+    try:
+        header = msgspec.msgpack.encode(tree)
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise _unsendable(payload, "payload", error) from error
+    return Encoded(header, walk.parts, _aligned(_PREFIX.size + len(header)) + walk.end)
+
+
+@dataclass(slots=True)
+class _Layout:
+    """Builds the header's tree and gives every tensor and bytes its place in the body."""
+
+    parts: list[tuple[int, Tensor | bytes]] = field(default_factory=list)
+    end: int = 0
+
+    def place(self, part: Tensor | bytes, size: int) -> int:
+        if size == 0:
+            return 0
+        offset = _aligned(self.end)
+        self.parts.append((offset, part))
+        self.end = offset + size
+        return offset
+
+    def node(self, value: Any, path: str, depth: int) -> Any:
+        if isinstance(value, Tensor):
+            return self.tensor(value, path)
+        if type(value) is bytes:
+            return [_BYTES, self.place(value, len(value)), len(value)]
+        return self.container(value, path, depth)
+
+    def container(self, value: Any, path: str, depth: int) -> Any:
+        if depth >= MAX_DEPTH:
+            raise PayloadError(f"{path} is nested deeper than {MAX_DEPTH} containers", field=path)
+        kind = type(value)
+        if kind is dict:
+            tree = {}
+            for key, item in value.items():
+                if type(key) is not str and type(key) is not int:
+                    raise PayloadError(f"{path} has the key {key!r}; a key must be str or int", field=path)
+                tree[key] = item if type(item) in _PLAIN else self.node(item, f"{path}[{key!r}]", depth + 1)
+            return tree
+        if kind is list or kind is tuple:
+            items = (
+                item if type(item) in _PLAIN else self.node(item, f"{path}[{index}]", depth + 1)
+                for index, item in enumerate(value)
+            )
+            return [_LIST if kind is list else _TUPLE, *items]
+        raise PayloadError(
+            f"{path} is a {kind.__module__}.{kind.__qualname__}; a payload holds dicts, lists, tuples, tensors, bytes, "
+            "str, int, float, bool and None",
+            field=path,
+        )
+
+    def tensor(self, value: Tensor, path: str) -> Any:
+        name = str(value.dtype).removeprefix("torch.")
+        if value.layout is not torch.strided or name not in DTYPES:
+            raise PayloadError(
+                f"{path} is a {value.layout} tensor of {value.dtype}; it must be strided and not quantised", field=path
+            )
+        return [_TENSOR, name, list(value.shape), self.place(value, value.numel() * value.dtype.itemsize)]
+
+
+def _unsendable(value: Any, path: str, error: Exception) -> PayloadError:
+    """Which scalar msgpack could not take: the slow walk, made only once the encoder has refused."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not _encodes(key) or not _encodes(item):
+                return _unsendable(item if _encodes(key) else key, f"{path}[{key!r}]", error)
+    if isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            if not _encodes(item):
+                return _unsendable(item, f"{path}[{index}]", error)
+    right = "fit 64 bits (send a larger one as str)" if isinstance(value, int) else "be valid unicode (send bytes)"
+    return PayloadError(f"{path} is {value!r:.80}; it must {right}", field=path)
+
+
+def _encodes(value: Any) -> bool:
+    """Whether msgpack takes every scalar in `value`; tensors are not its business."""
+    try:
+        msgspec.msgpack.encode(value, enc_hook=lambda _: None)
+    except (OverflowError, UnicodeEncodeError):
+        return False
+    return True
+
+
+def read_from(buffer: memoryview) -> dict[str, Any]:
+    """The payload in a writable buffer. Its tensors are views of the buffer and keep it alive; bytes are copies.
+
+    Raises `PayloadError` for bytes that are not a payload, whatever they are.
+    """
+    if buffer.readonly:
+        raise PayloadError("the buffer is read-only; tensors cannot be views of it")
+    if len(buffer) < _PREFIX.size:
+        raise PayloadError(f"{len(buffer)} bytes are not a payload; its prefix alone has {_PREFIX.size}")
+    magic, header, total = _PREFIX.unpack_from(buffer)
+    body = _aligned(_PREFIX.size + header)
+    if magic != _MAGIC or total > len(buffer) or body > total:
+        raise PayloadError(
+            f"not a payload: magic {magic!r}, header of {header} bytes, {total} in all, in a buffer of {len(buffer)}"
+        )
+    try:
+        tree = msgspec.msgpack.decode(buffer[_PREFIX.size : _PREFIX.size + header])
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise PayloadError(f"the payload's header is not msgpack: {error}") from error
+    if type(tree) is not dict:
+        raise PayloadError(f"the payload's header holds a {type(tree).__name__}, not a map")
+    return _Builder(buffer, body, total).build(tree, 0)
+
+
+@dataclass(slots=True)
+class _Builder:
+    buffer: memoryview
+    body: int
+    total: int
+
+    def build(self, node: Any, depth: int) -> Any:
+        kind = type(node)
+        if kind in _PLAIN:
+            return node
+        if depth > MAX_DEPTH:
+            raise PayloadError(f"the payload's header is nested deeper than {MAX_DEPTH} containers")
+        if kind is dict and all(type(key) is str or type(key) is int for key in node):
+            return {key: item if type(item) in _PLAIN else self.build(item, depth + 1) for key, item in node.items()}
+        if kind is list and node and type(node[0]) is int:
+            match node:
+                case [0, *items]:
+                    return [item if type(item) in _PLAIN else self.build(item, depth + 1) for item in items]
+                case [1, *items]:
+                    return tuple(item if type(item) in _PLAIN else self.build(item, depth + 1) for item in items)
+                case [2, str(name), list(shape), int(offset)] if all(type(length) is int for length in shape):
+                    return self.tensor(name, shape, offset)
+                case [3, int(offset), int(length)]:
+                    start = self.span(offset, length)
+                    return bytes(self.buffer[start : start + length])
+        raise PayloadError(f"the payload's header has a node that is none: {node!r:.80}")
+
+    def span(self, offset: int, length: int) -> int:
+        start = self.body + offset
+        if offset < 0 or length < 0 or start + length > self.total:
+            raise PayloadError(f"the payload's header names bytes {offset} to {offset + length}, beyond its end")
+        return start
+
+    def tensor(self, name: str, shape: list[int], offset: int) -> Tensor:
+        dtype = DTYPES.get(name)
+        if dtype is None:
+            raise PayloadError(f"the payload's header names the dtype {name!r}, which this torch does not have")
+        if any(length < 0 for length in shape) or len(shape) > MAX_DEPTH:
+            raise PayloadError(f"the payload's header names the shape {shape}")
+        # strides are products of lengths with zeros counted as ones: they must fit 64 bits too
+        if math.prod(max(length, 1) for length in shape) * dtype.itemsize > _MAX_BYTES:
+            raise PayloadError(f"the payload's header names the shape {shape}, more than can be addressed")
+        count = math.prod(shape) * dtype.itemsize
+        if count == 0:
+            return torch.empty(shape, dtype=dtype)
+        start = self.span(offset, count)
+        if offset % ALIGN:
+            raise PayloadError(f"the payload's header puts a tensor at {offset}, not a multiple of {ALIGN}")
+        return torch.frombuffer(self.buffer, dtype=torch.uint8, count=count, offset=start).view(dtype).view(shape)

@@ -1,0 +1,69 @@
+"""A process with one shared-memory connector, driven over its pipes: `python connector_peer.py ADDRESS [BYTES…]`.
+
+Requests and answers are msgpack maps on stdin and stdout, one at a time, each after its length.
+"""
+
+import struct
+import sys
+from typing import Any, BinaryIO
+
+import msgspec
+import torch
+
+from segue.connectors.shm import SharedMemoryConnector
+
+
+def send(pipe: BinaryIO, message: Any) -> None:
+    data = msgspec.msgpack.encode(message)
+    pipe.write(struct.pack("<I", len(data)) + data)
+    pipe.flush()
+
+
+def receive(pipe: BinaryIO) -> Any:
+    length = pipe.read(4)
+    if len(length) < 4:
+        raise EOFError
+    return msgspec.msgpack.decode(pipe.read(struct.unpack("<I", length)[0]))
+
+
+def numbers(size: int, first: int) -> dict[str, Any]:
+    """A payload of `size` bytes that counts up from `first`."""
+    return {"x": torch.arange(first, first + size // 8)}
+
+
+def right(payload: dict[str, Any], first: int) -> bool:
+    tensor = payload["x"]
+    return bool(torch.equal(tensor, torch.arange(first, first + tensor.numel())))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    connector = SharedMemoryConnector(
+        sys.argv[1], pool_bytes=int(sys.argv[2]), max_bytes=int(sys.argv[3]), shm_threshold_bytes=0
+    )
+    held: dict[str, list[tuple[Any, int]]] = {}
+    send(sys.stdout.buffer, "ready")
+    while True:
+        try:
+            match receive(sys.stdin.buffer):
+                case ["put", request, size, first]:
+                    answer: Any = connector.put("a", "b", request, numbers(size, first))
+                case ["get", request, metadata, first]:
+                    found = connector.get("a", "b", request, metadata)
+                    if found is not None:
+                        held.setdefault(request, []).append((found[0], first))
+                    answer = None if found is None else right(found[0], first)
+                case ["check", request]:
+                    answer = all(right(payload, first) for payload, first in held[request])
+                case ["release", request]:
+                    held.pop(request, None)
+                    answer = connector.release(request)
+                case ["close"]:
+                    answer = connector.close()
+        except EOFError:
+            return
+        send(sys.stdout.buffer, answer)
+
+
+if __name__ == "__main__":
+    main()

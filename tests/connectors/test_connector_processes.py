@@ -1,0 +1,200 @@
+"""Shared memory between real processes, which are killed in the middle of things."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from connector_peer import numbers, receive, right, send
+
+from segue.connectors.shm import SharedMemoryConnector
+
+MIB = 1 << 20
+HERE = Path(__file__).parent
+
+
+class Peer:
+    """A connector in a process of its own."""
+
+    def __init__(self, address: str, pool_bytes: int = MIB, max_bytes: int = 2 * MIB) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "connector_peer.py"), address, str(pool_bytes), str(max_bytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(HERE.parents[1] / "src"), "OMP_NUM_THREADS": "1"},
+        )
+
+    def ready(self) -> None:
+        assert receive(self.process.stdout) == "ready"
+
+    def __call__(self, *message: Any) -> Any:
+        send(self.process.stdin, message)
+        return receive(self.process.stdout)
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def end(self) -> None:
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.kill()
+        self.process.wait()
+
+
+@contextmanager
+def peers(*addresses: str, **sizes: int) -> Iterator[list[Peer]]:
+    started = [Peer(address, **sizes) for address in addresses]
+    try:
+        for peer in started:
+            peer.ready()
+        yield started
+    finally:
+        for peer in started:
+            peer.end()
+
+
+@pytest.fixture
+def connector() -> Iterator[SharedMemoryConnector]:
+    made = SharedMemoryConnector(f"here-{os.getpid()}", pool_bytes=MIB, max_bytes=2 * MIB, shm_threshold_bytes=0)
+    yield made
+    made.close()
+
+
+def wait_for_hang_ups(producer: SharedMemoryConnector) -> None:
+    """Return when the producer's thread has seen every hang-up so far: it answers a newcomer's second packet later."""
+    ok, _, metadata = producer.put("a", "b", "newcomer", {})
+    assert ok
+    newcomer = SharedMemoryConnector(f"newcomer-{os.getpid()}", pool_bytes=4096, max_bytes=4096)
+    assert newcomer.get("a", "b", "newcomer", metadata) is not None
+    newcomer.release("newcomer")
+    newcomer.close()
+
+
+def names_left() -> set[str]:
+    """Files in /dev/shm and Unix sockets of ours, files and abstract names alike."""
+    sockets = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "segue-shm" in line}
+    return {entry.name for entry in Path("/dev/shm").iterdir()} | sockets
+
+
+def test_a_killed_receiver_gives_its_slots_back(connector: SharedMemoryConnector) -> None:
+    size = 300_000
+    with peers(f"dies-{os.getpid()}", f"lives-{os.getpid()}") as (dies, lives):
+        put = [connector.put("a", "b", f"r{n}", numbers(size, n))[2] for n in range(4)]
+        assert dies("get", "r0", put[0], 0) is True
+        assert dies("get", "r1", put[1], 1) is True
+        assert lives("get", "r2", put[2], 2) is True
+        connector.release("r0")  # a cancelled request keeps what a live receiver looks at
+        connector.release("r2")
+        assert dies("check", "r0") is True
+        in_use = connector.bytes_in_use
+        dies.kill()
+        assert lives("get", "r0", put[0], 0) is None
+        connector.release("r1")
+        wait_for_hang_ups(connector)
+        assert connector.bytes_in_use == in_use // 2
+        connector.audit()
+        while (again := connector.put("a", "b", "again", numbers(size, 9)))[0]:
+            assert again[2] is not None
+        assert lives("check", "r2") is True
+        assert lives("get", "r3", put[3], 3) is True
+        lives("release", "r2")
+        assert connector.put("a", "b", "again", numbers(size, 9))[0]
+        connector.audit()
+
+
+def test_a_killed_producer_leaves_views_and_nothing_else(connector: SharedMemoryConnector) -> None:
+    before = names_left()
+    address = f"producer-{os.getpid()}"
+    with peers(address, f"other-{os.getpid()}") as (producer, other):
+        assert len(names_left()) == len(before) + 2
+        _, _, taken = producer("put", "r", 300_000, 5)
+        _, _, late = producer("put", "r", 300_000, 6)
+        _, _, mapped_by_nobody = producer("put", "r", 300_000, 7)
+        found = connector.get("a", "b", "r", taken)
+        assert found is not None
+        producer.kill()
+        assert connector.get("a", "b", "r", late) is None
+        assert other("get", "r", mapped_by_nobody, 7) is None
+        assert right(found[0], 5)
+        other("close")
+        assert names_left() == before
+
+        with peers(address) as (restarted,):
+            _, _, fresh = restarted("put", "r", 300_000, 8)
+            assert connector.get("a", "b", "r", late) is None, "metadata of the old pool is not for the new one"
+            again = connector.get("a", "b", "r", fresh)
+            assert again is not None
+            assert right(again[0], 8)
+            assert right(found[0], 5)
+            connector.release("r")
+        assert names_left() == before
+
+
+def test_a_producer_that_closes_is_gone_like_one_that_died(connector: SharedMemoryConnector) -> None:
+    producer = SharedMemoryConnector(f"closes-{os.getpid()}", pool_bytes=MIB, max_bytes=MIB, shm_threshold_bytes=0)
+    _, _, first = producer.put("a", "b", "r", numbers(8000, 1))
+    _, _, second = producer.put("a", "b", "r", numbers(8000, 2))
+    found = connector.get("a", "b", "r", first)
+    producer.close()
+    del producer
+    gc.collect()
+    assert found is not None
+    assert right(found[0], 1)
+    assert connector.get("a", "b", "r", second) is None
+    connector.release("r")
+
+
+def test_views_outlive_the_connector_that_made_them() -> None:
+    with peers(f"source-{os.getpid()}") as (producer,):
+        consumer = SharedMemoryConnector(f"short-{os.getpid()}", pool_bytes=4096, max_bytes=4096)
+        found = consumer.get("a", "b", "r", producer("put", "r", 300_000, 4)[2])
+        consumer.close()
+        del consumer
+        gc.collect()
+        assert found is not None
+        assert right(found[0], 4)
+
+
+def test_both_ways_between_two_processes(connector: SharedMemoryConnector) -> None:
+    with peers(f"both-{os.getpid()}") as (peer,):
+        for n in range(50):
+            request = f"r{n}"
+            assert peer("get", request, connector.put("a", "b", request, numbers(200_000, n))[2], n) is True
+            found = connector.get("b", "a", request, peer("put", request, 200_000, n + 1)[2])
+            assert found is not None
+            assert right(found[0], n + 1)
+            connector.release(request)
+            peer("release", request)
+        assert connector.bytes_in_use == 0
+        connector.audit()
+
+
+def descriptors() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_no_descriptor_thread_or_mapping_is_left() -> None:
+    def use() -> None:
+        one = SharedMemoryConnector(f"one-{os.getpid()}", pool_bytes=MIB, max_bytes=8 * MIB, shm_threshold_bytes=0)
+        two = SharedMemoryConnector(f"two-{os.getpid()}", pool_bytes=MIB, max_bytes=8 * MIB)
+        for n in range(6):
+            metadata = one.put("a", "b", f"r{n}", numbers(MIB - 4096, n))[2]
+            assert two.get("a", "b", f"r{n}", metadata) is not None
+        one.close()
+        two.close()
+
+    use()
+    fds, threads = descriptors(), threading.active_count()
+    use()
+    assert descriptors() == fds
+    assert threading.active_count() == threads
+    assert "memfd:segue-pool" not in Path("/proc/self/maps").read_text()
