@@ -93,7 +93,7 @@ def whole(client: OpenAI, model: str, name: str, content: list[dict[str, Any]], 
     shown.text = message.content or ""
     if message.audio is not None:
         shown.pcm = base64.b64decode(message.audio.data)
-    shown.spans = answer.model_extra["segue"]["metrics"]["spans"]  # type: ignore[index]
+    shown.spans = answer.choices[0].model_extra["segue"]["metrics"]["spans"]  # type: ignore[index]
     return shown
 
 
@@ -119,8 +119,8 @@ def streamed(client: OpenAI, model: str, name: str, content: list[dict[str, Any]
             if audio.get("data"):
                 shown.ttfa = shown.ttfa or now
                 shown.pcm += base64.b64decode(audio["data"])
-        if extra := (chunk.model_extra or {}).get("segue"):
-            shown.spans = extra["metrics"]["spans"]
+            if extra := (choice.model_extra or {}).get("segue"):
+                shown.spans = extra["metrics"]["spans"]
     shown.jct = time.monotonic() - sent
     return shown
 

@@ -12,6 +12,7 @@ import torch
 from qwen2_5_omni_family import (
     CASES,
     TALKER_TOKENS,
+    THINKER_TOKENS,
     Answer,
     Ask,
     Case,
@@ -27,8 +28,14 @@ from qwen2_5_omni_family import (
 
 from segue.engines.autoregressive.contract import Fed, FlatBatch
 from segue.engines.contract import Payload, Rows, StageOutput
+from segue.media.audio import decode_audio
+from segue.media.image import decode_image
+from segue.media.limits import MediaLimits
+from segue.media.video import decode_video
 from segue.messages.errors import ConfigError, NotFound, StageFailed
+from segue.messages.request import MediaPart, Message, Request, TextPart
 from segue.models.qwen2_5_omni.encoder import Encoder
+from segue.models.qwen2_5_omni.input import InputProcessor
 from segue.models.qwen2_5_omni.library import Qwen2_5OmniForConditionalGeneration
 from segue.models.qwen2_5_omni.probe import generate_drops_mask
 from segue.models.qwen2_5_omni.stages import TRANSFERS
@@ -174,6 +181,50 @@ def test_a_padded_prompt_of_the_reference_is_the_form_it_was_trained_in(
         assert answers != list(expected.values())
     else:
         assert answers == list(expected.values())
+
+
+# --- from the request ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kinds", [["image"], ["audio"], ["video"], ["image", "audio", "video"]], ids="+".join)
+def test_real_files_from_the_request_to_the_codes(
+    tiny_dir: Path, assets: Path, reference: Any, pipeline: Callable[..., Pipeline], kinds: list[str]
+) -> None:
+    """Photo, speech and a clip with its sound, as a client sends them; the library reads the same files."""
+    files = {"image": "photo.jpg", "audio": "speech.wav", "video": "video.mp4"}
+    parts = [MediaPart(kind, (assets / files[kind]).read_bytes()) for kind in kinds]  # type: ignore[arg-type]
+    request = Request(
+        request_id="r",
+        messages=[Message("user", [*parts, TextPart("What is this?")])],
+        options={"use_audio_in_video": "video" in kinds},
+    )
+    payload = InputProcessor(context(tiny_dir, "input")).process(request)
+    limits = MediaLimits()
+    media: dict[str, Any] = {}
+    heard: list[Any] = []
+    sources: list[int | None] = []
+    for part in parts:
+        if part.kind == "image":
+            media["images"] = [decode_image(part, limits)]
+        elif part.kind == "audio":
+            heard.append(decode_audio(part, 16000, limits))
+            sources.append(None)
+        else:
+            clip = decode_video(part, 2.0, limits, audio_rate=16000)
+            media |= {"videos": [clip.frames], "load_audio_from_video": True}
+            heard.append(clip.audio)
+            sources.append(0)
+    if heard:
+        media["audio"] = heard
+    if "video" in kinds:
+        media["audio_from_video_indices"] = sources
+    inputs = reference.inputs("What is this?", *kinds, **media)
+    theirs = reference.generate(
+        inputs, max_tokens=THINKER_TOKENS, max_codes=TALKER_TOKENS, use_audio_in_video="video" in kinds
+    )
+    [answer] = pipeline().run([Ask(payload)])
+    assert (answer.reply, codes_of(answer)) == (theirs.token_ids, theirs.codes)
+    assert len(theirs.codes) > 4
 
 
 # --- what would change them ------------------------------------------------------------------------------------------

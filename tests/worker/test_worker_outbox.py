@@ -62,7 +62,7 @@ def outbox(tmp_path: Path, *, room: int = 100, budget: int = 1 << 20, keep: int 
     slots = Slots(room)
     wire = Wire(slots)
     store = RetainedStore(keep, str(tmp_path))
-    return Outbox({EDGE: Channel(slots, budget, retain=True)}, store, wire.send), wire
+    return Outbox({EDGE: Channel(slots, None, budget, retain=True)}, store, wire.send), wire
 
 
 def test_chunks_arrive_in_order_and_the_last_is_final(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ check the other's user id (SO_PEERCRED), since an abstract name has no permissio
 
     producer → receiver   pool id (8 bytes), the receiver's number     on connecting
     receiver → producer   number of a segment                          when first needed
-    producer → receiver   pages of the segment + its descriptor        or 0 pages and none: no such segment
+    producer → receiver   its number, its pages + its descriptor       or 0 pages and none: no such segment
 
 The connection then stays open for as long as the receiver lives: its end, however it comes, frees what the receiver
 held.
@@ -28,8 +28,8 @@ from segue.messages.errors import ConfigError
 POOL_ID_BYTES = 8
 _HELLO = struct.Struct(f"<{POOL_ID_BYTES}sI")
 _ASK = struct.Struct("<I")
-_ANSWER = struct.Struct("<Q")
-_PATIENCE_S = 10.0
+_ANSWER = struct.Struct("<IQ")
+PATIENCE_S = 10.0
 """How long a receiver waits for a producer that is alive but does not answer (stopped, or starved of CPU)."""
 
 
@@ -112,17 +112,17 @@ class HandOver:
     def _answer(self, connection: Any) -> None:
         try:
             packet = connection.recv(_ASK.size)
-            if not packet:
+            if len(packet) != _ASK.size:  # the end, or a stranger
                 self._drop(connection)
                 return
-            # anything but a number of a segment is answered "no such segment"
-            segment = self._pool.segment(_ASK.unpack(packet)[0]) if len(packet) == _ASK.size else None
+            (index,) = _ASK.unpack(packet)
+            segment = self._pool.segment(index)
             if segment is None:
-                connection.send(_ANSWER.pack(0))
+                connection.send(_ANSWER.pack(index, 0))
                 return
             fd = segment.reopen()
             try:
-                socket.send_fds(connection, [_ANSWER.pack(segment.pages)], [fd])
+                socket.send_fds(connection, [_ANSWER.pack(index, segment.pages)], [fd])
             finally:
                 os.close(fd)
         except OSError:
@@ -138,18 +138,18 @@ class Line:
     """The receiver's end of one connection, with the segments it has mapped through it."""
 
     def __init__(self, connection: socket.socket, pool_id: bytes, receiver: int) -> None:
-        self._connection = connection
+        self.connection = connection
         self._segments: dict[int, Segment] = {}
         self._poll = select.poll()
-        self._poll.register(connection, select.POLLIN)
+        self._poll.register(connection, select.POLLRDHUP)
         self.pool_id = pool_id
         self.receiver = receiver
 
     @classmethod
-    def open(cls, address: str) -> Line | None:
-        """Connect to the pool at `address`; None where no producer of this user answers."""
+    def open(cls, address: str, patience_s: float = PATIENCE_S) -> Line | None:
+        """Connect to the pool at `address`; None where no producer of this user answers within `patience_s`."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connection.settimeout(_PATIENCE_S)
+        connection.settimeout(patience_s)
         try:
             connection.connect(_abstract(address))
             if _same_user(connection) and len(hello := connection.recv(_HELLO.size)) == _HELLO.size:
@@ -161,25 +161,31 @@ class Line:
 
     @property
     def dropped(self) -> bool:
-        """Whether the producer is gone. It says nothing unasked, so anything to read is the end."""
+        """Whether the producer has hung up."""
         return bool(self._poll.poll(0))
 
     def segment(self, index: int) -> Segment | None:
-        """The segment, mapped now if it was not; None where there is none or the producer is gone."""
-        if index not in self._segments:
-            try:
-                self._connection.send(_ASK.pack(index))
-                answer, fds, _, _ = socket.recv_fds(self._connection, _ANSWER.size, 1)
-            except OSError:
-                return None
-            if not fds:
-                return None
-            self._segments[index] = Segment(fds[0], _ANSWER.unpack(answer)[0])
+        """The segment, mapped now if it was not; None where there is none or nobody answers."""
+        try:
+            if index not in self._segments:
+                self.connection.send(_ASK.pack(index))
+            while index not in self._segments:
+                # an answer that came too late for an earlier call may lie before ours: it is as good then as now
+                answer, fds, _, _ = socket.recv_fds(self.connection, _ANSWER.size, 1)
+                answered, pages = _ANSWER.unpack(answer) if answer else (index, 0)
+                if fds and answered not in self._segments:
+                    self._segments[answered] = Segment(fds[0], pages)
+                elif fds:
+                    os.close(fds[0])
+                elif answered == index:
+                    return None
+        except OSError:
+            return None
         return self._segments[index]
 
     def close(self) -> None:
         """Hang up. What was taken over this line is free from now on; mapped views stay readable."""
-        self._connection.close()
+        self.connection.close()
         for segment in self._segments.values():
             segment.close()
         self._segments.clear()

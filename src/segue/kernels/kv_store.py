@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros that cost nothing until they are used: on a CPU the system hands out zeroed pages at the first touch, where
+    `torch.zeros` writes all of them (gigabytes, at every start)."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    data = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(data).view(dtype).view(shape)
 
 
 class KVStore:
@@ -31,10 +43,10 @@ class KVStore:
         self.device = device
         shape = (num_blocks, block_size, kv_heads, head_dim)
         # zeros, not empty: padded positions are masked by adding -inf, and -inf + NaN would be NaN
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.keys = [_zeros(shape, dtype, device) for _ in range(layers)]
+        self.values = [_zeros(shape, dtype, device) for _ in range(layers)]
         self.rows = (
-            torch.zeros(num_blocks * block_size, capture_width, dtype=capture_dtype, device=device)
+            _zeros((num_blocks * block_size, capture_width), capture_dtype, device)
             if capture_width
             else None
         )

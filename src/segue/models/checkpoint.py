@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 import torch
-from accelerate import init_empty_weights  # type: ignore[import-untyped]
+from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
 from torch import nn
 

@@ -307,8 +307,11 @@ class StartBars:
                 total=100, desc=worker, position=len(self._bars), bar_format="{desc:>16} {bar} {n:3.0f}% {postfix}"
             )
             self._bars[worker] = bar
-        bar.set_postfix_str(what, refresh=False)
-        bar.n = round(100 * fraction)
+        percent = round(100 * fraction)
+        if percent == bar.n and percent != 100:
+            return  # a report per tensor: redraw only what can be seen
+        bar.set_postfix_str(what[:40], refresh=False)
+        bar.n = percent
         bar.refresh()
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 from segue.connectors.base import Connector
 from segue.connectors.create import create
+from segue.connectors.segment import PAGE
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.contract import AutoregressiveAdapter
 from segue.engines.autoregressive.engine import AutoregressiveEngine
@@ -139,14 +141,21 @@ def _connect(
 ) -> tuple[dict[tuple[str, str], Channel], dict[tuple[str, str], Connector], list[Connector]]:
     """One connector per name in the deployment, shared by all edges that name it."""
     made: dict[tuple[str, str], Connector] = {}
+    inline = create("shm", f"{spec.connector}i", {"shm_threshold_bytes": sys.maxsize, "pool_bytes": PAGE})
     channels: dict[tuple[str, str], Channel] = {}
     inbound: dict[tuple[str, str], Connector] = {}
     for edge in edges:
         key = (edge.kind, edge.connector)
         if key not in made:
-            made[key] = create(edge.kind, f"{spec.connector}{len(made)}", dict(edge.extra))
+            # between fused stages nothing is copied: a bound on bytes would save no memory, and could stop a request
+            # that waits for the rest of its own input
+            extra = {"max_bytes": sys.maxsize} if edge.kind == "inproc" else dict(edge.extra)
+            made[key] = create(edge.kind, f"{spec.connector}{len(made)}", extra)
         if edge.source in mine:
-            channels[edge.source, edge.target] = Channel(made[key], edge.budget, retain=edge.kind != "inproc")
+            fused = edge.kind == "inproc"
+            channels[edge.source, edge.target] = Channel(
+                made[key], None if fused else inline, edge.budget, retain=not fused
+            )
         if edge.target in mine:
             inbound[edge.source, edge.target] = made[key]
-    return channels, inbound, list(made.values())
+    return channels, inbound, [*made.values(), inline]

@@ -22,6 +22,9 @@ class Channel:
     """How an edge of the deployment carries its chunks."""
 
     connector: Connector
+    inline: Connector | None
+    """Carries payloads of any size inside the message: the way out where the pool is full and the downstream has
+    nothing of this flow left to consume. What fills the pool may be waiting for this very chunk."""
     budget: int
     """Bytes in flight on this edge, over all requests."""
     retain: bool
@@ -136,6 +139,10 @@ class Outbox:
             meta, nbytes = None, 0
             if payload is not None:
                 ok, nbytes, meta = channel.connector.put(flow.source.stage, flow.target.stage, flow.request_id, payload)
+                if not ok and not flow.unconsumed and channel.inline is not None:
+                    ok, nbytes, meta = channel.inline.put(
+                        flow.source.stage, flow.target.stage, flow.request_id, payload
+                    )
                 if not ok:
                     return
             flow.pending.popleft()

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from segue.connectors.base import Connector
 from segue.engines.contract import Engine, StageOutput, StageRequest, Transfer
 from segue.graph.deployment import StagePlan
 from segue.messages.deltas import AudioDelta, ImageDelta, TextDelta
@@ -28,6 +29,9 @@ class Run:
     position: int = 0
     """Units of the client stream made so far in this attempt (characters, samples, pictures)."""
     paused: bool = False
+    taken: list[tuple[Connector, dict[str, Any]]] = field(default_factory=list)
+    """What was taken from connectors: released when the stage is done with the request, not before (the engine may hold
+    views of shared memory)."""
     fed: dict[str, int] = field(default_factory=dict)
     """By upstream: chunks an earlier attempt of it had given."""
 

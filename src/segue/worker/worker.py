@@ -183,7 +183,10 @@ class Worker:
 
     def leave(self, stage: StageRunner, run: Run) -> None:
         """The engine is done with the request: let its upstreams forget what they kept for it."""
-        del stage.runs[run.request.request_id]
+        request_id = run.request.request_id
+        del stage.runs[request_id]
+        for connector, meta in run.taken:
+            connector.release(request_id, meta)
         for peer in run.upstreams.values():
             self._send(
                 peer.address,
@@ -289,13 +292,15 @@ class Worker:
         edge = (source, chunk.target)
         payload = {}
         if chunk.meta is not None:
-            taken = self.connectors[edge].get(source, chunk.target, chunk.request_id, chunk.meta)
+            connector = self.connectors[edge]
+            taken = connector.get(source, chunk.target, chunk.request_id, chunk.meta)
             if taken is None:
                 self.meter.lost(edge)
                 # its producer died between sending and our reading; the orchestrator knows which it was
                 self.tell_lost(chunk.request_id, chunk.target, run.begin.attempt, source)
                 return
             payload = taken[0]
+            run.taken.append((connector, chunk.meta))
         self.meter.hop(edge, time.monotonic() - chunk.sent, chunk.nbytes)
         run.next_seq[source] = chunk.seq + 1
         known = source in self.replayable and chunk.seq < run.fed.get(source, 0)

@@ -1,0 +1,36 @@
+"""The hop benchmark runs, between two real processes, and writes what it prints."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from segue.bench import hop
+
+
+@pytest.fixture(autouse=True)
+def source_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "src"))
+
+
+def test_it_measures_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "hop.json"
+    before = len(os.listdir("/proc/self/fd"))
+    hop.main(["--mib", "2.5", "--rounds", "3", "--json", str(file)])
+    assert len(os.listdir("/proc/self/fd")) <= before
+    result = json.loads(file.read_text())
+    assert result["bytes"] == 2.5 * 2**20
+    assert result["rounds"] == 3
+    assert result["hardware"]["cores"] >= 1
+    assert list(result["rows"]) == ["memcpy", "put", "hop", "in place"]
+    assert result["rows"]["memcpy"]["copies"] == 1.0
+    assert result["rows"]["hop"]["median_ms"] > result["rows"]["put"]["median_ms"] > 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in result["rows"])
+
+
+def test_impossible_sizes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        hop.main(["--rounds", "1"])
+    assert "at least 2 rounds" in capsys.readouterr().err
