@@ -20,8 +20,8 @@ import torch
 
 from segue.bench.baseline_wire import Answer, Options
 from segue.bench.workload import VIDEO_FPS, BenchRequest
-from segue.messages.request import MediaPart, TextPart
 from segue.kernels.torchvision_shim import ensure_torchvision
+from segue.messages.request import MediaPart, TextPart
 
 ensure_torchvision()
 
