@@ -4,6 +4,7 @@
     ├── ConfigError         the graph, deployment or checkpoint is wrong: mend it, start again
     ├── InvalidRequest      the request is wrong: the client mends it (HTTP 400)
     │   ├── TooLarge        over a limit of this deployment (413)
+    │   ├── TooLong         the prompt does not fit into the context (400)
     │   └── NotFound        no such model, voice, file or job (404)
     ├── Overloaded          the queue is full: try again later (429)
     ├── DeadlineExceeded    the request's own deadline passed (504)
@@ -54,6 +55,12 @@ class TooLarge(InvalidRequest):
 
     status = 413
     code = "too_large"
+
+
+class TooLong(InvalidRequest):
+    """The prompt does not fit into the context; the message has both lengths."""
+
+    code = "context_length_exceeded"
 
 
 class NotFound(InvalidRequest):
@@ -107,6 +114,7 @@ _TREE: dict[str, type[SegueError]] = {
         ConfigError,
         InvalidRequest,
         TooLarge,
+        TooLong,
         NotFound,
         Overloaded,
         DeadlineExceeded,

@@ -31,6 +31,8 @@ class RequestBooks:
     waiting: set[str] = field(default_factory=set)
     """Stages to begin as soon as their groups have a ready worker."""
     losses: int = 0
+    blamed: set[str] = field(default_factory=set)
+    """Workers whose payloads were found missing; where one turns out to be dead, it is one loss, not two."""
     usage: Usage = field(default_factory=Usage)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     finish_reason: str = ""
