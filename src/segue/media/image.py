@@ -56,7 +56,9 @@ def decode_image(part: MediaPart, limits: MediaLimits) -> np.ndarray[Any, np.dty
         except InvalidRequest:
             raise
         except UnidentifiedImageError as error:
-            raise refuse(part, f"not an image file of a known format; {_SEND}") from error  # its text is an address
+            raise refuse(
+                part, f"not a readable image file (of no known format); {_SEND}"
+            ) from error  # its text is an address
         except _BROKEN as error:
             raise refuse(part, f"not a readable image file ({error}); {_SEND}") from error
 

@@ -7,6 +7,7 @@
     │   ├── TooLong         the prompt does not fit into the context (400)
     │   └── NotFound        no such model, voice, file or job (404)
     ├── Overloaded          the queue is full: try again later (429)
+    ├── ShuttingDown        this server is being stopped: try another (503)
     ├── DeadlineExceeded    the request's own deadline passed (504)
     ├── Cancelled           the client went away (499)
     └── StageFailed         a stage could not do it: our mistake, or the device's (500)
@@ -78,6 +79,13 @@ class Overloaded(SegueError):
     code = "overloaded"
 
 
+class ShuttingDown(SegueError):
+    """This server is being stopped; another one may take the request."""
+
+    status = 503
+    code = "shutting_down"
+
+
 class DeadlineExceeded(SegueError):
     """The request's own deadline passed before it finished."""
 
@@ -117,6 +125,7 @@ _TREE: dict[str, type[SegueError]] = {
         TooLong,
         NotFound,
         Overloaded,
+        ShuttingDown,
         DeadlineExceeded,
         Cancelled,
         StageFailed,

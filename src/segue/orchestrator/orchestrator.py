@@ -28,6 +28,7 @@ from segue.messages.errors import (
     InvalidRequest,
     Overloaded,
     SegueError,
+    ShuttingDown,
     StageLost,
     error_from,
 )
@@ -146,12 +147,13 @@ class Orchestrator:
             except TimeoutError:
                 log.warning("%d requests were still running when the drain time was over", len(self.requests))
         for books in list(self.requests.values()):
-            self._end(books, Cancelled("the server is shutting down"))
+            self._end(books, ShuttingDown("the server is shutting down"))
         if self._watch is not None:
             self._watch.cancel()
         for replica in self.replicas.all:
             if replica.state == "ready":
                 self._send(replica.address, Shutdown())
+            replica.state = "draining"
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -180,7 +182,7 @@ class Orchestrator:
 
     def _admit(self, request: Request) -> RequestBooks:
         if self._stopping:
-            raise Overloaded("the server is shutting down")
+            raise ShuttingDown("the server is shutting down")
         limit = self.plan.limits.max_waiting
         if len(self.requests) >= limit:
             raise Overloaded(f"{limit} requests are in the system already (limits.max_waiting); try again later")
@@ -410,8 +412,9 @@ class Orchestrator:
     def _on_start_failed(self, message: StartFailed) -> None:
         error = ConfigError(f"worker {message.worker!r} could not start: {message.message}", stage=message.worker)
         if self._started is not None and not self._started.done():
-            self._started.set_exception(error)
-        log.error("%s", error)
+            self._started.set_exception(error)  # whoever starts says it
+        else:
+            log.error("%s", error)
 
     def _on_exit(self, worker: str, how: str) -> None:
         replica = self.replicas.by_worker(worker)
