@@ -75,8 +75,11 @@ class LocalPlacement:
 
     async def start(self) -> None:
         self._closing = False
-        # short: a Unix socket path has room for 107 bytes
-        self.runtime_dir = tempfile.mkdtemp(prefix="segue-", dir=_short_tmp())
+        try:
+            # short: a Unix socket path has room for 107 bytes
+            self.runtime_dir = tempfile.mkdtemp(prefix="segue-", dir=_short_tmp())
+        except OSError as error:
+            raise ConfigError(f"no directory for sockets can be made (TMPDIR): {error}", field="TMPDIR") from error
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             os.set_inheritable(theirs.fileno(), True)
