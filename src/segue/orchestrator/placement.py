@@ -108,68 +108,6 @@ class LocalPlacement:
             )
 
     def spawn(self, spec: WorkerSpec) -> None:
-        """Start a worker; `on_spawned` and later `on_exit` tell of it."""
-
-    def kill(self, pid: int) -> None:
-        """SIGKILL a worker."""
-
-    async def close(self) -> None:
-        """End whatever still runs."""
-
-
-class LocalPlacement:
-    """Workers on this machine, forked from one process that has imported `preload`."""
-
-    def __init__(
-        self,
-        preload: list[str],
-        *,
-        on_spawned: Callable[[str, int], None],
-        on_exit: Callable[[str, str], None],
-        on_lost: Callable[[], None],
-    ) -> None:
-        """`on_exit(worker, how)`; `on_lost()`: the fork server itself died, and every worker with it."""
-        self._preload = preload
-        self._on_spawned = on_spawned
-        self._on_exit = on_exit
-        self._on_lost = on_lost
-        self.runtime_dir = ""
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
-        self._preloaded: asyncio.Future[None] | None = None
-        self._closing = False
-
-    async def start(self) -> None:
-        self._closing = False
-        try:
-            # short: a Unix socket path has room for 107 bytes
-            self.runtime_dir = tempfile.mkdtemp(prefix="segue-", dir=_short_tmp())
-        except OSError as error:
-            raise ConfigError(f"no directory for sockets can be made (TMPDIR): {error}", field="TMPDIR") from error
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            os.set_inheritable(theirs.fileno(), True)
-            source = str(Path(segue.__file__).parents[1])
-            paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "segue.worker", str(theirs.fileno()), self.runtime_dir, *self._preload],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            )
-        ours.setblocking(False)
-        self._control = ours
-        loop = asyncio.get_running_loop()
-        self._preloaded = loop.create_future()
-        loop.add_reader(ours.fileno(), self._read)
-        try:
-            # shielded: `close` must see whether it was done, not that its waiter was cancelled
-            await asyncio.shield(self._preloaded)
-        except BaseException:
-            await self.close()
-            raise
-
-    def spawn(self, spec: WorkerSpec) -> None:
         self._send(Spawn(spec))
 
     def kill(self, pid: int) -> None:
