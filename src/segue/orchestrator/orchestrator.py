@@ -187,6 +187,8 @@ class Orchestrator:
         books = RequestBooks(request=request, walk=walk, main=self.graph.main)
         for stage in walk.stages:
             books.stages[stage.name] = StageBook(tuple(stage.upstreams), tuple(stage.downstreams))
+            if self.graph.stages[stage.name].engine == "autoregressive":
+                books.journal[stage.name] = []
         if books.main not in books.stages:
             books.main = next(stage.name for stage in reversed(walk.stages) if stage.to_client)
         deadline = request.deadline
