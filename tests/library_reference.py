@@ -67,13 +67,13 @@ class Reference:
         talker_repetition_penalty: float = 1.05,
         **more: Any,
     ) -> Reply:
-        """Greedy `generate`. `more` goes to it as it is (`thinker_…`, `talker_…`).
+        """`generate`, greedy unless `more` says otherwise, which goes to it as it is (`thinker_…`, `talker_…`).
 
         The vocoder's noise is `torch.randn(1, frames, 80)` of a CPU generator seeded with `noise_seed`.
         """
         given = {f"thinker_{key}" if key.startswith("pixel_values") else key: value for key, value in inputs.items()}
-        given |= {"use_audio_in_video": use_audio_in_video, "thinker_do_sample": False, **more}
-        given["thinker_max_new_tokens"] = max_tokens
+        given |= {"use_audio_in_video": use_audio_in_video, "thinker_do_sample": False, "talker_do_sample": False}
+        given |= {"thinker_max_new_tokens": max_tokens, **more}
         prompt_length = inputs["input_ids"].shape[1]
         text_only = self.model.generate(**given, generation_mode="text", speaker=speaker)
         token_ids = text_only[0, prompt_length:].tolist()
@@ -91,7 +91,6 @@ class Reference:
             sequences, samples = self.model.generate(
                 **given,
                 speaker=speaker,
-                talker_do_sample=False,
                 talker_max_new_tokens=max_codes,
                 talker_repetition_penalty=talker_repetition_penalty,
                 talker_eos_token_id=[config.tts_codec_pad_token_id, config.tts_codec_end_token_id],

@@ -6,21 +6,17 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from truth_system import BY_NAME, LONG, Case, System, Truth, assert_same, longer, spans
+from truth_system import BY_NAME, LONG, LONG_MIXED, Case, System, Truth, assert_same, longer, spans
 
 from segue.messages.deltas import AudioDelta, Delta, TextDelta
 from segue.messages.sampling import SamplingParams
 
 FIRST = {"thinker": TextDelta, "talker": TextDelta, "vocoder": AudioDelta}
 """The first of these, and the stage is at work: the talker starts at the reply's second token."""
-SAMPLED = longer(
-    LONG,
-    name="sampled",
-    sampling={
-        "thinker": SamplingParams(temperature=0.9, max_tokens=60),
-        "talker": SamplingParams(temperature=0.9, max_tokens=120),
-    },
-)
+SAMPLED = {
+    "thinker": SamplingParams(temperature=0.9, max_tokens=60),
+    "talker": SamplingParams(temperature=0.9, max_tokens=120),
+}
 
 
 class Killer:
@@ -61,7 +57,7 @@ def test_killed_before_it_answered(system: System, truth: Truth, assets: Path, s
     system.run(body())
 
 
-@pytest.mark.parametrize("case", [LONG, longer(BY_NAME["mixed"], tokens=60, codes=120)], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [LONG, LONG_MIXED], ids=lambda case: case.name)
 @pytest.mark.parametrize("stage", ["thinker", "talker", "vocoder"])
 def test_killed_at_work(system: System, truth: Truth, assets: Path, stage: str, case: Case) -> None:
     """At the first delta, others being in the same worker."""
@@ -120,7 +116,7 @@ def test_all_workers_at_once(system: System, truth: Truth, assets: Path) -> None
 
 @pytest.mark.parametrize("stage", ["thinker", "talker"])
 def test_sampled_is_the_same_alone_in_a_batch_and_after_a_kill(system: System, assets: Path, stage: str) -> None:
-    prompt = SAMPLED.prompt(assets)
+    prompt = LONG.prompt(assets, sampling=SAMPLED)
     [alone] = system.ask(prompt)
     others = [BY_NAME[name].prompt(assets) for name in ("text", "image", "audio")]
     assert_same(system.ask(prompt, *others)[0], alone)
@@ -129,7 +125,7 @@ def test_sampled_is_the_same_alone_in_a_batch_and_after_a_kill(system: System, a
     assert killer.done
     assert killed.metrics.attempts == 2
     assert_same(killed, alone)
-    [reseeded] = system.ask(longer(SAMPLED, seed=14).prompt(assets))
+    [reseeded] = system.ask(LONG.prompt(assets, sampling=SAMPLED, seed=14))
     assert reseeded.token_ids["thinker"] != alone.token_ids["thinker"]
     [greedy] = system.ask(LONG.prompt(assets))
     assert greedy.token_ids["talker"] != alone.token_ids["talker"]

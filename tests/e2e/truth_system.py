@@ -6,13 +6,12 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import psutil
-import torch
 from library_reference import Reference, Reply
 from PIL import Image
 
@@ -47,19 +46,19 @@ class Case:
     seed: int = 7
     tokens: int = 40
     codes: int = 70
-    sampling: dict[str, SamplingParams] = field(default_factory=dict, hash=False, compare=False)
 
     def prompt(self, assets: Path, **changes: Any) -> dict[str, Any]:
         """What a caller of `Omni` writes."""
         parts: list[Any] = [{"type": kind, kind: str(assets / FILES[kind])} for kind in self.kinds]
         limits = {"thinker": self.tokens, "talker": self.codes}
         greedy = {stage: SamplingParams(temperature=0.0, max_tokens=most) for stage, most in limits.items()}
+        sampling = changes.pop("sampling", {})
         return {
             "messages": [{"role": "user", "content": [*parts, {"type": "text", "text": self.text}]}],
             "modalities": ["text", "audio"],
             "voice": self.voice,
             "seed": self.seed,
-            "sampling": {stage: self.sampling.get(stage, SamplingParams()).over(greedy[stage]) for stage in greedy},
+            "sampling": {stage: sampling.get(stage, greedy[stage]) for stage in greedy},
             "options": {"use_audio_in_video": True} if self.with_sound else {},
             **changes,
         }
@@ -76,6 +75,7 @@ CASES = (
 BY_NAME = {case.name: case for case in CASES}
 LONG = Case("long", "Say something about the sea.", tokens=60, codes=120, seed=13)
 """Speaks long enough for several windows of the vocoder."""
+LONG_MIXED = Case("long mixed", "Sing.", ("image", "audio", "video"), tokens=60, codes=120, seed=14)
 
 
 class Truth:
@@ -236,7 +236,3 @@ def spans(output: RequestOutput) -> set[str]:
 
 def longer(case: Case, **changes: Any) -> Case:
     return replace(case, **changes)
-
-
-def one_thread() -> None:
-    torch.set_num_threads(1)
