@@ -210,14 +210,14 @@ class System:
         process.suspend()
         return process
 
-    async def stat(self, stage: str, name: str, enough: Callable[[float], bool]) -> float:
-        """Sum over the stage's replicas, as soon as it is enough: workers report when they fall idle."""
+    async def stats(self, stage: str, name: str, enough: Callable[[dict[int, float]], bool]) -> dict[int, float]:
+        """By replica, as soon as it is enough: workers report when they fall idle."""
         while True:
             reports = [one for stats in self.omni.orchestrator.stats.values() for one in stats.stages]
-            values = [one.values.get(name, 0.0) for one in reports if one.stage == stage]
-            total = sum(value for value in values if isinstance(value, (int, float)))
-            if enough(total):
-                return total
+            values = {one.replica: one.values.get(name) for one in reports if one.stage == stage}
+            numbers = {replica: value for replica, value in values.items() if isinstance(value, (int, float))}
+            if enough(numbers):
+                return numbers
             await self.omni.generate({"prompt_token_ids": [5], "sampling": SamplingParams(max_tokens=1)})
 
     def close(self) -> None:

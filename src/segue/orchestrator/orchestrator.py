@@ -428,8 +428,8 @@ class Orchestrator:
                 self._launch(books, set())
 
     def _lost(self, books: RequestBooks, again: set[str], what: str) -> None:
-        books.losses += 1
-        if books.losses > self.plan.limits.max_retries:
+        books.losses[what] += 1
+        if books.losses[what] > self.plan.limits.max_retries:
             tries = self.plan.limits.max_retries + 1
             message = f"stage {what!r} was lost {tries} times while serving this request"
             self._end(books, StageLost(message, stage=what))
