@@ -7,18 +7,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from segue.kernels.torchvision_shim import ensure_torchvision
 
 ensure_torchvision()  # before the tests import transformers
 
-from library_reference import Reference  # noqa: E402
 from truth_system import System, Truth  # noqa: E402
+
+from library_reference import Reference  # noqa: E402
 
 
 @pytest.fixture(scope="session")
 def truth(reference: Reference, assets: Path) -> Truth:
     return Truth(reference, assets)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The reference takes one core and leaves the others to the workers."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -26,9 +26,7 @@ def test_together(system: System, truth: Truth, assets: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["image", "mixed"])
-def test_an_encoder_killed_with_requests_in_its_hands(
-    system: System, truth: Truth, assets: Path, name: str
-) -> None:
+def test_an_encoder_killed_with_requests_in_its_hands(system: System, truth: Truth, assets: Path, name: str) -> None:
     """Only the encoder starts anew: the thinker waits for it, requests without media do not."""
 
     async def body() -> None:

@@ -75,6 +75,34 @@ def test_killed_at_work(system: System, truth: Truth, assets: Path, stage: str, 
     system.run(body())
 
 
+@pytest.mark.parametrize("with_upstream", [False, True], ids=["alone", "with its upstream"])
+@pytest.mark.parametrize("stage", ["thinker", "talker", "vocoder"])
+def test_killed_when_its_upstream_had_ended(
+    system: System, truth: Truth, assets: Path, stage: str, with_upstream: bool
+) -> None:
+    """Everything it was sent is there again: out of what the upstream retained, or from an upstream that runs again."""
+    upstream = {"thinker": "input", "talker": "thinker", "vocoder": "talker"}[stage]
+
+    async def body() -> None:
+        worker = system.stopped(stage)
+        task = asyncio.create_task(system.collect(LONG_MIXED.prompt(assets)))
+        requests = system.omni.orchestrator.requests
+        while not requests:
+            await asyncio.sleep(0)  # its task has not run yet
+        [books] = requests.values()
+        while not books.stages[upstream].done:
+            # a round trip through a worker that is not stopped
+            await (system.refused() if stage == "thinker" else system.tick())
+        if with_upstream:
+            system.kill(upstream)
+        worker.kill()
+        output = await task
+        truth.check(output, LONG_MIXED)
+        assert output.metrics.attempts == 2 + with_upstream
+
+    system.run(body())
+
+
 @pytest.mark.parametrize("stage", ["input", "thinker"])
 def test_a_stage_that_has_done_its_part_may_die(system: System, truth: Truth, assets: Path, stage: str) -> None:
     """Killed at the first sound: the input is long done with; the thinker, where it has ended, is not asked again."""

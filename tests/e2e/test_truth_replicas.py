@@ -16,6 +16,7 @@ DEPLOYMENT = {"stages": {"talker": {"replicas": 2}, "vocoder": {"replicas": 2}}}
 
 
 def test_many_at_once_over_both(system: System, truth: Truth, assets: Path) -> None:
+    system.run(system.all_ready())
     cases = [*CASES, LONG, LONG_MIXED]
     for output, case in zip(system.ask(*(case.prompt(assets) for case in cases)), cases, strict=True):
         truth.check(output, case)
@@ -37,6 +38,7 @@ def test_a_sibling_takes_over(system: System, truth: Truth, assets: Path, stage:
             os.kill(busy.pid, signal.SIGKILL)
 
     async def body() -> None:
+        await system.all_ready()
         cases = [LONG, LONG_MIXED]
         outputs = await asyncio.gather(*(system.collect(case.prompt(assets), kill) for case in cases))
         assert killed

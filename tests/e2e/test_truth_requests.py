@@ -85,9 +85,9 @@ def test_several_media_of_one_request(system: System, truth: Truth, assets: Path
     inputs = truth.reference.inputs("Which is which?", *kinds, images=pictures, audio=[samples])
     reply = truth.reference.generate(inputs, max_tokens=24, max_codes=40, noise_seed=3)
     shown = iter(pictures)
-    content = [
-        {"type": kind, kind: samples if kind == "audio" else next(shown)} for kind in kinds
-    ] + [{"type": "text", "text": "Which is which?"}]
+    content = [{"type": kind, kind: samples if kind == "audio" else next(shown)} for kind in kinds] + [
+        {"type": "text", "text": "Which is which?"}
+    ]
     prompt = longer(TEXT, seed=3, tokens=24, codes=40).prompt(assets)
     prompt["messages"] = [{"role": "user", "content": content}]
     [output] = system.ask(prompt)
@@ -233,7 +233,7 @@ def test_fields_mean_what_they_mean_to_generate(
     if ours.get("suppress_tokens"):
         ours = theirs = {"suppress_tokens": plain.token_ids[:4]}
     if ours.get("logit_bias"):
-        ours = {"logit_bias": {token: -3.5 for token in plain.token_ids[:4]}}
+        ours = {"logit_bias": dict.fromkeys(plain.token_ids[:4], -3.5)}
         theirs = {"sequence_bias": {(token,): -3.5 for token in plain.token_ids[:4]}}
     reply = truth.fresh(case, **{f"thinker_{name}": value for name, value in theirs.items()})
     assert reply.token_ids != plain.token_ids

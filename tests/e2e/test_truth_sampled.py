@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ class Draws:
 
 
 @pytest.fixture
-def draws(monkeypatch: pytest.MonkeyPatch, truth: Truth) -> Iterator[Draws]:
+def draws(monkeypatch: pytest.MonkeyPatch, truth: Truth) -> Draws:
     """The reference draws as a request of seed 5 does."""
     draws = Draws(5)
     monkeypatch.setattr(torch, "multinomial", draws.multinomial)
@@ -45,7 +44,7 @@ def draws(monkeypatch: pytest.MonkeyPatch, truth: Truth) -> Iterator[Draws]:
             return plain(*args, **kwargs)
 
         monkeypatch.setattr(part, "generate", from_the_start)
-    yield draws
+    return draws
 
 
 @pytest.mark.parametrize(

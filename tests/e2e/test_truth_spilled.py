@@ -32,9 +32,7 @@ def test_alone(system: System, truth: Truth, assets: Path, case: Case) -> None:
 
 @pytest.mark.parametrize("case", [LONG, LONG_MIXED], ids=lambda case: case.name)
 @pytest.mark.parametrize("stage", ["thinker", "talker", "vocoder"])
-def test_killed_and_run_again_from_the_file(
-    system: System, truth: Truth, assets: Path, stage: str, case: Case
-) -> None:
+def test_killed_and_run_again_from_the_file(system: System, truth: Truth, assets: Path, stage: str, case: Case) -> None:
     upstream = {"thinker": "input", "talker": "thinker", "vocoder": "talker"}[stage]
     seen: list[list[str]] = []
 

@@ -12,13 +12,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 import psutil
-from library_reference import Reference, Reply
+import pytest
 from PIL import Image
 
+from library_reference import Reference, Reply
 from segue.media.audio import decode_audio
 from segue.media.limits import MediaLimits
 from segue.media.video import decode_video
 from segue.messages.deltas import Delta
+from segue.messages.errors import InvalidRequest
 from segue.messages.request import MediaPart
 from segue.messages.sampling import SamplingParams
 from segue.orchestrator.omni import AsyncOmni
@@ -185,9 +187,7 @@ class System:
 
         return self.run(all_of())
 
-    async def collect(
-        self, prompt: Any, on_delta: Callable[[Delta], None] = lambda delta: None
-    ) -> RequestOutput:
+    async def collect(self, prompt: Any, on_delta: Callable[[Delta], None] = lambda delta: None) -> RequestOutput:
         """One request; `on_delta` is called in the order of the stream."""
         request = self.omni.request(prompt)
         collector = Collector(request.request_id, wants_audio="audio" in request.modalities)
@@ -218,7 +218,21 @@ class System:
             numbers = {replica: value for replica, value in values.items() if isinstance(value, (int, float))}
             if enough(numbers):
                 return numbers
-            await self.omni.generate({"prompt_token_ids": [5], "sampling": SamplingParams(max_tokens=1)})
+            await self.tick()
+
+    async def all_ready(self) -> None:
+        """A system serves as soon as every stage has a replica: wait for the others."""
+        while any(r.state != "ready" for stage in self.omni.health().stages.values() for r in stage.replicas):
+            await self.tick()
+
+    async def tick(self) -> None:
+        """The smallest request."""
+        await self.omni.generate({"prompt_token_ids": [5], "sampling": SamplingParams(max_tokens=1)})
+
+    async def refused(self) -> None:
+        """A request that goes no farther than the input stage."""
+        with pytest.raises(InvalidRequest):
+            await self.omni.generate({"prompt_token_ids": [2**40]})
 
     def close(self) -> None:
         self.run(self.omni.stop())

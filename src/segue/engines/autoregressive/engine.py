@@ -68,8 +68,8 @@ class AutoregressiveEngine:
         self._scheduler.add(sequence.job)
 
     def feed(self, request_id: str, upstream: str, payload: Payload, *, final: bool) -> None:
-        """A chunk from upstream. What is wrong with it comes out of the next `step`, as that request's error; so does the
-        end of a request of which there is nothing to generate."""
+        """A chunk from upstream. What is wrong with it comes out of the next `step`, as that request's error; so does
+        the end of a request of which there is nothing to generate."""
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return
