@@ -21,6 +21,11 @@ _REPOSITORY = Path(__file__).parents[3]
 
 def main(argv: list[str]) -> int:
     """Run `segue bench ARGV`; without arguments, `segue bench omni`. Gives the exit status."""
+    if argv[:1] == ["hop"]:
+        from segue.bench.hop import main as hop  # it has a parser of its own
+
+        hop(argv[1:])
+        return 0
     arguments = parser().parse_args(argv or ["omni"])
     run: Callable[[argparse.Namespace], int] = arguments.run
     try:
@@ -35,6 +40,7 @@ def main(argv: list[str]) -> int:
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="segue bench", description="measure Segue against the reference library")
     commands = top.add_subparsers(dest="command", required=True)
+    commands.add_parser("hop", help="bytes from worker to worker, against one memcpy", add_help=False)
     omni = commands.add_parser("omni", help="mixed multimodal requests, Segue against transformers' generate")
     model = omni.add_mutually_exclusive_group()
     model.add_argument("--model", type=Path, help="directory of a checkpoint")
