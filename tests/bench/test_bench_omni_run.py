@@ -31,6 +31,7 @@ def test_a_short_run_measures_every_side(tmp_path: Path) -> None:
         device="cpu",
         load_format="auto",
         seed=0,
+        threads=1,
         say=said.append,
     )
     before = set(psutil.Process(os.getpid()).children(recursive=True))

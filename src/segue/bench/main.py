@@ -49,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
     omni.add_argument("--cache", type=Path, default=Path("out"), help="where presets are made (default: out)")
     omni.add_argument("--assets", type=Path, default=_REPOSITORY / "assets", help="photo, speech and video")
     omni.add_argument("--config", type=Path, help="deployment file of Segue")
+    omni.add_argument("--threads", type=_count, help="CPU threads of the baseline (default: as many as cores)")
     omni.add_argument("--concurrency", type=_counts, default=[1, 8], help="clients, e.g. 1,8")
     omni.add_argument("--requests", type=_count, default=16, help="per round and side (default: 16)")
     omni.add_argument("--rounds", type=_count, default=3)
@@ -109,6 +110,7 @@ def _omni(arguments: argparse.Namespace) -> int:
         load_format="dummy" if arguments.shape is not None else arguments.load_format,
         seed=arguments.seed,
         config=arguments.config,
+        threads=arguments.threads,
         say=lambda line: print(line, file=sys.stderr, flush=True),
     )
     result = asyncio.run(run(bench))
