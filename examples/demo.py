@@ -44,7 +44,8 @@ class Shown:
     jct: float = 0.0
     ttft: float | None = None
     ttfa: float | None = None
-    spans: list[list[Any]] = field(default_factory=list)
+    spans: list[dict[str, Any]] = field(default_factory=list)
+    """Stage, what, start, end: when each stage waited for input and when it worked."""
 
     @property
     def seconds(self) -> float:
@@ -115,10 +116,9 @@ def streamed(client: OpenAI, model: str, name: str, content: list[dict[str, Any]
             if choice.delta.content:
                 shown.ttft = shown.ttft or now
                 shown.text += choice.delta.content
-            audio = (choice.delta.model_extra or {}).get("audio") or {}
-            if audio.get("data"):
+            if choice.delta.audio is not None and choice.delta.audio.data:
                 shown.ttfa = shown.ttfa or now
-                shown.pcm += base64.b64decode(audio["data"])
+                shown.pcm += base64.b64decode(choice.delta.audio.data)
             if extra := (choice.model_extra or {}).get("segue"):
                 shown.spans = extra["metrics"]["spans"]
     shown.jct = time.monotonic() - sent
@@ -156,11 +156,10 @@ def draw(shown: list[Shown], path: Path) -> None:
     figure, panels = plt.subplots(len(shown), 1, figsize=(9, 1.5 * len(shown)), sharex=True, squeeze=False)
     colours = dict(zip(["input", "encoder", "thinker", "talker", "vocoder"], plt.get_cmap("Set2").colors, strict=False))
     for panel, one in zip(panels[:, 0], shown, strict=True):
-        stages = [stage for stage in colours if any(span[0] == stage for span in one.spans)]
-        for stage, what, start, end in one.spans:
-            panel.barh(
-                stages.index(stage), end - start, left=start, color=colours[stage], alpha=1.0 if what == "run" else 0.3
-            )
+        stages = [stage for stage in colours if any(span["stage"] == stage for span in one.spans)]
+        for span in one.spans:
+            row, start, alpha = stages.index(span["stage"]), span["start"], 1.0 if span["what"] == "run" else 0.3
+            panel.barh(row, span["end"] - start, left=start, color=colours[span["stage"]], alpha=alpha)
         for when, mark in ((one.ttft, "first text"), (one.ttfa, "first sound")):
             if when is not None:
                 panel.axvline(when, color="black", linestyle=":", linewidth=0.8)

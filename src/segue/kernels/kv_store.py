@@ -45,11 +45,7 @@ class KVStore:
         # zeros, not empty: padded positions are masked by adding -inf, and -inf + NaN would be NaN
         self.keys = [_zeros(shape, dtype, device) for _ in range(layers)]
         self.values = [_zeros(shape, dtype, device) for _ in range(layers)]
-        self.rows = (
-            _zeros((num_blocks * block_size, capture_width), capture_dtype, device)
-            if capture_width
-            else None
-        )
+        self.rows = _zeros((num_blocks * block_size, capture_width), capture_dtype, device) if capture_width else None
         """[slots, capture_width]"""
         self._key_slots = [keys.view(-1, kv_heads, head_dim) for keys in self.keys]
         self._value_slots = [values.view(-1, kv_heads, head_dim) for values in self.values]

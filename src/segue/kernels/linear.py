@@ -11,6 +11,9 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
+DECODE_ROWS = 8
+"""Rows per call of a decoder on a CPU, most of the time: what its weights are laid out for."""
+
 
 class PackedLinear(nn.Module):
     """`nn.Linear` for inference on a CPU in float32. Weight tying is lost: each one holds its own packed copy."""

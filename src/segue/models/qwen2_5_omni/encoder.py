@@ -14,6 +14,7 @@ import torch
 
 from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.engines.module.contract import Result, Work
+from segue.kernels.linear import pack_linears
 from segue.messages.errors import ConfigError, StageFailed
 from segue.models.qwen2_5_omni.library import Qwen2_5OmniVisionEncoderConfig
 from segue.models.qwen2_5_omni.loading import Encoders, load_config, load_encoders
@@ -63,6 +64,10 @@ class EncoderCache:
             self.bytes -= oldest.nbytes
 
 
+PATCHES = 256
+"""Rows per call of an encoder on a CPU, roughly: what its weights are laid out for."""
+
+
 class Encoder:
     """`ModuleAdapter` over the vision and the audio encoder."""
 
@@ -79,6 +84,7 @@ class Encoder:
         self.merged = config.thinker_config.vision_config.spatial_merge_size**2
         self.cache = EncoderCache(capacity)
         self._net: Encoders = load_encoders(ctx, config)
+        pack_linears(self._net, PATCHES)
 
     def begin(self, request: StageRequest) -> tuple[str, list[Work]]:
         return request.request_id, []

@@ -25,6 +25,7 @@ import torch
 
 from segue.engines.autoregressive.contract import Fed, FlatBatch, KVSpec, Prompt
 from segue.engines.contract import LoadContext, Payload, StageRequest
+from segue.kernels.linear import DECODE_ROWS, pack_linears
 from segue.messages.errors import ConfigError, NotFound, StageFailed, nearest
 from segue.messages.sampling import SamplingParams
 from segue.models.checkpoint import held_bytes
@@ -81,6 +82,7 @@ class Talker:
         check_shared(config)
         net = load_talker(ctx, config)
         net.model.set_attn_implementation(PAGED)
+        pack_linears(net, DECODE_ROWS)
         self._model, self._head, self._project = net.model, net.codec_head, net.thinker_to_talker_proj
         self.width: int = talker.embedding_size
         speakers = load_speakers(ctx, config)

@@ -13,6 +13,7 @@ import torch
 
 from segue.engines.autoregressive.contract import Fed, FlatBatch, KVSpec, Prompt
 from segue.engines.contract import LoadContext, Payload, StageRequest
+from segue.kernels.linear import DECODE_ROWS, pack_linears
 from segue.messages.errors import InvalidRequest, StageFailed
 from segue.messages.sampling import SamplingParams
 from segue.models.checkpoint import held_bytes
@@ -55,6 +56,7 @@ class Thinker:
         text = thinker.text_config
         decoder = load_decoder(ctx, config)
         decoder.model.set_attn_implementation(PAGED)
+        pack_linears(decoder, DECODE_ROWS)
         self._model, self._head = decoder.model, decoder.lm_head
         self._positions = Positions(thinker)
         self._tokenizer = load_tokenizer(ctx.model_dir)

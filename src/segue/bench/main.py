@@ -1,0 +1,124 @@
+"""`segue bench`: its sub-commands and their arguments."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from segue.messages.errors import ConfigError, SegueError, nearest
+
+BASELINES = ("one", "static")
+SIZES = ("tiny", "small")
+SHAPES = ("7b",)
+DTYPES = ("float32", "bfloat16", "float16")
+NEEDS = ("matplotlib", "psutil")
+_REPOSITORY = Path(__file__).parents[3]
+
+
+def main(argv: list[str]) -> int:
+    """Run `segue bench ARGV`; without arguments, `segue bench omni`. Gives the exit status."""
+    if argv[:1] == ["hop"]:
+        from segue.bench.hop import main as hop  # it has a parser of its own
+
+        hop(argv[1:])
+        return 0
+    arguments = parser().parse_args(argv or ["omni"])
+    run: Callable[[argparse.Namespace], int] = arguments.run
+    try:
+        return run(arguments)
+    except SegueError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="segue bench", description="measure Segue against the reference library")
+    commands = top.add_subparsers(dest="command", required=True)
+    commands.add_parser("hop", help="bytes from worker to worker, against one memcpy", add_help=False)
+    omni = commands.add_parser("omni", help="mixed multimodal requests, Segue against transformers' generate")
+    model = omni.add_mutually_exclusive_group()
+    model.add_argument("--model", type=Path, help="directory of a checkpoint")
+    model.add_argument("--size", choices=SIZES, help="a frozen preset, made if absent (default: small)")
+    model.add_argument("--shape", choices=SHAPES, help="a published shape without weights; implies --load-format dummy")
+    omni.add_argument("--cache", type=Path, default=Path("out"), help="where presets are made (default: out)")
+    omni.add_argument("--assets", type=Path, default=_REPOSITORY / "assets", help="photo, speech and video")
+    omni.add_argument("--config", type=Path, help="deployment file of Segue")
+    omni.add_argument("--threads", type=_count, help="CPU threads of the baseline (default: as many as cores)")
+    omni.add_argument("--concurrency", type=_counts, default=[1, 8], help="clients, e.g. 1,8")
+    omni.add_argument("--requests", type=_count, default=16, help="per round and side (default: 16)")
+    omni.add_argument("--rounds", type=_count, default=3)
+    omni.add_argument("--warmup", type=_count, default=4, help="requests not counted, per side (default: 4)")
+    omni.add_argument("--baseline", type=_baselines, default=list(BASELINES), help="of one,static; or none")
+    omni.add_argument("--dtype", choices=DTYPES, help="default: float32 on a CPU, bfloat16 on a GPU")
+    omni.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    omni.add_argument("--load-format", choices=["auto", "dummy"], default="auto")
+    omni.add_argument("--seed", type=int, default=0)
+    omni.add_argument("--out", type=Path, default=Path("out/bench"), help="directory of the results")
+    omni.set_defaults(run=_omni)
+    return top
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number above 0")
+    return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(part.strip()) for part in text.split(",")]
+
+
+def _baselines(text: str) -> list[str]:
+    names = [] if text == "none" else [part.strip() for part in text.split(",")]
+    for name in names:
+        if name not in BASELINES:
+            raise argparse.ArgumentTypeError(f"there is no baseline {name!r}{nearest(name, (*BASELINES, 'none'))}")
+    return names
+
+
+def _omni(arguments: argparse.Namespace) -> int:
+    missing = [name for name in NEEDS if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"segue bench needs {' and '.join(missing)}: pip install 'segue[bench]'")
+    # these bring torch and matplotlib: not for --help
+    from segue.bench.checkpoint import make_preset, make_shape
+    from segue.bench.omni import OmniBench, run
+    from segue.bench.report import markdown, write_report
+
+    if arguments.model is not None:
+        model = arguments.model
+    elif arguments.shape is not None:
+        model = make_shape(arguments.cache, arguments.shape)
+    else:
+        model = make_preset(arguments.cache, arguments.size or "small")
+    bench = OmniBench(
+        model_dir=model.resolve(),
+        assets=arguments.assets,
+        concurrency=_unique(arguments.concurrency),
+        requests=arguments.requests,
+        rounds=arguments.rounds,
+        warmup=arguments.warmup,
+        baselines=arguments.baseline,
+        dtype=arguments.dtype or ("bfloat16" if arguments.device == "cuda" else "float32"),
+        device=arguments.device,
+        load_format="dummy" if arguments.shape is not None else arguments.load_format,
+        seed=arguments.seed,
+        config=arguments.config,
+        threads=arguments.threads,
+        say=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    result = asyncio.run(run(bench))
+    paths = write_report(result, arguments.out)
+    print(markdown(result))
+    print("\n".join(f"written: {path}" for path in paths))
+    return 0
+
+
+def _unique(values: Sequence[int]) -> list[int]:
+    return list(dict.fromkeys(values))

@@ -1,0 +1,97 @@
+"""The result of one benchmark, as its JSON file holds it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from segue.bench.driver import Outcome
+from segue.bench.hardware import Machine
+from segue.bench.meters import SideUsage
+from segue.bench.stats import HistogramFigures, Ratio, SideFigures
+from segue.messages.errors import ConfigError
+
+VERSION = 1
+"""Of this layout; files of another one are refused."""
+
+
+class Settings(msgspec.Struct, kw_only=True):
+    """What was run."""
+
+    model: str
+    device: str
+    dtype: str
+    load_format: str
+    seed: int
+    requests: int
+    """Per round and side."""
+    rounds: int
+    warmup: int
+    sides: list[str]
+    threads: dict[str, dict[str, int]]
+    """Side → process → CPU threads."""
+    silence: float
+
+
+class StageFigures(msgspec.Struct, kw_only=True):
+    """One stage of one side, all rounds together."""
+
+    unit: str
+    made: float
+    """Units: tokens, codes, seconds of audio."""
+    busy: float
+    """Seconds in which the stage computed."""
+    per_busy_second: float
+    utilisation: float
+    """Share of the side's wall time."""
+    steps: HistogramFigures | None = None
+    batch: HistogramFigures | None = None
+
+
+class LevelResult(msgspec.Struct, kw_only=True):
+    """All sides at one concurrency."""
+
+    concurrency: int
+    sides: dict[str, SideFigures]
+    ratios: dict[str, dict[str, Ratio]]
+    """Baseline → metric → Segue over it."""
+    agreement: dict[str, dict[str, float]]
+    """Baseline → share of equal replies and codes."""
+    stages: dict[str, dict[str, StageFigures]]
+    """Side → stage."""
+    hops: dict[str, HistogramFigures]
+    """Segue's edges: seconds from a chunk's departure to its arrival."""
+    usage: dict[str, SideUsage]
+    batches: dict[str, float]
+    """Baseline → mean size of the batch a request was in."""
+    outcomes: dict[str, list[Outcome]]
+    """Side → every request; token ids are left out."""
+
+
+class Result(msgspec.Struct, kw_only=True):
+    version: int = VERSION
+    benchmark: str = "omni"
+    finished: str
+    """ISO 8601, UTC."""
+    machine: Machine
+    settings: Settings
+    levels: list[LevelResult]
+    gpu_peak_bytes: dict[str, int] = {}
+
+
+def write_result(result: Result, path: Path) -> None:
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
+
+
+def read_result(path: Path) -> Result:
+    """Raises `ConfigError` for what is no result of this version."""
+    try:
+        values: Any = msgspec.json.decode(path.read_bytes())
+        if not isinstance(values, dict) or values.get("version") != VERSION:
+            found = values.get("version") if isinstance(values, dict) else None
+            raise ConfigError(f"{path}: version is {found!r}; this program reads {VERSION}", field="version")
+        return msgspec.convert(values, Result)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{path}: no result of a benchmark: {error}", field="results") from error

@@ -1,0 +1,84 @@
+"""The baseline's process: the real library on the tiny checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from segue.bench.baseline import BaselineDriver, BaselineProcess
+from segue.bench.baseline_wire import Options
+from segue.bench.checkpoint import make_preset
+from segue.bench.closed_loop import closed_loop
+from segue.bench.driver import Outcome
+from segue.bench.workload import BenchRequest, Suppressed
+from segue.messages.errors import StageFailed
+from segue.messages.request import Message, TextPart
+from segue.models.registry import read_config
+
+
+def options(model: Path, suppressed: Suppressed) -> Options:
+    return Options(
+        model_dir=str(model),
+        device="cpu",
+        dtype="float32",
+        load_format="auto",
+        threads=1,
+        suppressed_thinker=list(suppressed.thinker),
+        suppressed_talker=list(suppressed.talker),
+        talker_ends=list(suppressed.talker_ends),
+    )
+
+
+@pytest.mark.slow
+def test_both_ways_of_serving_do_the_work_asked_for(tmp_path: Path) -> None:
+    model = make_preset(tmp_path, "tiny")
+    suppressed = Suppressed.of(read_config(model))
+    requests = [
+        BenchRequest(index, "text", [Message("user", [TextPart(f"Say something, number {index}.")])], length)
+        for index, length in enumerate([3, 6, 4])
+    ]
+
+    async def serve() -> tuple[list[Outcome], list[Outcome]]:
+        process = BaselineProcess(options(model, suppressed))
+        try:
+            loaded = await process.start()
+            assert loaded.threads == 1
+            one = BaselineDriver(process, "one", 1, 1e-4)
+            static = BaselineDriver(process, "static", 8, 1e-4)
+            await one.take_over()
+            alone = await closed_loop(one, requests, 3)
+            await static.take_over()
+            return alone, await closed_loop(static, requests, 3)
+        finally:
+            await process.stop()
+
+    alone, together = asyncio.run(serve())
+    assert [found.batch for found in alone] == [1, 1, 1]
+    assert [found.batch for found in together] == [3, 3, 3], "what arrives together is served together"
+    for request, one, many in zip(requests, alone, together, strict=True):
+        # the loop has checked the lengths already
+        assert one.text_ids == many.text_ids, "the library's own answer does not depend on company"
+        assert not set(one.text_ids) & set(suppressed.thinker)
+        assert not set(one.code_ids) & set(suppressed.talker)
+        assert one.audio_seconds == many.audio_seconds == pytest.approx(request.codes * 0.02)
+        assert 0 < one.ttft < one.ttfa == one.jct
+        stages = [stage for stage, _, _, _ in one.spans]
+        assert stages == ["queue", "input", "thinker", "talker", "vocoder"]
+        assert all(earlier[3] == later[2] for earlier, later in zip(one.spans, one.spans[1:], strict=False))
+    # one at a time: the others wait, and their waiting counts
+    waits = sorted(spans[0][3] for spans in (found.spans for found in alone))
+    assert waits[0] < waits[1] < waits[2]
+
+
+def test_what_the_process_cannot_load_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    async def start() -> None:
+        process = BaselineProcess(options(tmp_path / "none", Suppressed((), (), ())))
+        try:
+            await process.start()
+        finally:
+            await process.stop()
+
+    with pytest.raises(StageFailed, match=r"the baseline failed: .*none"):
+        asyncio.run(start())

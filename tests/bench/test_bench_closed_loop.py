@@ -1,0 +1,93 @@
+"""The closed loop: so many clients and no more, every request answered, sides in turn."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from bench_fakes import FakeDriver, outcome, request
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from segue.bench.closed_loop import Slice, closed_loop, interleaved
+from segue.bench.driver import Driver, Outcome, WrongWork
+from segue.bench.workload import BenchRequest
+from segue.messages.errors import StageFailed
+
+
+@given(count=st.integers(1, 20), concurrency=st.integers(1, 9))
+def test_every_request_is_answered_and_the_clients_are_never_more(count: int, concurrency: int) -> None:
+    driver = FakeDriver("fake", concurrency, [])
+    driver.expect(count)
+    requests = [request(index) for index in range(100, 100 + count)]
+    outcomes = asyncio.run(asyncio.wait_for(closed_loop(driver, requests, concurrency), 20))
+    assert [found.index for found in outcomes] == [asked.index for asked in requests], "answers are in order"
+    assert sorted(driver.seen) == [asked.index for asked in requests], "each was sent once"
+    assert driver.most == min(concurrency, count), "all clients work, and no more"
+
+
+def test_a_client_sends_its_next_request_only_after_its_answer() -> None:
+    log: list[str] = []
+
+    class Alone(FakeDriver):
+        async def run(self, asked: BenchRequest) -> Outcome:
+            log.append(f"sent {asked.index}")
+            found = await super().run(asked)
+            log.append(f"answered {asked.index}")
+            return found
+
+    driver = Alone("fake", 1, [])
+    driver.expect(3)
+    asyncio.run(closed_loop(driver, [request(index) for index in range(3)], 1))
+    assert log == [f"{what} {index}" for index in range(3) for what in ("sent", "answered")]
+
+
+def test_sides_take_turns_with_the_same_requests() -> None:
+    log: list[str] = []
+    drivers = [FakeDriver(name, 2, log) for name in ("a", "b", "c")]
+    rounds = [[request(index) for index in range(4)], [request(index) for index in range(4, 8)]]
+
+    async def before(driver: Driver) -> None:
+        await driver.take_over()
+        drivers[[one.name for one in drivers].index(driver.name)].expect(4)
+
+    async def after(driver: Driver, taken: Slice) -> None:
+        log.append(f"{driver.name} did {[found.index for found in taken.outcomes]}")
+
+    slices = asyncio.run(interleaved(drivers, rounds, 2, before=before, after=after))
+    assert [(taken.side, taken.round) for taken in slices] == [(name, turn) for turn in (0, 1) for name in "abc"]
+    expected = []
+    for first in (0, 4):
+        for name in "abc":
+            expected += [f"{name} takes over", f"{name} did {list(range(first, first + 4))}"]
+    assert log == expected
+    assert all(taken.wall > 0 for taken in slices)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda found: replace(found, text_ids=[1]), "1 reply tokens; the table says 2"),
+        (lambda found: replace(found, codes=9), "9 codes; the table says 8"),
+        (lambda found: replace(found, ttfa=float("inf")), "silence"),
+        (lambda found: replace(found, audio_seconds=0.0), "no audio"),
+    ],
+)
+def test_an_answer_of_another_length_or_without_sound_ends_the_run(change, match: str) -> None:
+    driver = FakeDriver("fake", 1, [], lambda asked: change(outcome(asked)))
+    driver.expect(1)
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(closed_loop(driver, [request(7)], 1))
+    assert caught.group_contains(WrongWork, match=f"request 7.*{match}")
+
+
+def test_an_error_of_one_request_ends_the_run() -> None:
+    def fail(asked: BenchRequest) -> Outcome:
+        raise StageFailed(f"no {asked.index}")
+
+    driver = FakeDriver("fake", 2, [], fail)
+    driver.expect(4)
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(closed_loop(driver, [request(index) for index in range(4)], 2))
+    assert caught.group_contains(StageFailed, match="no 1")

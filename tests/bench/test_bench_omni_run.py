@@ -1,0 +1,55 @@
+"""`segue bench omni` as a user types it, on the tiny preset: real stages, the real library."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+from segue.bench.checkpoint import make_preset
+from segue.bench.omni import OmniBench, run
+from segue.bench.report import markdown
+
+ASSETS = Path(__file__).parents[2] / "assets"
+
+
+@pytest.mark.slow
+def test_a_short_run_measures_every_side(tmp_path: Path) -> None:
+    said: list[str] = []
+    bench = OmniBench(
+        model_dir=make_preset(tmp_path, "tiny"),
+        assets=ASSETS,
+        concurrency=[2],
+        requests=2,
+        rounds=1,
+        warmup=1,
+        baselines=["one", "static"],
+        dtype="float32",
+        device="cpu",
+        load_format="auto",
+        seed=0,
+        threads=1,
+        say=said.append,
+    )
+    before = set(psutil.Process(os.getpid()).children(recursive=True))
+    result = asyncio.run(run(bench))
+    assert set(psutil.Process(os.getpid()).children(recursive=True)) <= before, "a process was left behind"
+    [level] = result.levels
+    assert list(level.sides) == ["segue", "transformers one at a time", "transformers static batches"]
+    for name, side in level.sides.items():
+        assert side.requests == 2, name
+        assert side.wall > 0, name
+        assert side.metrics["ttft"].mean <= side.metrics["ttfa"].mean <= side.metrics["jct"].mean, name
+        assert level.usage[name].peak_pss_bytes > 50 << 20, name
+    # codes may part where the two best are 1e-5 apart and the batch differs: exact parity is proven elsewhere
+    assert level.agreement["transformers one at a time"]["reply"] == 1.0
+    prompts = {name: [outcome.prompt_tokens for outcome in own] for name, own in level.outcomes.items()}
+    assert len({tuple(tokens) for tokens in prompts.values()}) == 1, "the sides read different prompts"
+    assert level.sides["segue"].metrics["ttfa"].mean < level.sides["segue"].metrics["jct"].mean, "it does not stream"
+    assert {"thinker", "talker", "vocoder"} <= level.stages["segue"].keys()
+    assert "thinker->talker" in level.hops
+    assert "round 1/1, segue" in "\n".join(said)
+    assert "Segue against transformers static batches" in markdown(result)

@@ -1,0 +1,151 @@
+"""What is written of a result, and that it can be read again."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+from bench_fakes import outcome, request
+
+from segue.bench import page
+from segue.bench.closed_loop import Slice
+from segue.bench.hardware import Machine, machine
+from segue.bench.meters import SideUsage
+from segue.bench.profile import baseline_stages
+from segue.bench.report import markdown, typical, write_report
+from segue.bench.results import LevelResult, Result, Settings, StageFigures, read_result
+from segue.bench.stats import METRICS, HistogramFigures, agreement, figures, ratio
+from segue.messages.errors import ConfigError
+
+BASELINE = "transformers one at a time"
+
+
+def level(concurrency: int) -> LevelResult:
+    asked = [request(index) for index in range(4)]
+    jcts = [1.0, 2.0, 3.0, 6.0]
+    mine = Slice("segue", 0, 6.0, [outcome(one, jct) for one, jct in zip(asked, jcts, strict=True)])
+    theirs = Slice(BASELINE, 0, 12.0, [outcome(one, jct, scale=4.0) for one, jct in zip(asked, jcts, strict=True)])
+    steps = HistogramFigures(40, 0.0125, 0.012, 0.03)
+    thinker = StageFigures(
+        unit="tokens", made=8.0, busy=3.0, per_busy_second=2.7, utilisation=0.5, steps=steps, batch=steps
+    )
+    return LevelResult(
+        concurrency=concurrency,
+        sides={"segue": figures([mine]), BASELINE: figures([theirs])},
+        ratios={BASELINE: {name: ratio([mine], [theirs], of) for name, of in METRICS.items()}},
+        agreement={BASELINE: agreement(mine.outcomes, theirs.outcomes)},
+        stages={"segue": {"thinker": thinker}, BASELINE: baseline_stages([theirs])},
+        hops={"thinker->talker": HistogramFigures(9, 0.0005, 0.0004, 0.002)},
+        usage={
+            "segue": SideUsage({"talker": 3.25}, 0.1, 700 * 2**20, 900 * 2**20),
+            BASELINE: SideUsage({"process": 20.0}, 0.0, 2**30, 2**30),
+        },
+        batches={BASELINE: 1.0},
+        outcomes={"segue": mine.outcomes, BASELINE: theirs.outcomes},
+    )
+
+
+@pytest.fixture
+def result() -> Result:
+    found = Machine("A Processor", 2, 24 * 2**30, [], "Linux", "3.11", {"torch": "2.13"}, (0.2, 0.3, 0.4))
+    settings = Settings(
+        model="qwen2.5-omni-small",
+        device="cpu",
+        dtype="float32",
+        load_format="auto",
+        seed=0,
+        requests=4,
+        rounds=1,
+        warmup=4,
+        sides=["segue", "one"],
+        threads={"segue": {"thinker": 1}, "transformers": {"process": 2}},
+        silence=1e-4,
+    )
+    return Result(finished="2026-11-21T12:00:00+00:00", machine=found, settings=settings, levels=[level(1), level(8)])
+
+
+def test_a_result_is_written_and_read_again(result: Result, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # matplotlib's own imports
+        paths = write_report(result, tmp_path / "new")
+    assert [path.name for path in paths] == ["omni.json", "omni.md", "omni.png"]
+    assert read_result(paths[0]) == result
+    assert paths[2].read_bytes().startswith(b"\x89PNG")
+    assert paths[2].stat().st_size > 10_000
+
+
+def test_the_tables_say_what_was_measured(result: Result) -> None:
+    text = markdown(result)
+    assert "2 cores of A Processor, 24 GiB" in text
+    assert "Load average at the start: 0.2, 0.3, 0.4" in text
+    assert "### Concurrency 8" in text
+    assert "| segue | 3.00 / 2.50 / 5.91 | 0.10 | 0.40 / 0.40 / 0.40 | 1.50 | 0.667 | 1.33 |" in text
+    assert "| Segue against transformers one at a time | -75% (-75% to -75%)" in text
+    assert "100% / 100%" in text
+    assert "| segue | thinker | 2.7 tokens/s | 50% | 40 × 12.5 ms (p99 30) |" in text
+    assert "| thinker->talker | 9 | 0.50 | 0.40 | 2.00 |" in text
+    assert "| segue | 700 MiB | talker 3.2 | 0.1 |" in text
+
+
+def test_every_row_of_a_table_has_as_many_cells_as_its_head(result: Result) -> None:
+    blocks = [block for block in markdown(result).split("\n\n") if block.startswith("|")]
+    assert len(blocks) == 2 * 5
+    for block in blocks:
+        assert len({line.count("|") for line in block.splitlines()}) == 1, block
+
+
+def test_the_typical_request_has_the_median_time() -> None:
+    outcomes = [outcome(request(index), jct) for index, jct in enumerate([5.0, 1.0, 3.0])]
+    assert typical(outcomes).jct == 3.0
+
+
+def test_what_is_no_result_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text('{"version": 99}')
+    with pytest.raises(ConfigError, match="version is 99; this program reads 1"):
+        read_result(path)
+    path.write_text("[")
+    with pytest.raises(ConfigError, match=r"x\.json: no result"):
+        read_result(path)
+    with pytest.raises(ConfigError, match=r"gone\.json"):
+        read_result(tmp_path / "gone.json")
+
+
+def test_the_page_gets_its_tables_from_the_files(
+    result: Result, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from segue.bench.results import write_result
+
+    path, text = tmp_path / "omni.json", tmp_path / "page.md"
+    write_result(result, path)
+    text.write_text(f"# Benchmarks\n\nbefore\n\n{page.BEGIN}\nold\n{page.END}\n\nafter\n")
+    assert page.main([str(path), "--write", str(text)]) == 0
+    once = text.read_text()
+    assert "old" not in once
+    assert "### qwen2.5-omni-small, float32 on cpu, 2026-11-21" in once
+    assert once.startswith("# Benchmarks\n\nbefore\n")
+    assert once.endswith("after\n")
+    assert page.main([str(path), "--write", str(text)]) == 0
+    assert text.read_text() == once, "writing it again changes nothing"
+    assert page.main([str(path)]) == 0
+    assert "Concurrency 8:" in capsys.readouterr().out
+
+
+def test_a_page_without_marks_is_refused(result: Result, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from segue.bench.results import write_result
+
+    path, text = tmp_path / "omni.json", tmp_path / "page.md"
+    write_result(result, path)
+    text.write_text("nothing here")
+    assert page.main([str(path), "--write", str(text)]) == 2
+    assert page.BEGIN in capsys.readouterr().err
+    assert text.read_text() == "nothing here"
+
+
+def test_this_machine_can_be_described() -> None:
+    found = machine()
+    assert found.cpu
+    assert found.cores >= 1
+    assert found.memory_bytes > 2**28
+    assert found.packages["torch"]
