@@ -1,4 +1,4 @@
-"""Running systems, one per deployment and test file, and transformers' answers."""
+"""Running systems, one per deployment, and transformers' answers."""
 
 from __future__ import annotations
 
@@ -32,10 +32,21 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(scope="session")
+def plain_system(tiny_dir: Path) -> Iterator[System]:
+    """Without a deployment file. Starting a system costs seconds: all files that need no other share it."""
+    system = System(tiny_dir)
+    yield system
+    system.close()
+
+
 @pytest.fixture(scope="module")
 def system(request: pytest.FixtureRequest, tiny_dir: Path) -> Iterator[System]:
-    """On `DEPLOYMENT` of the test file, by default none."""
-    deployment: dict[str, Any] = getattr(request.module, "DEPLOYMENT", {})
+    """On the `DEPLOYMENT` of the test file, where it has one."""
+    deployment: dict[str, Any] | None = vars(request.module).get("DEPLOYMENT")
+    if deployment is None:
+        yield request.getfixturevalue("plain_system")
+        return
     system = System(tiny_dir, **deployment)
     yield system
     system.close()
