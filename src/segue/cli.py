@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status. Errors of ours are one line on stderr, without a traceback."""
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     try:
         return arguments.run(arguments)
     except SegueError as error:
@@ -26,9 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="segue", description="Any-to-any models, served as graphs of stages.")
-    commands = parser.add_subparsers(dest="command", required=True)
+def parser() -> argparse.ArgumentParser:
+    """All commands and their arguments."""
+    top = argparse.ArgumentParser(prog="segue", description="Any-to-any models, served as graphs of stages.")
+    commands = top.add_subparsers(dest="command", required=True)
 
     serve = commands.add_parser("serve", help="serve a model over HTTP")
     _model_arguments(serve)
@@ -68,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure against the reference library", add_help=False)
     bench.add_argument("rest", nargs=argparse.REMAINDER)
     bench.set_defaults(run=_bench)
-    return parser
+    return top
 
 
 def _model_arguments(parser: argparse.ArgumentParser) -> None:
