@@ -31,7 +31,7 @@ def render(results: Sequence[Result]) -> str:
 
 
 def insert(page: str, body: str) -> str:
-    """The page with `body` between its marks (the first pair of `MARKS` that it has). Raises `ConfigError` where they are missing."""
+    """The page with `body` between its marks, the first pair of `MARKS` that it has. Raises `ConfigError` for none."""
     for begin, end in MARKS:
         before, opened, rest = page.partition(begin)
         _, closed, after = rest.partition(end)
