@@ -131,9 +131,9 @@ async def _serve_until_told(arguments: argparse.Namespace, settings: ServerSetti
         bars.close()
         server.should_exit = True
         await asyncio.gather(serving, starting, return_exceptions=True)
-        await omni.stop()
+        await omni.stop(drain=not server.force_exit)
         sock.close()
-    return 0
+    return 1 if server.force_exit else 0  # forced: requests were cut off
 
 
 def _generate(arguments: argparse.Namespace) -> int:

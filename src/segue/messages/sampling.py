@@ -78,14 +78,25 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "min_p": (0.0, 1.0, "a number from 0 to 1"),
     "presence_penalty": (-2.0, 2.0, "a number from -2 to 2"),
     "frequency_penalty": (-2.0, 2.0, "a number from -2 to 2"),
-    "max_tokens": (1, 2**31 - 1, "an integer of at least 1"),
-    "min_tokens": (0, 2**31 - 1, "an integer of at least 0"),
+    "max_tokens": (1, 2**31 - 1, "an integer from 1 to 2147483647"),
+    "min_tokens": (0, 2**31 - 1, "an integer from 0 to 2147483647"),
     "seed": (-(2**63), 2**64 - 1, "a 64-bit integer"),
 }
 
 
+def misfit(error: Exception, field: str = "") -> InvalidRequest:
+    """The refusal of a value that does not fit its type, from what msgspec says of it; `field`: what was converted."""
+    what, _, place = str(error).partition(" - at `$")
+    path = f"{field}{place.rstrip('`')}".lstrip(".")
+    return InvalidRequest(f"{path}: {what}" if path else what, field=path or None)
+
+
 def check_sampling(params: SamplingParams, field: str) -> None:
     """Raise `InvalidRequest` naming field, value and what would be right."""
+    try:
+        msgspec.convert(msgspec.to_builtins(params), SamplingParams)  # nothing holds Python callers to the types
+    except (msgspec.ValidationError, TypeError) as error:
+        raise misfit(error, field) from error
     for name, (low, high, right) in _RANGES.items():
         value = getattr(params, name)
         if value is not None and not low <= value <= high:  # NaN is in no range
@@ -113,6 +124,27 @@ def check_sampling(params: SamplingParams, field: str) -> None:
         raise InvalidRequest(f"{field}.stop has an empty string; leave it out", field=f"{field}.stop")
 
 
+def check_token_ids(params: SamplingParams, vocab_size: int, field: str) -> None:
+    """Raise `InvalidRequest` for a token id that a stage does not have, or where none is left to choose.
+
+    `field`: what stands before the parameter's name, dot included.
+    """
+    lists = {
+        "stop_token_ids": params.stop_token_ids,
+        "suppress_tokens": params.suppress_tokens,
+        "logit_bias": params.logit_bias,
+    }
+    for name, ids in lists.items():
+        for token in ids or ():
+            if not 0 <= token < vocab_size:
+                raise InvalidRequest(
+                    f"{field}{name} has {token}, which is no token id; they are from 0 to {vocab_size - 1}",
+                    field=f"{field}{name}",
+                )
+    if len(set(params.suppress_tokens or ())) == vocab_size:
+        raise InvalidRequest(f"{field}suppress_tokens leaves no token to choose", field=f"{field}suppress_tokens")
+
+
 def sampling_from(values: dict[str, Any], field: str) -> SamplingParams:
     """Parameters from a JSON object; unknown names and wrong types are named with their nearest neighbour."""
     for name in values:
@@ -125,6 +157,6 @@ def sampling_from(values: dict[str, Any], field: str) -> SamplingParams:
         # JSON object keys are text: logit_bias arrives as {"123": 1.0}
         params = msgspec.convert(values, SamplingParams, strict=False, str_keys=True)
     except msgspec.ValidationError as error:
-        raise InvalidRequest(f"{field}: {error}", field=field) from error
+        raise misfit(error, field) from error
     check_sampling(params, field)
     return params
