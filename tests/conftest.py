@@ -1,12 +1,17 @@
-"""What tests of several rooms share: the toy family, found as an outside package would be, and running systems."""
+"""What tests of several rooms share: the toy family, found as an outside package would be; the tiny checkpoint, real
+files, and transformers' answers. Torch is imported by the fixtures that need it alone."""
 
 from __future__ import annotations
 
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from library_reference import Reference
 
 TOYS = str(Path(__file__).parent / "toys")
 
@@ -25,3 +30,27 @@ def toy_dir(toy_path: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from segue_toy.family import make
 
     return make(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture(scope="session")
+def assets() -> Path:
+    """The folder of real inputs: photo.jpg, speech.wav, video.mp4."""
+    return Path(__file__).parents[1] / "assets"
+
+
+@pytest.fixture(scope="session")
+def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen2.5-Omni checkpoint, seed 0. Read it, never write to it."""
+    from segue.models.qwen2_5_omni import tiny
+
+    directory = tmp_path_factory.mktemp("qwen2.5-omni-tiny")
+    tiny.make(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def reference(tiny_dir: Path) -> Reference:
+    """transformers on `tiny_dir`."""
+    from library_reference import load
+
+    return load(tiny_dir)

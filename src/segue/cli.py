@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if given[:1] == ["bench"]:
             return _bench(given[1:])  # has a parser of its own, its --help included
-        arguments = _parser().parse_args(given)
+        arguments = parser().parse_args(given)
         return arguments.run(arguments)
     except SegueError as error:
         print(f"segue: error: {error.message}", file=sys.stderr)
@@ -29,9 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="segue", description="Any-to-any models, served as graphs of stages.")
-    commands = parser.add_subparsers(dest="command", required=True)
+def parser() -> argparse.ArgumentParser:
+    """All commands and their arguments."""
+    top = argparse.ArgumentParser(prog="segue", description="Any-to-any models, served as graphs of stages.")
+    commands = top.add_subparsers(dest="command", required=True)
 
     serve = commands.add_parser("serve", help="serve a model over HTTP")
     _model_arguments(serve)
@@ -69,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     tiny.set_defaults(run=_tiny)
 
     commands.add_parser("bench", help="measure against the reference library", add_help=False)
-    return parser
+    return top
 
 
 def _model_arguments(parser: argparse.ArgumentParser) -> None:

@@ -46,6 +46,13 @@ def test_wrong_arguments_are_named(argv: list[str], said: str, capsys: pytest.Ca
     assert said in capsys.readouterr().err
 
 
+def test_hop_has_arguments_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["hop", "--help"])
+    assert ended.value.code == 0
+    assert "the cost of a hop between workers" in capsys.readouterr().out
+
+
 def test_a_missing_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["omni", "--model", str(tmp_path / "none"), "--baseline", "none"]) == 2
     assert "no checkpoint at" in capsys.readouterr().err

@@ -79,8 +79,9 @@ def wait_for_hang_ups(producer: SharedMemoryConnector) -> None:
 
 
 def names_left() -> set[str]:
-    """Files in /dev/shm and Unix sockets of ours, files and abstract names alike."""
-    sockets = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "segue-shm" in line}
+    """Files in /dev/shm, and sockets that bear this test's process number (another Segue may run on the machine)."""
+    names = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()]
+    sockets = {name for name in names if "segue-shm" in name and name.endswith(f"-{os.getpid()}")}
     return {entry.name for entry in Path("/dev/shm").iterdir()} | sockets
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import socket
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -200,7 +199,3 @@ def test_the_numbers_are_there_for_each_stage_and_edge(server: Served, http: htt
         "talker->vocoder",
     }
     assert all(count > 0 for labels, count in hops.items() if dict(labels)["edge"] == "talker->vocoder")
-
-
-def test_no_thread_of_the_tests_is_left() -> None:
-    assert threading.active_count() == 1

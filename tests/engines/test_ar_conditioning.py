@@ -7,7 +7,7 @@ import torch
 from ar_adapter import HIDDEN, ConditionedAdapter, Driver, TinyAdapter, prompts, stage_request, tiny_model
 
 from segue.engines.autoregressive.config import AutoregressiveConfig
-from segue.engines.autoregressive.contract import Prompt
+from segue.engines.autoregressive.contract import Fed, Prompt
 from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.kernels.paged_attention import NAME
 from segue.messages.sampling import SamplingParams
@@ -226,3 +226,36 @@ def test_positions_decide_what_is_shared(axes):
             out = adapter.model(torch.tensor([tokens]), attention_mask=mask, position_ids=where)
             tokens.append(int(out.logits[0, -1].argmax()))
     assert result.token_ids == again.token_ids == tokens[len(ids) :]
+
+
+class SilentAdapter(ConditionedAdapter):
+    """Has nothing to say of a stream that ends without rows."""
+
+    def feed(self, state, upstream, payload, *, final):
+        return Fed(nothing=True) if final and not payload else super().feed(state, upstream, payload, final=final)
+
+
+def test_a_stream_that_leaves_nothing_to_generate_ends_its_request_alone(talker, spoken):
+    drive = driver(SilentAdapter(talker.model, capture=True))
+    other = start(drive, 1)
+    drive.engine.feed(other, "up", {"prompt": Prompt(PROMPTS[1]), "rows": ROWS[1], "tail": TAIL}, final=True)
+    silent = start(drive, 0)
+    drive.engine.feed(silent, "up", {}, final=True)
+    drive.step()
+    [end] = drive.results[silent].outputs
+    assert (end.finished, end.finish_reason, end.error) == (True, "stop", None)
+    assert (end.token_ids, end.text, end.captured) == ([], "", None)
+    drive.run()
+    check(drive, spoken, [1])
+    assert drive.engine.stats()["waiting"] == drive.engine.stats()["running"] == 0
+    assert start(drive, 0) == silent  # its id is free again
+
+
+def test_an_end_is_not_reported_after_cancel(talker):
+    drive = driver(SilentAdapter(talker.model, capture=True))
+    silent = start(drive, 0)
+    drive.engine.feed(silent, "up", {}, final=True)
+    assert drive.engine.has_work()
+    drive.engine.cancel(silent)
+    assert not drive.engine.has_work()
+    assert drive.engine.step() == []

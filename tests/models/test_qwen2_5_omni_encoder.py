@@ -11,6 +11,7 @@ from qwen2_5_omni_family import CASES, context, input_payload, library_model, pr
 
 from segue.engines.contract import Payload
 from segue.engines.module.contract import Work
+from segue.engines.module.engine import ModuleEngine
 from segue.messages.errors import ConfigError, StageFailed
 from segue.models.qwen2_5_omni.encoder import Encoder
 
@@ -60,6 +61,17 @@ def test_one_item_per_medium_the_last_one_final(encoder: Encoder, media: list[Pa
         len(item["pixel_values"]) if item["kind"] != "audio" else item["input_features"].shape[1] for item in media
     ]
     assert not any(work.last for work in works_of(encoder, media, final=False))
+
+
+def test_media_of_one_request_share_calls_and_keep_their_order(tiny_dir: Path, media: list[Payload]) -> None:
+    engine = ModuleEngine(Encoder(context(tiny_dir, "encoder")))
+    engine.add(stage_request("encoder", upstreams={"input"}))
+    engine.feed("r", "input", {"media": media}, final=True)
+    outputs = []
+    while engine.has_work():
+        outputs += engine.step()
+    assert engine.stats()["calls"] == 2  # the pictures and the clip, then the recordings
+    assert [output.payload["media"][0]["hash"] for output in outputs if output.payload] == [m["hash"] for m in media]
 
 
 def test_rows_are_the_librarys(tiny_dir: Path, encoder: Encoder, media: list[Payload]) -> None:

@@ -22,7 +22,7 @@ from segue.messages.sampling import SamplingParams
 from segue.models.qwen2_5_omni.input import InputProcessor
 
 if TYPE_CHECKING:
-    from conftest import Reference
+    from library_reference import Reference
 
 LIMITS = MediaLimits()
 QUESTION = TextPart("What is this?")

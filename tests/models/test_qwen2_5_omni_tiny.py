@@ -25,7 +25,7 @@ from segue.models.qwen2_5_omni.tiny_config import SHAPES, config_json
 from segue.models.qwen2_5_omni.tiny_weights import shapes_of
 
 if TYPE_CHECKING:
-    from conftest import Reference, Reply
+    from library_reference import Reference, Reply
 
 PROMPTS = [
     "Describe the picture.",

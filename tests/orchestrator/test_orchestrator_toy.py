@@ -23,6 +23,7 @@ from segue.messages.errors import (
     StageFailed,
     StageLost,
 )
+from segue.messages.sampling import SamplingParams
 from segue.orchestrator.omni import AsyncOmni, Omni
 from segue.orchestrator.outputs import Collector, RequestOutput
 from segue.orchestrator.service import Health
@@ -380,6 +381,48 @@ def test_bad_requests_are_refused_at_the_door(system: System) -> None:
                 await omni.generate(both("x", hld=1))
             with pytest.raises(InvalidRequest, match="did you mean 'messages'"):
                 await omni.generate({"mesages": []})
+
+    system.run(body)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({"seed": "one"}, "seed"),
+        ({"seed": 1.5}, "seed"),
+        ({"seed": 2**70}, None),
+        ({"priority": "high"}, "priority"),
+        ({"deadline": "soon"}, "deadline"),
+        ({"voice": 5}, "voice"),
+        ({"modalities": "text"}, "modalities"),
+        ({"modalities": [5]}, "modalities[0]"),
+        ({"options": [1]}, "options"),
+        ({"options": {"hold": object()}}, None),
+        ({"sampling": "hot"}, "sampling"),
+        ({"sampling": {"counter": 5}}, "sampling.counter"),
+        ({"sampling": {"counter": {"temperature": "hot"}}}, "sampling.counter.temperature"),
+        ({"sampling": SamplingParams(max_tokens=1.5)}, "sampling.counter.max_tokens"),  # type: ignore[arg-type]
+        ({"sampling": SamplingParams(stop="end")}, "sampling.counter.stop"),  # type: ignore[arg-type]
+        ({"sampling": SamplingParams(seed=2**70)}, "sampling.counter.seed"),
+        ({"sampling": SamplingParams(temperature=np.float32(1))}, "sampling.counter"),  # type: ignore[arg-type]
+        ({"prompt_token_ids": "abc"}, "prompt_token_ids"),
+        ({"prompt_token_ids": [1.5]}, "prompt_token_ids"),
+        ({"prompt_token_ids": 5}, "prompt_token_ids"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else value,
+)
+def test_wrong_types_are_refused_and_reach_no_worker(system: System, wrong: dict[str, Any], field: str | None) -> None:
+    async def body() -> None:
+        async with system.shared() as omni:
+            before = [pid_of(omni.health(), stage) for stage in omni.card.stages]
+            prompt = {**both("typed"), **wrong}
+            if "prompt_token_ids" in wrong:
+                del prompt["messages"]
+            with pytest.raises(InvalidRequest) as caught:
+                await omni.generate(prompt)
+            assert caught.value.field == field
+            assert_right(await omni.generate(both("next")), "next")
+            assert [pid_of(omni.health(), stage) for stage in omni.card.stages] == before
 
     system.run(body)
 

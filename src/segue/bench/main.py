@@ -21,6 +21,11 @@ _REPOSITORY = Path(__file__).parents[3]
 
 def main(argv: list[str]) -> int:
     """Run `segue bench ARGV`; without arguments, `segue bench omni`. Gives the exit status."""
+    if argv[:1] == ["hop"]:
+        from segue.bench.hop import main as hop  # it has a parser of its own
+
+        hop(argv[1:])
+        return 0
     arguments = parser().parse_args(argv or ["omni"])
     run: Callable[[argparse.Namespace], int] = arguments.run
     try:
@@ -35,6 +40,7 @@ def main(argv: list[str]) -> int:
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="segue bench", description="measure Segue against the reference library")
     commands = top.add_subparsers(dest="command", required=True)
+    commands.add_parser("hop", help="bytes from worker to worker, against one memcpy", add_help=False)
     omni = commands.add_parser("omni", help="mixed multimodal requests, Segue against transformers' generate")
     model = omni.add_mutually_exclusive_group()
     model.add_argument("--model", type=Path, help="directory of a checkpoint")
@@ -43,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
     omni.add_argument("--cache", type=Path, default=Path("out"), help="where presets are made (default: out)")
     omni.add_argument("--assets", type=Path, default=_REPOSITORY / "assets", help="photo, speech and video")
     omni.add_argument("--config", type=Path, help="deployment file of Segue")
+    omni.add_argument("--threads", type=_count, help="CPU threads of the baseline (default: as many as cores)")
     omni.add_argument("--concurrency", type=_counts, default=[1, 8], help="clients, e.g. 1,8")
     omni.add_argument("--requests", type=_count, default=16, help="per round and side (default: 16)")
     omni.add_argument("--rounds", type=_count, default=3)
@@ -103,6 +110,7 @@ def _omni(arguments: argparse.Namespace) -> int:
         load_format="dummy" if arguments.shape is not None else arguments.load_format,
         seed=arguments.seed,
         config=arguments.config,
+        threads=arguments.threads,
         say=lambda line: print(line, file=sys.stderr, flush=True),
     )
     result = asyncio.run(run(bench))

@@ -49,6 +49,8 @@ class OmniBench:
     seed: int
     config: Path | None = None
     """Deployment file of Segue."""
+    threads: int | None = None
+    """CPU threads of the baseline; None: as many as cores."""
     say: Callable[[str], None] = print
 
 
@@ -67,7 +69,7 @@ async def run(bench: OmniBench) -> Result:
         load_format=bench.load_format,
         config=_deployment(bench),
     )
-    process = BaselineProcess(_options(bench, suppressed, found.cores))
+    process = BaselineProcess(_options(bench, suppressed, bench.threads or found.cores))
     threads: dict[str, dict[str, int]] = {}
     gpu_before = gpu_bytes_used()
     async with AsyncExitStack() as stack:
@@ -184,13 +186,13 @@ def _deployment(bench: OmniBench) -> Path | dict[str, object] | None:
     return {"defaults": {"devices": ["cuda:0" if bench.device == "cuda" else "cpu"]}}
 
 
-def _options(bench: OmniBench, suppressed: Suppressed, cores: int) -> Options:
+def _options(bench: OmniBench, suppressed: Suppressed, threads: int) -> Options:
     return Options(
         model_dir=str(bench.model_dir),
         device="cuda:0" if bench.device == "cuda" else "cpu",
         dtype=bench.dtype,
         load_format=bench.load_format,
-        threads=cores,
+        threads=threads,
         suppressed_thinker=list(suppressed.thinker),
         suppressed_talker=list(suppressed.talker),
         talker_ends=list(suppressed.talker_ends),

@@ -163,7 +163,8 @@ def _bars(axes: Any, level: LevelResult) -> None:
     axes.set_xticks([place + 0.4 - width / 2 for place in range(len(metrics))], [metric.upper() for metric in metrics])
     axes.set_ylabel("seconds, mean")
     axes.set_title(f"concurrency {level.concurrency}")
-    axes.legend(fontsize=8)
+    axes.margins(y=0.12)
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3, frameon=False)
 
 
 def _timeline(axes: Any, level: LevelResult) -> None:

@@ -130,7 +130,7 @@ class Limits:
     max_waiting: int = 256
     """Requests admitted and not finished; the next one is refused (429)."""
     max_retries: int = 2
-    """Attempts a request gets after its first, when workers die."""
+    """How often a request may lose the worker of one and the same stage and go on."""
     default_deadline: float | None = None
     """Seconds a request may take that names no deadline."""
     retained_bytes: int = 256 * MiB

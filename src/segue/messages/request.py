@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from segue.messages.sampling import SamplingParams
+from segue.messages.sampling import SamplingParams, misfit
 
 MediaKind = Literal["image", "audio", "video"]
 
@@ -68,3 +68,15 @@ class Request(msgspec.Struct, kw_only=True):
     def media_kinds(self) -> set[str]:
         """The kinds of media the request carries."""
         return {part.kind for message in self.messages for part in message.content if isinstance(part, MediaPart)}
+
+
+def check_types(request: Request) -> None:
+    """Raise `InvalidRequest` where a field holds what its type does not allow.
+
+    Nothing holds a Python caller to the types, and a worker cannot answer a message that it cannot decode. The messages
+    are not looked at: they are made by `segue.media.parts`, and may be large.
+    """
+    try:
+        msgspec.msgpack.decode(msgspec.msgpack.encode(msgspec.structs.replace(request, messages=[])), type=Request)
+    except (msgspec.ValidationError, TypeError, OverflowError) as error:
+        raise misfit(error) from error

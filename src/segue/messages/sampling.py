@@ -84,8 +84,19 @@ _RANGES: dict[str, tuple[float, float, str]] = {
 }
 
 
+def misfit(error: Exception, field: str = "") -> InvalidRequest:
+    """The refusal of a value that does not fit its type, from what msgspec says of it; `field`: what was converted."""
+    what, _, place = str(error).partition(" - at `$")
+    path = f"{field}{place.rstrip('`')}".lstrip(".")
+    return InvalidRequest(f"{path}: {what}" if path else what, field=path or None)
+
+
 def check_sampling(params: SamplingParams, field: str) -> None:
     """Raise `InvalidRequest` naming field, value and what would be right."""
+    try:
+        msgspec.convert(msgspec.to_builtins(params), SamplingParams)  # nothing holds Python callers to the types
+    except (msgspec.ValidationError, TypeError) as error:
+        raise misfit(error, field) from error
     for name, (low, high, right) in _RANGES.items():
         value = getattr(params, name)
         if value is not None and not low <= value <= high:  # NaN is in no range
@@ -146,6 +157,6 @@ def sampling_from(values: dict[str, Any], field: str) -> SamplingParams:
         # JSON object keys are text: logit_bias arrives as {"123": 1.0}
         params = msgspec.convert(values, SamplingParams, strict=False, str_keys=True)
     except msgspec.ValidationError as error:
-        raise InvalidRequest(f"{field}: {error}", field=field) from error
+        raise misfit(error, field) from error
     check_sampling(params, field)
     return params

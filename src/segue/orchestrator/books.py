@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 from segue.graph.stage_graph import Walk
@@ -30,7 +31,8 @@ class RequestBooks:
     """By output stage: characters, samples or pictures the client has."""
     waiting: set[str] = field(default_factory=set)
     """Stages to begin as soon as their groups have a ready worker."""
-    losses: int = 0
+    losses: Counter[str] = field(default_factory=Counter)
+    """By stage: how often its worker was lost with this request."""
     blamed: set[str] = field(default_factory=set)
     """Workers whose payloads were found missing; where one turns out to be dead, it is one loss, not two."""
     usage: Usage = field(default_factory=Usage)
@@ -85,7 +87,7 @@ class RequestBooks:
     def finished(self) -> Finished:
         """The last delta."""
         self.metrics.jct = time.monotonic() - self.admitted
-        self.metrics.attempts = 1 + self.losses
+        self.metrics.attempts = 1 + self.losses.total()
         gives = {stage.name: stage.to_client for stage in self.walk.stages}
         for stage, ids in self.journal.items():
             # ids of a stage that the client does not see belong to what it is for: a talker's codes are audio

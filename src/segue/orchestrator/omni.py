@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import sys
 import threading
 import time
@@ -16,10 +17,10 @@ from tqdm import tqdm
 
 from segue.graph.loader import load_plan
 from segue.media.parts import messages_from
-from segue.media.sources import MediaPolicy
+from segue.media.sources import MediaPolicy, shown
 from segue.messages.deltas import Delta, Finished
 from segue.messages.errors import InvalidRequest, NotFound, nearest
-from segue.messages.request import Request
+from segue.messages.request import Request, check_types
 from segue.messages.sampling import SamplingParams, check_sampling, check_token_ids, sampling_from
 from segue.models.registry import family_of, read_config
 from segue.observe.stats import render_gauges, render_worker_stats
@@ -160,14 +161,14 @@ class AsyncOmni:
         return Request(
             request_id=uuid.uuid4().hex,
             messages=messages_from(given["messages"], self._policy) if ids is None else [],
-            prompt_token_ids=None if ids is None else [int(token) for token in ids],
-            modalities=list(given.get("modalities", modalities) or [default_out]),
+            prompt_token_ids=None if ids is None else _token_ids(ids),
+            modalities=_listed(given.get("modalities", modalities) or [default_out]),
             voice=given.get("voice", voice),
             sampling=self._sampling(given.get("sampling", sampling)),
             seed=given.get("seed", seed),
             priority=given.get("priority", priority),
             deadline=given.get("deadline", deadline),
-            options=dict(given.get("options", options) or {}),
+            options=dict(_mapping(given.get("options", options) or {}, "options")),
         )
 
     def _sampling(self, sampling: Sampling) -> dict[str, SamplingParams]:
@@ -176,8 +177,10 @@ class AsyncOmni:
         if isinstance(sampling, SamplingParams):
             return {self.plan.graph.main: sampling}
         return {
-            stage: params if isinstance(params, SamplingParams) else sampling_from(dict(params), f"sampling.{stage}")
-            for stage, params in sampling.items()
+            stage: params
+            if isinstance(params, SamplingParams)
+            else sampling_from(dict(_mapping(params, f"sampling.{stage}")), f"sampling.{stage}")
+            for stage, params in _mapping(sampling, "sampling").items()
         }
 
     def _check(self, request: Request) -> None:
@@ -189,6 +192,7 @@ class AsyncOmni:
             check_sampling(params, f"sampling.{stage}")
             if (vocab := self.card.vocab_sizes.get(stage)) is not None:
                 check_token_ids(params, vocab, f"sampling.{stage}.")
+        check_types(request)
         for option in request.options:
             if option not in self.card.options:
                 hint = nearest(option, self.card.options)
@@ -196,6 +200,29 @@ class AsyncOmni:
         if request.voice is not None and request.voice not in self.card.voices:
             hint = nearest(request.voice, self.card.voices)
             raise NotFound(f"{self.card.name} has no voice {request.voice!r}{hint}", field="voice")
+
+
+def _token_ids(ids: Any) -> list[int]:
+    """Ids from any sequence of integers, arrays among them."""
+    try:
+        return [operator.index(token) for token in ids]
+    except TypeError as error:
+        raise InvalidRequest(
+            f"prompt_token_ids is {shown(ids)}; it must be a list of integers", field="prompt_token_ids"
+        ) from error
+
+
+def _listed(modalities: Any) -> list[str]:
+    if isinstance(modalities, (str, Mapping)) or not isinstance(modalities, Iterable):
+        right = f'a list, e.g. ["{modalities}"]' if isinstance(modalities, str) else "a list of names"
+        raise InvalidRequest(f"modalities is {shown(modalities)}; it must be {right}", field="modalities")
+    return list(modalities)
+
+
+def _mapping(value: Any, field: str) -> Mapping[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(f"{field} is {shown(value)}; it must be an object (a mapping)", field=field)
+    return value
 
 
 class Omni:

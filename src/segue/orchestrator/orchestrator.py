@@ -194,6 +194,8 @@ class Orchestrator:
         books = RequestBooks(request=request, walk=walk, main=self.graph.main)
         for stage in walk.stages:
             books.stages[stage.name] = StageBook(tuple(stage.upstreams), tuple(stage.downstreams))
+            if self.graph.stages[stage.name].engine == "autoregressive":
+                books.journal[stage.name] = []
         if books.main not in books.stages:
             books.main = next(stage.name for stage in reversed(walk.stages) if stage.to_client)
         deadline = request.deadline
@@ -465,8 +467,8 @@ class Orchestrator:
 
     def _lost(self, books: RequestBooks, again: set[str], what: str, *, counted: bool = False) -> None:
         """`counted`: this loss was, when the first sign of it came."""
-        books.losses += not counted
-        if books.losses > self.plan.limits.max_retries:
+        books.losses[what] += not counted
+        if books.losses[what] > self.plan.limits.max_retries:
             tries = self.plan.limits.max_retries + 1
             message = f"stage {what!r} was lost {tries} times while serving this request"
             self._end(books, StageLost(message, stage=what))

@@ -47,7 +47,8 @@ class AutoregressiveEngine:
         self._longest = min(adapter.max_model_len, config.num_blocks * config.block_size)
         self._share_size = config.block_size if config.prefix_caching else 0
         self._sequences: dict[str, Sequence] = {}
-        self._failures: list[StageOutput] = []
+        self._between: list[StageOutput] = []
+        """Ends that came of a chunk, not of a step: emitted by the next step."""
         self._serial = 0
         self._stalled = False  # the last decision was empty, and nothing has happened since then
         self._generated_tokens = 0
@@ -67,22 +68,28 @@ class AutoregressiveEngine:
         self._scheduler.add(sequence.job)
 
     def feed(self, request_id: str, upstream: str, payload: Payload, *, final: bool) -> None:
-        """A chunk from upstream. What is wrong with it comes out of the next `step`, as that request's error."""
+        """A chunk from upstream. What is wrong with it comes out of the next `step`, as that request's error; so does
+        the end of a request of which there is nothing to generate."""
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return
         self._stalled = False
         try:
             fed = self._adapter.feed(sequence.state, upstream, payload, final=final)
-            sequence.feed(fed, self._longest, self._share_size)
+            if fed.nothing:
+                self._remove(sequence)
+                self._between.append(StageOutput(request_id, finished=True, finish_reason="stop"))
+            else:
+                sequence.feed(fed, self._longest, self._share_size)
         except SegueError as error:
-            self._failures.append(self._fail(sequence, error))
+            self._between.append(self._fail(sequence, error))
 
     def cancel(self, request_id: str) -> None:
         """Forget the request and free its blocks."""
         sequence = self._sequences.get(request_id)
         if sequence is not None:
             self._remove(sequence)
+        self._between = [output for output in self._between if output.request_id != request_id]
 
     def pause(self, request_id: str) -> None:
         """Do not schedule it; it is the first to be preempted."""
@@ -94,7 +101,7 @@ class AutoregressiveEngine:
 
     def has_work(self) -> bool:
         """True if `step` would do something now."""
-        if self._failures:
+        if self._between:
             return True
         return not self._stalled and any(sequence.job.runnable for sequence in self._sequences.values())
 
@@ -102,7 +109,7 @@ class AutoregressiveEngine:
     def step(self) -> list[StageOutput]:
         """Schedule, run, postprocess."""
         began = time.perf_counter()
-        outputs, self._failures = self._failures, []
+        outputs, self._between = self._between, []
         decision = self._scheduler.next()
         self._scheduler.apply(decision)
         self._batch = len(decision.runs)

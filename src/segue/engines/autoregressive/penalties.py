@@ -63,8 +63,8 @@ class RowRules:
         self.frequency = _set(params.frequency_penalty, 0.0)
         self.min_tokens = params.min_tokens or 0
         self.suppressed = _ids(params.suppress_tokens or (), vocab_size)
-        # forbidden until `min_tokens`: whatever would end the output
-        ends = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else set(end_token_ids))
+        # forbidden until `min_tokens`, with `ignore_eos` too: who asks for so many tokens wants no end among them
+        ends = {*(params.stop_token_ids or ()), *end_token_ids}
         self.ends = _ids(ends, vocab_size)
         bias = {token: value for token, value in (params.logit_bias or {}).items() if 0 <= token < vocab_size}
         self.bias_ids = _ids(bias, vocab_size)

@@ -142,7 +142,7 @@ class Encoder:
         bucket = "audio" if medium.kind == "audio" else "vision"
         known = (medium.kind, medium.hash) in self.cache
         length = medium.data.shape[1] if bucket == "audio" else medium.data.shape[0]
-        return Work(request_id, medium, bucket=bucket, cost=1 if known else length)
+        return Work(request_id, medium, bucket=bucket, cost=1 if known else length, ordered=False)
 
     def _see(self, media: Sequence[Medium]) -> list[torch.Tensor]:
         """Pictures and clips in one flat call: each attends to itself alone. → [n, H] each."""

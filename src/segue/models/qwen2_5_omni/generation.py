@@ -17,6 +17,9 @@ from segue.models.qwen2_5_omni.library import (
 MAX_NEW_TOKENS = 1024
 """`thinker_max_new_tokens` of the reference's `generate`."""
 
+TOP_K = 50
+"""`top_k` of `generate` where the config has none."""
+
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer_config.json")
 
 
@@ -40,17 +43,17 @@ def generation_of(config: Qwen2_5OmniThinkerConfig) -> GenerationConfig:
 
 
 def default_sampling(generation: GenerationConfig) -> SamplingParams:
-    """Greedy unless the config says `do_sample`."""
-    common = SamplingParams(max_tokens=MAX_NEW_TOKENS, repetition_penalty=generation.repetition_penalty)
-    if not generation.do_sample:
-        return SamplingParams(temperature=0.0).over(common)
-    sampled = SamplingParams(
-        temperature=generation.temperature if generation.temperature is not None else 1.0,
-        top_k=generation.top_k if generation.top_k is not None else 50,  # `generate`'s own default
+    """What `generate` goes by where it is told nothing: greedy unless the config says `do_sample`, and the filters that
+    apply as soon as a temperature is asked for."""
+    temperature = generation.temperature if generation.temperature is not None else 1.0
+    return SamplingParams(
+        temperature=temperature if generation.do_sample else 0.0,
+        top_k=generation.top_k if generation.top_k is not None else TOP_K,
         top_p=generation.top_p,
         min_p=generation.min_p,
+        repetition_penalty=generation.repetition_penalty,
+        max_tokens=MAX_NEW_TOKENS,
     )
-    return sampled.over(common)
 
 
 def end_tokens(

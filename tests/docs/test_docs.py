@@ -1,0 +1,397 @@
+"""What the documentation says is true: blocks are parsed or run, tables are checked against the code."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from markdown_blocks import ALL, PAGES, ROOT, Block, anchors, links, names, of, rows
+
+from segue.bench.main import parser as bench_parser
+from segue.bench.page import MARKS
+from segue.cli import parser as cli_parser
+from segue.connectors.create import create
+from segue.connectors.shm import MAX_BYTES, POOL_BYTES, THRESHOLD_BYTES
+from segue.graph.deployment import Hardware, Limits, StagePlan
+from segue.graph.loader import load_plan
+from segue.graph.render import as_text
+from segue.graph.stage_graph import StageGraph
+from segue.graph.wiring import KINDS
+from segue.graph.written import AUTOREGRESSIVE_KEYS, LIMIT_KEYS, STAGE_KEYS, TOP_KEYS
+from segue.messages import errors, wire
+from segue.messages.errors import ConfigError, SegueError
+from segue.messages.sampling import FALLBACK, SamplingParams
+from segue.models.qwen2_5_omni.graph import graph as omni_graph
+from segue.orchestrator.outputs import RequestOutput
+from segue.orchestrator.service import ModelCard
+from segue.server import errors as server_errors
+from segue.server.chat_request import ChatBody, chat_request
+from segue.server.settings import ServerSettings
+
+DOCS = ROOT / "docs"
+MODEL = "out/qwen2.5-omni-tiny"
+"""The checkpoint as the documentation calls it."""
+TWO_GPUS = Hardware(cpus=16, memory_bytes=64 << 30, gpus=(80 << 30, 80 << 30))
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def each(found: list[Block]) -> pytest.MarkDecorator:
+    assert found
+    return pytest.mark.parametrize("block", found, ids=str)
+
+
+@pytest.fixture(scope="module")
+def graph() -> StageGraph:
+    return omni_graph({})
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that looks as the repository does after `make demo`: the checkpoint in out/, and assets/."""
+    home = tmp_path_factory.mktemp("docs")
+    (home / "assets").symlink_to(ROOT / "assets")
+    subprocess.run(
+        [sys.executable, "-m", "segue.cli", "tiny", "qwen2.5-omni", MODEL],
+        cwd=home,
+        env=environment(),
+        check=True,
+        capture_output=True,
+    )
+    return home
+
+
+@pytest.fixture(scope="module")
+def server(home: Path) -> Iterator[str]:
+    """URL of a server of the checkpoint."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "segue.cli", "serve", MODEL, "--port", "0", "--log-level", "error"],
+        cwd=home,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("segue: qwen2.5-omni-tiny is served at http://"), line
+        yield line.split()[-1]
+        process.send_signal(signal.SIGTERM)
+    assert process.returncode == 0
+
+
+def environment() -> dict[str, str]:
+    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def fetch(url: str, body: dict[str, Any] | None = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    with urllib.request.urlopen(urllib.request.Request(url, data, {"Content-Type": "application/json"})) as answer:
+        return json.load(answer)
+
+
+# ── pages and links ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name}: {link} leads nowhere"
+        if anchor:
+            assert anchor in anchors(target), f"{page.name}: {link}: no such heading"
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    readme = ROOT / "README.md"
+    assert {(ROOT / link.partition("#")[0]).resolve() for link in links(readme)} >= set(PAGES) - {readme}
+
+
+def test_the_readme_has_a_place_for_figures() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert any(text.count(begin) == 1 and text.index(begin) < text.index(end) for begin, end in MARKS if begin in text)
+
+
+@each([block for block in ALL if block.language not in {"text", "mermaid"}])
+def test_marks_are_known(block: Block) -> None:
+    """A misspelt mark would leave an example untested."""
+    known = {
+        "python": {(), ("run",), ("run", "server")},
+        "yaml": {("deployment",)},
+        "json": {("request",), ("answer",), ("error",)},
+        "sh": {()},
+        "toml": {()},
+        "": {()},
+    }
+    marks = block.marks[:1] if block.marks[:1] == ("answer",) else block.marks
+    assert marks in known[block.language]
+
+
+# ── deployments ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@each(of("yaml", "deployment"))
+def test_deployments_load(graph: StageGraph, block: Block) -> None:
+    values = yaml.safe_load(block.body)
+    plan = load_plan(graph, values, hardware=TWO_GPUS)
+    assert plan != load_plan(graph, hardware=TWO_GPUS), "the example changes nothing"
+
+
+def test_every_key_of_a_deployment_is_documented() -> None:
+    page = DOCS / "deployment.md"
+    listed = {
+        title: [name for row in rows(page, title) for name in names(row[0])]
+        for title in ("### Top level", "### A stage", "### An edge", "### A connector", "### Limits")
+    }
+    assert sorted(listed["### Top level"]) == sorted(TOP_KEYS)
+    of_stages = [*STAGE_KEYS, "input_connectors", "output_connectors", "stage_id", "stage_name"]
+    assert sorted(listed["### A stage"]) == sorted(of_stages)
+    assert sorted(listed["### Limits"]) == sorted(LIMIT_KEYS)
+    assert listed["### An edge"] == ["from", "to", "connector", "budget"]
+    assert listed["### A connector"][:2] == ["name", "extra"]
+    worked_out = {"name", "engine", "memory_bytes"}
+    assert {field.name for field in fields(StagePlan)} - worked_out <= set(of_stages)
+
+
+def test_settings_of_connectors_are_as_documented() -> None:
+    written = {names(row[0])[0]: row for row in rows(DOCS / "deployment.md", "### A connector")}
+    assert names(written["name"][2]) == list(KINDS)
+    extra = {key: written[key] for key in written if key not in ("name", "extra")}
+    create("shm", "docs-settings", dict.fromkeys(extra, 1 << 16)).close()
+    defaults = {"shm_threshold_bytes": THRESHOLD_BYTES, "pool_bytes": POOL_BYTES, "max_bytes": MAX_BYTES}
+    assert {key: names(row[1])[0] for key, row in extra.items()} == {key: size(n) for key, n in defaults.items()}
+
+
+def size(count: int) -> str:
+    for unit in ("GiB", "MiB", "KiB"):
+        number = count / 1024 ** {"KiB": 1, "MiB": 2, "GiB": 3}[unit]
+        if number >= 1:
+            return f"{number:g}{unit}"
+    return str(count)
+
+
+def test_documented_defaults_are_the_defaults(graph: StageGraph) -> None:
+    page = DOCS / "deployment.md"
+    limits = {names(row[0])[0]: yaml.safe_load(names(row[1])[0]) for row in rows(page, "### Limits")}
+    assert load_plan(graph, {"limits": limits}, hardware=TWO_GPUS).limits == Limits()
+    stage = {names(row[0])[0]: row[1].strip("`") for row in rows(page, "### A stage") if len(names(row[0])) == 1}
+    plan = load_plan(graph, hardware=TWO_GPUS).stages["thinker"]
+    assert (int(stage["block_size"]), yaml.safe_load(stage["prefix_caching"])) == (plan.block_size, plan.prefix_caching)
+    assert stage["max_tokens_per_step"] == "512 on a CPU, 2048 on a GPU"
+    assert plan.max_tokens_per_step == 2048
+    assert load_plan(graph, hardware=Hardware(2, 1 << 34)).stages["thinker"].max_tokens_per_step == 512
+    assert stage["max_batch"] == "64 autoregressive, 16 module"
+    assert (plan.max_batch, load_plan(graph, hardware=TWO_GPUS).stages["vocoder"].max_batch) == (64, 16)
+
+
+def test_keys_for_autoregressive_stages_stand_apart(graph: StageGraph) -> None:
+    text = (DOCS / "deployment.md").read_text()
+    section = text.partition("For autoregressive stages only:")[2].partition("###")[0]
+    assert set(AUTOREGRESSIVE_KEYS) <= set(names(section))
+    with pytest.raises(ConfigError, match="autoregressive"):
+        load_plan(graph, {"stages": {"vocoder": {"block_size": 16}}}, hardware=TWO_GPUS)
+
+
+def test_the_printed_graph_is_the_one_shown(graph: StageGraph) -> None:
+    [shown] = [block for block in of("text") if block.body.startswith("qwen2_5_omni: takes")]
+    assert as_text(load_plan(graph, hardware=Hardware(cpus=2, memory_bytes=16 << 30))) == shown.body + "\n"
+
+
+# ── commands ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    found = []
+    for block in of("sh"):
+        for line in block.body.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True) if not block.body.startswith("curl") else []
+            if words:
+                found.append((str(block), words))
+    return found
+
+
+@pytest.mark.parametrize(("where", "words"), commands(), ids=lambda value: " ".join(value) if value else None)
+def test_commands_are_understood(where: str, words: list[str]) -> None:
+    if words[0] == "make":
+        assert re.search(rf"^{re.escape(words[1])}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        return
+    assert words[0] == "segue", where
+    if words[1] == "bench":
+        assert bench_parser().parse_args(words[2:]).command == words[2]
+        return
+    assert cli_parser().parse_args(words[1:]).command == words[1]
+
+
+def test_options_of_serve_are_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli_parser().parse_args(["serve", "--help"])
+    options = set(re.findall(r"^  (?:-\w, )?(--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
+    listed = {name for row in rows(DOCS / "api.md", "# HTTP API") for name in names(row[0])}
+    assert listed == options - {"--help"}
+
+
+# ── HTTP ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+CARD = ModelCard(
+    name="qwen2.5-omni-tiny",
+    family="qwen2_5_omni",
+    takes=frozenset({"text", "image", "audio", "video"}),
+    gives=frozenset({"text", "audio"}),
+    text_stage="thinker",
+    sampling_stages=["thinker", "talker"],
+    stages=["input", "encoder", "thinker", "talker", "vocoder"],
+    voices=["Chelsie", "Ethan"],
+    options=frozenset({"use_audio_in_video"}),
+    max_model_len=None,
+    created=0,
+)
+
+
+def curl_body(block: Block) -> dict[str, Any]:
+    words = shlex.split(block.body.replace("\\\n", " "))
+    return json.loads(words[words.index("-d") + 1])
+
+
+def shape(value: Any) -> Any:
+    """What of a JSON value an example and a true answer share: names and kinds."""
+    if isinstance(value, dict):
+        return {key: shape(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [shape(value[0])] if value else []
+    return "number" if isinstance(value, int | float) and not isinstance(value, bool) else type(value).__name__
+
+
+@each(of("json", "request"))
+def test_request_bodies_are_accepted(block: Block) -> None:
+    assert chat_request(json.loads(block.body), CARD, ServerSettings()).requests
+
+
+def test_curl_bodies_are_answered(server: str) -> None:
+    found = [block for block in of("sh") if block.body.startswith("curl")]
+    assert found
+    for block in found:
+        path = block.body.partition("http://localhost:8000")[2].split()[0]
+        assert fetch(server + path, curl_body(block))["choices"][0]["message"]["content"]
+
+
+def answered() -> list[tuple[Block, dict[str, Any] | None]]:
+    """Answers with the request they belong to: the one shown before them, or none where they name a path."""
+    last: dict[str, Any] | None = None
+    found = []
+    for block in ALL:
+        if block.language == "json" and block.marks == ("request",):
+            last = json.loads(block.body)
+        elif block.language == "json" and block.marks[0] == "answer":
+            found.append((block, None if len(block.marks) > 1 else last))
+    return found
+
+
+@pytest.mark.parametrize(("block", "request_body"), answered(), ids=lambda value: str(value)[:20])
+def test_answers_have_the_documented_form(server: str, block: Block, request_body: dict[str, Any] | None) -> None:
+    path = "/v1/chat/completions" if request_body else block.marks[1]
+    assert shape(fetch(server + path, request_body)) == shape(json.loads(block.body))
+
+
+def test_every_parameter_is_documented() -> None:
+    listed = [name for row in rows(DOCS / "api.md", "### Parameters") for name in names(row[0])]
+    assert sorted(listed) == sorted(ChatBody.__struct_fields__)
+
+
+def subclasses(kind: type[SegueError]) -> set[type[SegueError]]:
+    return {kind}.union(*(subclasses(below) for below in kind.__subclasses__()))
+
+
+def test_every_error_is_in_the_table() -> None:
+    written = {names(row[2])[0]: row for row in rows(DOCS / "api.md", "## Errors") if names(row[2])}
+    kinds = {kind for kind in subclasses(SegueError) if kind.__module__ in (errors.__name__, server_errors.__name__)}
+    assert set(written) == {kind.__name__ for kind in kinds}
+    for kind in kinds:
+        assert written[kind.__name__][:2] == [str(kind.status), f"`{kind.code}`"]
+
+
+def test_the_error_shown_is_the_one_given() -> None:
+    [block] = of("json", "error")
+    shown = json.loads(block.body)["error"]
+    with pytest.raises(SegueError) as caught:
+        chat_request({"model": CARD.name, "messages": [], "temperatur": 1}, CARD, ServerSettings())
+    assert server_errors.error_body(caught.value)["error"] == shown
+
+
+def test_every_metric_is_documented(server: str) -> None:
+    fetch(f"{server}/v1/chat/completions", {"model": CARD.name, "messages": [{"role": "user", "content": "Hi"}]})
+    with urllib.request.urlopen(f"{server}/metrics") as answer:
+        text = answer.read().decode()
+    given = {name for name in re.findall(r"^# TYPE (\S+)", text, re.MULTILINE) if not name.endswith("_created")}
+    listed = {name for row in rows(DOCS / "operations.md", "## Metrics") for name in names(row[0])}
+    assert given == listed
+
+
+# ── Python ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@each(of("python"))
+def test_python_is_python(block: Block) -> None:
+    compile(block.body, str(block), "exec")
+
+
+@pytest.mark.parametrize("page", sorted({block.page for block in of("python", "run")}), ids=lambda page: page.name)
+def test_python_runs(page: Path, home: Path, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The marked blocks of a page, one after the other in one namespace, as a reader would type them."""
+    monkeypatch.chdir(home)
+    namespace: dict[str, Any] = {"__name__": "docs"}
+    for block in of("python", "run"):
+        if block.page == page:
+            source = block.body.replace("http://localhost:8000", server)
+            exec(compile(source, str(block), "exec"), namespace)
+    if page.name == "README.md":
+        out = namespace["out"]
+        assert isinstance(out, RequestOutput)
+        assert out.audio is not None
+        assert len(out.audio.samples) == 480 * sum(code < 290 for code in out.token_ids["talker"])
+        assert len(namespace["speech"]) > 0
+
+
+def test_every_sampling_field_is_documented() -> None:
+    table = rows(DOCS / "python.md", "### Sampling")
+    assert sorted(names(row[0])[0] for row in table) == sorted(SamplingParams.__struct_fields__)
+    neutral = {names(row[0])[0]: row[2] for row in table}
+    for name, written in neutral.items():
+        value = getattr(FALLBACK, name)
+        if isinstance(value, int | float):
+            assert yaml.safe_load(written) == value, name
+
+
+def test_every_field_of_an_output_is_documented() -> None:
+    listed = [names(row[0])[0] for row in rows(DOCS / "python.md", "## What comes back")]
+    assert sorted(listed) == sorted(field.name for field in fields(RequestOutput))
+
+
+# ── the rest ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_message_is_in_the_table() -> None:
+    listed = {name for row in rows(DOCS / "architecture.md", "## Messages") for name in names(row[1])}
+    kinds = {*wire.ToWorker.__args__, *wire.ToOrchestrator.__args__}
+    assert listed == {kind.__name__ for kind in kinds}
+
+
+def test_the_rooms_are_the_rooms() -> None:
+    [tree] = [block for block in of("text") if block.body.startswith("src/segue/\n")]
+    listed = {line.split()[0].rstrip("/") for line in tree.body.splitlines()[1:]}
+    source = ROOT / "src" / "segue"
+    packages = {path.parent.name for path in source.glob("*/__init__.py")}
+    assert listed == packages | {"cli.py"}

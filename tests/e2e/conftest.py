@@ -1,0 +1,52 @@
+"""Running systems, one per deployment, and transformers' answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from segue.kernels.torchvision_shim import ensure_torchvision
+
+ensure_torchvision()  # before the tests import transformers
+
+from truth_system import System, Truth  # noqa: E402
+
+from library_reference import Reference  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def truth(reference: Reference, assets: Path) -> Truth:
+    return Truth(reference, assets)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The reference takes one core and leaves the others to the workers."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def plain_system(tiny_dir: Path) -> Iterator[System]:
+    """Without a deployment file. Starting a system costs seconds: all files that need no other share it."""
+    system = System(tiny_dir)
+    yield system
+    system.close()
+
+
+@pytest.fixture(scope="module")
+def system(request: pytest.FixtureRequest, tiny_dir: Path) -> Iterator[System]:
+    """On the `DEPLOYMENT` of the test file, where it has one."""
+    deployment: dict[str, Any] | None = vars(request.module).get("DEPLOYMENT")
+    if deployment is None:
+        yield request.getfixturevalue("plain_system")
+        return
+    system = System(tiny_dir, **deployment)
+    yield system
+    system.close()

@@ -1,0 +1,33 @@
+"""Too few KV blocks for what is asked at once: requests are preempted, computed again, and say the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from truth_system import BY_NAME, LONG, System, Truth, longer
+
+DEPLOYMENT = {
+    "stages": {
+        "thinker": {"block_size": 4, "kv_blocks": 64},
+        "talker": {"block_size": 4, "kv_blocks": 80},
+    }
+}
+TEXTS = ["Tell me a story.", "Where is the station?", "What is this?"]
+CASES = [
+    LONG,
+    longer(BY_NAME["text"], tokens=60, codes=120),
+    *(longer(LONG, text=text, seed=40 + index) for index, text in enumerate(TEXTS)),
+    BY_NAME["image"],
+]
+
+
+def test_after_preemptions(system: System, truth: Truth, assets: Path) -> None:
+    for _ in range(2):  # the second time with prefix hits between the preemptions
+        outputs = system.ask(*(case.prompt(assets) for case in CASES))
+        for output, case in zip(outputs, CASES, strict=True):
+            truth.check(output, case)
+            assert output.metrics.attempts == 1
+    for stage in ("thinker", "talker"):
+        counts = system.run(system.stats(stage, "preemptions", lambda counts: sum(counts.values()) > 0))
+        assert counts[0] > 0
+    system.run(system.stats("thinker", "blocks_used", lambda used: used == {0: 0.0}))

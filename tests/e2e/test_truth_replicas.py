@@ -1,0 +1,49 @@
+"""Two talkers and two vocoders: whoever serves a request, it says the same."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from truth_system import CASES, LONG, LONG_MIXED, System, Truth
+
+from segue.messages.deltas import AudioDelta, Delta
+
+DEPLOYMENT = {"stages": {"talker": {"replicas": 2}, "vocoder": {"replicas": 2}}}
+
+
+def test_many_at_once_over_both(system: System, truth: Truth, assets: Path) -> None:
+    system.run(system.all_ready())
+    cases = [*CASES, LONG, LONG_MIXED]
+    for output, case in zip(system.ask(*(case.prompt(assets) for case in cases)), cases, strict=True):
+        truth.check(output, case)
+
+    for stage, made in (("talker", "generated_tokens"), ("vocoder", "calls")):
+        system.run(system.stats(stage, made, lambda counts: len(counts) == 2 and min(counts.values()) > 0))
+
+
+@pytest.mark.parametrize("stage", ["talker", "vocoder"])
+def test_a_sibling_takes_over(system: System, truth: Truth, assets: Path, stage: str) -> None:
+    """One of the two is killed at the first sound; both requests go on, one of them elsewhere."""
+    killed: list[int] = []
+
+    def kill(delta: Delta) -> None:
+        if isinstance(delta, AudioDelta) and not killed:
+            busy = next(r for r in system.omni.orchestrator.replicas.all if r.group == (stage,) and r.requests)
+            assert busy.pid is not None
+            killed.append(busy.pid)
+            os.kill(busy.pid, signal.SIGKILL)
+
+    async def body() -> None:
+        await system.all_ready()
+        cases = [LONG, LONG_MIXED]
+        outputs = await asyncio.gather(*(system.collect(case.prompt(assets), kill) for case in cases))
+        assert killed
+        for output, case in zip(outputs, cases, strict=True):
+            truth.check(output, case)
+        assert max(output.metrics.attempts for output in outputs) == 2
+
+    system.run(body())

@@ -1,0 +1,48 @@
+"""Every payload through the pool of shared memory, none of it retained in memory: what recovery needs is in files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from truth_system import CASES, LONG, LONG_MIXED, Case, System, Truth
+
+from segue.messages.deltas import AudioDelta, Delta
+
+DEPLOYMENT = {
+    "stages": {"encoder": {"fuse_with": None}},
+    "limits": {"retained_bytes": 1},
+    "runtime": {"connectors": {"shm": {"name": "SharedMemoryConnector", "extra": {"shm_threshold_bytes": 1}}}},
+}
+
+
+def spilled(system: System, stage: str) -> list[str]:
+    """Unlinked files of a stage's worker in the runtime directory."""
+    folder = Path(f"/proc/{system.pid(stage)}/fd")
+    links = [os.readlink(link) for link in folder.iterdir() if link.is_symlink()]
+    return [link for link in links if link.startswith(system.omni.orchestrator.runtime_dir) and "(deleted)" in link]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_alone(system: System, truth: Truth, assets: Path, case: Case) -> None:
+    [output] = system.ask(case.prompt(assets))
+    truth.check(output, case)
+
+
+@pytest.mark.parametrize("case", [LONG, LONG_MIXED], ids=lambda case: case.name)
+@pytest.mark.parametrize("stage", ["thinker", "talker", "vocoder"])
+def test_killed_and_run_again_from_the_file(system: System, truth: Truth, assets: Path, stage: str, case: Case) -> None:
+    upstream = {"thinker": "input", "talker": "thinker", "vocoder": "talker"}[stage]
+    seen: list[list[str]] = []
+
+    def kill(delta: Delta) -> None:
+        if not seen and (isinstance(delta, AudioDelta) or stage != "vocoder"):
+            seen.append(spilled(system, upstream))
+            system.kill(stage)
+
+    output = system.run(system.collect(case.prompt(assets), kill))
+    assert seen
+    assert seen[0], "nothing was written"
+    truth.check(output, case)
+    assert output.metrics.attempts == 2
