@@ -328,3 +328,17 @@ def test_stats_count_what_waits_and_what_ran() -> None:
 def test_impossible_limits_are_refused(limits: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="at least 1"):
         ModuleConfig(**limits)
+
+
+def test_a_chunk_waits_until_its_items_have_run_and_one_without_items_does_not() -> None:
+    engine = ModuleEngine(Echo(), ModuleConfig(max_batch=1))
+    engine.add(request("r"))
+    assert engine.backlog("r") == engine.backlog("unknown") == 0
+    feed(engine, "r", {}, {}, final=False)
+    feed(engine, "r", final=False)  # kept by the adapter until more comes: its upstream must be able to send more
+    feed(engine, "r", {}, final=True)
+    seen = [engine.backlog("r")]
+    while engine.has_work():
+        engine.step()
+        seen.append(engine.backlog("r"))
+    assert seen == [2, 2, 1, 0]

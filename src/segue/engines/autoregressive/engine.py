@@ -99,6 +99,11 @@ class AutoregressiveEngine:
         """Undo `pause`."""
         self._set_paused(request_id, False)
 
+    def backlog(self, request_id: str) -> int:
+        """Chunks fed and not used yet: rows that wait for their tokens."""
+        sequence = self._sequences.get(request_id)
+        return sequence.backlog() if sequence is not None else 0
+
     def has_work(self) -> bool:
         """True if `step` would do something now."""
         if self._between:
