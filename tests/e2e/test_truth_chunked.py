@@ -41,7 +41,7 @@ def test_prompts_were_cut(system: System, truth: Truth, assets: Path) -> None:
 
 def test_a_prompt_that_is_cut_says_the_same_the_first_time(system: System, truth: Truth, assets: Path) -> None:
     """Nothing of it being in the cache."""
-    case = longer(BY_NAME["text"], text="Tell me a story of the sea. " * 12, seed=50)
+    case = longer(BY_NAME["text"], text="One two three four. " * 20, seed=50)
     prompt = case.prompt(assets)
     prompt["messages"].insert(0, {"role": "system", "content": "Be quick."})
     messages = [("system", "Be quick."), ("user", case.text)]
