@@ -250,7 +250,12 @@ def test_a_broken_template_file_stops_the_start(tiny_dir: Path, tmp_path: Path) 
         (Request(request_id="r", prompt_token_ids=[-1]), InvalidRequest, "prompt_token_ids[0]", "-1"),
         (asked(QUESTION, prompt_token_ids=[1]), InvalidRequest, "prompt_token_ids", "not both"),
         (asked(QUESTION, voice="Chelsea"), NotFound, "voice", "did you mean 'Chelsie'"),
-        (asked(QUESTION, options={"use_audio_in_video": 1}), InvalidRequest, "use_audio_in_video", "true or false"),
+        (
+            asked(QUESTION, options={"use_audio_in_video": 1}),
+            InvalidRequest,
+            "options.use_audio_in_video",
+            "true or false",
+        ),
         (asked(TextPart("a <|IMAGE|> b")), InvalidRequest, "messages[0].content[0]", "stands for image"),
         (
             Request(request_id="r", messages=[Message("usr", [QUESTION])]),

@@ -78,7 +78,7 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
         ({"min_p": 2}, "min_p", "from 0 to 1"),
         ({"repetition_penalty": 0}, "repetition_penalty", "above 0"),
         ({"presence_penalty": 2.5}, "presence_penalty", "-2 to 2"),
-        ({"max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"max_tokens": 0}, "max_tokens", "from 1 to"),
         ({"max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "give one"),
         ({"min_tokens": 5, "max_tokens": 2}, "min_tokens", "more than max_tokens"),

@@ -194,7 +194,8 @@ def test_the_access_log_has_a_line_per_request_with_its_id() -> None:
     configure_logging("info", as_json=True, stream=lines)
     try:
         with live(FakeService()) as server:
-            httpx.get(f"{server.url}/health", headers={"X-Request-Id": "id-1"})
+            httpx.get(f"{server.url}/v1/models", headers={"X-Request-Id": "id-1"})
+            httpx.get(f"{server.url}/health", headers={"X-Request-Id": "a poll"})
             httpx.post(f"{server.url}{CHAT}", json={}, headers={"X-Request-Id": "id-2"})
     finally:
         for name in ("segue", "uvicorn.error"):
@@ -203,6 +204,11 @@ def test_the_access_log_has_a_line_per_request_with_its_id() -> None:
             logger.setLevel(logging.NOTSET)
     events = [json.loads(line) for line in lines.getvalue().splitlines()]
     requests = {event["request_id"]: event for event in events if event["logger"] == "segue.access"}
-    assert (requests["id-1"]["method"], requests["id-1"]["path"], requests["id-1"]["status"]) == ("GET", "/health", 200)
+    assert (requests["id-1"]["method"], requests["id-1"]["path"], requests["id-1"]["status"]) == (
+        "GET",
+        "/v1/models",
+        200,
+    )
     assert (requests["id-2"]["path"], requests["id-2"]["status"]) == (CHAT, 400)
     assert requests["id-2"]["seconds"] >= 0
+    assert set(requests) == {"id-1", "id-2"}, "a health check every second is not worth a line each"

@@ -133,7 +133,7 @@ def test_nothing_is_kept_once_the_downstream_has_finished(tmp_path: Path) -> Non
     box.push("r", "a", "b", {"n": 0}, final=True)
     box.consumed("r", "a", TARGET, 0, finished=True)
     assert not box.resend("r", "a", TARGET)
-    assert box.in_flight() == {EDGE: 0}
+    assert box.edges() == {EDGE: {"in_flight_bytes": 0, "flows": 0, "pending_chunks": 0}}
 
 
 @settings(deadline=None)

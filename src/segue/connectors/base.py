@@ -12,6 +12,10 @@ class Connector(Protocol):
     """Four calls. `put` runs in the producer's process, `get` in the consumer's; the metadata travels between them as
     a control message (msgpack-able: dict, list, str, bytes, int, float, bool, None)."""
 
+    @property
+    def bytes_in_use(self) -> int:
+        """Memory of this side's pool that payloads occupy."""
+
     def put(
         self, from_stage: str, to_stage: str, request_id: str, payload: Payload
     ) -> tuple[bool, int, dict[str, Any] | None]:

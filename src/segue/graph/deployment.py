@@ -27,7 +27,8 @@ text such as `64MiB` and `1GB`.
     runtime:
       connectors:
         shm: {name: SharedMemoryConnector, extra: {shm_threshold_bytes: 65536, pool_bytes: 64MiB, max_bytes: 512MiB}}
-    limits: {max_waiting: 256, max_retries: 2, default_deadline: null, retained_bytes: 256MiB, drain_seconds: 10}
+    limits: {max_waiting: 256, max_retries: 2, default_deadline: null, retained_bytes: 256MiB, drain_seconds: 10,
+             hang_seconds: 600}
 
 `limits` has the keys of `Limits`; `defaults` do not reach `input`, which runs on the CPU. Stages fused into one worker
 are joined by the in-process connector; every other edge gets shared memory by itself: the connector called `shm`, or
@@ -136,6 +137,9 @@ class Limits:
     """Payloads a worker keeps for recovery."""
     drain_seconds: float = 10.0
     """How long a stop waits for running requests."""
+    hang_seconds: float = 600.0
+    """A worker that has requests and answers nothing for so long (longer than any one step takes) is killed and
+    started again."""
     max_media_bytes: int = 64 * MiB
     """Of one picture, clip or recording as it comes in."""
     max_image_pixels: int = 64_000_000

@@ -125,6 +125,7 @@ def _limits(section: Section) -> Limits:
         default_deadline=section.number("default_deadline", default.default_deadline),
         retained_bytes=section.size("retained_bytes", default.retained_bytes),
         drain_seconds=section.number("drain_seconds", default.drain_seconds),
+        hang_seconds=section.number("hang_seconds", default.hang_seconds),
         max_media_bytes=section.size("max_media_bytes", default.max_media_bytes),
         max_image_pixels=section.integer("max_image_pixels", default.max_image_pixels),
         max_audio_seconds=section.number("max_audio_seconds", default.max_audio_seconds),

@@ -20,7 +20,6 @@ from segue.messages.request import ArrayInfo, MediaPart
 _FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "DIB", "TIFF", "PPM", "AVIF", "JPEG2000", "ICO", "TGA")
 # what Pillow's readers raise on broken files
 _BROKEN = (
-    UnidentifiedImageError,
     OSError,
     SyntaxError,
     ValueError,
@@ -56,6 +55,10 @@ def decode_image(part: MediaPart, limits: MediaLimits) -> np.ndarray[Any, np.dty
             raise over(part, "max_image_pixels", "too many pixels to be opened", limits.max_image_pixels) from error
         except InvalidRequest:
             raise
+        except UnidentifiedImageError as error:
+            raise refuse(
+                part, f"not a readable image file (of no known format); {_SEND}"
+            ) from error  # its text is an address
         except _BROKEN as error:
             raise refuse(part, f"not a readable image file ({error}); {_SEND}") from error
 

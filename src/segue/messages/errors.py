@@ -4,8 +4,10 @@
     ├── ConfigError         the graph, deployment or checkpoint is wrong: mend it, start again
     ├── InvalidRequest      the request is wrong: the client mends it (HTTP 400)
     │   ├── TooLarge        over a limit of this deployment (413)
+    │   ├── TooLong         the prompt does not fit into the context (400)
     │   └── NotFound        no such model, voice, file or job (404)
     ├── Overloaded          the queue is full: try again later (429)
+    ├── ShuttingDown        this server is being stopped: try another (503)
     ├── DeadlineExceeded    the request's own deadline passed (504)
     ├── Cancelled           the client went away (499)
     └── StageFailed         a stage could not do it: our mistake, or the device's (500)
@@ -56,6 +58,12 @@ class TooLarge(InvalidRequest):
     code = "too_large"
 
 
+class TooLong(InvalidRequest):
+    """The prompt does not fit into the context; the message has both lengths."""
+
+    code = "context_length_exceeded"
+
+
 class NotFound(InvalidRequest):
     """A name that does not resolve."""
 
@@ -69,6 +77,13 @@ class Overloaded(SegueError):
     status = 429
     type = "rate_limit_error"
     code = "overloaded"
+
+
+class ShuttingDown(SegueError):
+    """This server is being stopped; another one may take the request."""
+
+    status = 503
+    code = "shutting_down"
 
 
 class DeadlineExceeded(SegueError):
@@ -107,8 +122,10 @@ _TREE: dict[str, type[SegueError]] = {
         ConfigError,
         InvalidRequest,
         TooLarge,
+        TooLong,
         NotFound,
         Overloaded,
+        ShuttingDown,
         DeadlineExceeded,
         Cancelled,
         StageFailed,

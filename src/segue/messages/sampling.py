@@ -78,8 +78,8 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "min_p": (0.0, 1.0, "a number from 0 to 1"),
     "presence_penalty": (-2.0, 2.0, "a number from -2 to 2"),
     "frequency_penalty": (-2.0, 2.0, "a number from -2 to 2"),
-    "max_tokens": (1, 2**31 - 1, "an integer of at least 1"),
-    "min_tokens": (0, 2**31 - 1, "an integer of at least 0"),
+    "max_tokens": (1, 2**31 - 1, "an integer from 1 to 2147483647"),
+    "min_tokens": (0, 2**31 - 1, "an integer from 0 to 2147483647"),
     "seed": (-(2**63), 2**64 - 1, "a 64-bit integer"),
 }
 
@@ -122,6 +122,27 @@ def check_sampling(params: SamplingParams, field: str) -> None:
             )
     if any(not text for text in params.stop or []):
         raise InvalidRequest(f"{field}.stop has an empty string; leave it out", field=f"{field}.stop")
+
+
+def check_token_ids(params: SamplingParams, vocab_size: int, field: str) -> None:
+    """Raise `InvalidRequest` for a token id that a stage does not have, or where none is left to choose.
+
+    `field`: what stands before the parameter's name, dot included.
+    """
+    lists = {
+        "stop_token_ids": params.stop_token_ids,
+        "suppress_tokens": params.suppress_tokens,
+        "logit_bias": params.logit_bias,
+    }
+    for name, ids in lists.items():
+        for token in ids or ():
+            if not 0 <= token < vocab_size:
+                raise InvalidRequest(
+                    f"{field}{name} has {token}, which is no token id; they are from 0 to {vocab_size - 1}",
+                    field=f"{field}{name}",
+                )
+    if len(set(params.suppress_tokens or ())) == vocab_size:
+        raise InvalidRequest(f"{field}suppress_tokens leaves no token to choose", field=f"{field}suppress_tokens")
 
 
 def sampling_from(values: dict[str, Any], field: str) -> SamplingParams:

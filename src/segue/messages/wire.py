@@ -1,6 +1,6 @@
 """Every control message that crosses a process, and the one codec for them (msgpack by msgspec).
 
-    orchestrator → worker   Begin, Resend, Moved, Drop, PeerLost, Shutdown
+    orchestrator → worker   Begin, Resend, Moved, Drop, PeerLost, Ping, Shutdown
     worker → orchestrator   Loading, Ready, StartFailed, Progress, InputDone, InputLost, StageDone, Failed, Stats
     worker → worker         Chunk, Consumed
 
@@ -77,6 +77,10 @@ class PeerLost(msgspec.Struct, tag=True):
     address: str
 
 
+class Ping(msgspec.Struct, tag=True):
+    """Answer with `Stats`: so that a worker that hangs is known from one that works."""
+
+
 class Shutdown(msgspec.Struct, tag=True):
     """Leave now; the orchestrator has drained."""
 
@@ -94,6 +98,8 @@ class StageFacts(msgspec.Struct):
     """What only the loaded stage knows."""
 
     max_model_len: int | None = None
+    vocab_size: int | None = None
+    """Of an autoregressive stage: token ids are below it."""
 
 
 class Ready(msgspec.Struct, tag=True):
@@ -145,6 +151,7 @@ class InputLost(msgspec.Struct, tag=True):
     """A payload of `source` cannot be had any more (its producer died, or did not keep it): `stage` must start anew."""
 
     worker: str
+    """Who says so: either end of the edge."""
     request_id: str
     stage: str
     attempt: int
@@ -211,7 +218,7 @@ class Consumed(msgspec.Struct, tag=True):
     """The downstream stage is done with the request: retained payloads may go."""
 
 
-ToWorker = Begin | Resend | Moved | Drop | PeerLost | Shutdown | Chunk | Consumed
+ToWorker = Begin | Resend | Moved | Drop | PeerLost | Ping | Shutdown | Chunk | Consumed
 ToOrchestrator = Loading | Ready | StartFailed | Progress | InputDone | InputLost | StageDone | Failed | Stats
 
 _encoder = msgspec.msgpack.Encoder()

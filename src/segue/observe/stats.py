@@ -16,6 +16,14 @@ _HELP = {
     "segue_stage_step_seconds": "Time of one engine step.",
     "segue_stage_queue_seconds": "Time a request waited in the stage before its first step.",
     "segue_stage_errors_total": "Requests that failed in the stage.",
+    "segue_stage_requests": "Requests that are in the stage.",
+    "segue_stage_retained_bytes": "Payloads the worker keeps in memory for recovery (told of its first stage).",
+    "segue_stage_spilled_bytes": "Payloads the worker keeps in its file for recovery (told of its first stage).",
+    "segue_stage_pool_bytes": "Shared memory of the worker that payloads occupy (told of its first stage).",
+    "segue_stage_early_chunks": "Chunks that came before their request (told of the worker's first stage).",
+    "segue_edge_in_flight_bytes": "Payload bytes sent and not consumed yet.",
+    "segue_edge_pending_chunks": "Chunks that wait for room downstream.",
+    "segue_edge_flows": "Requests whose stream over the edge is open.",
     "segue_edge_hop_seconds": "Time from a chunk's departure upstream to its arrival downstream.",
     "segue_edge_bytes_total": "Payload bytes sent over the edge.",
     "segue_edge_chunks_total": "Chunks sent over the edge.",
@@ -47,6 +55,14 @@ def render_worker_stats(stats: Iterable[WorkerStats]) -> bytes:
         out.append(f"# TYPE {metric} {kinds[metric]}")
         out.extend(lines[metric])
     return "".join(f"{line}\n" for line in out).encode()
+
+
+def render_gauges(values: Mapping[str, tuple[str, float]]) -> bytes:
+    """Exposition text of gauges without labels: name → (help, value)."""
+    return "".join(
+        f"# HELP {name} {about}\n# TYPE {name} gauge\n{name} {_number(value)}\n"
+        for name, (about, value) in values.items()
+    ).encode()
 
 
 def _kind(metric: str, value: float | Histogram) -> str:

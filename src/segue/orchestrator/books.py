@@ -33,6 +33,8 @@ class RequestBooks:
     """Stages to begin as soon as their groups have a ready worker."""
     losses: Counter[str] = field(default_factory=Counter)
     """By stage: how often its worker was lost with this request."""
+    blamed: set[str] = field(default_factory=set)
+    """Workers whose payloads were found missing; where one turns out to be dead, it is one loss, not two."""
     usage: Usage = field(default_factory=Usage)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     finish_reason: str = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import operator
+import sys
 import threading
 import time
 import uuid
@@ -20,9 +21,9 @@ from segue.media.sources import MediaPolicy, shown
 from segue.messages.deltas import Delta, Finished
 from segue.messages.errors import InvalidRequest, NotFound, nearest
 from segue.messages.request import Request, check_types
-from segue.messages.sampling import SamplingParams, check_sampling, sampling_from
+from segue.messages.sampling import SamplingParams, check_sampling, check_token_ids, sampling_from
 from segue.models.registry import family_of, read_config
-from segue.observe.stats import render_worker_stats
+from segue.observe.stats import render_gauges, render_worker_stats
 from segue.orchestrator.orchestrator import OnProgress, Orchestrator
 from segue.orchestrator.outputs import Collector, RequestOutput
 from segue.orchestrator.service import Health, ModelCard
@@ -88,12 +89,13 @@ class AsyncOmni:
         """Return when every stage is ready; raise the first worker's own error otherwise."""
         await self.orchestrator.start()
         facts = self.orchestrator.replicas.facts
+        self.card.vocab_sizes = {stage: fact.vocab_size for stage, fact in facts.items() if fact.vocab_size is not None}
         if self.card.text_stage is not None:
             self.card.max_model_len = facts[self.card.text_stage].max_model_len
 
-    async def stop(self) -> None:
-        """Drain, then end every process and free everything."""
-        await self.orchestrator.stop()
+    async def stop(self, *, drain: bool = True) -> None:
+        """Let running requests finish (`drain`), then end every process and free everything."""
+        await self.orchestrator.stop(drain=drain)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -108,8 +110,14 @@ class AsyncOmni:
         return self.orchestrator.replicas.health()
 
     def metrics(self) -> bytes:
-        """Prometheus text exposition of what the workers count."""
-        return render_worker_stats(stage for stats in self.orchestrator.stats.values() for stage in stats.stages)
+        """Prometheus text exposition of what the orchestrator and the workers count."""
+        waiting = sum(1 for books in self.orchestrator.requests.values() if books.waiting)
+        return render_gauges(
+            {
+                "segue_requests": ("Requests admitted and not finished.", len(self.orchestrator.requests)),
+                "segue_requests_waiting": ("Of these, those that wait for a worker to come back.", waiting),
+            }
+        ) + render_worker_stats(stage for stats in self.orchestrator.stats.values() for stage in stats.stages)
 
     def stream(self, request: Request) -> AsyncGenerator[Delta]:
         """Deltas as they are made, `Finished` last; raises `SegueError`. Closing the generator cancels the request."""
@@ -182,6 +190,8 @@ class AsyncOmni:
                 hint = nearest(stage, self.card.sampling_stages)
                 raise InvalidRequest(f"sampling names stage {stage!r}, which does not sample{hint}", field="sampling")
             check_sampling(params, f"sampling.{stage}")
+            if (vocab := self.card.vocab_sizes.get(stage)) is not None:
+                check_token_ids(params, vocab, f"sampling.{stage}.")
         check_types(request)
         for option in request.options:
             if option not in self.card.options:
@@ -322,12 +332,21 @@ class Omni:
 
 
 class StartBars:
-    """One bar per worker while the stages load."""
+    """One bar per worker while the stages load; where stderr is no terminal, one line per worker when it is ready."""
 
     def __init__(self) -> None:
         self._bars: dict[str, tqdm[Any]] = {}
+        self._drawn = sys.stderr.isatty()
+        self._closed = False
 
     def show(self, worker: str, fraction: float, what: str) -> None:
+        if self._closed:
+            return  # a worker that comes back later: the log has it
+        if not self._drawn:
+            if fraction >= 1.0 and what == "ready":
+                sys.stderr.write(f"{worker} is ready\n")
+                sys.stderr.flush()
+            return
         bar = self._bars.get(worker)
         if bar is None:
             bar = tqdm(
@@ -342,6 +361,7 @@ class StartBars:
         bar.refresh()
 
     def close(self) -> None:
+        self._closed = True
         for bar in self._bars.values():
             bar.close()
 

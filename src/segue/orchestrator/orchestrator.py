@@ -28,6 +28,7 @@ from segue.messages.errors import (
     InvalidRequest,
     Overloaded,
     SegueError,
+    ShuttingDown,
     StageLost,
     error_from,
 )
@@ -43,6 +44,7 @@ from segue.messages.wire import (
     Moved,
     Peer,
     PeerLost,
+    Ping,
     Progress,
     Ready,
     Resend,
@@ -98,6 +100,7 @@ class Orchestrator:
         self._out: dict[str, zmq.Socket[bytes]] = {}
         self._inbox: zmq.asyncio.Socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._watch: asyncio.TimerHandle | None = None
         self._started: asyncio.Future[None] | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -132,6 +135,7 @@ class Orchestrator:
         self._spawn_task(self._read(self._inbox))
         for replica in self.replicas.all:
             self._spawn(replica)
+        self._watch_over()
 
     async def stop(self, *, drain: bool = True) -> None:
         """Admit nothing more, let running requests finish within `limits.drain_seconds`, end every process."""
@@ -143,10 +147,13 @@ class Orchestrator:
             except TimeoutError:
                 log.warning("%d requests were still running when the drain time was over", len(self.requests))
         for books in list(self.requests.values()):
-            self._end(books, Cancelled("the server is shutting down"))
+            self._end(books, ShuttingDown("the server is shutting down"))
+        if self._watch is not None:
+            self._watch.cancel()
         for replica in self.replicas.all:
             if replica.state == "ready":
                 self._send(replica.address, Shutdown())
+            replica.state = "draining"
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -175,7 +182,7 @@ class Orchestrator:
 
     def _admit(self, request: Request) -> RequestBooks:
         if self._stopping:
-            raise Overloaded("the server is shutting down")
+            raise ShuttingDown("the server is shutting down")
         limit = self.plan.limits.max_waiting
         if len(self.requests) >= limit:
             raise Overloaded(f"{limit} requests are in the system already (limits.max_waiting); try again later")
@@ -302,15 +309,13 @@ class Orchestrator:
                     if books := self._current(message.worker, message.request_id, message.stage, message.attempt):
                         books.stages[message.stage].inputs_done.add(message.source)
                 case InputLost():
-                    books = self._current(message.worker, message.request_id, message.stage, message.attempt)
-                    if books and message.stage not in books.waiting:  # else it is about to begin anew already
-                        self._lost(books, {message.stage, message.source}, message.source)
+                    self._on_input_lost(message)
                 case Failed():
                     if books := self._current(message.worker, message.request_id, message.stage, message.attempt):
                         error = error_from(message.kind, message.message, field=message.field, stage=message.stage)
                         self._end(books, error)
                 case Stats():
-                    self.stats[message.worker] = message
+                    self._on_stats(message)
                 case Loading():
                     self._on_loading(message)
                 case Ready():
@@ -331,7 +336,7 @@ class Orchestrator:
     def _spawn(self, replica: Replica) -> None:
         replica.incarnation += 1
         replica.state = "starting" if replica.incarnation == 1 else "restarting"
-        replica.pid, replica.loading, replica.what = None, 0.0, "forking"
+        replica.pid, replica.loading, replica.what, replica.pinged = None, 0.0, "forking", None
         directory = self._placement.runtime_dir
         replica.address = f"ipc://{directory}/{replica.worker}"
         mine = set(replica.group)
@@ -364,8 +369,8 @@ class Orchestrator:
 
     def _on_ready(self, message: Ready) -> None:
         replica = self.replicas.by_worker(message.worker)
-        if replica is None:
-            return
+        if replica is None or replica.state == "failed":
+            return  # it has died since
         replica.state, replica.loading, replica.failures = "ready", 1.0, 0
         self.replicas.facts.update(message.stages)
         self._on_progress(message.worker, 1.0, "ready")
@@ -375,11 +380,43 @@ class Orchestrator:
             if books.waiting:
                 self._launch(books, set())
 
+    def _on_stats(self, message: Stats) -> None:
+        if replica := self.replicas.by_worker(message.worker):
+            self.stats[message.worker] = message
+            replica.pinged = None
+
+    def _on_input_lost(self, message: InputLost) -> None:
+        books = self.requests.get(message.request_id)
+        if books is None or books.stages[message.stage].attempt != message.attempt:
+            return
+        if message.stage in books.waiting:
+            return  # it is about to begin anew already
+        books.blamed.add(books.stages[message.source].worker)
+        self._lost(books, {message.stage, message.source}, message.source)
+
+    def _watch_over(self) -> None:
+        """Ask the workers that have something to do for a sign of life; kill those that have owed it for too long."""
+        limit, now = self.plan.limits.hang_seconds, time.monotonic()
+        for replica in self.replicas.all:
+            if replica.state != "ready":
+                continue
+            if replica.pinged is None:
+                if replica.requests:
+                    replica.pinged = now
+                    self._send(replica.address, Ping())
+            elif now - replica.pinged >= limit and replica.pid is not None:
+                log.error(
+                    "worker %s (pid %s) has not answered for %g s: killing it", replica.worker, replica.pid, limit
+                )
+                self._placement.kill(replica.pid)
+        self._watch = self._loop.call_later(limit / 4, self._watch_over)
+
     def _on_start_failed(self, message: StartFailed) -> None:
         error = ConfigError(f"worker {message.worker!r} could not start: {message.message}", stage=message.worker)
         if self._started is not None and not self._started.done():
-            self._started.set_exception(error)
-        log.error("%s", error)
+            self._started.set_exception(error)  # whoever starts says it
+        else:
+            log.error("%s", error)
 
     def _on_exit(self, worker: str, how: str) -> None:
         replica = self.replicas.by_worker(worker)
@@ -423,12 +460,14 @@ class Orchestrator:
         for books in list(self.requests.values()):
             placed = {name: book for name, book in books.stages.items() if book.worker}
             if stages_to_rerun(placed, alive) - books.waiting:
-                self._lost(books, set(), what)
+                self._lost(books, set(), what, counted=bool(books.blamed - alive))
+                books.blamed &= alive
             elif books.waiting:
                 self._launch(books, set())
 
-    def _lost(self, books: RequestBooks, again: set[str], what: str) -> None:
-        books.losses[what] += 1
+    def _lost(self, books: RequestBooks, again: set[str], what: str, *, counted: bool = False) -> None:
+        """`counted`: this loss was, when the first sign of it came."""
+        books.losses[what] += not counted
         if books.losses[what] > self.plan.limits.max_retries:
             tries = self.plan.limits.max_retries + 1
             message = f"stage {what!r} was lost {tries} times while serving this request"
@@ -438,11 +477,17 @@ class Orchestrator:
 
     def _on_placement_lost(self) -> None:
         """The fork server died and took every worker along: start it all again."""
-        if not self._stopping:
-            log.error("the fork server died; starting every worker again")
-            self._spawn_task(self._reopen())
+        if self._stopping:
+            return
+        if self._started is not None and not self._started.done():
+            self._started.set_exception(ConfigError("the fork server died while the stages were loading"))
+            return
+        log.error("the fork server died; starting every worker again")
+        self._spawn_task(self._reopen())
 
     async def _reopen(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
         for replica in self.replicas.all:
             self._bury(replica)
         for socket in [*self._out.values(), *filter(None, [self._inbox])]:
@@ -469,12 +514,15 @@ class Orchestrator:
         task.add_done_callback(self._task_ended)
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
-        """A reader that dies is our own mistake: no request may wait for it in vain."""
+        """A reader that dies is our own mistake, a fork server that does not come back the machine's: no request may
+        wait for them in vain, and `/health` says so."""
         self._tasks.discard(task)
         if task.cancelled() or (error := task.exception()) is None or isinstance(error, zmq.ZMQError):
             return
         log.error("the orchestrator's own task failed", exc_info=error)
         if self._started is not None and not self._started.done():
             self._started.set_exception(error)
+        for replica in self.replicas.all:
+            replica.state = "failed"
         for books in list(self.requests.values()):
             self._end(books, SegueError(f"the orchestrator failed: {error}"))

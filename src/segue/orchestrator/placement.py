@@ -75,8 +75,11 @@ class LocalPlacement:
 
     async def start(self) -> None:
         self._closing = False
-        # short: a Unix socket path has room for 107 bytes
-        self.runtime_dir = tempfile.mkdtemp(prefix="segue-", dir=_short_tmp())
+        try:
+            # short: a Unix socket path has room for 107 bytes
+            self.runtime_dir = tempfile.mkdtemp(prefix="segue-", dir=_short_tmp())
+        except OSError as error:
+            raise ConfigError(f"no directory for sockets can be made (TMPDIR): {error}", field="TMPDIR") from error
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             os.set_inheritable(theirs.fileno(), True)
@@ -94,7 +97,8 @@ class LocalPlacement:
         self._preloaded = loop.create_future()
         loop.add_reader(ours.fileno(), self._read)
         try:
-            await self._preloaded
+            # shielded: `close` must see whether it was done, not that its waiter was cancelled
+            await asyncio.shield(self._preloaded)
         except BaseException:
             await self.close()
             raise
@@ -110,11 +114,14 @@ class LocalPlacement:
         self._disconnect()
         process, self._process = self._process, None
         if process is not None:
+            if self._preloaded is not None and not self._preloaded.done():
+                process.kill()  # still importing: it has no children, and would be deaf for seconds
             await asyncio.get_running_loop().run_in_executor(None, process.wait)
         shutil.rmtree(self.runtime_dir, ignore_errors=True)
 
     def _send(self, message: ToForkServer) -> None:
-        assert self._control is not None, "not started"
+        if self._control is None:
+            return  # the fork server has died; whoever waits for it is told
         try:
             self._control.send(encode(message))
         except (BrokenPipeError, ConnectionResetError):

@@ -22,6 +22,8 @@ class Replica:
     what: str = "waiting"
     address: str = ""
     requests: set[str] = field(default_factory=set)
+    pinged: float | None = None
+    """time.monotonic() of a `Ping` that is not answered yet."""
     failures: int = 0
     """Deaths in a row before it was ready."""
 

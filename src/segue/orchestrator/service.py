@@ -53,6 +53,8 @@ class ModelCard(msgspec.Struct):
     """Request options of the family."""
     max_model_len: int | None
     created: int
+    vocab_sizes: dict[str, int] = {}
+    """By stage that samples, once it is loaded: token ids are below it."""
 
 
 class Service(Protocol):

@@ -14,7 +14,7 @@ from segue.media.parts import messages_from
 from segue.media.sources import shown
 from segue.messages.errors import InvalidRequest, NotFound, nearest
 from segue.messages.request import MediaPart, Message, Request
-from segue.messages.sampling import SamplingParams, sampling_from
+from segue.messages.sampling import SamplingParams, check_token_ids, sampling_from
 from segue.orchestrator.service import ModelCard
 from segue.server.body import check_names, convert
 from segue.server.errors import ModelNotFound, Unsupported
@@ -22,7 +22,9 @@ from segue.server.settings import ServerSettings
 
 MAX_CHOICES = 16
 MAX_STOPS = 16
-_TOKEN_IDS = range(2**31)
+_MAX_VOCAB = 2**31
+"""Where the stage is not loaded yet."""
+_TOKEN_IDS = range(_MAX_VOCAB)
 
 
 class AudioOptions(msgspec.Struct):
@@ -236,8 +238,8 @@ def _sampling(body: ChatBody, card: ModelCard) -> dict[str, SamplingParams]:
             hint = nearest(stage, card.sampling_stages)
             raise InvalidRequest(f"sampling names {shown(stage)}, no stage that samples{hint}", field="sampling")
         by_stage[stage] = sampling_from(values, f"sampling.{stage}")
-        _check_token_ids(by_stage[stage], f"sampling.{stage}.")
-    top = _top_level(body)
+        check_token_ids(by_stage[stage], card.vocab_sizes.get(stage, _MAX_VOCAB), f"sampling.{stage}.")
+    top = _top_level(body, card)
     if top is None:
         return by_stage
     if card.text_stage is None:
@@ -251,7 +253,7 @@ def _sampling(body: ChatBody, card: ModelCard) -> dict[str, SamplingParams]:
 _PREFIX = "request"
 
 
-def _top_level(body: ChatBody) -> SamplingParams | None:
+def _top_level(body: ChatBody, card: ModelCard) -> SamplingParams | None:
     """The text stage's parameters as they stand at the top of the body; None where there are none."""
     given: dict[str, Any] = {name: getattr(body, name) for name in _TO_TEXT_STAGE if getattr(body, name) is not None}
     given.pop("seed", None)
@@ -282,20 +284,8 @@ def _top_level(body: ChatBody) -> SamplingParams | None:
         # these stand at the top of the body, under no name
         field = (error.field or "").removeprefix(f"{_PREFIX}.")
         raise type(error)(error.message.removeprefix(f"{_PREFIX}."), field=field) from error
-    _check_token_ids(params, "")
+    check_token_ids(params, card.vocab_sizes.get(card.text_stage or "", _MAX_VOCAB), "")
     return params
-
-
-def _check_token_ids(params: SamplingParams, where: str) -> None:
-    lists = {
-        "stop_token_ids": params.stop_token_ids,
-        "suppress_tokens": params.suppress_tokens,
-        "logit_bias": params.logit_bias,
-    }
-    for name, ids in lists.items():
-        for token in ids or ():
-            if token not in _TOKEN_IDS:
-                raise InvalidRequest(f"{where}{name} has {token}, which is no token id", field=f"{where}{name}")
 
 
 def _seeds(body: ChatBody) -> list[int | None]:

@@ -20,6 +20,8 @@ from segue.server.errors import Unauthorized, error_response
 _log = logging.getLogger("segue.access")
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 _PROTECTED = "/v1/"
+_POLLED = frozenset({"/health", "/metrics"})
+"""Asked for every few seconds by machines: not worth a line each."""
 
 
 class Door:
@@ -90,4 +92,5 @@ class Door:
                 "seconds": round(seconds, 4),
                 "client": client[0] if client else None,
             },
+            logging.DEBUG if endpoint in _POLLED else logging.INFO,
         )

@@ -80,7 +80,7 @@ def build(spec: WorkerSpec, report: Callable[[Loading], None]) -> Built:
         facts[plan.name] = StageFacts()
         if plan.engine == "autoregressive":
             defaults = adapter.default_sampling
-            facts[plan.name] = StageFacts(max_model_len=adapter.max_model_len)
+            facts[plan.name] = StageFacts(max_model_len=adapter.max_model_len, vocab_size=adapter.vocab_size)
         transfers = {
             edge.target: stages_module.TRANSFERS[edge.source, edge.target] for edge in edges if edge.source == plan.name
         }

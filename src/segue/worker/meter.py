@@ -52,6 +52,10 @@ class Meter:
         self._lost[edge] += 1
         self._changed = True
 
+    def touch(self) -> None:
+        """Something changed that the next report should tell."""
+        self._changed = True
+
     def due(self, every: float) -> bool:
         """True if something changed and the last report is `every` seconds old."""
         return self._changed and time.monotonic() - self._reported >= every
@@ -59,10 +63,22 @@ class Meter:
     def changed(self) -> bool:
         return self._changed
 
-    def report(self, engines: Mapping[str, Mapping[str, float]]) -> Stats:
-        """The message for the orchestrator; `engines`: each stage's own stats."""
+    def report(
+        self,
+        engines: Mapping[str, Mapping[str, float]],
+        held: Mapping[str, float],
+        leaving: Mapping[Edge, Mapping[str, float]],
+    ) -> Stats:
+        """The message for the orchestrator. `engines`: each stage's own stats; `held`: what the whole worker holds,
+        told of its first stage; `leaving`: of edges that leave it."""
         self._changed, self._reported = False, time.monotonic()
-        return Stats(self._worker, [self._stage(stage, engines[stage]) for stage in self._steps])
+        stages = [self._stage(stage, engines[stage]) for stage in self._steps]
+        stages[0].values.update(held)
+        for stage in stages:
+            stage.edges.update(
+                {"->".join(edge): dict(values) for edge, values in leaving.items() if edge[0] == stage.stage}
+            )
+        return Stats(self._worker, stages)
 
     def _stage(self, stage: str, engine: Mapping[str, float]) -> WorkerStats:
         values: Values = {

@@ -57,7 +57,7 @@ class Outbox:
 
     def __init__(self, channels: dict[tuple[str, str], Channel], retained: RetainedStore, send: Send) -> None:
         self._channels = channels
-        self._retained = retained
+        self.retained = retained
         self._send = send
         self._flows: dict[tuple[str, str, str], _Flow] = {}
 
@@ -80,7 +80,7 @@ class Outbox:
         flow = self._flows.get((request_id, source, target.stage))
         if flow is None:
             return False
-        chunks = self._retained.replay(flow.key)
+        chunks = self.retained.replay(flow.key)
         if chunks is None:
             return False
         not_sent = flow.pending
@@ -88,7 +88,7 @@ class Outbox:
         flow.target, flow.next_seq = target, 0
         flow.pending = deque((payload, final) for payload, final, _ in chunks)
         flow.pending.extend(not_sent)
-        self._retained.drop(flow.key)  # sending keeps them again
+        self.retained.drop(flow.key)  # sending keeps them again
         self._pump(flow)
         return True
 
@@ -120,15 +120,23 @@ class Outbox:
         """The request is over."""
         for key in [key for key in self._flows if key[0] == request_id]:
             self._close(key)
-        self._retained.drop_request(request_id)
+        self.retained.drop_request(request_id)
 
-    def in_flight(self) -> dict[tuple[str, str], int]:
-        return {edge: channel.in_flight for edge, channel in self._channels.items()}
+    def edges(self) -> dict[tuple[str, str], dict[str, float]]:
+        """Gauges of every edge that leaves this worker."""
+        held: dict[tuple[str, str], dict[str, float]] = {
+            edge: {"in_flight_bytes": float(channel.in_flight), "flows": 0.0, "pending_chunks": 0.0}
+            for edge, channel in self._channels.items()
+        }
+        for (_, source, target), flow in self._flows.items():
+            held[source, target]["flows"] += 1
+            held[source, target]["pending_chunks"] += len(flow.pending)
+        return held
 
     def close(self) -> None:
         """Forget everything."""
         self._flows.clear()
-        self._retained.close()
+        self.retained.close()
 
     def _pump(self, flow: _Flow) -> None:
         channel = flow.channel
@@ -147,7 +155,7 @@ class Outbox:
                     return
             flow.pending.popleft()
             if channel.retain:
-                self._retained.append(flow.key, payload, nbytes, final=final)
+                self.retained.append(flow.key, payload, nbytes, final=final)
             flow.unconsumed.append((flow.next_seq, nbytes))
             channel.in_flight += nbytes
             chunk = Chunk(
@@ -171,4 +179,4 @@ class Outbox:
         flow = self._flows.pop(key, None)
         if flow is not None:
             self._forget_in_flight(flow)
-            self._retained.drop(key)
+            self.retained.drop(key)

@@ -16,8 +16,12 @@ class Peers:
         self._inbox.set_hwm(0)
         self._inbox.bind(inbox)
         self._out: dict[str, zmq.Socket[bytes]] = {}
+        self._dead: set[str] = set()
+        """Addresses of incarnations are never used again; a socket to one would look for it for ever."""
 
     def send(self, address: str, data: bytes) -> None:
+        if address in self._dead:
+            return
         socket = self._out.get(address)
         if socket is None:
             socket = self._context.socket(zmq.PUSH)
@@ -28,6 +32,7 @@ class Peers:
 
     def forget(self, address: str) -> None:
         """The peer at this address is dead: drop what was still queued for it."""
+        self._dead.add(address)
         socket = self._out.pop(address, None)
         if socket is not None:
             socket.close(linger=0)

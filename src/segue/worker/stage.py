@@ -34,6 +34,8 @@ class Run:
     views of shared memory)."""
     fed: dict[str, int] = field(default_factory=dict)
     """By upstream: chunks an earlier attempt of it had given."""
+    complete: set[str] = field(default_factory=set)
+    """Upstreams whose last chunk the engine has; a later attempt of theirs has nothing to add."""
 
 
 @dataclass(slots=True)

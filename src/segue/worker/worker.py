@@ -29,6 +29,7 @@ from segue.messages.wire import (
     Moved,
     Peer,
     PeerLost,
+    Ping,
     Progress,
     Ready,
     Resend,
@@ -224,6 +225,8 @@ class Worker:
                 self.on_moved(message)
             case PeerLost():
                 self.peers.forget(message.address)
+            case Ping():
+                self.report()
             case Shutdown():
                 self.running = False
 
@@ -254,6 +257,7 @@ class Worker:
         for connector in self.all_connectors:
             connector.release(request_id)
         self.early.pop(request_id, None)
+        self.meter.touch()  # what is free now is worth telling
         self.dropped[request_id] = None
         while len(self.dropped) > REMEMBER_DROPPED:
             self.dropped.popitem(last=False)
@@ -303,7 +307,7 @@ class Worker:
             run.taken.append((connector, chunk.meta))
         self.meter.hop(edge, time.monotonic() - chunk.sent, chunk.nbytes)
         run.next_seq[source] = chunk.seq + 1
-        known = source in self.replayable and chunk.seq < run.fed.get(source, 0)
+        known = source in run.complete or (source in self.replayable and chunk.seq < run.fed.get(source, 0))
         try:
             if not known:
                 stage.engine.feed(chunk.request_id, source, payload, final=chunk.final)
@@ -314,12 +318,22 @@ class Worker:
             return
         self._send(chunk.source.address, Consumed(chunk.request_id, source, run.self_peer, chunk.seq))
         if chunk.final:
+            run.complete.add(source)
             self.tell(InputDone(self.name, chunk.request_id, chunk.target, run.begin.attempt, source))
 
     # ── sending ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def report(self) -> None:
-        self.tell(self.meter.report({name: stage.engine.stats() for name, stage in self.stages.items()}))
+        engines = {
+            name: {**stage.engine.stats(), "requests": float(len(stage.runs))} for name, stage in self.stages.items()
+        }
+        held: dict[str, float] = {
+            "retained_bytes": self.outbox.retained.in_memory,
+            "spilled_bytes": self.outbox.retained.spilled,
+            "pool_bytes": sum(connector.bytes_in_use for connector in self.all_connectors),
+            "early_chunks": sum(map(len, self.early.values())),
+        }
+        self.tell(self.meter.report(engines, held, self.outbox.edges()))
 
     def tell(self, message: ToOrchestrator) -> None:
         self.peers.send(self.orchestrator, encode(message))

@@ -11,7 +11,7 @@ from segue.engines.autoregressive.detokenize import Detokenizer, StopStrings
 from segue.engines.autoregressive.sampler import RowSampler
 from segue.engines.autoregressive.scheduler import Job
 from segue.engines.contract import StageRequest
-from segue.messages.errors import InvalidRequest, StageFailed
+from segue.messages.errors import InvalidRequest, StageFailed, TooLong
 
 
 class Conditioning:
@@ -125,7 +125,7 @@ class Sequence:
         if not length:
             raise InvalidRequest("the prompt is empty; send at least one token", field="messages")
         if length + 1 > longest:
-            raise InvalidRequest(
+            raise TooLong(
                 f"the prompt has {length} tokens; with one for the reply that is more than the {longest} this "
                 f"deployment can hold for a request at stage {self.request.stage!r}",
                 field="messages",

@@ -97,10 +97,15 @@ def load_chat(model_dir: Path) -> Chat | None:
     if not any((model_dir / name).is_file() for name in _TOKENIZER_FILES):
         return None
     template = _template(model_dir)
-    if not any((model_dir / name).is_file() for name in _PROCESSOR_FILES):
-        tokenizer = AutoTokenizer.from_pretrained(model_dir)
-        return Chat(tokenizer, template or tokenizer.chat_template)
-    processor = Qwen2_5OmniProcessor.from_pretrained(model_dir)
+    try:
+        if not any((model_dir / name).is_file() for name in _PROCESSOR_FILES):
+            tokenizer = AutoTokenizer.from_pretrained(model_dir)
+            return Chat(tokenizer, template or tokenizer.chat_template)
+        processor = Qwen2_5OmniProcessor.from_pretrained(model_dir)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{model_dir}: the tokenizer or the processor cannot be read: {error}", field="model"
+        ) from error
     return Chat(processor.tokenizer, template or processor.chat_template, processor)
 
 

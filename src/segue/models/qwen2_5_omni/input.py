@@ -15,7 +15,8 @@ import torch
 from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.engines.module.contract import Result, Work
 from segue.media.limits import MediaLimits
-from segue.messages.errors import ConfigError, InvalidRequest, NotFound, SegueError, nearest
+from segue.media.sources import shown
+from segue.messages.errors import ConfigError, InvalidRequest, NotFound, SegueError, TooLong, nearest
 from segue.messages.request import MediaPart, Message, Request, TextPart
 from segue.models.qwen2_5_omni.chat import PLACEHOLDERS, Chat, load_chat
 from segue.models.qwen2_5_omni.medium import Expanded, MediaReader
@@ -73,7 +74,8 @@ class InputProcessor:
         sound = request.options.get("use_audio_in_video", False)
         if not isinstance(sound, bool):
             raise InvalidRequest(
-                f"use_audio_in_video is {sound!r}; it must be true or false", field="use_audio_in_video"
+                f"options.use_audio_in_video is {shown(sound)}; it must be true or false",
+                field="options.use_audio_in_video",
             )
         media: list[Expanded] = []
         if request.prompt_token_ids is not None:
@@ -168,7 +170,7 @@ class InputProcessor:
         for medium in media:
             taken[medium.entries[0]["kind"]] += len(medium.ids)
         shares = ", ".join(f"{count} of them {kind}" for kind, count in taken.items())
-        raise InvalidRequest(
+        raise TooLong(
             f"the prompt has {len(ids)} tokens{' (' + shares + ')' if shares else ''}; the context is {self._longest} "
             f"tokens, so it may have at most {self._longest - 1}",
             field=field,

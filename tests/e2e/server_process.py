@@ -1,0 +1,187 @@
+"""`segue serve` on the tiny checkpoint, as an operator starts it: a process, its port, its children, its numbers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import httpx
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+SOURCE = Path(__file__).parents[2] / "src"
+ASSETS = Path(__file__).parents[2] / "assets"
+NAME = "tiny"
+HELLO = [{"role": "user", "content": "hello"}]
+
+Metrics = dict[str, dict[tuple[tuple[str, str], ...], float]]
+
+
+def environment(**more: str) -> dict[str, str]:
+    paths = [str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **more}
+
+
+def segue(*arguments: str, timeout: float = 60, **variables: str) -> subprocess.CompletedProcess[str]:
+    """One command, run to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "segue.cli", *arguments],
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def tiny_checkpoint(factory: pytest.TempPathFactory) -> Path:
+    """One for the whole run of the tests."""
+    directory = factory.getbasetemp() / "tiny-for-servers"
+    if not directory.exists():
+        done = segue("tiny", "qwen2.5-omni", str(directory))
+        assert done.returncode == 0, done.stderr
+    return directory
+
+
+class Served:
+    """A running server."""
+
+    def __init__(self, model: Path, *arguments: str) -> None:
+        self._log: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by `close`
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "segue.cli", "serve", str(model), "--port", "0", "--name", NAME, *arguments],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            start_new_session=True,
+        )
+        self.url = ""
+
+    def wait_ready(self) -> None:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert " is served at " in line, self.log()
+        self.url = line.split()[-1]
+
+    def log(self) -> str:
+        self._log.flush()
+        with open(self._log.fileno(), closefd=False) as file:
+            file.seek(0)
+            return file.read()
+
+    def client(self, **settings: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60, **settings)
+
+    def health(self) -> dict[str, Any]:
+        with self.client() as http:
+            return http.get("/health").json()
+
+    def pid(self, stage: str) -> int:
+        return int(self.health()["stages"][stage]["replicas"][0]["pid"])
+
+    def family(self) -> list[psutil.Process]:
+        """The server, its fork server, its workers."""
+        server = psutil.Process(self.process.pid)
+        return [server, *server.children(recursive=True)]
+
+    def fork_server(self) -> psutil.Process:
+        [one] = psutil.Process(self.process.pid).children()
+        return one
+
+    def runtime_dir(self) -> Path:
+        arguments = self.fork_server().cmdline()
+        return Path(arguments[arguments.index("segue.worker") + 2])
+
+    def metrics(self) -> Metrics:
+        with self.client() as http:
+            answer = http.get("/metrics")
+        assert answer.status_code == 200
+        found: Metrics = {}
+        for family in text_string_to_metric_families(answer.text):
+            for sample in family.samples:
+                rows = found.setdefault(sample.name, {})
+                labels = tuple(sorted(sample.labels.items()))
+                assert labels not in rows, f"{sample.name}{labels} is there twice"
+                rows[labels] = sample.value
+        return found
+
+    def until(self, true: Callable[[Metrics], bool], within: float) -> Metrics:
+        """Ask for the numbers until they are so."""
+        end = time.monotonic() + within
+        while True:
+            metrics = self.metrics()
+            if true(metrics):
+                return metrics
+            if time.monotonic() > end:
+                raise AssertionError(f"not so within {within} s: { {k: v for k, v in held(metrics).items() if v} }")
+
+    def until_empty(self, within: float = 1.0) -> Metrics:
+        return self.until(lambda metrics: not any(held(metrics).values()), within)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        self._log.close()
+
+
+HOLDINGS = (
+    "segue_requests",
+    "segue_generations_in_flight",
+    "segue_stage_requests",
+    "segue_stage_blocks_used",
+    "segue_stage_waiting",
+    "segue_stage_running",
+    "segue_stage_retained_bytes",
+    "segue_stage_spilled_bytes",
+    "segue_stage_pool_bytes",
+    "segue_stage_early_chunks",
+    "segue_edge_in_flight_bytes",
+    "segue_edge_pending_chunks",
+    "segue_edge_flows",
+)
+
+
+def held(metrics: Metrics) -> dict[str, float]:
+    """Everything that must be zero when no request is there."""
+    return {f"{name}{dict(labels)}": value for name in HOLDINGS for labels, value in metrics[name].items()}
+
+
+@contextmanager
+def served(model: Path, *arguments: str) -> Iterator[Served]:
+    server = Served(model, *arguments)
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.close()
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    """A small greedy request."""
+    return {"model": NAME, "messages": HELLO, "max_tokens": 8, "temperature": 0, "seed": 1, **fields}
+
+
+def spoken(**fields: Any) -> dict[str, Any]:
+    """The same, with speech."""
+    return body(
+        modalities=["text", "audio"],
+        sampling={"talker": {"temperature": 0, "max_tokens": 30}},
+        return_token_ids=True,
+        **fields,
+    )
+
+
+def ids_of(answer: httpx.Response) -> dict[str, list[int]]:
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["token_ids"]
