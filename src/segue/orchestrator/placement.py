@@ -80,7 +80,22 @@ class LocalPlacement:
             self.runtime_dir = tempfile.mkdtemp(prefix="segue-", dir=_short_tmp())
         except OSError as error:
             raise ConfigError(f"no directory for sockets can be made (TMPDIR): {error}", field="TMPDIR") from error
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        loop = asyncio.get_running_loop()
+        self._preloaded = loop.create_future()
+        try:
+            self._launch()
+            assert self._control is not None
+            loop.add_reader(self._control.fileno(), self._read)
+            # shielded: `close` must see whether it was done, not that its waiter was cancelled
+            await asyncio.shield(self._preloaded)
+        except BaseException:
+            await self.close()
+            raise
+
+    def _launch(self) -> None:
+        """Start the fork server, and keep our end of its line."""
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.setblocking(False)
         with theirs:
             os.set_inheritable(theirs.fileno(), True)
             source = str(Path(segue.__file__).parents[1])
@@ -91,17 +106,6 @@ class LocalPlacement:
                 pass_fds=(theirs.fileno(),),
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             )
-        ours.setblocking(False)
-        self._control = ours
-        loop = asyncio.get_running_loop()
-        self._preloaded = loop.create_future()
-        loop.add_reader(ours.fileno(), self._read)
-        try:
-            # shielded: `close` must see whether it was done, not that its waiter was cancelled
-            await asyncio.shield(self._preloaded)
-        except BaseException:
-            await self.close()
-            raise
 
     def spawn(self, spec: WorkerSpec) -> None:
         self._send(Spawn(spec))
