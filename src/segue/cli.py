@@ -16,8 +16,11 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status. Errors of ours are one line on stderr, without a traceback."""
-    arguments = parser().parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
     try:
+        if given[:1] == ["bench"]:
+            return _bench(given[1:])  # has a parser of its own, its --help included
+        arguments = parser().parse_args(given)
         return arguments.run(arguments)
     except SegueError as error:
         print(f"segue: error: {error.message}", file=sys.stderr)
@@ -66,9 +69,7 @@ def parser() -> argparse.ArgumentParser:
     tiny.add_argument("--seed", type=int, default=0)
     tiny.set_defaults(run=_tiny)
 
-    bench = commands.add_parser("bench", help="measure against the reference library", add_help=False)
-    bench.add_argument("rest", nargs=argparse.REMAINDER)
-    bench.set_defaults(run=_bench)
+    commands.add_parser("bench", help="measure against the reference library", add_help=False)
     return top
 
 
@@ -141,6 +142,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     from segue.messages.sampling import SamplingParams
     from segue.orchestrator.omni import Omni
 
+    kind = _speech_format(arguments.output) if arguments.output is not None else "wav"
     parts = [
         {"type": kind, kind: path}
         for kind in ("image", "audio", "video")
@@ -163,9 +165,20 @@ def _generate(arguments: argparse.Namespace) -> int:
         )
     print(output.text)
     if arguments.output is not None and output.audio is not None:
-        kind = arguments.output.suffix.lstrip(".").lower() or "wav"
-        arguments.output.write_bytes(encode_audio(output.audio.samples, output.audio.sample_rate, kind))
+        try:
+            arguments.output.write_bytes(encode_audio(output.audio.samples, output.audio.sample_rate, kind))
+        except OSError as error:
+            raise ConfigError(f"--output {str(arguments.output)!r} cannot be written: {error.strerror}") from error
     return 0
+
+
+def _speech_format(path: Path) -> str:
+    """What the ending of a file name says; seen to before the stages are started."""
+    from segue.media.encode import check_audio_format
+
+    if not path.parent.is_dir():
+        raise ConfigError(f"--output {str(path)!r}: there is no directory {str(path.parent)!r}")
+    return check_audio_format(path.suffix.lstrip(".").lower() or "wav", "--output")
 
 
 def _graph(arguments: argparse.Namespace) -> int:
@@ -192,15 +205,18 @@ def _tiny(arguments: argparse.Namespace) -> int:
     module = importlib.import_module(family.tiny_module)
     if arguments.size not in module.SIZES:
         raise ConfigError(f"{arguments.family} has no size {arguments.size!r}{nearest(arguments.size, module.SIZES)}")
-    module.make(arguments.directory, size=arguments.size, seed=arguments.seed)
+    try:
+        module.make(arguments.directory, size=arguments.size, seed=arguments.seed)
+    except OSError as error:
+        raise ConfigError(f"the checkpoint cannot be written to {str(arguments.directory)!r}: {error}") from error
     print(f"{arguments.family} ({arguments.size}) is in {arguments.directory}")
     return 0
 
 
-def _bench(arguments: argparse.Namespace) -> int:
+def _bench(rest: list[str]) -> int:
     from segue.bench.main import main as bench
 
-    return bench(arguments.rest)
+    return bench(rest)
 
 
 if __name__ == "__main__":

@@ -30,11 +30,11 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **more}
 
 
-def segue(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+def segue(*arguments: str, timeout: float = 60, **variables: str) -> subprocess.CompletedProcess[str]:
     """One command, run to its end."""
     return subprocess.run(
         [sys.executable, "-m", "segue.cli", *arguments],
-        env=environment(),
+        env=environment(**variables),
         capture_output=True,
         text=True,
         timeout=timeout,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from segue.connectors.base import Connector, Payload
 from segue.messages.wire import Chunk, Peer
-from segue.worker.retained import RetainedStore
+from segue.worker.retained import Key, RetainedStore
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class _Flow:
     next_seq: int = 0
 
     @property
-    def key(self) -> tuple[str, str, str]:
+    def key(self) -> Key:
         return (self.request_id, self.source.stage, self.target.stage)
 
 
@@ -59,7 +59,12 @@ class Outbox:
         self._channels = channels
         self.retained = retained
         self._send = send
-        self._flows: dict[tuple[str, str, str], _Flow] = {}
+        self._flows: dict[Key, _Flow] = {}
+        self._stuck: set[Key] = set()
+        """Flows with something pending."""
+        self._targets: dict[str, list[str]] = {}
+        for source, target in channels:
+            self._targets.setdefault(source, []).append(target)
 
     def open(self, request_id: str, source: Peer, target: Peer) -> None:
         """A stage begins a request: where its chunks go. A new attempt of the source starts its streams anew."""
@@ -105,16 +110,15 @@ class Outbox:
 
     def pump(self) -> None:
         """Send what waits and may go now."""
-        for flow in list(self._flows.values()):
-            if flow.pending:
-                self._pump(flow)
+        for key in list(self._stuck):
+            self._pump(self._flows[key])
 
     def blocked(self, request_id: str, source: str) -> bool:
         """True while some chunk of this stage's request cannot leave."""
-        return any(flow.pending for key, flow in self._flows.items() if key[0] == request_id and key[1] == source)
+        return any((request_id, source, target) in self._stuck for target in self._targets.get(source, ()))
 
     def waiting(self) -> bool:
-        return any(flow.pending for flow in self._flows.values())
+        return bool(self._stuck)
 
     def drop(self, request_id: str) -> None:
         """The request is over."""
@@ -136,9 +140,18 @@ class Outbox:
     def close(self) -> None:
         """Forget everything."""
         self._flows.clear()
+        self._stuck.clear()
         self.retained.close()
 
     def _pump(self, flow: _Flow) -> None:
+        self._send_pending(flow)
+        if flow.pending:
+            self._stuck.add(flow.key)
+        else:
+            self._stuck.discard(flow.key)
+
+    def _send_pending(self, flow: _Flow) -> None:
+        """In order, as far as the edge's budget and the connector's room go."""
         channel = flow.channel
         while flow.pending:
             if flow.unconsumed and channel.in_flight >= channel.budget:
@@ -175,7 +188,8 @@ class Outbox:
         flow.channel.in_flight -= sum(nbytes for _, nbytes in flow.unconsumed)
         flow.unconsumed.clear()
 
-    def _close(self, key: tuple[str, str, str]) -> None:
+    def _close(self, key: Key) -> None:
+        self._stuck.discard(key)
         flow = self._flows.pop(key, None)
         if flow is not None:
             self._forget_in_flight(flow)

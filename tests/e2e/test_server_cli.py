@@ -1,0 +1,106 @@
+"""The commands beside `serve`: what they print, what they write, how they refuse."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import av
+import psutil
+import pytest
+from server_process import ASSETS, environment, segue, tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory)
+
+
+def seconds_of(path: Path) -> float:
+    with av.open(str(path)) as file:
+        return sum(frame.samples / frame.sample_rate for frame in file.decode(audio=0))
+
+
+def test_generate_reads_all_kinds_and_writes_speech(model: Path, tmp_path: Path) -> None:
+    media = ["--image", "photo.jpg", "--audio", "speech.wav", "--video", "video.mp4"]
+    paths = [word if word.startswith("--") else str(ASSETS / word) for word in media]
+    speech = tmp_path / "speech.opus"
+    done = segue("generate", str(model), "What is that?", "--max-tokens", "4", "--seed", "1", *paths, "-o", str(speech))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    assert seconds_of(speech) > 0.2
+
+
+def test_generate_is_refused_before_anything_starts(model: Path, tmp_path: Path) -> None:
+    for path, text in ((tmp_path / "x.xyz", "no known audio format"), (tmp_path / "no" / "x.wav", "no directory")):
+        done = segue("generate", str(model), "hi", "-o", str(path))
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("segue: error: --output ")
+        assert text in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+
+def test_generate_names_what_is_wrong(model: Path) -> None:
+    done = segue("generate", str(model), "hi", "--voice", "Chelsy", "-o", os.devnull + ".wav")
+    assert done.returncode == 2
+    assert "did you mean 'Chelsie'?" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_interrupting_generate_leaves_nothing(model: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "segue.cli", "generate", str(model), "hi", "--max-tokens", "20000"],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    while "is ready" not in process.stderr.readline():
+        assert process.poll() is None
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert not psutil.wait_procs(children, timeout=5)[1]
+
+
+def test_graph(model: Path) -> None:
+    as_text = segue("graph", str(model))
+    assert as_text.returncode == 0
+    assert "vocoder" in as_text.stdout
+    assert segue("graph", str(model), "--mermaid").stdout.startswith("flowchart LR")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["tiny", "qwen3", "x"], "no tiny preset 'qwen3'"),
+        (["tiny", "qwen2.5-omni", "x", "--size", "huge"], "no size 'huge'"),
+        (["tiny", "qwen2.5-omni", __file__], "cannot be written"),
+        (["graph", "/nowhere"], "no checkpoint at '/nowhere'"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], text: str) -> None:
+    done = segue(*arguments)
+    assert done.returncode == 2
+    [line] = [line for line in done.stderr.splitlines() if "[transformers]" not in line]
+    assert line.startswith("segue: error: ")
+    assert text in line
+
+
+@pytest.mark.parametrize("command", [[], ["serve"], ["generate"], ["graph"], ["tiny"], ["bench"]])
+def test_help(command: list[str]) -> None:
+    done = segue(*command, "--help")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: segue")
+
+
+def test_no_command_or_an_unknown_one() -> None:
+    assert segue().returncode == 2
+    assert "invalid choice: 'srve'" in segue("srve").stderr

@@ -1,0 +1,130 @@
+"""Processes that die or hang while requests run: the requests are answered, and everything comes back."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import httpx
+import psutil
+import pytest
+from server_process import Metrics, Served, body, ids_of, served, spoken, tiny_checkpoint
+
+CHAT = "/v1/chat/completions"
+STAGES = ("input", "encoder", "thinker", "talker", "vocoder")
+CONFIG = "limits: {hang_seconds: 2, max_retries: 10}\n"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    config = tmp_path_factory.mktemp("faults") / "deployment.yaml"
+    config.write_text(CONFIG)
+    with served(tiny_checkpoint(tmp_path_factory), "--config", str(config)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def right(server: Served) -> dict[str, list[int]]:
+    with server.client() as http:
+        return ids_of(http.post(CHAT, json=spoken()))
+
+
+def ask(server: Served) -> dict[str, list[int]]:
+    with server.client() as http:
+        return ids_of(http.post(CHAT, json=spoken()))
+
+
+def running(metrics: Metrics) -> bool:
+    return sum(metrics["segue_requests"].values()) > 0
+
+
+def ready(server: Served, within: float = 30) -> None:
+    server.until(lambda metrics: server.health()["ready"], within)
+
+
+def under_load(pool: ThreadPoolExecutor, server: Served) -> list[Future[dict[str, list[int]]]]:
+    answers = [pool.submit(ask, server) for _ in range(6)]
+    server.until(running, within=10)
+    return answers
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_killed_worker(server: Served, right: dict[str, list[int]], stage: str) -> None:
+    with ThreadPoolExecutor(6) as pool:
+        for _ in range(2):
+            answers = under_load(pool, server)
+            pid = server.pid(stage)
+            os.kill(pid, signal.SIGKILL)
+            assert [answer.result() for answer in answers] == [right] * 6
+            ready(server)
+            assert server.pid(stage) != pid
+    assert server.health()["stages"][stage]["replicas"][0]["restarts"] >= 2
+    server.until_empty()
+
+
+def test_health_says_that_a_stage_is_down(server: Served) -> None:
+    os.kill(server.pid("talker"), signal.SIGKILL)
+    with server.client() as http:
+        while (answer := http.get("/health")).status_code == 200:
+            pass
+    state = answer.json()
+    assert (answer.status_code, state["ready"]) == (503, False)
+    assert state["stages"]["talker"]["state"] == "restarting"
+    assert state["stages"]["thinker"]["state"] == "ready"
+    ready(server)
+    assert server.health()["stages"]["talker"]["state"] == "ready"
+
+
+def test_a_killed_fork_server(server: Served, right: dict[str, list[int]]) -> None:
+    with ThreadPoolExecutor(6) as pool:
+        answers = under_load(pool, server)
+        old = {process.pid for process in server.family()} - {server.process.pid}
+        directory = server.runtime_dir()
+        server.fork_server().kill()
+        assert [answer.result() for answer in answers] == [right] * 6
+        ready(server)
+    assert not old & {process.pid for process in server.family()}
+    assert not directory.exists()
+    server.until_empty()
+
+
+def test_a_stopped_worker_and_a_deadline(server: Served, right: dict[str, list[int]]) -> None:
+    pid = server.pid("talker")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with server.client() as http:
+            late = http.post(CHAT, json=spoken(deadline=0.5))
+            assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
+            assert ids_of(http.post(CHAT, json=body(return_token_ids=True)))["thinker"], "others do without it"
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert ask(server) == right
+    assert server.pid("talker") == pid
+    server.until_empty()
+
+
+def test_a_worker_that_hangs_is_replaced(server: Served, right: dict[str, list[int]]) -> None:
+    pid = server.pid("thinker")
+    os.kill(pid, signal.SIGSTOP)
+    assert ask(server) == right
+    assert server.pid("thinker") != pid
+    assert not psutil.pid_exists(pid)
+    assert "has not answered for 2 s" in server.log()
+    server.until_empty()
+
+
+def test_the_server_itself_killed_under_load_leaves_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with served(tiny_checkpoint(tmp_path_factory)) as own, ThreadPoolExecutor(4) as pool:
+        before = set(os.listdir("/dev/shm"))
+        directory, family = own.runtime_dir(), own.family()
+        answers = [pool.submit(ask, own) for _ in range(4)]
+        own.until(running, within=10)
+        own.process.kill()
+        _, left = psutil.wait_procs(family, timeout=2)
+        assert not left
+        assert not directory.exists()
+        assert set(os.listdir("/dev/shm")) <= before
+        for answer in answers:
+            assert isinstance(answer.exception(), httpx.TransportError)

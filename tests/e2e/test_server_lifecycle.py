@@ -1,0 +1,176 @@
+"""How `segue serve` starts and stops: signals, broken checkpoints, impossible settings."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from server_process import Served, body, ids_of, segue, served, tiny_checkpoint
+
+CHAT = "/v1/chat/completions"
+LONG = {"max_tokens": 20_000, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory)
+
+
+@pytest.fixture
+def server(model: Path) -> Iterator[Served]:
+    with served(model) as server:
+        yield server
+
+
+def ask(server: Served, **fields: object) -> httpx.Response:
+    with server.client() as http:
+        return http.post(CHAT, json=body(return_token_ids=True, **fields))
+
+
+def assert_gone(family: list[psutil.Process], directory: Path) -> None:
+    _, left = psutil.wait_procs(family, timeout=2)
+    assert not left
+    assert not directory.exists()
+
+
+@pytest.mark.parametrize(("number", "to_group"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
+def test_a_signal_lets_running_requests_end(server: Served, number: int, to_group: bool) -> None:
+    family, directory = server.family(), server.runtime_dir()
+    with ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(ask, server, max_tokens=1000, ignore_eos=True) for _ in range(4)]
+        server.until(lambda metrics: sum(metrics["segue_requests"].values()) == 4, within=10)
+        if to_group:
+            os.killpg(server.process.pid, number)
+        else:
+            server.process.send_signal(number)
+        for answer in answers:
+            assert len(ids_of(answer.result())["thinker"]) == 1000
+    assert server.process.wait(10) == 0, server.log()
+    assert_gone(family, directory)
+    assert "Traceback" not in server.log()
+
+
+def test_a_second_signal_ends_it_at_once(server: Served) -> None:
+    family, directory = server.family(), server.runtime_dir()
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask, server, **LONG)
+        server.until(lambda metrics: sum(metrics["segue_requests"].values()) == 1, within=10)
+        server.process.terminate()
+        server.process.terminate()
+        # two signals of one number that come together are one: go on until it is noticed
+        while server.process.poll() is None:
+            server.process.terminate()
+        assert server.process.returncode != 0
+        assert answer.exception() is not None or answer.result().status_code == 503
+    assert_gone(family, directory)
+
+
+def test_a_signal_while_it_starts(model: Path) -> None:
+    server = Served(model, "--port", "0")
+    try:
+        started = psutil.Process(server.process.pid)
+        while not (family := started.children(recursive=True)):
+            assert server.process.poll() is None, server.log()
+        directory = server.runtime_dir()
+        server.process.terminate()
+        assert server.process.wait(5) == 0, server.log()
+        assert_gone(family, directory)
+        assert "Traceback" not in server.log()
+    finally:
+        server.close()
+
+
+def test_the_log_of_a_start_has_a_line_per_worker(server: Served) -> None:
+    with server.client() as http:
+        assert http.get("/health").status_code == 200
+    lines = [line for line in server.log().splitlines() if "[transformers]" not in line]
+    assert sorted(line for line in lines if "ready" in line) == [
+        "input.0-1 is ready",
+        "talker.0-1 is ready",
+        "thinker.0-1 is ready",
+        "vocoder.0-1 is ready",
+    ]
+    assert not [line for line in lines if "\r" in line or "/health" in line or "%" in line]
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda model: (model / name).unlink()
+
+
+def write(name: str, data: bytes) -> Callable[[Path], None]:
+    return lambda model: (model / name).write_bytes(data) and None
+
+
+def cut(name: str, size: int) -> Callable[[Path], None]:
+    return lambda model: os.truncate(model / name, size)
+
+
+BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a missing shard": (remove("model-00002-of-00003.safetensors"), "'model-00002-of-00003.safetensors', which is not"),
+    "an empty shard": (cut("model-00003-of-00003.safetensors", 0), "model-00003-of-00003.safetensors: cannot read"),
+    "a broken config": (write("config.json", b"{nope"), "config.json: not JSON"),
+    "a config of another model": (write("config.json", b'{"architectures": ["Bert"]}'), "no family serves"),
+    "half a config": (
+        write("config.json", b'{"architectures": ["Qwen2_5OmniForConditionalGeneration"]}'),
+        "has no 'thinker_config'",
+    ),
+    "a broken tokenizer": (write("tokenizer.json", b"{nope"), "tokenizer"),
+    "no voices": (remove("spk_dict.pt"), "spk_dict.pt: not there"),
+    "broken voices": (write("spk_dict.pt", b"nope"), "spk_dict.pt: cannot be read"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_checkpoint_is_one_line_and_an_exit(model: Path, tmp_path: Path, case: str) -> None:
+    broken, text = BROKEN[case]
+    copy = tmp_path / "model"
+    shutil.copytree(model, copy)
+    broken(copy)
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:  # a long path would not be taken: sockets go there
+        done = segue("serve", str(copy), "--port", "0", TMPDIR=short)
+        assert not list(Path(short).glob("segue-*"))
+    assert done.returncode == 2
+    assert not done.stdout
+    errors = [line for line in done.stderr.splitlines() if line.startswith("segue: error: ")]
+    assert len(errors) == 1, done.stderr
+    assert text in errors[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_in_use(model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = segue("serve", str(model), "--port", port)
+    assert done.returncode == 2
+    assert f"port {port}: " in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--config", "/nowhere.yaml"], "'/nowhere.yaml' is no file"),
+        (["--port", "70000"], "a port is from 0"),
+        (["--host", "nowhere.invalid"], "cannot listen on host 'nowhere.invalid'"),
+    ],
+)
+def test_impossible_settings(model: Path, arguments: list[str], text: str) -> None:
+    done = segue("serve", str(model), "--port", "0", *arguments)
+    assert done.returncode == 2
+    assert text in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_no_model_there() -> None:
+    done = segue("serve", "/nowhere")
+    assert done.returncode == 2
+    assert done.stderr == "segue: error: no checkpoint at '/nowhere': that is not a directory\n"
