@@ -27,7 +27,8 @@ def test_prompts_were_cut(system: System, truth: Truth, assets: Path) -> None:
     """A prompt of so many tokens takes at least so many steps of sixteen."""
 
     async def steps(prefilled: float) -> tuple[float, float]:
-        [tokens] = (await system.stats("thinker", "prefill_tokens", lambda one: one.get(0, -1.0) >= prefilled)).values()
+        counts = await system.stats("thinker", "prefill_tokens_total", lambda one: one.get(0, -1.0) >= prefilled)
+        [tokens] = counts.values()
         [count] = (await system.stats("thinker", "step_seconds", lambda one: True)).values()
         return tokens, count
 

@@ -211,7 +211,7 @@ def test_a_raised_call_fails_only_the_guilty_request() -> None:
     assert isinstance(error, StageFailed)
     assert error.stage == "stage"
     assert "RuntimeError: poison" in error.message
-    assert engine.stats()["retries"] == 1
+    assert engine.stats()["retries_total"] == 1
     assert not engine.has_work()
     assert sorted(adapter.ended) == ["a", "b", "c"]
 
@@ -321,7 +321,7 @@ def test_stats_count_what_waits_and_what_ran() -> None:
     assert engine.stats()["waiting"] == 3
     engine.step()
     stats = engine.stats()
-    assert (stats["waiting"], stats["running"], stats["batch"], stats["calls"]) == (1, 1, 2, 1)
+    assert (stats["waiting"], stats["running"], stats["batch"], stats["calls_total"]) == (1, 1, 2, 1)
 
 
 @pytest.mark.parametrize("limits", [{"max_batch": 0}, {"max_cost": 0}])

@@ -139,8 +139,8 @@ class ModuleEngine:
             "waiting": float(sum(queued)),
             "running": float(len(self._entries)),
             "batch": float(self._last_batch),
-            "calls": float(self._calls),
-            "retries": float(self._retries),
+            "calls_total": float(self._calls),
+            "retries_total": float(self._retries),
         }
 
     def schedule(self) -> list[Work]:
