@@ -294,7 +294,6 @@ def test_stats(adapter):
     stats = drive.engine.stats()
     assert stats["running"] == stats["waiting"] == stats["batch"] == stats["generated_tokens_total"] == 1
     assert (stats["blocks_used"], stats["blocks"], stats["prefill_tokens_total"]) == (5, 64, 33)
-    assert stats["step_seconds"] > 0
     drive.run()
     assert drive.engine.stats()["generated_tokens_total"] == TOKENS
 
