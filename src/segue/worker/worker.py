@@ -6,6 +6,7 @@ and put it on its way. It waits on the inbox alone, and only when no engine has 
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 import traceback
@@ -55,6 +56,8 @@ STATS_EVERY = 0.5
 
 def run(spec: WorkerSpec) -> None:
     """A worker's whole life; called in a process of its own."""
+    # the library warns of every config whose talker names ids of the thinker's vocabulary, at each load
+    logging.getLogger("transformers").setLevel(logging.ERROR)
     peers = Peers(spec.inbox)
     try:
         try:
