@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 MODEL ?= out/qwen2.5-omni-tiny
 PORT ?= 8000
 
-.PHONY: demo serve test check cover bench clean
+.PHONY: demo serve test check bench clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

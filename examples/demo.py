@@ -32,6 +32,8 @@ from openai import OpenAI
 
 ASSETS = Path(__file__).parent.parent / "assets"
 SAMPLE_RATE = 24000
+SHADES = {"queue": 0.12, "first": 0.5, "run": 1.0}
+"""Waiting for the first input, making the first output, making the rest."""
 
 
 @dataclass
@@ -45,7 +47,7 @@ class Shown:
     ttft: float | None = None
     ttfa: float | None = None
     spans: list[dict[str, Any]] = field(default_factory=list)
-    """Stage, what, start, end: when each stage waited for input and when it worked."""
+    """Stage, what, start, end: when each stage waited for its first input, made its first output, made the rest."""
 
     @property
     def seconds(self) -> float:
@@ -152,13 +154,13 @@ def write_wav(path: Path, pcm: bytes) -> None:
 
 
 def draw(shown: list[Shown], path: Path) -> None:
-    """Which stage worked when: one panel per request, one bar per stage, light while it waited for input."""
+    """Which stage worked when: one panel per request, one bar per stage, the lighter the less it did."""
     figure, panels = plt.subplots(len(shown), 1, figsize=(9, 1.5 * len(shown)), sharex=True, squeeze=False)
     colours = dict(zip(["input", "encoder", "thinker", "talker", "vocoder"], plt.get_cmap("Set2").colors, strict=False))
     for panel, one in zip(panels[:, 0], shown, strict=True):
         stages = [stage for stage in colours if any(span["stage"] == stage for span in one.spans)]
         for span in one.spans:
-            row, start, alpha = stages.index(span["stage"]), span["start"], 1.0 if span["what"] == "run" else 0.3
+            row, start, alpha = stages.index(span["stage"]), span["start"], SHADES[span["what"]]
             panel.barh(row, span["end"] - start, left=start, color=colours[span["stage"]], alpha=alpha)
         for when, mark in ((one.ttft, "first text"), (one.ttfa, "first sound")):
             if when is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -205,6 +206,7 @@ def _tiny(arguments: argparse.Namespace) -> int:
     module = importlib.import_module(family.tiny_module)
     if arguments.size not in module.SIZES:
         raise ConfigError(f"{arguments.family} has no size {arguments.size!r}{nearest(arguments.size, module.SIZES)}")
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # see segue.worker.worker
     try:
         module.make(arguments.directory, size=arguments.size, seed=arguments.seed)
     except OSError as error:

@@ -20,7 +20,7 @@ import yaml
 from markdown_blocks import ALL, PAGES, ROOT, Block, anchors, links, names, of, rows
 
 from segue.bench.main import parser as bench_parser
-from segue.bench.page import MARKS
+from segue.bench.page import insert
 from segue.cli import parser as cli_parser
 from segue.connectors.create import create
 from segue.connectors.shm import MAX_BYTES, POOL_BYTES, THRESHOLD_BYTES
@@ -123,13 +123,15 @@ def test_every_page_is_reached_from_the_readme() -> None:
 
 def test_the_readme_has_a_place_for_figures() -> None:
     text = (ROOT / "README.md").read_text()
-    assert any(text.count(begin) == 1 and text.index(begin) < text.index(end) for begin, end in MARKS if begin in text)
+    begin, end = "<!-- bench:begin -->", "<!-- bench:end -->"
+    filled = insert(text, "figures")
+    assert filled == text.partition(begin)[0] + f"{begin}\n\nfigures\n\n{end}" + text.partition(end)[2]
 
 
 @each([block for block in ALL if block.language not in {"text", "mermaid"}])
 def test_marks_are_known(block: Block) -> None:
     """A misspelt mark would leave an example untested."""
-    known = {
+    known: dict[str, set[tuple[str, ...]]] = {
         "python": {(), ("run",), ("run", "server")},
         "yaml": {("deployment",)},
         "json": {("request",), ("answer",), ("error",)},

@@ -28,6 +28,6 @@ def test_after_preemptions(system: System, truth: Truth, assets: Path) -> None:
             truth.check(output, case)
             assert output.metrics.attempts == 1
     for stage in ("thinker", "talker"):
-        counts = system.run(system.stats(stage, "preemptions", lambda counts: sum(counts.values()) > 0))
+        counts = system.run(system.stats(stage, "preemptions_total", lambda counts: sum(counts.values()) > 0))
         assert counts[0] > 0
     system.run(system.stats("thinker", "blocks_used", lambda used: used == {0: 0.0}))

@@ -21,7 +21,7 @@ def test_many_at_once_over_both(system: System, truth: Truth, assets: Path) -> N
     for output, case in zip(system.ask(*(case.prompt(assets) for case in cases)), cases, strict=True):
         truth.check(output, case)
 
-    for stage, made in (("talker", "generated_tokens"), ("vocoder", "calls")):
+    for stage, made in (("talker", "generated_tokens_total"), ("vocoder", "calls_total")):
         system.run(system.stats(stage, made, lambda counts: len(counts) == 2 and min(counts.values()) > 0))
 
 

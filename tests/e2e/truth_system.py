@@ -23,6 +23,7 @@ from segue.messages.deltas import Delta
 from segue.messages.errors import InvalidRequest
 from segue.messages.request import MediaPart
 from segue.messages.sampling import SamplingParams
+from segue.messages.stats import Histogram
 from segue.orchestrator.omni import AsyncOmni
 from segue.orchestrator.outputs import Collector, RequestOutput
 
@@ -211,11 +212,14 @@ class System:
         return process
 
     async def stats(self, stage: str, name: str, enough: Callable[[dict[int, float]], bool]) -> dict[int, float]:
-        """By replica, as soon as it is enough: workers report when they fall idle."""
+        """By replica, as soon as it is enough: workers report when they fall idle. Of a histogram: its count."""
         while True:
             reports = [one for stats in self.omni.orchestrator.stats.values() for one in stats.stages]
-            values = {one.replica: one.values.get(name) for one in reports if one.stage == stage}
-            numbers = {replica: value for replica, value in values.items() if isinstance(value, (int, float))}
+            values = {one.replica: one.values.get(name, 0.0) for one in reports if one.stage == stage}
+            numbers = {
+                replica: float(sum(value.counts)) if isinstance(value, Histogram) else value
+                for replica, value in values.items()
+            }
             if enough(numbers):
                 return numbers
             await self.tick()

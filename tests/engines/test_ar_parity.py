@@ -50,7 +50,7 @@ def test_alone(adapter, expected):
 def test_batched(adapter, expected):
     drive = driver(adapter)
     assert serve(drive) == expected
-    assert drive.engine.stats()["preemptions"] == 0
+    assert drive.engine.stats()["preemptions_total"] == 0
 
 
 def test_chunked_prefill(adapter, expected):
@@ -64,7 +64,7 @@ def test_after_a_prefix_hit(adapter, expected):
     serve(drive)
     drive.results.clear()
     assert serve(drive) == expected
-    assert drive.engine.stats()["prefix_hit_tokens"] == sum((len(prompt) - 1) // 8 * 8 for prompt in PROMPTS)
+    assert drive.engine.stats()["prefix_hit_tokens_total"] == sum((len(prompt) - 1) // 8 * 8 for prompt in PROMPTS)
     assert drive.results["r4"].outputs[0].cached_tokens == 48
 
 
@@ -80,14 +80,14 @@ def test_a_whole_prompt_in_the_cache_computes_one_token(adapter, expected):
 def test_after_preemption(adapter, expected):
     drive = driver(adapter, num_blocks=14)
     assert serve(drive) == expected
-    assert drive.engine.stats()["preemptions"] > 0
+    assert drive.engine.stats()["preemptions_total"] > 0
 
 
 def test_after_preemption_without_prefix_caching(adapter, expected):
     drive = driver(adapter, num_blocks=14, prefix_caching=False, max_tokens_per_step=16)
     assert serve(drive) == expected
-    assert drive.engine.stats()["preemptions"] > 0
-    assert drive.engine.stats()["prefix_hit_tokens"] == 0
+    assert drive.engine.stats()["preemptions_total"] > 0
+    assert drive.engine.stats()["prefix_hit_tokens_total"] == 0
 
 
 @pytest.mark.parametrize("done", [1, 2, 11, TOKENS])

@@ -211,7 +211,7 @@ def test_a_raised_call_fails_only_the_guilty_request() -> None:
     assert isinstance(error, StageFailed)
     assert error.stage == "stage"
     assert "RuntimeError: poison" in error.message
-    assert engine.stats()["retries"] == 1
+    assert engine.stats()["retries_total"] == 1
     assert not engine.has_work()
     assert sorted(adapter.ended) == ["a", "b", "c"]
 
@@ -321,10 +321,24 @@ def test_stats_count_what_waits_and_what_ran() -> None:
     assert engine.stats()["waiting"] == 3
     engine.step()
     stats = engine.stats()
-    assert (stats["waiting"], stats["running"], stats["batch"], stats["calls"]) == (1, 1, 2, 1)
+    assert (stats["waiting"], stats["running"], stats["batch"], stats["calls_total"]) == (1, 1, 2, 1)
 
 
 @pytest.mark.parametrize("limits", [{"max_batch": 0}, {"max_cost": 0}])
 def test_impossible_limits_are_refused(limits: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="at least 1"):
         ModuleConfig(**limits)
+
+
+def test_a_chunk_waits_until_its_items_have_run_and_one_without_items_does_not() -> None:
+    engine = ModuleEngine(Echo(), ModuleConfig(max_batch=1))
+    engine.add(request("r"))
+    assert engine.backlog("r") == engine.backlog("unknown") == 0
+    feed(engine, "r", {}, {}, final=False)
+    feed(engine, "r", final=False)  # kept by the adapter until more comes: its upstream must be able to send more
+    feed(engine, "r", {}, final=True)
+    seen = [engine.backlog("r")]
+    while engine.has_work():
+        engine.step()
+        seen.append(engine.backlog("r"))
+    assert seen == [2, 2, 1, 0]

@@ -70,7 +70,7 @@ def test_media_of_one_request_share_calls_and_keep_their_order(tiny_dir: Path, m
     outputs = []
     while engine.has_work():
         outputs += engine.step()
-    assert engine.stats()["calls"] == 2  # the pictures and the clip, then the recordings
+    assert engine.stats()["calls_total"] == 2  # the pictures and the clip, then the recordings
     assert [output.payload["media"][0]["hash"] for output in outputs if output.payload] == [m["hash"] for m in media]
 
 

@@ -130,8 +130,8 @@ def test_after_preemption_of_both_stages(
     cases = [BY_NAME[name] for name in ("text", "image", "audio")]
     run = pipeline(**tight(tiny_dir, cases))
     assert said(run.run(asks(tiny_dir, cases))) == [expected[case.name] for case in cases]
-    assert run.thinker.stats()["preemptions"] > 0
-    assert run.talker.stats()["preemptions"] > 0
+    assert run.thinker.stats()["preemptions_total"] > 0
+    assert run.talker.stats()["preemptions_total"] > 0
 
 
 def test_the_talker_starts_before_the_thinker_has_ended(tiny_dir: Path, pipeline: Callable[..., Pipeline]) -> None:

@@ -35,7 +35,7 @@ def expected_ids(text: str, count: int = 20) -> list[int]:
     from segue_toy.stages import VOCAB, next_token
 
     token, ids = 1 + ord(text[-1]) % (VOCAB - 1), []
-    while len(ids) < count and (not ids or ids[-1] != 0):
+    while len(ids) < count and (not ids or ids[-1] != 0 or count > 20):
         token = next_token(token)
         ids.append(token)
     return ids
@@ -440,6 +440,34 @@ def test_a_small_edge_budget_never_deadlocks(system: System) -> None:
             outputs = await asyncio.gather(*(omni.generate(both(text)) for text in texts))
             for text, output in zip(texts, outputs, strict=True):
                 assert_right(output, text)
+
+    system.run(body)
+
+
+def test_a_full_edge_stops_its_upstream(system: System, tmp_path: Path) -> None:
+    """While the tone is held, the counter stops where the edge's budget ends, and goes on when it is let go."""
+
+    async def body() -> None:
+        gate = Gate(tmp_path)
+        config = {"edges": [{"from": "counter", "to": "tone", "budget": 2000}]}
+        async with system.own(**config) as omni:
+            seen: list[str] = []
+
+            def note(delta: Delta) -> None:
+                if isinstance(delta, TextDelta):
+                    seen.append(delta.text)
+
+            long = {**both("budget", hold=gate.option("tone", 6)), "sampling": {"counter": {"max_tokens": 400}}}
+            long["sampling"]["counter"]["ignore_eos"] = True
+            task = asyncio.create_task(collect(omni, long, note))
+            held = await gate.reached()
+            await omni.generate("the counter is free to serve others")
+            others = await asyncio.gather(*(omni.generate(f"text {number}") for number in range(4)))
+            assert len(others) == 4
+            assert len("".join(seen)) < 100, "the counter ran on although nobody took what it made"
+            gate.remove()
+            os.close(held)
+            assert_right(await task, "budget", 400)
 
     system.run(body)
 

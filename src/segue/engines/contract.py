@@ -123,6 +123,10 @@ class Engine(Protocol):
     def resume(self, request_id: str) -> None:
         """Undo `pause`."""
 
+    def backlog(self, request_id: str) -> int:
+        """How many of the chunks fed last wait to be used: the bytes of those before them no longer count against the
+        edge's budget. What is only kept until more arrives does not wait (its upstream must be able to send more)."""
+
     def has_work(self) -> bool:
         """True if `step` would do something now."""
 

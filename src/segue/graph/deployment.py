@@ -143,7 +143,7 @@ class Limits:
     max_media_bytes: int = 64 * MiB
     """Of one picture, clip or recording as it comes in."""
     max_image_pixels: int = 64_000_000
-    max_audio_seconds: float = 600.0
+    max_audio_seconds: float = 300.0
     max_video_frames: int = 768
     """Frames of one clip that are decoded and kept."""
 

@@ -68,7 +68,8 @@ class RequestMetrics(msgspec.Struct):
     attempts: int = 1
     """1, and one more for every worker lost on the way."""
     spans: list[tuple[str, str, float, float]] = []
-    """(stage, what, start, end) in seconds since admission: the request's timeline."""
+    """(stage, what, start, end) in seconds since admission: the request's timeline. `queue`: until its first input was
+    there, `first`: until its first output, `run`: until its last."""
 
     @property
     def rtf(self) -> float | None:

@@ -166,6 +166,8 @@ class StageDone(msgspec.Struct, tag=True):
     finish_reason: str
     began: float
     """time.monotonic(), one clock for all processes of a machine: when the stage heard of the request,"""
+    started: float
+    """when its first input was there,"""
     first: float
     """when it made its first output,"""
     ended: float

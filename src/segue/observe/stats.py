@@ -14,7 +14,7 @@ _HELP = {
     "segue_stage_batch": "Size of the last batch.",
     "segue_stage_batch_size": "Sizes of the batches run.",
     "segue_stage_step_seconds": "Time of one engine step.",
-    "segue_stage_queue_seconds": "Time a request waited in the stage before its first step.",
+    "segue_stage_first_output_seconds": "Time from a request's arrival in the stage to its first output.",
     "segue_stage_errors_total": "Requests that failed in the stage.",
     "segue_stage_requests": "Requests that are in the stage.",
     "segue_stage_retained_bytes": "Payloads the worker keeps in memory for recovery (told of its first stage).",

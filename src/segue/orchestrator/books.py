@@ -75,8 +75,12 @@ class RequestBooks:
         """Enter the end of a stage."""
         self.stages[done.stage].done = True
         start = self.admitted
-        self.metrics.spans.append((done.stage, "queue", done.began - start, done.first - start))
-        self.metrics.spans.append((done.stage, "run", done.first - start, done.ended - start))
+        for what, begin, end in (
+            ("queue", done.began, done.started),
+            ("first", done.started, done.first),
+            ("run", done.first, done.ended),
+        ):
+            self.metrics.spans.append((done.stage, what, begin - start, end - start))
         if done.stage == self.main:
             self.finish_reason = done.finish_reason
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,10 +29,15 @@ class Run:
     first: float = 0.0
     position: int = 0
     """Units of the client stream made so far in this attempt (characters, samples, pictures)."""
+    started: float = 0.0
+    """When its first input was there."""
     paused: bool = False
     taken: list[tuple[Connector, dict[str, Any]]] = field(default_factory=list)
     """What was taken from connectors: released when the stage is done with the request, not before (the engine may hold
     views of shared memory)."""
+    unused: deque[tuple[str, int]] = field(default_factory=deque)
+    """(upstream, seq) of chunks the engine was fed and has not used yet, in order; upstream empty: of an attempt that
+    is over."""
     fed: dict[str, int] = field(default_factory=dict)
     """By upstream: chunks an earlier attempt of it had given."""
     complete: set[str] = field(default_factory=set)

@@ -6,6 +6,7 @@ and put it on its way. It waits on the inbox alone, and only when no engine has 
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 import traceback
@@ -55,6 +56,8 @@ STATS_EVERY = 0.5
 
 def run(spec: WorkerSpec) -> None:
     """A worker's whole life; called in a process of its own."""
+    # the library warns of every config whose talker names ids of the thinker's vocabulary, at each load
+    logging.getLogger("transformers").setLevel(logging.ERROR)
     peers = Peers(spec.inbox)
     try:
         try:
@@ -147,6 +150,9 @@ class Worker:
                 emissions.append(emission)
         if emissions:
             self.tell(Progress(self.name, emissions))
+        for run in stage.runs.values():
+            if run.unused:
+                self.acknowledge(stage, run)
         for output in outputs:
             if output.finished and output.error is None and (run := stage.runs.get(output.request_id)):
                 self.finish(stage, run, output.finish_reason)
@@ -172,6 +178,7 @@ class Worker:
                 run.begin.attempt,
                 reason,
                 run.began,
+                run.started or run.began,
                 run.first or run.began,
                 time.monotonic(),
             )
@@ -236,7 +243,9 @@ class Worker:
             return
         stage = self.stages[begin.stage]
         if old := stage.runs.pop(request_id, None):  # an earlier attempt in this very worker
-            stage.engine.cancel(old.request.request_id)
+            stage.engine.cancel(request_id)
+            for connector, meta in old.taken:
+                connector.release(request_id, meta)
         self_peer = Peer(begin.stage, self.name, self.address, begin.attempt)
         for target in begin.downstreams:
             self.outbox.open(request_id, self_peer, target)
@@ -248,6 +257,17 @@ class Worker:
             self.tell_failed(begin, _as_stage_error(error, begin.stage))
             return
         self.take_early(request_id)
+
+    def acknowledge(self, stage: StageRunner, run: Run) -> None:
+        """Tell the upstreams which chunks have been used: room in their edges' budgets."""
+        used: dict[str, int] = {}
+        for _ in range(len(run.unused) - stage.engine.backlog(run.request.request_id)):
+            source, seq = run.unused.popleft()
+            if source:
+                used[source] = seq
+        for source, seq in used.items():
+            peer = run.upstreams[source]
+            self._send(peer.address, Consumed(run.request.request_id, source, run.self_peer, seq))
 
     def on_drop(self, request_id: str) -> None:
         for stage in self.stages.values():
@@ -270,7 +290,9 @@ class Worker:
         run.upstreams[moved.source.stage] = moved.source
         source = moved.source.stage
         run.fed[source] = max(run.fed.get(source, 0), run.next_seq[source])
-        run.next_seq[moved.source.stage] = 0
+        run.next_seq[source] = 0
+        # nobody waits any more to hear that chunks of the old attempt were used
+        run.unused = deque(("" if name == source else name, seq) for name, seq in run.unused)
         self.take_early(moved.request_id)
 
     def take_early(self, request_id: str) -> None:
@@ -316,7 +338,12 @@ class Worker:
             stage.engine.cancel(chunk.request_id)
             self.fail(stage, run, _as_stage_error(error, stage.plan.name))
             return
-        self._send(chunk.source.address, Consumed(chunk.request_id, source, run.self_peer, chunk.seq))
+        run.started = run.started or time.monotonic()
+        if known:
+            self._send(chunk.source.address, Consumed(chunk.request_id, source, run.self_peer, chunk.seq))
+        else:
+            run.unused.append((source, chunk.seq))
+            self.acknowledge(stage, run)
         if chunk.final:
             run.complete.add(source)
             self.tell(InputDone(self.name, chunk.request_id, chunk.target, run.begin.attempt, source))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from segue.graph.stage_graph import StageGraph
-from segue.models.registry import Family
+from segue.models.family import Family
 
 
 def graph(config: dict[str, Any]) -> StageGraph:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence as Seq
 
 import torch
@@ -54,7 +53,6 @@ class AutoregressiveEngine:
         self._generated_tokens = 0
         self._prefill_tokens = 0
         self._batch = 0
-        self._step_seconds = 0.0
 
     # --- the contract ------------------------------------------------------------------------------------------------
 
@@ -99,6 +97,11 @@ class AutoregressiveEngine:
         """Undo `pause`."""
         self._set_paused(request_id, False)
 
+    def backlog(self, request_id: str) -> int:
+        """Chunks fed and not used yet: rows that wait for their tokens."""
+        sequence = self._sequences.get(request_id)
+        return sequence.backlog() if sequence is not None else 0
+
     def has_work(self) -> bool:
         """True if `step` would do something now."""
         if self._between:
@@ -108,7 +111,6 @@ class AutoregressiveEngine:
     @torch.inference_mode()
     def step(self) -> list[StageOutput]:
         """Schedule, run, postprocess."""
-        began = time.perf_counter()
         outputs, self._between = self._between, []
         decision = self._scheduler.next()
         self._scheduler.apply(decision)
@@ -126,8 +128,7 @@ class AutoregressiveEngine:
             else:
                 outputs += self._postprocess(scheduled, attention, hidden, captured, tokens)
         if not self._sequences:
-            self.audit()
-        self._step_seconds = time.perf_counter() - began
+            self._pool.audit_idle()
         return outputs
 
     def stats(self) -> dict[str, float]:
@@ -138,17 +139,16 @@ class AutoregressiveEngine:
             "running": len(scheduler.running),
             "batch": self._batch,
             "blocks_used": self._pool.used,
-            "blocks_total": self._pool.total,
-            "preemptions": scheduler.preemptions,
-            "prefix_hit_tokens": scheduler.hit_tokens,
-            "prefix_query_tokens": scheduler.query_tokens,
-            "generated_tokens": self._generated_tokens,
-            "prefill_tokens": self._prefill_tokens,
-            "step_seconds": self._step_seconds,
+            "blocks": self._pool.total,
+            "preemptions_total": scheduler.preemptions,
+            "prefix_hit_tokens_total": scheduler.hit_tokens,
+            "prefix_query_tokens_total": scheduler.query_tokens,
+            "generated_tokens_total": self._generated_tokens,
+            "prefill_tokens_total": self._prefill_tokens,
         }
 
     def audit(self) -> None:
-        """Check all books; an `AssertionError` says what is off. Called whenever the engine becomes idle."""
+        """Check all books; an `AssertionError` says what is off. For tests, after every step."""
         self._scheduler.audit()
         assert len(self._sequences) == len(self._scheduler.running) + len(self._scheduler.waiting), "a sequence is lost"
 

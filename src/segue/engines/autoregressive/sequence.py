@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 import torch
 
@@ -102,6 +104,8 @@ class Sequence:
         """Captured rows of tokens [0, rows_given) are out."""
         self.wants_rows = bool(request.downstreams) and adapter.kv.capture_width > 0
         self.shareable = True
+        self._unused: deque[int] = deque()
+        """By chunk that brought rows nobody has used yet: the number of rows with and before it."""
 
     @property
     def generated(self) -> int:
@@ -114,11 +118,18 @@ class Sequence:
         """
         if fed.conditioning is not None:
             self.conditioning.add(fed.conditioning)
+            self._unused.append(self.conditioning.count)
         if fed.tail is not None:
             self.conditioning.tail = fed.tail
         if fed.prompt is not None:
             self._begin(fed.prompt, longest)
         self.refresh(block_size)
+
+    def backlog(self) -> int:
+        """Chunks whose rows wait for their tokens; a row is used when the token after its own is there."""
+        while self._unused and self._unused[0] <= self.generated:
+            self._unused.popleft()
+        return len(self._unused) if self.prompt is not None else 0
 
     def _begin(self, prompt: Prompt, longest: int) -> None:
         length = len(prompt.token_ids)

@@ -51,6 +51,11 @@ class _Entry:
     paused: bool = False
     complete: bool = False
     """Its last item has been made."""
+    made: int = 0
+    ran: int = 0
+    """Items made and run so far."""
+    unused: deque[int] = field(default_factory=deque)
+    """By chunk that made items and waits: `made` behind it."""
 
 
 class ModuleEngine:
@@ -87,6 +92,8 @@ class ModuleEngine:
         if final:
             entry.open_upstreams.discard(upstream)
         self._queue(request_id, entry, works)
+        if works:
+            entry.unused.append(entry.made)
 
     def cancel(self, request_id: str) -> None:
         entry = self._entries.pop(request_id, None)
@@ -102,6 +109,14 @@ class ModuleEngine:
         if request_id in self._entries:
             self._entries[request_id].paused = False
 
+    def backlog(self, request_id: str) -> int:
+        entry = self._entries.get(request_id)
+        if entry is None:
+            return 0
+        while entry.unused and entry.unused[0] <= entry.ran:
+            entry.unused.popleft()
+        return len(entry.unused)
+
     def has_work(self) -> bool:
         return bool(self._errors) or any(entry.queue and not entry.paused for entry in self._entries.values())
 
@@ -109,7 +124,9 @@ class ModuleEngine:
         outputs, self._errors = self._errors, []
         batch = self.schedule()
         for work in batch:
-            self._entries[work.request_id].queue.popleft()
+            entry = self._entries[work.request_id]
+            entry.queue.popleft()
+            entry.ran += 1
         for work, result in zip(batch, self._run(batch), strict=True):
             if work.request_id in self._entries:  # not failed by an earlier item of this very call
                 outputs.append(self._emit(work, result))
@@ -122,8 +139,8 @@ class ModuleEngine:
             "waiting": float(sum(queued)),
             "running": float(len(self._entries)),
             "batch": float(self._last_batch),
-            "calls": float(self._calls),
-            "retries": float(self._retries),
+            "calls_total": float(self._calls),
+            "retries_total": float(self._retries),
         }
 
     def schedule(self) -> list[Work]:
@@ -160,6 +177,7 @@ class ModuleEngine:
             assert work.request_id == request_id, "an adapter made work for another request"
             assert not entry.complete, "an adapter made work after the last item"
             entry.queue.append((next(self._ages), work))
+            entry.made += 1
             entry.complete = work.last
         if not entry.open_upstreams and not entry.complete:
             error = StageFailed(f"all input of request {request_id!r} is here, and its adapter made no last item")

@@ -7,8 +7,8 @@ import zipfile
 from pathlib import Path
 
 from segue.messages.errors import ConfigError
+from segue.models.family import Family
 from segue.models.qwen2_5_omni.graph import graph
-from segue.models.registry import Family
 
 SPEAKERS = "spk_dict.pt"
 DEFAULT_VOICE = "Chelsie"
