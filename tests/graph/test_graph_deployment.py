@@ -160,7 +160,7 @@ def stage(**keys: Any) -> dict[str, Any]:
             stage(sampling={"temperature": 9}),
             "stages.thinker.sampling.temperature is 9.0; it must be a number from 0 to",
         ),
-        (stage(sampling={"stop": 9}), "stages.thinker.sampling: Expected `array"),
+        (stage(sampling={"stop": 9}), "stages.thinker.sampling.stop: Expected `array"),
         ({"stages": {"vocoder": {"kv_blocks": 9}}}, "stages.vocoder.kv_blocks is for autoregressive stages; 'vocoder'"),
         ({"defaults": {"threds": 1}}, r"defaults has no key 'threds'; did you mean 'threads'\?"),
         ({"defaults": {"max_batch": -1}}, "defaults.max_batch is -1; it must be an integer of at least 1"),
