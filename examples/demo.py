@@ -10,15 +10,10 @@ when.
 from __future__ import annotations
 
 import base64
-import json
-import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 import wave
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,22 +122,13 @@ def streamed(client: OpenAI, model: str, name: str, content: list[dict[str, Any]
     return shown
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def wait_ready(server: subprocess.Popen[bytes], url: str) -> dict[str, Any]:
-    """Poll /health until it is 200; give up when the server has."""
-    while True:
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
-                return json.loads(answer.read())
-        except (urllib.error.URLError, ConnectionError):
-            if server.poll() is not None:
-                raise SystemExit(f"the server ended with status {server.returncode}") from None
-            time.sleep(0.1)
+def wait_ready(server: subprocess.Popen[str]) -> str:
+    """The address, which the server prints when every stage is ready. Exits with the server where it does not start."""
+    assert server.stdout is not None
+    for line in server.stdout:
+        if " is served at " in line:
+            return line.rsplit(maxsplit=1)[-1]
+    raise SystemExit(f"the server ended with status {server.wait()}")
 
 
 def write_wav(path: Path, pcm: bytes) -> None:
@@ -176,16 +162,12 @@ def draw(shown: list[Shown], path: Path) -> None:
 
 def main(model_dir: Path, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
     began = time.monotonic()
-    server = subprocess.Popen(
-        [sys.executable, "-m", "segue.cli", "serve", str(model_dir), "--port", str(port), "--name", "demo"],
-        env=os.environ,
-    )
+    command = ["serve", str(model_dir), "--port", "0", "--name", "demo", "--log-level", "warning"]
+    server = subprocess.Popen([sys.executable, "-m", "segue.cli", *command], stdout=subprocess.PIPE, text=True)
     try:
-        health = wait_ready(server, url)
-        print(f"\nready after {time.monotonic() - began:.1f} s: {', '.join(health['stages'])}\n")
+        url = wait_ready(server)
+        print(f"\nready after {time.monotonic() - began:.1f} s at {url}\n")
         client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         shown: list[Shown] = []
         for name, content in prompts().items():
