@@ -20,7 +20,6 @@ import yaml
 from markdown_blocks import ALL, PAGES, ROOT, Block, anchors, links, names, of, rows
 
 from segue.bench.main import parser as bench_parser
-from segue.bench.page import insert
 from segue.cli import parser as cli_parser
 from segue.connectors.create import create
 from segue.connectors.shm import MAX_BYTES, POOL_BYTES, THRESHOLD_BYTES
@@ -119,13 +118,6 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_every_page_is_reached_from_the_readme() -> None:
     readme = ROOT / "README.md"
     assert {(ROOT / link.partition("#")[0]).resolve() for link in links(readme)} >= set(PAGES) - {readme}
-
-
-def test_the_readme_has_a_place_for_figures() -> None:
-    text = (ROOT / "README.md").read_text()
-    begin, end = "<!-- bench:begin -->", "<!-- bench:end -->"
-    filled = insert(text, "figures")
-    assert filled == text.partition(begin)[0] + f"{begin}\n\nfigures\n\n{end}" + text.partition(end)[2]
 
 
 @each([block for block in ALL if block.language not in {"text", "mermaid"}])

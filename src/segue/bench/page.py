@@ -1,7 +1,6 @@
 """`python -m segue.bench.page [--write PAGE] RESULTS.json...`: the tables of a page, from results of `segue bench`.
 
-Without `--write` they are printed; with it they replace what stands between the page's two marks (`MARKS`: those of
-`docs/benchmarks.md`, or those of the README).
+Without `--write` they are printed; with it they replace what stands between the page's two marks.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from segue.bench.results import Result, read_result
 from segue.messages.errors import ConfigError
 
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
-MARKS = ((BEGIN, END), ("<!-- bench:begin -->", "<!-- bench:end -->"))
 
 
 def render(results: Sequence[Result]) -> str:
@@ -31,14 +29,12 @@ def render(results: Sequence[Result]) -> str:
 
 
 def insert(page: str, body: str) -> str:
-    """The page with `body` between its marks, the first pair of `MARKS` that it has. Raises `ConfigError` for none."""
-    for begin, end in MARKS:
-        before, opened, rest = page.partition(begin)
-        _, closed, after = rest.partition(end)
-        if opened and closed:
-            return f"{before}{begin}\n\n{body}\n\n{end}{after}"
-    wanted = " or ".join(f"{begin} … {end}" for begin, end in MARKS)
-    raise ConfigError(f"the page has no {wanted}", field="write")
+    """The page with `body` between its marks. Raises `ConfigError` where it has none."""
+    before, opened, rest = page.partition(BEGIN)
+    _, closed, after = rest.partition(END)
+    if not (opened and closed):
+        raise ConfigError(f"the page has no {BEGIN} … {END}", field="write")
+    return f"{before}{BEGIN}\n\n{body}\n\n{END}{after}"
 
 
 def main(argv: list[str]) -> int:
