@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 MODEL ?= out/qwen2.5-omni-tiny
 PORT ?= 8000
 
-.PHONY: demo serve test check bench clean
+.PHONY: demo serve test check cover bench clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +30,12 @@ check: $(INSTALLED)
 
 test: check  ## everything that needs no GPU
 	$(BIN)/python -m pytest
+
+CONTROL_PLANE := graph messages connectors orchestrator
+cover: $(INSTALLED)  ## coverage of the control plane, at least 95%
+	$(BIN)/python -m pytest -q tests/graph tests/connectors tests/orchestrator tests/server \
+		tests/e2e/test_truth_requests.py tests/e2e/test_truth_alone.py \
+		$(CONTROL_PLANE:%=--cov=segue.%) --cov-branch --cov-report=term --cov-fail-under=95
 
 bench: $(INSTALLED)
 	$(BIN)/segue bench
