@@ -34,6 +34,8 @@ of `generate` for this request alone."""
 Sampling = SamplingParams | Mapping[str, SamplingParams | Mapping[str, Any]] | None
 """Of the stage that makes the main output, or by stage name."""
 
+SETTLE_SECONDS = 10.0
+"""How long `Omni` waits, when it is interrupted, for what it had begun to end."""
 _PROMPT_KEYS = frozenset(
     {"messages", "prompt_token_ids", "modalities", "voice", "sampling", "seed", "priority", "deadline", "options"}
 )
@@ -326,6 +328,14 @@ class Omni:
             raise
 
     def _stop_loop(self) -> None:
+        """Let what was cancelled clean up after itself first: an interrupted start still has processes to end."""
+
+        async def settle() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            if others:
+                await asyncio.wait(others, timeout=SETTLE_SECONDS)
+
+        asyncio.run_coroutine_threadsafe(settle(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
