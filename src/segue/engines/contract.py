@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from segue.messages.deltas import TokenLogprobs
 from segue.messages.errors import SegueError
 from segue.messages.request import Request
 from segue.messages.sampling import SamplingParams
@@ -64,6 +65,12 @@ class StageOutput:
     """How many ids the request had generated before these."""
     text: str = ""
     """New text, where the stage makes text for the client; held back while a stop string may be forming."""
+    index: int = 0
+    """Which of the request's `n` outputs this belongs to; `finished` with several outputs: this one is."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Beside `token_ids`, where the request asks for them."""
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    """In the first output of the request, where it asks for them."""
     captured: Rows | None = None
     """Rows the adapter captured, of the tokens computed in this step (or found in the prefix cache)."""
     prompt: Any = None

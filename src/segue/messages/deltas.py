@@ -8,12 +8,42 @@ import msgspec
 import numpy as np
 
 
+class TopToken(msgspec.Struct, frozen=True, array_like=True):
+    """A token and how likely it was."""
+
+    token_id: int
+    logprob: float
+    """Natural logarithm, of the model's own distribution (temperature and filters not applied)."""
+    rank: int
+    """1 for the most likely one."""
+    text: str
+    """What the token decodes to; U+FFFD where it is a part of a character."""
+    data: bytes
+    """Its bytes; empty for tokens that stand for no text."""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """One token of the output (or the prompt), with the most likely ones in its place."""
+
+    chosen: TopToken
+    top: list[TopToken] = []
+    """As many as were asked for, the most likely first."""
+
+
 class TextDelta(msgspec.Struct, frozen=True, tag="text"):
     """New text of the stage that talks to the client; `token_ids` are the ids it came from (end token included)."""
 
     stage: str
     text: str
     token_ids: list[int] = []
+    index: int = 0
+    """Which of the request's `n` outputs this belongs to."""
+    logprobs: list[TokenLogprobs] = []
+    """Beside `token_ids`, where asked for."""
+    prompt_token_ids: list[int] = []
+    """In the first delta of output 0, where asked for."""
+    prompt_logprobs: list[TokenLogprobs | None] = []
+    """In the first delta of output 0, where asked for: one per prompt token, None for the first."""
 
 
 class AudioDelta(msgspec.Struct, frozen=True, tag="audio"):
@@ -77,6 +107,18 @@ class RequestMetrics(msgspec.Struct):
         return self.jct / self.audio_seconds if self.audio_seconds else None
 
 
+class Choice(msgspec.Struct, frozen=True):
+    """How one of the request's `n` outputs of the main stage ended."""
+
+    index: int
+    finish_reason: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    """Sum over its tokens, where the stage computed logprobs (`logprobs`, `best_of`, beams)."""
+    stop_reason: int | str | None = None
+    """The stop token or stop string that ended it; None for the family's end token."""
+
+
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
     """The last delta of a request."""
 
@@ -87,6 +129,8 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
     usage: Usage
     metrics: RequestMetrics
     options: dict[str, Any] = {}
+    choices: list[Choice] = []
+    """The outputs of the main stage, where it is autoregressive, by index."""
 
 
 Delta = TextDelta | AudioDelta | ImageDelta | Finished

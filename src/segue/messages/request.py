@@ -43,13 +43,30 @@ Part = TextPart | MediaPart
 class Message(msgspec.Struct, frozen=True):
     role: str
     content: list[Part]
+    extra: dict[str, Any] = {}
+    """What the chat template may want besides: `name`, `tool_calls`, `tool_call_id`, `reasoning_content`, as OpenAI
+    has them."""
+
+
+class ChatOptions(msgspec.Struct, frozen=True):
+    """How `messages` become a prompt."""
+
+    tools: list[dict[str, Any]] = []
+    """As OpenAI has them."""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: dict[str, Any] = {}
+    """Passed to the chat template, e.g. `enable_thinking`."""
 
 
 class Request(msgspec.Struct, kw_only=True):
-    """One generation. Either `messages` or `prompt_token_ids` is set."""
+    """One generation. One of `messages`, `prompt` and `prompt_token_ids` is set."""
 
     request_id: str
     messages: list[Message] = []
+    chat: ChatOptions = ChatOptions()
+    prompt: str | None = None
+    """Text that is tokenized as it is, with no chat template."""
     prompt_token_ids: list[int] | None = None
     modalities: list[str] = msgspec.field(default_factory=lambda: ["text"])
     """What the client wants out: any of what the graph gives."""
@@ -60,6 +77,10 @@ class Request(msgspec.Struct, kw_only=True):
     """Given at admission where the client gave none, so that any part can be run again."""
     priority: int = 0
     """Lower runs first."""
+    tenant: str = ""
+    """Whose request it is, for fair sharing."""
+    adapter: str | None = None
+    """Name of the LoRA adapter to use."""
     deadline: float | None = None
     """Unix time after which the request is cancelled."""
     options: dict[str, Any] = {}

@@ -13,6 +13,19 @@ GREEDY_BELOW = 1e-5
 """A temperature under this is greedy decoding."""
 
 
+class StructuredOutput(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What form the text must have; exactly one field is set (vLLM's `structured_outputs`)."""
+
+    json: dict[str, Any] | str | None = None
+    """A JSON schema, as an object or as text."""
+    json_object: bool | None = None
+    """Any JSON object."""
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    """EBNF, as xgrammar reads it (GBNF)."""
+
+
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """How an autoregressive stage picks tokens. None means "as the family's own `generate` does"."""
 
@@ -38,6 +51,27 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     seed: int | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    allowed_token_ids: list[int] | None = None
+    """Only these are ever produced."""
+    bad_words: list[str] | None = None
+    """Texts that are never produced."""
+    structured_outputs: StructuredOutput | None = None
+    logprobs: int | None = None
+    """Report the log-probability of each generated token, and of so many most likely ones in its place; -1: of all."""
+    prompt_logprobs: int | None = None
+    """The same for each token of the prompt but the first."""
+    truncate_prompt_tokens: int | None = None
+    """Keep only so many of the prompt's last tokens."""
+    n: int | None = None
+    """Outputs of one prompt, sampled independently; output i has the seed `seed + i`."""
+    best_of: int | None = None
+    """Sample so many, give the `n` with the highest mean log-probability."""
+    beam_width: int | None = None
+    """Beam search with so many beams; the `n` best are given (transformers' `num_beams`)."""
+    length_penalty: float | None = None
+    """Of beam search: scores are divided by length to this power (Wu et al., 2016, §7 in transformers' form)."""
+    early_stopping: bool | None = None
+    """Of beam search: end as soon as there are `beam_width` finished candidates."""
 
     @property
     def greedy(self) -> bool:
@@ -68,6 +102,10 @@ FALLBACK = SamplingParams(
     logit_bias={},
     include_stop_str_in_output=False,
     skip_special_tokens=True,
+    bad_words=[],
+    n=1,
+    length_penalty=1.0,
+    early_stopping=False,
 )
 """What a field means where neither the request nor the family says anything (`max_tokens`: up to the context)."""
 

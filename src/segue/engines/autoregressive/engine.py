@@ -11,7 +11,7 @@ from segue.engines.autoregressive.check import check_attention
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.contract import AutoregressiveAdapter
 from segue.engines.autoregressive.inputs import Scheduled, flat_batch
-from segue.engines.autoregressive.sampler import RowSampler, sample
+from segue.engines.autoregressive.picks import Pick, pick, targets
 from segue.engines.autoregressive.scheduler import Limits, Run, Scheduler
 from segue.engines.autoregressive.sequence import Sequence
 from segue.engines.contract import Payload, Rows, StageOutput, StageRequest
@@ -60,6 +60,7 @@ class AutoregressiveEngine:
         """Take a request. Raises `InvalidRequest` where the adapter does, or when its id is in use."""
         if request.request_id in self._sequences:
             raise InvalidRequest(f"request {request.request_id!r} is running already", field="request_id")
+        _check_served(request)
         sequence = Sequence(request, self._adapter, self._serial)
         self._serial += 1
         self._sequences[request.request_id] = sequence
@@ -119,14 +120,14 @@ class AutoregressiveEngine:
         if decision.runs:
             scheduled, attention = self._plan(decision.runs)
             try:
-                hidden, captured, tokens = self._forward(scheduled, attention)
+                hidden, captured, picks = self._forward(scheduled, attention)
             # whatever a model raises is the failure of this batch, and of nothing else
             except Exception as error:
                 failed = StageFailed(f"forward failed: {type(error).__name__}: {error}", stage=_stage(scheduled))
                 failed.__cause__ = error
                 outputs += [self._fail(sequence, failed, scrub=True) for sequence, _ in scheduled]
             else:
-                outputs += self._postprocess(scheduled, attention, hidden, captured, tokens)
+                outputs += self._postprocess(scheduled, hidden, captured, picks)
         if not self._sequences:
             self._pool.audit_idle()
         return outputs
@@ -163,52 +164,37 @@ class AutoregressiveEngine:
 
     def _forward(
         self, scheduled: list[Scheduled], attention: PagedStep
-    ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, int | None]]:
-        """(is each flat token finite [tokens], captured rows [tokens, width], new token by request: None where its
-        logits were not finite)."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, Pick]]:
+        """(is each flat token finite [tokens], captured rows [tokens, width], what was picked by request)."""
         adapter = self._adapter
         embeds, batch = flat_batch(adapter, scheduled, attention)
         hidden, captured = adapter.forward(embeds, batch)
         if captured is not None and self._store.rows is not None:
             captured = captured.to(self._store.rows.dtype)
             self._store.rows.index_copy_(0, attention.slots, captured)
-        complete, last, end = [], [], 0
-        for sequence, run in scheduled:
-            end += run.tokens
-            if run.stop == sequence.job.length:
-                complete.append(sequence)
-                last.append(end - 1)
-        tokens: dict[str, int | None] = {}
         finite = torch.isfinite(hidden.sum(dim=-1, dtype=torch.float32))
-        if complete:
-            wanted = hidden if len(last) == len(hidden) else hidden[torch.tensor(last, device=hidden.device)]
-            tokens = self._sample(complete, adapter.logits(wanted))
-        return finite, captured, tokens
-
-    def _sample(self, sequences: list[Sequence], logits: torch.Tensor) -> dict[str, int | None]:
-        rows: list[RowSampler] = [sequence.sampler for sequence in sequences if sequence.sampler is not None]
-        finite = torch.isfinite(logits.sum(dim=-1)).tolist()
-        drawn = sample(logits, rows, [sequence.generated for sequence in sequences])
-        return {
-            sequence.job.key: token if fine else None
-            for sequence, token, fine in zip(sequences, drawn, finite, strict=True)
-        }
+        wanted = targets(scheduled)
+        rows = [row for target in wanted for row in target.rows]
+        if not rows:
+            return finite, captured, {}
+        chosen = hidden if len(rows) == len(hidden) else hidden[torch.tensor(rows, device=hidden.device)]
+        return finite, captured, pick(wanted, adapter.logits(chosen))
 
     def _postprocess(
         self,
         scheduled: list[Scheduled],
-        attention: PagedStep,
         finite: torch.Tensor,
         captured: torch.Tensor | None,
-        tokens: dict[str, int | None],
+        picks: dict[str, Pick],
     ) -> list[StageOutput]:
         outputs = []
         fine = None if bool(finite.all()) else finite.tolist()
         begin = 0
         for sequence, run in scheduled:
             key, end = sequence.job.key, begin + run.tokens
-            broken = tokens.get(key, 0) is None or (fine is not None and not all(fine[begin:end]))
-            if broken:
+            picked = picks.get(key)
+            broken = picked is not None and not picked.finite
+            if broken or (fine is not None and not all(fine[begin:end])):
                 error = StageFailed("the model gave NaN or infinity for this request", stage=sequence.request.stage)
                 outputs.append(self._fail(sequence, error, scrub=True))
                 begin = end
@@ -219,9 +205,8 @@ class AutoregressiveEngine:
             new = self._announce(sequence, run, output)
             if captured is not None and sequence.wants_rows:
                 new |= self._give_rows(sequence, run, captured[begin:end], output)
-            token = tokens.get(key)
-            if token is not None:
-                self._accept(sequence, token, output)
+            if picked is not None:
+                self._accept(sequence, picked, output)
                 new = True
             self._prefill_tokens += max(0, min(run.stop, sequence.prompt_length) - run.start)
             if new:
@@ -280,24 +265,26 @@ class AutoregressiveEngine:
         sequence.rows_given = run.stop
         return True
 
-    def _accept(self, sequence: Sequence, drawn: int, output: StageOutput) -> None:
-        """One more generated token: its text, and whether it is the last."""
-        token = drawn if sequence.forced is None else sequence.forced
-        sequence.append(token, self._share_size)
-        output.token_ids = [*output.token_ids, token]
-        self._generated_tokens += 1
-        may_stop = sequence.generated >= sequence.min_tokens
-        ends = token in sequence.end_ids
-        found = False
-        if sequence.text is not None:
-            text, found = sequence.text.push(token, ends=ends, may_stop=may_stop)
-            output.text += text
-        if not (ends or found or sequence.generated >= sequence.most):
+    def _accept(self, sequence: Sequence, picked: Pick, output: StageOutput) -> None:
+        """The new tokens, up to one that ends the output: their text, and whether the output ends."""
+        for drawn in picked.tokens:
+            token = drawn if sequence.forced is None else sequence.forced
+            sequence.append(token, self._share_size)
+            output.token_ids = [*output.token_ids, token]
+            self._generated_tokens += 1
+            may_stop = sequence.generated >= sequence.min_tokens
+            ends = token in sequence.end_ids
+            found = False
+            if sequence.text is not None:
+                text, found = sequence.text.push(token, ends=ends, may_stop=may_stop)
+                output.text += text
+            if not (ends or found or sequence.generated >= sequence.most):
+                continue
+            output.finished = True
+            output.finish_reason = "stop" if ends or found else "length"
+            if sequence.text is not None and not found:
+                output.text += sequence.text.flush(may_stop=may_stop)
             return
-        output.finished = True
-        output.finish_reason = "stop" if ends or found else "length"
-        if sequence.text is not None and not found:
-            output.text += sequence.text.flush(may_stop=may_stop)
 
     # --- leaving -----------------------------------------------------------------------------------------------------
 
@@ -319,6 +306,28 @@ class AutoregressiveEngine:
         if sequence is not None:
             sequence.job.paused = paused
             self._stalled = False
+
+
+_UNSERVED: dict[str, tuple[object, ...]] = {
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "structured_outputs": (),
+    "logprobs": (),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "n": (1,),
+    "best_of": (1,),
+    "beam_width": (1,),
+}
+"""Parameters this engine does not serve yet → the values that ask for nothing."""
+
+
+def _check_served(request: StageRequest) -> None:
+    for name, nothing in _UNSERVED.items():
+        value = getattr(request.sampling, name)
+        if value is not None and value not in nothing:
+            field = f"sampling.{request.stage}.{name}"
+            raise InvalidRequest(f"{field} is {value!r}; this engine does not serve that yet", field=field)
 
 
 def _stage(scheduled: list[Scheduled]) -> str:

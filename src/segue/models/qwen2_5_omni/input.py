@@ -78,6 +78,8 @@ class InputProcessor:
                 field="options.use_audio_in_video",
             )
         media: list[Expanded] = []
+        if request.prompt is not None:
+            raise InvalidRequest("this model takes messages or prompt_token_ids, not a bare prompt", field="prompt")
         if request.prompt_token_ids is not None:
             ids = self._given(request)
         else:
