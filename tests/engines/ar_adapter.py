@@ -17,7 +17,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from segue.engines.autoregressive.contract import Fed, FlatBatch, KVSpec, Prompt
+from segue.engines.autoregressive.contract import Fed, FlatBatch, KVSpec, Prompt, Vocabulary
 from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.contract import Payload, StageOutput, StageRequest
 from segue.kernels.paged_attention import NAME
@@ -66,6 +66,19 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
 
 
+class Letters:
+    """One character per token, from "A" on."""
+
+    def token_bytes(self, token_ids: Sequence[int]) -> list[bytes]:
+        return [chr(ord("A") + token).encode() for token in token_ids]
+
+    def name(self, token_id: int) -> str:
+        return ""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - ord("A") for letter in text if letter != " "]
+
+
 class TinyAdapter:
     """Plain text in, plain text out; letters stand for tokens."""
 
@@ -89,6 +102,7 @@ class TinyAdapter:
         self.max_model_len = max_model_len
         self.end_token_ids: frozenset[int] = frozenset()
         self.default_sampling = SamplingParams(temperature=0.0)
+        self.vocabulary: Vocabulary | None = Letters()
         self.forwards: list[int] = []
         self.fail_next = False
         self.poison: int | None = None

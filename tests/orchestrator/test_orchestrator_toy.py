@@ -520,3 +520,29 @@ def test_omni_from_a_plain_script(toy_dir: Path) -> None:
         [one, two] = omni.generate([both("a script"), "another"], seed=3)
     assert_right(one, "a script")
     assert_right(two, "another")
+
+
+@pytest.mark.parametrize("at", [0, 6])
+def test_what_is_told_of_tokens_is_told_once_though_a_worker_dies(system: System, tmp_path: Path, at: int) -> None:
+    sampling = SamplingParams(max_tokens=12, logprobs=2, prompt_logprobs=1)
+
+    async def body() -> None:
+        gate = Gate(tmp_path)
+        async with system.shared() as omni:
+            hold = {"hold": gate.option("counter", at)}
+            prompt = {**both("hello"), "options": hold, "sampling": sampling, "return_prompt_ids": True}
+            asking = asyncio.create_task(omni.generate(prompt))
+            held = await gate.reached()
+            await kill(pid_of(omni.health(), "counter"))
+            gate.remove()
+            os.close(held)
+            output = await asking
+        assert_right(output, "hello", 12)
+        assert output.metrics.attempts == 2
+        assert [one.chosen.token_id for one in output.logprobs] == output.token_ids["counter"]
+        assert all(one.chosen.rank == 1 and len(one.top) == 2 for one in output.logprobs)
+        assert len(output.prompt_token_ids) == 5
+        of_prompt = [one and one.chosen.token_id for one in output.prompt_logprobs]
+        assert of_prompt == [None, *output.prompt_token_ids[1:]]
+
+    system.run(body)

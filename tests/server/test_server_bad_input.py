@@ -109,8 +109,6 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
         ({"tools": [{"type": "function"}]}, "tools", "does not support"),
         ({"tool_choice": "required"}, "tool_choice", "leave it out or use 'none' or 'auto'"),
         ({"response_format": {"type": "json_object"}}, "response_format", "does not support"),
-        ({"logprobs": True}, "logprobs", "does not support"),
-        ({"top_logprobs": 3}, "top_logprobs", "does not support"),
         ({"store": True}, "store", "does not support"),
         ({"prediction": {"type": "content"}}, "prediction", "leave it out"),
         # media

@@ -68,9 +68,11 @@ class StageOutput:
     index: int = 0
     """Which of the request's `n` outputs this belongs to; `finished` with several outputs: this one is."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Beside `token_ids`, where the request asks for them."""
+    """Beside `token_ids`, where the request asks for them; ids of an earlier attempt, which come first, have none."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    """In the first output of the request, where it asks for them."""
+    """With the first token ever, where the request asks for them."""
+    prompt_token_ids: list[int] = field(default_factory=list)
+    """With the first token ever, where the request asks for them."""
     captured: Rows | None = None
     """Rows the adapter captured, of the tokens computed in this step (or found in the prefix cache)."""
     prompt: Any = None

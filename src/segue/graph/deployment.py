@@ -21,6 +21,7 @@ text such as `64MiB` and `1GB`.
         block_size: 16                    # tokens per block of the KV cache
         kv_blocks: null                   # null: what memory_share holds
         prefix_caching: true
+        max_logprobs: 20                  # most tokens a request may ask logprobs of in one place; -1: any number
         sampling: {temperature: 0.7}      # before the family's own defaults, after the request's
     edges:
       - {from: thinker, to: talker, connector: shm, budget: 64MiB}     # budget: bytes sent and not yet consumed
@@ -98,6 +99,8 @@ class StagePlan:
     kv_blocks: int | None = None
     """None: what `memory_bytes` holds."""
     prefix_caching: bool = True
+    max_logprobs: int = 20
+    """Most tokens whose log-probabilities a request may ask for in one place; -1: any number."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """Fields the deployment sets; the others are None."""
 

@@ -105,6 +105,7 @@ def _stage(stage: Stage, written: Written, where: Place) -> StagePlan:
         block_size=section.integer("block_size", 16),
         kv_blocks=section.integer("kv_blocks", None),
         prefix_caching=section.flag("prefix_caching", True),
+        max_logprobs=section.integer("max_logprobs", 20, least=-1),
         sampling=_sampling(section) if stage.engine == "autoregressive" else SamplingParams(),
     )
 

@@ -19,6 +19,7 @@ AUTOREGRESSIVE_KEYS = (
     "block_size",
     "kv_blocks",
     "prefix_caching",
+    "max_logprobs",
     "sampling",
 )
 STAGE_KEYS = (

@@ -83,6 +83,8 @@ class Request(msgspec.Struct, kw_only=True):
     """Name of the LoRA adapter to use."""
     deadline: float | None = None
     """Unix time after which the request is cancelled."""
+    return_prompt_ids: bool = False
+    """Give the prompt's token ids with the first text."""
     options: dict[str, Any] = {}
     """Family options by name (e.g. `use_audio_in_video`); the family's dialect checks them."""
 

@@ -60,8 +60,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     """Report the log-probability of each generated token, and of so many most likely ones in its place; -1: of all."""
     prompt_logprobs: int | None = None
     """The same for each token of the prompt but the first."""
+    logprob_token_ids: list[int] | None = None
+    """Report the log-probabilities of these tokens, too, in the place of each generated one."""
     truncate_prompt_tokens: int | None = None
-    """Keep only so many of the prompt's last tokens."""
+    """Keep only so many of the prompt's last tokens; -1: as many as the context holds."""
+    detokenize: bool | None = None
+    """False: give ids, no text."""
     n: int | None = None
     """Outputs of one prompt, sampled independently; output i has the seed `seed + i`."""
     best_of: int | None = None
@@ -102,6 +106,7 @@ FALLBACK = SamplingParams(
     logit_bias={},
     include_stop_str_in_output=False,
     skip_special_tokens=True,
+    detokenize=True,
     bad_words=[],
     n=1,
     length_penalty=1.0,
@@ -119,6 +124,9 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "max_tokens": (1, 2**31 - 1, "an integer from 1 to 2147483647"),
     "min_tokens": (0, 2**31 - 1, "an integer from 0 to 2147483647"),
     "seed": (-(2**63), 2**64 - 1, "a 64-bit integer"),
+    "logprobs": (-1, 2**31 - 1, "an integer, -1 for all tokens"),
+    "prompt_logprobs": (-1, 2**31 - 1, "an integer, -1 for all tokens"),
+    "truncate_prompt_tokens": (-1, 2**31 - 1, "an integer from 1, or -1 for what the context holds"),
 }
 
 
@@ -158,8 +166,39 @@ def check_sampling(params: SamplingParams, field: str) -> None:
             raise InvalidRequest(
                 f"{field}.logit_bias has {bias!r}; a bias must be from -100 to 100", field=f"{field}.logit_bias"
             )
-    if any(not text for text in params.stop or []):
-        raise InvalidRequest(f"{field}.stop has an empty string; leave it out", field=f"{field}.stop")
+    _check_lists(params, field)
+    if params.structured_outputs is not None:
+        check_structured(params.structured_outputs, f"{field}.structured_outputs")
+
+
+def _check_lists(params: SamplingParams, field: str) -> None:
+    for name, texts in (("stop", params.stop), ("bad_words", params.bad_words)):
+        if any(not text for text in texts or []):
+            raise InvalidRequest(f"{field}.{name} has an empty string; leave it out", field=f"{field}.{name}")
+    if params.truncate_prompt_tokens == 0:
+        raise InvalidRequest(
+            f"{field}.truncate_prompt_tokens is 0; it must be an integer from 1, or -1 for what the context holds",
+            field=f"{field}.truncate_prompt_tokens",
+        )
+    if params.allowed_token_ids is not None and not params.allowed_token_ids:
+        raise InvalidRequest(
+            f"{field}.allowed_token_ids is empty; name at least one", field=f"{field}.allowed_token_ids"
+        )
+    if params.detokenize is False and params.stop:
+        raise InvalidRequest(
+            f"{field}.detokenize is false, so no text is there to look for {field}.stop in", field=f"{field}.detokenize"
+        )
+
+
+def check_structured(asked: StructuredOutput, field: str) -> None:
+    """Raise `InvalidRequest` unless exactly one form is set. Whether it can be had shows when it is compiled."""
+    given = [name for name in asked.__struct_fields__ if getattr(asked, name) not in (None, False)]
+    if len(given) != 1:
+        names = ", ".join(StructuredOutput.__struct_fields__)
+        said = f"sets {' and '.join(given)}" if given else "sets nothing"
+        raise InvalidRequest(f"{field} {said}; give exactly one of: {names}", field=field)
+    if asked.choice is not None and not (asked.choice and all(asked.choice)):
+        raise InvalidRequest(f"{field}.choice needs at least one text, and none that is empty", field=f"{field}.choice")
 
 
 def check_token_ids(params: SamplingParams, vocab_size: int, field: str) -> None:
@@ -171,6 +210,8 @@ def check_token_ids(params: SamplingParams, vocab_size: int, field: str) -> None
         "stop_token_ids": params.stop_token_ids,
         "suppress_tokens": params.suppress_tokens,
         "logit_bias": params.logit_bias,
+        "allowed_token_ids": params.allowed_token_ids,
+        "logprob_token_ids": params.logprob_token_ids,
     }
     for name, ids in lists.items():
         for token in ids or ():
@@ -179,7 +220,13 @@ def check_token_ids(params: SamplingParams, vocab_size: int, field: str) -> None
                     f"{field}{name} has {token}, which is no token id; they are from 0 to {vocab_size - 1}",
                     field=f"{field}{name}",
                 )
-    if len(set(params.suppress_tokens or ())) == vocab_size:
+    suppressed = set(params.suppress_tokens or ())
+    if params.allowed_token_ids and suppressed.issuperset(params.allowed_token_ids):
+        raise InvalidRequest(
+            f"{field}suppress_tokens has all of allowed_token_ids: no token is left to choose",
+            field=f"{field}allowed_token_ids",
+        )
+    if len(suppressed) == vocab_size:
         raise InvalidRequest(f"{field}suppress_tokens leaves no token to choose", field=f"{field}suppress_tokens")
 
 

@@ -7,6 +7,8 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
+import msgspec
+
 from segue.graph.stage_graph import Walk
 from segue.messages.deltas import AudioDelta, Delta, Finished, ImageDelta, RequestMetrics, TextDelta, Usage
 from segue.messages.errors import SegueError
@@ -119,7 +121,10 @@ def _after(delta: ClientDelta, skip: int, fresh_ids: list[int]) -> tuple[ClientD
     skip = max(0, skip)
     if isinstance(delta, TextDelta):
         text = delta.text[skip:]
-        return (TextDelta(delta.stage, text, fresh_ids) if text or fresh_ids else None), len(delta.text)
+        # log-probabilities stand beside the last ids of a delta: those that are new among them
+        logprobs = delta.logprobs[-len(fresh_ids) :] if fresh_ids else []
+        new = msgspec.structs.replace(delta, text=text, token_ids=fresh_ids, logprobs=logprobs)
+        return (new if text or fresh_ids else None), len(delta.text)
     if isinstance(delta, AudioDelta):
         samples = delta.samples[4 * skip :]
         return (AudioDelta(delta.stage, samples, delta.sample_rate) if samples else None), len(delta.samples) // 4

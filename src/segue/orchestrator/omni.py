@@ -37,8 +37,9 @@ Sampling = SamplingParams | Mapping[str, SamplingParams | Mapping[str, Any]] | N
 SETTLE_SECONDS = 10.0
 """How long `Omni` waits, when it is interrupted, for what it had begun to end."""
 _PROMPT_KEYS = frozenset(
-    {"messages", "prompt_token_ids", "modalities", "voice", "sampling", "seed", "priority", "deadline", "options"}
-)
+    {"messages", "prompt_token_ids", "modalities", "voice", "sampling", "seed", "priority", "deadline", "options",
+     "return_prompt_ids"}
+)  # fmt: skip
 
 
 class AsyncOmni:
@@ -145,6 +146,7 @@ class AsyncOmni:
         priority: int = 0,
         deadline: float | None = None,
         options: Mapping[str, Any] | None = None,
+        return_prompt_ids: bool = False,
     ) -> Request:
         """A `Request` from what a Python caller writes; media may be PIL images, arrays, paths or bytes.
 
@@ -170,6 +172,7 @@ class AsyncOmni:
             seed=given.get("seed", seed),
             priority=given.get("priority", priority),
             deadline=given.get("deadline", deadline),
+            return_prompt_ids=given.get("return_prompt_ids", return_prompt_ids),
             options=dict(_mapping(given.get("options", options) or {}, "options")),
         )
 
@@ -264,6 +267,7 @@ class Omni:
         seed: int | None = None,
         options: Mapping[str, Any] | None = None,
         deadline: float | None = None,
+        return_prompt_ids: bool = False,
     ) -> list[RequestOutput]:
         """All prompts at once, batched by the engines; outputs in the same order.
 
@@ -278,6 +282,7 @@ class Omni:
             "seed": seed,
             "options": options,
             "deadline": deadline,
+            "return_prompt_ids": return_prompt_ids,
         }
         batch: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item]
         return self._call(self._generate_all(batch, settings))

@@ -7,7 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from segue.messages.deltas import AudioDelta, Delta, Finished, ImageDelta, RequestMetrics, TextDelta, Usage
+from segue.messages.deltas import (
+    AudioDelta,
+    Delta,
+    Finished,
+    ImageDelta,
+    RequestMetrics,
+    TextDelta,
+    TokenLogprobs,
+    Usage,
+)
 
 
 @dataclass(slots=True)
@@ -30,6 +39,11 @@ class RequestOutput:
     images: list[Any] = field(default_factory=list)
     """PIL images."""
     finish_reason: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Beside the ids of the stage that talks, where asked for."""
+    prompt_token_ids: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    """One per prompt token, None for the first, where asked for."""
     usage: Usage = field(default_factory=Usage)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
@@ -48,6 +62,9 @@ class Collector:
         match delta:
             case TextDelta():
                 self._text.append(delta.text)
+                self._output.logprobs += delta.logprobs
+                self._output.prompt_token_ids += delta.prompt_token_ids
+                self._output.prompt_logprobs += delta.prompt_logprobs
             case AudioDelta():
                 self._samples.append(delta.array)
                 self._rate = delta.sample_rate

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import Service
 from segue.server.body import read_json
+from segue.server.chat_logprobs import prompt_logprobs_object
 from segue.server.chat_reply import WholeChoice, usage_object
 from segue.server.chat_request import ChatRequest, chat_request
 from segue.server.chat_stream import chat_events
@@ -48,7 +49,7 @@ async def _whole(chat: ChatRequest, service: Service, metrics: ServerMetrics) ->
     async with aclosing(run_generations(service, chat.requests, metrics)) as deltas:
         async for index, delta in deltas:
             choices[index].take(delta)
-    return {
+    answer = {
         "id": chat.completion_id,
         "object": "chat.completion",
         "created": chat.created,
@@ -56,3 +57,6 @@ async def _whole(chat: ChatRequest, service: Service, metrics: ServerMetrics) ->
         "choices": await asyncio.to_thread(lambda: [choice.build(chat) for choice in choices]),
         "usage": usage_object([choice.end for choice in choices]),
     }
+    if chat.wants_prompt_logprobs:
+        answer["prompt_logprobs"] = prompt_logprobs_object(choices[0].prompt_logprobs)
+    return answer

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from segue.media.encode import encode_audio, encode_png
-from segue.messages.deltas import AudioDelta, Delta, Finished, ImageDelta, TextDelta, Usage
+from segue.messages.deltas import AudioDelta, Delta, Finished, ImageDelta, TextDelta, TokenLogprobs, Usage
+from segue.server.chat_logprobs import logprobs_object
 from segue.server.chat_request import ChatRequest
 
 _SILENCE_RATE = 24_000
@@ -88,6 +89,9 @@ class WholeChoice:
         self.index = index
         self._end: Finished | None = None
         self._text: list[str] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs | None] = []
+        """Where asked for; every choice has the same."""
         self._samples: list[bytes] = []
         self._rate = _SILENCE_RATE
         self._images: list[ImageDelta] = []
@@ -96,6 +100,8 @@ class WholeChoice:
         """Add what came."""
         if isinstance(delta, TextDelta):
             self._text.append(delta.text)
+            self._logprobs += delta.logprobs
+            self.prompt_logprobs += delta.prompt_logprobs
         elif isinstance(delta, AudioDelta):
             self._samples.append(delta.samples)
             self._rate = delta.sample_rate
@@ -131,4 +137,5 @@ class WholeChoice:
             }
         if self._images:
             message["images"] = [image_object(image) for image in self._images]
-        return {"index": self.index, "message": message, "logprobs": None, **ending(self.end, chat)}
+        logprobs = logprobs_object(self._logprobs) if chat.wants_logprobs else None
+        return {"index": self.index, "message": message, "logprobs": logprobs, **ending(self.end, chat)}

@@ -17,6 +17,7 @@ from segue.messages.request import MediaPart, Message, Request
 from segue.messages.sampling import SamplingParams, check_token_ids, sampling_from
 from segue.orchestrator.service import ModelCard
 from segue.server.body import check_names, convert
+from segue.server.chat_logprobs import asked_logprobs
 from segue.server.errors import ModelNotFound, Unsupported
 from segue.server.settings import ServerSettings
 
@@ -61,6 +62,8 @@ class ChatBody(msgspec.Struct, kw_only=True):
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
     logit_bias: dict[str, float] | None = None
     # ours (and vLLM's) from here on
     top_k: int | None = None
@@ -72,6 +75,11 @@ class ChatBody(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    logprob_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
     sampling: dict[str, dict[str, Any]] | None = None
     return_token_ids: bool | None = None
     return_metrics: bool | None = None
@@ -81,7 +89,9 @@ class ChatBody(msgspec.Struct, kw_only=True):
     options: dict[str, Any] | None = None
 
 
-_TO_TEXT_STAGE = tuple(name for name in SamplingParams.__struct_fields__ if name in ChatBody.__struct_fields__)
+_TO_TEXT_STAGE = tuple(
+    name for name in SamplingParams.__struct_fields__ if name in ChatBody.__struct_fields__ and name != "logprobs"
+)
 """Top-level parameters that are the text stage's sampling; the seed is the request's own."""
 _IGNORED = frozenset(
     {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",
@@ -94,8 +104,6 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "prediction": (),
     "reasoning_effort": ("none",),
     "verbosity": ("medium",),
@@ -121,6 +129,12 @@ class ChatRequest:
     audio_format: str
     return_token_ids: bool
     return_metrics: bool
+    wants_prompt_logprobs: bool
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Of the output."""
+        return any(params.logprobs is not None for params in self.requests[0].sampling.values())
 
     @property
     def wants_text(self) -> bool:
@@ -150,6 +164,8 @@ def chat_request(values: dict[str, Any], card: ModelCard, settings: ServerSettin
         raise InvalidRequest(f"deadline is {body.deadline}; it must be seconds above 0", field="deadline")
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options is given, but stream is not true", field="stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest("prompt_logprobs cannot be streamed; leave stream out", field="prompt_logprobs")
     messages = _messages(body, card, settings)
 
     now = time.time()
@@ -179,6 +195,7 @@ def chat_request(values: dict[str, Any], card: ModelCard, settings: ServerSettin
         audio_format=audio_format,
         return_token_ids=bool(body.return_token_ids),
         return_metrics=bool(body.return_metrics),
+        wants_prompt_logprobs=body.prompt_logprobs is not None,
     )
 
 
@@ -243,7 +260,7 @@ def _sampling(body: ChatBody, card: ModelCard) -> dict[str, SamplingParams]:
     if top is None:
         return by_stage
     if card.text_stage is None:
-        given = next(name for name in _TO_TEXT_STAGE if getattr(top, name) is not None)
+        given = next(name for name in SamplingParams.__struct_fields__ if getattr(top, name) is not None)
         raise InvalidRequest(f"{given} is given, but this model has no stage that makes text", field=given)
     # what is said of the stage by name is the more special
     by_stage[card.text_stage] = by_stage.get(card.text_stage, SamplingParams()).over(top)
@@ -272,6 +289,8 @@ def _top_level(body: ChatBody, card: ModelCard) -> SamplingParams | None:
     for token in body.logit_bias or {}:
         if not (token.isascii() and token.isdecimal() and len(token) <= 10):
             raise InvalidRequest(f"logit_bias has {shown(token)}, which is no token id", field="logit_bias")
+    if (logprobs := asked_logprobs(body.logprobs, body.top_logprobs)) is not None:
+        given["logprobs"] = logprobs
     if isinstance(body.stop, str):
         given["stop"] = [body.stop]
     elif body.stop is not None and len(body.stop) > MAX_STOPS:

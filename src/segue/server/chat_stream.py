@@ -13,6 +13,7 @@ import msgspec
 from segue.media.encode import AudioEncoder, audio_encoder
 from segue.messages.deltas import AudioDelta, Delta, Finished, ImageDelta, TextDelta
 from segue.messages.errors import SegueError
+from segue.server.chat_logprobs import logprobs_object
 from segue.server.chat_reply import audio_id, ending, expiry, image_object, samples_of, usage_object
 from segue.server.chat_request import ChatRequest
 from segue.server.errors import error_body
@@ -44,8 +45,10 @@ class _StreamedChoice:
             self._begun = True
             entries.append(self._entry({"role": "assistant", "content": "" if self._chat.wants_text else None}))
         if isinstance(delta, TextDelta):
-            if delta.text:
-                entries.append(self._entry(self._text(delta.text)))
+            # text may be held back while the log-probabilities of its tokens are there already
+            logprobs = logprobs_object(delta.logprobs) if delta.logprobs and self._chat.wants_logprobs else None
+            if delta.text or logprobs:
+                entries.append({**self._entry(self._text(delta.text)), "logprobs": logprobs})
         elif isinstance(delta, AudioDelta):
             if data := await self._encode(delta):
                 entries.append(self._entry({"audio": self._audio(data)}))

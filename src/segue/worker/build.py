@@ -111,6 +111,7 @@ def _engine(plan: StagePlan, adapter: Adapter) -> Engine:
                     max_batch=plan.max_batch,
                     max_tokens_per_step=plan.max_tokens_per_step,
                     prefix_caching=plan.prefix_caching,
+                    max_logprobs=plan.max_logprobs,
                 ),
             )
         case "module":

@@ -119,7 +119,16 @@ def client_deltas(request: StageRequest, output: StageOutput) -> list[ClientDelt
     """The part of an output that the client asked for."""
     deltas: list[ClientDelta] = []
     if "text" in request.to_client and (output.text or output.token_ids):
-        deltas.append(TextDelta(request.stage, output.text, output.token_ids))
+        deltas.append(
+            TextDelta(
+                request.stage,
+                output.text,
+                output.token_ids,
+                logprobs=output.logprobs,
+                prompt_token_ids=output.prompt_token_ids,
+                prompt_logprobs=output.prompt_logprobs,
+            )
+        )
     payload: dict[str, Any] = output.payload or {}
     if "audio" in request.to_client and "samples" in payload:
         samples = payload["samples"]

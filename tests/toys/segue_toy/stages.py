@@ -81,6 +81,7 @@ class Counter:
         self.weight_bytes = 0
         self.conditioned = False
         self.end_token_ids = frozenset({0})
+        self.vocabulary = Letters()
         self.default_sampling = SamplingParams(temperature=0.0, max_tokens=20)
 
     def begin(self, request: StageRequest) -> Any:
@@ -101,6 +102,19 @@ class Counter:
 
     def decode_text(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return text_of([token for token in token_ids if token or not skip_special_tokens])
+
+
+class Letters:
+    """Every token but the end is a letter."""
+
+    def token_bytes(self, token_ids: Sequence[int]) -> list[bytes]:
+        return [text_of([token]).encode() if token else b"" for token in token_ids]
+
+    def name(self, token_id: int) -> str:
+        return "<end>"
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - ord("a") for letter in text if letter != " "]
 
 
 class Tone:

@@ -20,9 +20,13 @@ class AutoregressiveConfig:
     max_tokens_per_step: int = 2048
     """Most tokens in one step, over all requests; a longer prompt is prefilled in chunks."""
     prefix_caching: bool = True
+    max_logprobs: int = 20
+    """Most tokens whose log-probabilities a request may ask for in one place; -1: any number."""
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_batch", "max_tokens_per_step"):
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1", field=name)
+        if self.max_logprobs < -1:
+            raise ConfigError(f"max_logprobs is {self.max_logprobs}; it must be at least -1", field="max_logprobs")

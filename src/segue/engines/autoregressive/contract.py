@@ -78,6 +78,19 @@ class FlatBatch:
     """Per request: its prompt, and the range [start, stop) of its sequence that is in this batch."""
 
 
+class Vocabulary(Protocol):
+    """What a stage's tokens say."""
+
+    def token_bytes(self, token_ids: Sequence[int]) -> list[bytes]:
+        """The bytes of each; joined, they are the text of all. Empty for tokens that stand for no text."""
+
+    def name(self, token_id: int) -> str:
+        """What a token without bytes is called, e.g. `<|im_end|>`; may be empty."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, with no special tokens around it."""
+
+
 class AutoregressiveAdapter(Protocol):
     """A decoder as the engine sees it. All tensors on `device`."""
 
@@ -94,6 +107,8 @@ class AutoregressiveAdapter(Protocol):
     end_token_ids: frozenset[int]
     default_sampling: SamplingParams
     """The defaults of the family's own `generate` for this stage."""
+    vocabulary: Vocabulary | None
+    """None where the stage makes no text, or has no tokenizer."""
 
     def begin(self, request: StageRequest) -> Any:
         """State of a request, given back to `feed`. Raises `InvalidRequest`."""

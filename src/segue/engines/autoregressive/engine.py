@@ -11,6 +11,7 @@ from segue.engines.autoregressive.check import check_attention
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.contract import AutoregressiveAdapter
 from segue.engines.autoregressive.inputs import Scheduled, flat_batch
+from segue.engines.autoregressive.logprobs import check_logprobs, gather_prompt_logprobs
 from segue.engines.autoregressive.picks import Pick, pick, targets
 from segue.engines.autoregressive.scheduler import Limits, Run, Scheduler
 from segue.engines.autoregressive.sequence import Sequence
@@ -61,6 +62,7 @@ class AutoregressiveEngine:
         if request.request_id in self._sequences:
             raise InvalidRequest(f"request {request.request_id!r} is running already", field="request_id")
         _check_served(request)
+        check_logprobs(request, self._config.max_logprobs)
         sequence = Sequence(request, self._adapter, self._serial)
         self._serial += 1
         self._sequences[request.request_id] = sequence
@@ -173,12 +175,13 @@ class AutoregressiveEngine:
             captured = captured.to(self._store.rows.dtype)
             self._store.rows.index_copy_(0, attention.slots, captured)
         finite = torch.isfinite(hidden.sum(dim=-1, dtype=torch.float32))
+        gather_prompt_logprobs(adapter, scheduled, hidden)
         wanted = targets(scheduled)
         rows = [row for target in wanted for row in target.rows]
         if not rows:
             return finite, captured, {}
         chosen = hidden if len(rows) == len(hidden) else hidden[torch.tensor(rows, device=hidden.device)]
-        return finite, captured, pick(wanted, adapter.logits(chosen))
+        return finite, captured, pick(wanted, adapter.logits(chosen), adapter.vocabulary)
 
     def _postprocess(
         self,
@@ -199,6 +202,10 @@ class AutoregressiveEngine:
                 outputs.append(self._fail(sequence, error, scrub=True))
                 begin = end
                 continue
+            if picked is not None and picked.stuck:
+                outputs.append(self._fail(sequence, _nothing_left(sequence)))
+                begin = end
+                continue
             sequence.job.computed = run.stop
             self._publish(sequence, run, captured)
             output = StageOutput(key)
@@ -206,6 +213,7 @@ class AutoregressiveEngine:
             if captured is not None and sequence.wants_rows:
                 new |= self._give_rows(sequence, run, captured[begin:end], output)
             if picked is not None:
+                self._tell_prompt(sequence, output)
                 self._accept(sequence, picked, output)
                 new = True
             self._prefill_tokens += max(0, min(run.stop, sequence.prompt_length) - run.start)
@@ -245,6 +253,16 @@ class AutoregressiveEngine:
                 output.text += text
         return True
 
+    def _tell_prompt(self, sequence: Sequence, output: StageOutput) -> None:
+        """What the client asked to know of the prompt goes with the first token ever."""
+        told = sequence.prompt_logprobs
+        if told is not None:
+            output.prompt_logprobs = told.found
+            sequence.prompt_logprobs, sequence.job.fresh = None, False
+        request = sequence.request
+        if request.request.return_prompt_ids and not sequence.generated and "text" in request.to_client:
+            output.prompt_token_ids = sequence.ids[: sequence.prompt_length]
+
     def _give_rows(self, sequence: Sequence, run: Run, computed: torch.Tensor, output: StageOutput) -> bool:
         """Captured rows that are not out yet: of this step, and of blocks found in the cache."""
         start = sequence.rows_given
@@ -267,10 +285,10 @@ class AutoregressiveEngine:
 
     def _accept(self, sequence: Sequence, picked: Pick, output: StageOutput) -> None:
         """The new tokens, up to one that ends the output: their text, and whether the output ends."""
-        for drawn in picked.tokens:
-            token = drawn if sequence.forced is None else sequence.forced
+        for count, token in enumerate(picked.tokens, 1):
             sequence.append(token, self._share_size)
             output.token_ids = [*output.token_ids, token]
+            output.logprobs = picked.logprobs[:count]
             self._generated_tokens += 1
             may_stop = sequence.generated >= sequence.min_tokens
             ends = token in sequence.end_ids
@@ -309,12 +327,7 @@ class AutoregressiveEngine:
 
 
 _UNSERVED: dict[str, tuple[object, ...]] = {
-    "allowed_token_ids": (),
-    "bad_words": ([],),
     "structured_outputs": (),
-    "logprobs": (),
-    "prompt_logprobs": (),
-    "truncate_prompt_tokens": (),
     "n": (1,),
     "best_of": (1,),
     "beam_width": (1,),
@@ -328,6 +341,14 @@ def _check_served(request: StageRequest) -> None:
         if value is not None and value not in nothing:
             field = f"sampling.{request.stage}.{name}"
             raise InvalidRequest(f"{field} is {value!r}; this engine does not serve that yet", field=field)
+
+
+def _nothing_left(sequence: Sequence) -> InvalidRequest:
+    return InvalidRequest(
+        f"after {sequence.generated} tokens, what the sampling of stage {sequence.request.stage!r} forbids leaves none "
+        "to choose; see its allowed_token_ids, suppress_tokens, bad_words, min_tokens and structured_outputs",
+        field=f"sampling.{sequence.request.stage}",
+    )
 
 
 def _stage(scheduled: list[Scheduled]) -> str:

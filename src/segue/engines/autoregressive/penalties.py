@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 import numpy as np
 import torch
 
+from segue.engines.autoregressive.words import BadWords
 from segue.messages.sampling import SamplingParams
 
 Ids = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -56,13 +57,20 @@ class RowRules:
     """The token-wise rules of one request."""
 
     def __init__(
-        self, params: SamplingParams, prompt: Sequence[int], vocab_size: int, end_token_ids: Collection[int]
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        vocab_size: int,
+        end_token_ids: Collection[int],
+        words: BadWords | None = None,
     ) -> None:
         self.repetition = _set(params.repetition_penalty, 1.0)
         self.presence = _set(params.presence_penalty, 0.0)
         self.frequency = _set(params.frequency_penalty, 0.0)
         self.min_tokens = params.min_tokens or 0
         self.suppressed = _ids(params.suppress_tokens or (), vocab_size)
+        self.allowed = None if params.allowed_token_ids is None else _ids(params.allowed_token_ids, vocab_size)
+        self.words = words
         # forbidden until `min_tokens`, with `ignore_eos` too: who asks for so many tokens wants no end among them
         ends = {*(params.stop_token_ids or ()), *end_token_ids}
         self.ends = _ids(ends, vocab_size)
@@ -75,27 +83,58 @@ class RowRules:
     @property
     def plain(self) -> bool:
         """The rules never change a logit."""
-        return self.seen is None and not len(self.suppressed) and not len(self.bias_ids) and not self.min_tokens
+        return self.seen is None and not len(self.bias_ids) and not self.forbids
+
+    @property
+    def forbids(self) -> bool:
+        """The rules may forbid tokens."""
+        restricted = self.allowed is not None or self.words is not None
+        return restricted or bool(len(self.suppressed)) or bool(self.min_tokens)
+
+    def saw(self, token: int) -> None:
+        """One more output token."""
+        if self.seen is not None:
+            self.seen.add(token)
+        if self.words is not None:
+            self.words.saw(token)
+
+    def forbidden(self, generated: int) -> Ids:
+        """Tokens that may not come now, `allowed` apart."""
+        parts = [self.suppressed]
+        if generated < self.min_tokens:
+            parts.append(self.ends)
+        if self.words is not None and (ended := self.words.forbidden()):
+            parts.append(np.array(sorted(ended), dtype=np.int64))
+        return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
 def apply_rules(logits: torch.Tensor, rules: Sequence[RowRules], generated: Sequence[int]) -> None:
     """Change `logits` [rows, vocab] float32 in place; `generated[r]` tokens were generated in row r before.
 
     Order as in transformers' `_get_logits_processor`: bias, repetition, (presence, frequency: OpenAI's, not in
-    transformers), minimum length, suppressed tokens.
+    transformers), then what is forbidden: all but the allowed tokens, suppressed ones, the end before the minimum
+    length, the ends of bad words. A row of which nothing is left is all -inf.
     """
     bias = _pairs((row, rule.bias_ids, rule.bias) for row, rule in enumerate(rules))
     if bias is not None:
         rows, ids, values = (_on(logits, array) for array in bias)
         logits[rows, ids] += values
     _penalise(logits, rules)
-    forbidden = [
-        np.concatenate([rule.suppressed, rule.ends]) if done < rule.min_tokens else rule.suppressed
-        for rule, done in zip(rules, generated, strict=True)
-    ]
+    _allow(logits, rules)
+    forbidden = [rule.forbidden(done) for rule, done in zip(rules, generated, strict=True)]
     none = _pairs((row, ids, ids) for row, ids in enumerate(forbidden))
     if none is not None:
         logits[_on(logits, none[0]), _on(logits, none[1])] = float("-inf")
+
+
+def _allow(logits: torch.Tensor, rules: Sequence[RowRules]) -> None:
+    kept = _pairs((row, rule.allowed, rule.allowed) for row, rule in enumerate(rules) if rule.allowed is not None)
+    if kept is None:
+        return
+    rows, ids = _on(logits, kept[0]), _on(logits, kept[1])
+    scores = logits[rows, ids]
+    logits[rows.unique()] = float("-inf")
+    logits[rows, ids] = scores
 
 
 def _penalise(logits: torch.Tensor, rules: Sequence[RowRules]) -> None:

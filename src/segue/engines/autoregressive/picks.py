@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from segue.engines.autoregressive.contract import Vocabulary
 from segue.engines.autoregressive.inputs import Scheduled
-from segue.engines.autoregressive.sampler import sample
+from segue.engines.autoregressive.logprobs import Likelihoods
+from segue.engines.autoregressive.penalties import apply_rules
+from segue.engines.autoregressive.sampler import choose
 from segue.engines.autoregressive.sequence import Sequence
 from segue.messages.deltas import TokenLogprobs
 
@@ -30,6 +33,8 @@ class Pick:
     """New tokens, at least one where `finite`."""
     finite: bool = True
     """False where a logit was NaN or infinite: then there are no tokens."""
+    stuck: bool = False
+    """True where what the request forbids leaves no token to choose: then there are no tokens."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Beside `tokens`, where the request asks for them."""
 
@@ -44,16 +49,45 @@ def targets(scheduled: Seq[Scheduled]) -> list[Target]:
     return found
 
 
-def pick(wanted: Seq[Target], logits: torch.Tensor) -> dict[str, Pick]:
+def pick(wanted: Seq[Target], logits: torch.Tensor, vocabulary: Vocabulary | None) -> dict[str, Pick]:
     """By request. `logits` [rows of all targets, vocab] float32, which may be changed."""
     finite = torch.isfinite(logits.sum(dim=-1)).tolist()
-    samplers = [target.sequence.sampler for target in wanted]
-    drawn = sample(
-        logits,
-        [sampler for sampler in samplers if sampler is not None],
-        [target.sequence.generated for target in wanted],
-    )
-    return {
-        target.sequence.job.key: Pick([token] if fine else [], fine)
-        for target, token, fine in zip(wanted, drawn, finite, strict=True)
-    }
+    sequences = [target.sequence for target in wanted]
+    telling = [row for row, sequence in enumerate(sequences) if sequence.logprobs is not None]
+    likely = _likelihoods(sequences, telling, logits)
+    samplers = [sequence.sampler for sequence in sequences if sequence.sampler is not None]
+    generated = [sequence.generated for sequence in sequences]
+    if not all(sampler.rules.plain for sampler in samplers):
+        apply_rules(logits, [sampler.rules for sampler in samplers], generated)
+    stuck = _stuck(sequences, logits)
+    drawn = choose(logits, samplers, generated)
+    picks = {}
+    for row, (sequence, token) in enumerate(zip(sequences, drawn, strict=True)):
+        # the last token of an earlier attempt is taken, whatever is drawn now
+        known = token if sequence.forced is None else sequence.forced
+        fine = finite[row] and row not in stuck
+        picks[sequence.job.key] = Pick([known] if fine else [], finite[row], stuck=row in stuck)
+    if likely is not None:
+        told = [picks[sequences[row].job.key] for row in telling]
+        found = likely.of([one.tokens[0] if one.tokens else 0 for one in told], vocabulary)
+        for one, logprobs in zip(told, found, strict=True):
+            one.logprobs = [logprobs] if one.tokens else []
+    return picks
+
+
+def _likelihoods(sequences: Seq[Sequence], telling: Seq[int], logits: torch.Tensor) -> Likelihoods | None:
+    """The distributions of the rows that are to be told, before anything changes them."""
+    wanted = [asked for row in telling if (asked := sequences[row].logprobs) is not None]
+    if not wanted:
+        return None
+    rows = logits if len(telling) == len(logits) else logits[torch.tensor(telling, device=logits.device)]
+    return Likelihoods(rows, wanted)
+
+
+def _stuck(sequences: Seq[Sequence], logits: torch.Tensor) -> set[int]:
+    """Rows of which every token is forbidden; they are made harmless."""
+    if not any(sequence.restricted for sequence in sequences):
+        return set()
+    nothing = (logits.amax(dim=-1) == float("-inf")).nonzero()[:, 0]
+    logits[nothing] = 0.0
+    return set(nothing.tolist())

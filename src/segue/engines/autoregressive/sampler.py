@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from segue.engines.autoregressive.penalties import RowRules, apply_rules
+from segue.engines.autoregressive.words import BadWords
 from segue.messages.sampling import GREEDY_BELOW, SamplingParams
 
 _MASK = 2**64 - 1
@@ -42,6 +43,7 @@ class RowSampler:
         prompt: Sequence[int],
         vocab_size: int,
         end_token_ids: Collection[int],
+        words: BadWords | None = None,
     ) -> RowSampler:
         temperature = 1.0 if params.temperature is None else params.temperature
         top_k = params.top_k or 0
@@ -51,13 +53,12 @@ class RowSampler:
             top_k=top_k if 0 < top_k < vocab_size else 0,
             top_p=1.0 if params.top_p is None else params.top_p,
             min_p=params.min_p or 0.0,
-            rules=RowRules(params, prompt, vocab_size, end_token_ids),
+            rules=RowRules(params, prompt, vocab_size, end_token_ids, words),
         )
 
     def saw(self, token: int) -> None:
         """One more output token of this request."""
-        if self.rules.seen is not None:
-            self.rules.seen.add(token)
+        self.rules.saw(token)
 
 
 def uniform(seed: int, index: int) -> float:
@@ -70,6 +71,11 @@ def sample(logits: torch.Tensor, rows: Sequence[RowSampler], generated: Sequence
     """One token id per row of `logits` [rows, vocab] float32, which may be changed; row r has `generated[r]` tokens."""
     if not all(row.rules.plain for row in rows):
         apply_rules(logits, [row.rules for row in rows], generated)
+    return choose(logits, rows, generated)
+
+
+def choose(logits: torch.Tensor, rows: Sequence[RowSampler], generated: Sequence[int]) -> list[int]:
+    """The same where the rules have been applied. Each row needs a token that is not forbidden."""
     drawn = [index for index, row in enumerate(rows) if row.temperature]
     if len(drawn) == len(rows):
         return _draw(logits, rows, generated)

@@ -23,8 +23,8 @@ from segue.engines.autoregressive.blocks import BlockPool
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A sequence as the scheduler sees it. The engine owns `length`, `ready`, `hashes` and `paused`; the scheduler
-    owns `computed`, `blocks` and `running`."""
+    """A sequence as the scheduler sees it. The engine owns `length`, `ready`, `hashes`, `fresh` and `paused`; the
+    scheduler owns `computed`, `blocks` and `running`."""
 
     key: str
     rank: tuple[int, float, int]
@@ -38,6 +38,8 @@ class Job:
     blocks: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     """Hash chain of the full blocks that may be shared."""
+    fresh: bool = False
+    """Take no blocks from the prefix cache: every row of the prompt is wanted."""
     paused: bool = False
     running: bool = False
 
@@ -196,7 +198,7 @@ def _admit(
         if not job.runnable:
             continue
         # at least one token is always computed: the logits of the last one are wanted
-        hit = pool.find(job.hashes[: (job.ready - 1) // limits.block_size])
+        hit = [] if job.fresh else pool.find(job.hashes[: (job.ready - 1) // limits.block_size])
         whole = limits.blocks(job.length) - len(hit)
         while whole + ledger.unused(hit) + promised > ledger.available and paused:
             victim = paused.pop()

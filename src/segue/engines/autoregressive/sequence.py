@@ -10,8 +10,10 @@ import torch
 from segue.engines.autoregressive.blocks import ROOT, block_hash
 from segue.engines.autoregressive.contract import AutoregressiveAdapter, Fed, Prompt
 from segue.engines.autoregressive.detokenize import Detokenizer, StopStrings
+from segue.engines.autoregressive.logprobs import output_wanted, prompt_wanted
 from segue.engines.autoregressive.sampler import RowSampler
 from segue.engines.autoregressive.scheduler import Job
+from segue.engines.autoregressive.words import bad_words, truncated
 from segue.engines.contract import StageRequest
 from segue.messages.errors import InvalidRequest, StageFailed, TooLong
 
@@ -92,7 +94,13 @@ class Sequence:
         self.conditioning = Conditioning()
         self.sampler: RowSampler | None = None
         sampling = request.sampling
-        self.text = TextOutput(adapter, request) if "text" in request.to_client or sampling.stop else None
+        spoken = "text" in request.to_client and sampling.detokenize is not False
+        self.text = TextOutput(adapter, request) if spoken or sampling.stop else None
+        self.logprobs = output_wanted(sampling, adapter.vocab_size)
+        self.words = bad_words(request, adapter.vocabulary, adapter.vocab_size)
+        # an earlier attempt that had emitted a token had told of the prompt with it
+        self.prompt_logprobs = None if request.resume else prompt_wanted(sampling, adapter.vocab_size)
+        self.job.fresh = self.prompt_logprobs is not None
         self.min_tokens = sampling.min_tokens or 0
         self.most = 0
         """How many tokens it may generate; set with the prompt."""
@@ -110,6 +118,11 @@ class Sequence:
     @property
     def generated(self) -> int:
         return len(self.ids) - self.prompt_length
+
+    @property
+    def restricted(self) -> bool:
+        """Tokens may be forbidden: it can happen that none is left."""
+        return self.sampler is not None and self.sampler.rules.forbids
 
     def feed(self, fed: Fed, longest: int, block_size: int) -> None:
         """Take what a chunk meant. `longest`: the most tokens a sequence can have; `block_size` 0: nothing is shared.
@@ -132,6 +145,7 @@ class Sequence:
         return len(self._unused) if self.prompt is not None else 0
 
     def _begin(self, prompt: Prompt, longest: int) -> None:
+        prompt = truncated(prompt, self.request, longest - 1)
         length = len(prompt.token_ids)
         if not length:
             raise InvalidRequest("the prompt is empty; send at least one token", field="messages")
@@ -151,7 +165,7 @@ class Sequence:
         self.shareable = prompt.identity is None or bool(prompt.identity)
         adapter, request = self.adapter, self.request
         self.sampler = RowSampler.of(
-            request.sampling, request.seed, prompt.token_ids, adapter.vocab_size, adapter.end_token_ids
+            request.sampling, request.seed, prompt.token_ids, adapter.vocab_size, adapter.end_token_ids, self.words
         )
         self.ids = [*prompt.token_ids, *request.resume[:-1]]
         for token in request.resume[:-1]:

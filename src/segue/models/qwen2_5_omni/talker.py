@@ -75,6 +75,7 @@ class Talker:
 
     axes = 3
     conditioned = True
+    vocabulary = None
 
     def __init__(self, ctx: LoadContext) -> None:
         config = load_config(ctx)

@@ -21,6 +21,7 @@ from segue.models.qwen2_5_omni.generation import default_sampling, end_tokens, g
 from segue.models.qwen2_5_omni.library import PAGED
 from segue.models.qwen2_5_omni.loading import kv_spec, load_config, load_decoder
 from segue.models.qwen2_5_omni.positions import MediumFacts, Positions, facts_of
+from segue.models.vocabulary import vocabulary_of
 
 MEDIA_ROWS = "media_rows"
 """`Prompt.extras`: [T] bool, true where the embedding is a row of a medium."""
@@ -60,6 +61,7 @@ class Thinker:
         self._model, self._head = decoder.model, decoder.lm_head
         self._positions = Positions(thinker)
         self._tokenizer = load_tokenizer(ctx.model_dir)
+        self.vocabulary = vocabulary_of(self._tokenizer)
         self._kinds = {
             thinker.image_token_id: "image",
             thinker.audio_token_id: "audio",

@@ -1,0 +1,178 @@
+"""How likely the tokens were: of the output as it is drawn, and of the prompt.
+
+The distribution is the model's own, before penalties, filters and temperature (vLLM's `raw_logprobs`). A token's rank
+is one more than the number of tokens that are more likely, so equals share a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from segue.engines.autoregressive.contract import AutoregressiveAdapter, Vocabulary
+from segue.engines.contract import StageRequest
+from segue.messages.deltas import TokenLogprobs, TopToken
+from segue.messages.errors import InvalidRequest
+from segue.messages.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from segue.engines.autoregressive.inputs import Scheduled
+
+SLICE_BYTES = 64 << 20
+"""Logits of prompt rows are made in slices of about so many bytes (float32), whatever the prompt's length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is to be told of the place of one token."""
+
+    top: int = 0
+    """So many of the most likely tokens."""
+    token_ids: tuple[int, ...] = ()
+    """And these, however likely."""
+
+
+@dataclass(slots=True)
+class PromptLogprobs:
+    """Those of one prompt, gathered while it is prefilled."""
+
+    wanted: Wanted
+    found: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
+    """By position, from the front: nothing is before the first token."""
+
+
+def output_wanted(params: SamplingParams, vocab_size: int) -> Wanted | None:
+    """None where no log-probabilities of the output are asked for."""
+    if params.logprobs is None and not params.logprob_token_ids:
+        return None
+    ids = tuple(dict.fromkeys(params.logprob_token_ids or ()))
+    return Wanted(_count(params.logprobs or 0, vocab_size), ids)
+
+
+def prompt_wanted(params: SamplingParams, vocab_size: int) -> PromptLogprobs | None:
+    """None where no log-probabilities of the prompt are asked for."""
+    if params.prompt_logprobs is None:
+        return None
+    return PromptLogprobs(Wanted(_count(params.prompt_logprobs, vocab_size)))
+
+
+def _count(asked: int, vocab_size: int) -> int:
+    return vocab_size if asked < 0 else min(asked, vocab_size)
+
+
+def check_logprobs(request: StageRequest, most: int) -> None:
+    """Raise `InvalidRequest` for more than `most` per token (-1: any number), or where nobody would see them."""
+    params = request.sampling
+    given = {
+        "logprobs": params.logprobs,
+        "prompt_logprobs": params.prompt_logprobs,
+        "logprob_token_ids": len(params.logprob_token_ids) if params.logprob_token_ids else None,
+    }
+    for name, count in given.items():
+        if count is None:
+            continue
+        path = f"sampling.{request.stage}.{name}"
+        if "text" not in request.to_client:
+            raise InvalidRequest(
+                f"{path} is set, but the client gets no text of stage {request.stage!r} to go with it", field=path
+            )
+        if most >= 0 and (count < 0 or count > most):
+            asked = "all tokens" if count < 0 else f"{count} tokens"
+            raise InvalidRequest(
+                f"{path} asks for {asked} in each place; this deployment gives at most {most} (max_logprobs)",
+                field=path,
+            )
+
+
+class Likelihoods:
+    """The distributions of some rows, kept while their logits are changed and a token is drawn from each."""
+
+    def __init__(self, logits: torch.Tensor, wanted: Seq[Wanted]) -> None:
+        """`logits` [rows, vocab] float32, unchanged here; one entry of `wanted` per row."""
+        self._scores = logits.log_softmax(dim=-1)
+        self._wanted = wanted
+        most = max(one.top for one in wanted)
+        self._best = self._scores.topk(most, dim=-1) if most else None
+
+    def of(self, chosen: Seq[int], vocabulary: Vocabulary | None) -> list[TokenLogprobs]:
+        """What is to be told, row by row, now that `chosen` are the tokens."""
+        extra = max(len(one.token_ids) for one in self._wanted)
+        # the chosen token, then those asked for by id; rows that ask for fewer repeat the chosen one
+        ids = [
+            [token, *one.token_ids, *[token] * (extra - len(one.token_ids))]
+            for token, one in zip(chosen, self._wanted, strict=True)
+        ]
+        asked = self._scores.gather(1, torch.tensor(ids, device=self._scores.device))
+        ranks = [(self._scores > asked[:, [column]]).sum(dim=-1) + 1 for column in range(extra + 1)]
+        values, places = asked.tolist(), torch.stack(ranks, dim=1).tolist()
+        best_values = self._best.values.tolist() if self._best is not None else [[]] * len(ids)
+        best_ids = self._best.indices.tolist() if self._best is not None else [[]] * len(ids)
+        said = _Texts(vocabulary)
+        found = []
+        for row, one in enumerate(self._wanted):
+            top: list[TopToken] = []
+            rank = 0
+            for place, (token, value) in enumerate(zip(best_ids[row][: one.top], best_values[row], strict=False), 1):
+                rank = place if not top or value < top[-1].logprob else rank
+                top.append(said.token(token, value, rank))
+            known = {token.token_id for token in top}
+            named = [
+                said.token(ids[row][column], values[row][column], places[row][column])
+                for column in range(1, len(one.token_ids) + 1)
+                if ids[row][column] not in known
+            ]
+            if named:
+                top = sorted([*top, *named], key=lambda token: token.rank)
+            found.append(TokenLogprobs(said.token(ids[row][0], values[row][0], places[row][0]), top))
+        return found
+
+
+class _Texts:
+    """Text and bytes of tokens, each looked up once."""
+
+    def __init__(self, vocabulary: Vocabulary | None) -> None:
+        self._vocabulary = vocabulary
+        self._known: dict[int, tuple[str, bytes]] = {}
+
+    def token(self, token_id: int, logprob: float, rank: int) -> TopToken:
+        known = self._known.get(token_id)
+        if known is None:
+            known = self._known[token_id] = self._look_up(token_id)
+        return TopToken(token_id, logprob, rank, *known)
+
+    def _look_up(self, token_id: int) -> tuple[str, bytes]:
+        if self._vocabulary is None:
+            return "", b""
+        [data] = self._vocabulary.token_bytes([token_id])
+        return (data.decode(errors="replace") if data else self._vocabulary.name(token_id)), data
+
+
+def gather_prompt_logprobs(adapter: AutoregressiveAdapter, scheduled: Seq[Scheduled], hidden: torch.Tensor) -> None:
+    """Add what this step says of the prompts that ask for it. `hidden` [tokens, H]: final states of the flat batch.
+
+    The state at position p says how likely token p + 1 was. What is known from before (a preempted prefill is computed
+    again) is left alone.
+    """
+    rows: list[int] = []
+    where: list[tuple[PromptLogprobs, int]] = []
+    begin = 0
+    for sequence, run in scheduled:
+        asked = sequence.prompt_logprobs
+        if asked is not None:
+            first = max(run.start, len(asked.found) - 1)
+            for position in range(first, min(run.stop, sequence.prompt_length - 1)):
+                rows.append(begin + position - run.start)
+                where.append((asked, sequence.ids[position + 1]))
+        begin += run.tokens
+    if not rows:
+        return
+    size = max(1, SLICE_BYTES // (4 * adapter.vocab_size))
+    for start in range(0, len(rows), size):
+        part = where[start : start + size]
+        states = hidden[torch.tensor(rows[start : start + size], device=hidden.device)]
+        likely = Likelihoods(adapter.logits(states), [asked.wanted for asked, _ in part])
+        for (asked, _), one in zip(part, likely.of([token for _, token in part], adapter.vocabulary), strict=True):
+            asked.found.append(one)

@@ -1,0 +1,45 @@
+"""Log-probabilities in a chat completion: OpenAI's object for the output, vLLM's for the prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from segue.messages.deltas import TokenLogprobs, TopToken
+from segue.messages.errors import InvalidRequest
+
+MAX_TOP = 20
+"""OpenAI's bound on `top_logprobs`."""
+
+
+def asked_logprobs(logprobs: bool | None, top_logprobs: int | None) -> int | None:
+    """`SamplingParams.logprobs` from OpenAI's two parameters. Raises `InvalidRequest`."""
+    if top_logprobs is not None and not 0 <= top_logprobs <= MAX_TOP:
+        raise InvalidRequest(f"top_logprobs is {top_logprobs}; it must be from 0 to {MAX_TOP}", field="top_logprobs")
+    if top_logprobs and not logprobs:
+        raise InvalidRequest(f"top_logprobs is {top_logprobs}, but logprobs is not true", field="top_logprobs")
+    return (top_logprobs or 0) if logprobs else None
+
+
+def logprobs_object(tokens: Iterable[TokenLogprobs]) -> dict[str, Any]:
+    """The `logprobs` of a choice."""
+    content = [{**_token(one.chosen), "top_logprobs": [_token(top) for top in one.top]} for one in tokens]
+    return {"content": content, "refusal": None}
+
+
+def _token(token: TopToken) -> dict[str, Any]:
+    # tokens that stand for no text have no bytes either
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.data) or None}
+
+
+def prompt_logprobs_object(tokens: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
+    """The `prompt_logprobs` of an answer: by position, token id → how likely it was there."""
+    return [
+        None
+        if one is None
+        else {
+            str(token.token_id): {"logprob": token.logprob, "rank": token.rank, "decoded_token": token.text}
+            for token in (one.chosen, *one.top)
+        }
+        for one in tokens
+    ]

@@ -1,0 +1,188 @@
+"""Tokens and texts that may not come, prompts cut to their end, and text nobody wants."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ar_adapter import VOCAB, Driver, TinyAdapter, generate, prompts, stage_request, tiny_model
+from hypothesis import given
+from hypothesis import strategies as st
+
+from segue.engines.autoregressive.config import AutoregressiveConfig
+from segue.engines.autoregressive.contract import Prompt
+from segue.engines.autoregressive.engine import AutoregressiveEngine
+from segue.engines.autoregressive.words import BadWords
+from segue.messages.errors import InvalidRequest
+from segue.messages.sampling import SamplingParams
+
+PROMPTS = prompts(3, (5, 33, 24))
+TOKENS = 16
+TEXT = frozenset({"text"})
+
+
+@pytest.fixture(scope="module")
+def adapter():
+    return TinyAdapter(tiny_model("qwen2", seed=7))
+
+
+@pytest.fixture(scope="module")
+def answer(adapter):
+    return generate(adapter.model, PROMPTS[0], TOKENS)
+
+
+def driver(adapter, **config) -> Driver:
+    return Driver(AutoregressiveEngine(adapter, AutoregressiveConfig(**{"num_blocks": 64, "block_size": 8, **config})))
+
+
+def one(adapter, prompt=PROMPTS[0], resume=(), **sampling):
+    drive = driver(adapter)
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": TOKENS, **sampling})
+    drive.add(stage_request("it", sampling=params, to_client=TEXT, resume=list(resume)), prompt)
+    return drive.run()["it"]
+
+
+def letters(tokens) -> str:
+    return "".join(chr(ord("A") + token) for token in tokens)
+
+
+# --- allowed tokens --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_only_allowed_tokens_come(adapter, answer, temperature):
+    drive = driver(adapter)
+    for index, allowed in enumerate(([3, 50, 7, 50], None, [96])):
+        params = SamplingParams(temperature=temperature, max_tokens=TOKENS, allowed_token_ids=allowed)
+        drive.add(stage_request(f"r{index}", sampling=params, seed=4), PROMPTS[0])
+    results = drive.run()
+    assert len(set(results["r0"].token_ids)) > 1
+    assert set(results["r0"].token_ids) <= {3, 50, 7}
+    assert results["r2"].token_ids == [96] * TOKENS
+    if not temperature:
+        assert results["r1"].token_ids == answer
+
+
+def test_allowed_is_suppressing_the_rest(adapter):
+    allowed = list(range(0, VOCAB, 3))
+    rest = [token for token in range(VOCAB) if token % 3]
+    assert one(adapter, allowed_token_ids=allowed).token_ids == one(adapter, suppress_tokens=rest).token_ids
+
+
+def test_a_request_that_forbids_everything_fails_alone(adapter, answer):
+    adapter.end_token_ids = frozenset({5})
+    try:
+        drive = driver(adapter)
+        stuck = SamplingParams(temperature=0.7, allowed_token_ids=[5], min_tokens=3, max_tokens=TOKENS)
+        drive.add(stage_request("stuck", sampling=stuck), PROMPTS[0])
+        drive.add(stage_request("fine", sampling=SamplingParams(temperature=0.0, max_tokens=5)), PROMPTS[0])
+        results = drive.run()
+    finally:
+        adapter.end_token_ids = frozenset()
+    error = results["stuck"].last.error
+    assert isinstance(error, InvalidRequest)
+    assert "none to choose" in error.message
+    assert results["fine"].token_ids == answer[:5]
+    assert drive.engine.stats()["blocks_used"] == 0
+
+
+# --- bad words -------------------------------------------------------------------------------------------------------
+
+
+def test_a_bad_word_of_one_token(adapter, answer):
+    letter = letters([answer[4]])
+    result = one(adapter, bad_words=[letter])
+    place = answer.index(answer[4])
+    assert result.token_ids[:place] == answer[:place]
+    assert answer[4] not in result.token_ids
+
+
+def test_a_bad_word_of_several_tokens(adapter, answer):
+    """Only its last token is forbidden, and only behind the others."""
+    word = letters(answer[3:6])
+    result = one(adapter, bad_words=[word])
+    assert result.token_ids[:5] == answer[:5]
+    assert result.token_ids[5] != answer[5]
+    assert word not in result.text
+    resumed = one(adapter, bad_words=[word], resume=answer[:5])
+    assert resumed.token_ids == result.token_ids
+
+
+def test_bad_words_count_the_output_only(adapter, answer):
+    word = letters([PROMPTS[0][-1], answer[0]])
+    assert one(adapter, bad_words=[word]).token_ids == answer
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=4),
+    st.lists(st.integers(0, 3), max_size=12),
+)
+def test_what_is_forbidden(words, output):
+    rule = BadWords(words)
+    for token in output:
+        rule.saw(token)
+    expected = {
+        word[-1]
+        for word in words
+        if output[len(output) - len(word) + 1 :] == word[:-1] and len(output) >= len(word) - 1
+    }
+    assert rule.forbidden() == expected
+
+
+def test_bad_words_need_a_tokenizer(adapter):
+    bare = TinyAdapter(adapter.model)
+    bare.vocabulary = None
+    with pytest.raises(InvalidRequest, match=r"sampling\.main\.bad_words is set, but stage 'main' has no tokenizer"):
+        driver(bare).add(stage_request("it", sampling=SamplingParams(bad_words=["a"])), PROMPTS[0])
+
+
+# --- prompts cut to their end ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [1, 7, 32, 33, 200])
+def test_truncated(adapter, keep):
+    result = one(adapter, PROMPTS[1], truncate_prompt_tokens=keep)
+    assert result.token_ids == generate(adapter.model, PROMPTS[1][-keep:], TOKENS)
+    assert result.outputs[0].prompt_tokens == min(keep, 33)
+
+
+def test_truncated_to_the_context(adapter):
+    small = TinyAdapter(adapter.model, max_model_len=41)
+    [prompt] = prompts(1, [60], seed=3)
+    result = one(small, prompt, truncate_prompt_tokens=-1)
+    assert result.outputs[0].prompt_tokens == 40
+    assert result.token_ids == generate(adapter.model, prompt[-40:], 1)
+
+
+def test_text_with_positions_can_be_cut(adapter):
+    prompt = Prompt(PROMPTS[1], positions=torch.arange(33)[None], modality_tokens={"text": 33})
+    result = one(adapter, prompt, truncate_prompt_tokens=9)
+    assert result.token_ids == generate(adapter.model, PROMPTS[1][-9:], TOKENS)
+    assert result.outputs[0].modality_tokens == {"text": 9}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"embeds": torch.zeros(33, 48)},
+        {"identity": [b"x"] * 33},
+        {"positions": torch.arange(33)[None].clamp(max=30)},
+        {"extras": {"media_rows": torch.ones(33)}},
+        {"position_delta": -3},
+    ],
+    ids=lambda more: next(iter(more)),
+)
+def test_media_cannot_be_cut(adapter, more):
+    drive = driver(adapter)
+    sampling = SamplingParams(max_tokens=2, truncate_prompt_tokens=9)
+    drive.add(stage_request("it", sampling=sampling), Prompt(PROMPTS[1], **more))
+    error = drive.run()["it"].last.error
+    assert isinstance(error, InvalidRequest)
+    assert error.field == "sampling.main.truncate_prompt_tokens"
+
+
+# --- no text ---------------------------------------------------------------------------------------------------------
+
+
+def test_without_text(adapter, answer):
+    result = one(adapter, detokenize=False)
+    assert (result.text, result.token_ids) == ("", answer)
