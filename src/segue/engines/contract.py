@@ -41,8 +41,15 @@ class StageRequest:
     """Modalities of this stage's output that the client sees, e.g. {"text"}."""
     resume: list[int] = field(default_factory=list)
     """Token ids an earlier attempt had emitted: prefill them and go on. They are emitted to downstreams again."""
+    resume_others: list[list[int]] = field(default_factory=list)
+    """The same for outputs 1, 2, …, where the request asks for several."""
     priority: int = 0
     arrival: float = field(default_factory=time.monotonic)
+
+    @property
+    def outputs(self) -> int:
+        """How many outputs the request gets; it is done when each has ended."""
+        return self.sampling.n or 1
 
 
 @dataclass(slots=True)
@@ -82,6 +89,10 @@ class StageOutput:
     finished: bool = False
     finish_reason: str = ""
     """`stop`, `length`."""
+    stop_reason: int | str | None = None
+    """When finished: the stop token or stop string of the request that ended it; None for the family's end token."""
+    cumulative_logprob: float | None = None
+    """When finished: sum over the tokens of the output, where the engine computed it."""
     error: SegueError | None = None
     """The request failed in this engine; it is gone from it. Other requests are untouched."""
     prompt_tokens: int = 0

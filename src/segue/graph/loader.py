@@ -113,9 +113,12 @@ def _stage(stage: Stage, written: Written, where: Place) -> StagePlan:
 def _sampling(section: Section) -> SamplingParams:
     path, _ = section.find("sampling")
     try:
-        return sampling_from(section.mapping("sampling"), path)
+        sampling = sampling_from(section.mapping("sampling"), path)
     except InvalidRequest as error:  # the same checks, but here it is the deployment that must be mended
         raise ConfigError(error.message, field=error.field) from error
+    if sampling.n is not None:
+        raise ConfigError(f"{path}.n is {sampling.n}; only a request can ask for several outputs", field=f"{path}.n")
+    return sampling
 
 
 def _limits(section: Section) -> Limits:

@@ -11,6 +11,9 @@ from segue.messages.errors import InvalidRequest, nearest
 
 GREEDY_BELOW = 1e-5
 """A temperature under this is greedy decoding."""
+MAX_OUTPUTS = 128
+"""Most outputs of one prompt, shown or not."""
+MAX_BEAMS = 16
 
 
 class StructuredOutput(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -127,6 +130,10 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "logprobs": (-1, 2**31 - 1, "an integer, -1 for all tokens"),
     "prompt_logprobs": (-1, 2**31 - 1, "an integer, -1 for all tokens"),
     "truncate_prompt_tokens": (-1, 2**31 - 1, "an integer from 1, or -1 for what the context holds"),
+    "n": (1, MAX_OUTPUTS, f"an integer from 1 to {MAX_OUTPUTS}"),
+    "best_of": (1, MAX_OUTPUTS, f"an integer from 1 to {MAX_OUTPUTS}"),
+    "beam_width": (1, MAX_BEAMS, f"an integer from 1 to {MAX_BEAMS}"),
+    "length_penalty": (-10.0, 10.0, "a number from -10 to 10"),
 }
 
 
@@ -167,6 +174,7 @@ def check_sampling(params: SamplingParams, field: str) -> None:
                 f"{field}.logit_bias has {bias!r}; a bias must be from -100 to 100", field=f"{field}.logit_bias"
             )
     _check_lists(params, field)
+    _check_outputs(params, field)
     if params.structured_outputs is not None:
         check_structured(params.structured_outputs, f"{field}.structured_outputs")
 
@@ -199,6 +207,36 @@ def check_structured(asked: StructuredOutput, field: str) -> None:
         raise InvalidRequest(f"{field} {said}; give exactly one of: {names}", field=field)
     if asked.choice is not None and not (asked.choice and all(asked.choice)):
         raise InvalidRequest(f"{field}.choice needs at least one text, and none that is empty", field=f"{field}.choice")
+
+
+def _check_outputs(params: SamplingParams, field: str) -> None:
+    """`n`, `best_of` and `beam_width` against each other, and against what beam search leaves no room for."""
+    n = params.n or 1
+    for name in ("best_of", "beam_width"):
+        value = getattr(params, name)
+        if value is not None and value < n:
+            raise InvalidRequest(f"{field}.{name} is {value}; it must be at least n ({n})", field=f"{field}.{name}")
+    if params.beam_width is None:
+        return
+    if params.best_of is not None:
+        raise InvalidRequest(
+            f"{field}.best_of is {params.best_of} beside beam_width ({params.beam_width}); give one of the two",
+            field=f"{field}.best_of",
+        )
+    if params.temperature is not None and not params.greedy:
+        raise InvalidRequest(
+            f"{field}.temperature is {params.temperature!r}, but beam search (beam_width) draws nothing; "
+            "leave it out or give 0",
+            field=f"{field}.temperature",
+        )
+    for name in ("structured_outputs", "logprobs"):
+        value = getattr(params, name)
+        if value is not None:
+            raise InvalidRequest(
+                f"{field}.{name} is given beside beam_width ({params.beam_width}), which does not go with it; "
+                "leave one out",
+                field=f"{field}.{name}",
+            )
 
 
 def check_token_ids(params: SamplingParams, vocab_size: int, field: str) -> None:

@@ -44,8 +44,8 @@ class Begin(msgspec.Struct, tag=True):
     upstreams: list[Peer]
     downstreams: list[Peer]
     to_client: list[str]
-    resume: list[int] = []
-    """Ids the journal holds from an earlier attempt."""
+    resume: list[list[int]] = []
+    """By output: the ids that the journal holds from an earlier attempt."""
 
 
 class Resend(msgspec.Struct, tag=True):
@@ -119,12 +119,14 @@ class Emission(msgspec.Struct):
     request_id: str
     stage: str
     attempt: int
+    index: int = 0
+    """Which of the request's outputs this is about."""
     token_ids: list[int] = []
     """The journal: ids, never tensors."""
     first_index: int = 0
     deltas: list[ClientDelta] = []
     position: int = 0
-    """Where the deltas start in the stage's client stream of this attempt: characters, samples or pictures."""
+    """Where the deltas start in the client stream of this output and attempt: characters, samples or pictures."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     modality_tokens: dict[str, int] = {}
@@ -158,12 +160,22 @@ class InputLost(msgspec.Struct, tag=True):
     source: str
 
 
+class OutputEnd(msgspec.Struct, frozen=True):
+    """How one output of a stage ended."""
+
+    index: int
+    finish_reason: str
+    cumulative_logprob: float | None = None
+    stop_reason: int | str | None = None
+
+
 class StageDone(msgspec.Struct, tag=True):
     worker: str
     request_id: str
     stage: str
     attempt: int
-    finish_reason: str
+    ends: list[OutputEnd]
+    """Of every output, by index; one where the request asks for one."""
     began: float
     """time.monotonic(), one clock for all processes of a machine: when the stage heard of the request,"""
     started: float

@@ -55,7 +55,7 @@ class GenerationWatch:
     def __init__(self, metrics: ServerMetrics) -> None:
         self._metrics = metrics
         self._start = metrics.clock()
-        self._last_text: float | None = None
+        self._last_text: dict[int, float] = {}
         self._heard = False
         self._end = "aborted"
 
@@ -67,11 +67,11 @@ class GenerationWatch:
         """Note a delta at the moment it arrives."""
         now = self._metrics.clock()
         if isinstance(delta, TextDelta):
-            if self._last_text is None:
+            if not self._last_text:
                 self._metrics.ttft.observe(now - self._start)
-            else:
-                self._metrics.itl.observe(now - self._last_text)
-            self._last_text = now
+            elif delta.index in self._last_text:
+                self._metrics.itl.observe(now - self._last_text[delta.index])
+            self._last_text[delta.index] = now
         elif isinstance(delta, AudioDelta) and not self._heard:
             self._heard = True
             self._metrics.ttfa.observe(now - self._start)

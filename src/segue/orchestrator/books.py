@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import msgspec
 
 from segue.graph.stage_graph import Walk
-from segue.messages.deltas import AudioDelta, Delta, Finished, ImageDelta, RequestMetrics, TextDelta, Usage
+from segue.messages.deltas import AudioDelta, Choice, Delta, Finished, ImageDelta, RequestMetrics, TextDelta, Usage
 from segue.messages.errors import SegueError
 from segue.messages.request import Request
-from segue.messages.wire import ClientDelta, Emission, StageDone
+from segue.messages.wire import ClientDelta, Emission, OutputEnd, StageDone
 from segue.orchestrator.recovery import StageBook
 
 
@@ -27,10 +27,10 @@ class RequestBooks:
     admitted: float = field(default_factory=time.monotonic)
     queue: asyncio.Queue[Delta | SegueError] = field(default_factory=asyncio.Queue)
     stages: dict[str, StageBook] = field(default_factory=dict)
-    journal: dict[str, list[int]] = field(default_factory=dict)
-    """By autoregressive stage: every id it has emitted."""
-    delivered: dict[str, int] = field(default_factory=dict)
-    """By output stage: characters, samples or pictures the client has."""
+    journal: dict[str, dict[int, list[int]]] = field(default_factory=dict)
+    """By autoregressive stage and output: every id it has emitted."""
+    delivered: dict[tuple[str, int], int] = field(default_factory=dict)
+    """By stage and output: characters, samples or pictures the client has."""
     waiting: set[str] = field(default_factory=set)
     """Stages to begin as soon as their groups have a ready worker."""
     losses: Counter[str] = field(default_factory=Counter)
@@ -39,7 +39,8 @@ class RequestBooks:
     """Workers whose payloads were found missing; where one turns out to be dead, it is one loss, not two."""
     usage: Usage = field(default_factory=Usage)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
-    finish_reason: str = ""
+    ends: list[OutputEnd] = field(default_factory=list)
+    """Of the main stage's outputs, once it is done."""
     timer: asyncio.TimerHandle | None = None
 
     @property
@@ -51,10 +52,10 @@ class RequestBooks:
 
     def took(self, emission: Emission) -> list[ClientDelta]:
         """Enter an emission; gives what the client does not have yet (an attempt starts its stream from the front)."""
-        stage = emission.stage
+        stage, place = emission.stage, (emission.stage, emission.index)
         fresh_ids: list[int] = []
         if emission.token_ids:
-            journal = self.journal.setdefault(stage, [])
+            journal = self.journal.setdefault(stage, {}).setdefault(emission.index, [])
             fresh_ids = emission.token_ids[max(0, len(journal) - emission.first_index) :]
             journal.extend(fresh_ids)
         if stage == self.main:
@@ -64,10 +65,10 @@ class RequestBooks:
         position = emission.position
         fresh: list[ClientDelta] = []
         for delta in emission.deltas:
-            have = self.delivered.get(stage, 0)
+            have = self.delivered.get(place, 0)
             new, length = _after(delta, have - position, fresh_ids)
             position += length
-            self.delivered[stage] = max(have, position)
+            self.delivered[place] = max(have, position)
             if new is not None:
                 fresh.append(new)
                 self._note_first(new)
@@ -84,7 +85,12 @@ class RequestBooks:
         ):
             self.metrics.spans.append((done.stage, what, begin - start, end - start))
         if done.stage == self.main:
-            self.finish_reason = done.finish_reason
+            self.ends = done.ends
+
+    def resume(self, stage: str) -> list[list[int]]:
+        """What an attempt of a stage goes on from: by output, the ids it has emitted."""
+        journal = self.journal.get(stage, {})
+        return [journal.get(index, []) for index in range(max(journal, default=-1) + 1)]
 
     def complete(self) -> bool:
         """True when every stage the client sees is done."""
@@ -95,16 +101,28 @@ class RequestBooks:
         self.metrics.jct = time.monotonic() - self.admitted
         self.metrics.attempts = 1 + self.losses.total()
         gives = {stage.name: stage.to_client for stage in self.walk.stages}
-        for stage, ids in self.journal.items():
+        for stage, outputs in self.journal.items():
             # ids of a stage that the client does not see belong to what it is for: a talker's codes are audio
             kind = "text" if "text" in gives[stage] else _modality_below(stage, self.walk)
-            self.usage.completion_modalities[kind] = len(ids)
+            self.usage.completion_modalities[kind] = sum(map(len, outputs.values()))
         return Finished(
-            finish_reason=self.finish_reason or "stop",
-            token_ids={stage: list(ids) for stage, ids in self.journal.items()},
+            finish_reason=self.ends[0].finish_reason if self.ends else "stop",
+            token_ids={stage: list(outputs.get(0, [])) for stage, outputs in self.journal.items()},
             usage=self.usage,
             metrics=self.metrics,
+            choices=self._choices(),
         )
+
+    def _choices(self) -> list[Choice]:
+        journal = self.journal.get(self.main)
+        if journal is None:
+            return []  # of an engine that makes no tokens
+        return [
+            Choice(
+                end.index, end.finish_reason, list(journal.get(end.index, [])), end.cumulative_logprob, end.stop_reason
+            )
+            for end in self.ends
+        ]
 
     def _note_first(self, delta: ClientDelta) -> None:
         now = time.monotonic() - self.admitted

@@ -16,6 +16,7 @@ from typing import Any, Self
 from tqdm import tqdm
 
 from segue.graph.loader import load_plan
+from segue.graph.stage_graph import StageGraph
 from segue.media.parts import messages_from
 from segue.media.sources import MediaPolicy, shown
 from segue.messages.deltas import Delta, Finished
@@ -77,6 +78,7 @@ class AsyncOmni:
             options=family.options,
             max_model_len=None,
             created=int(time.time()),
+            several_texts=graph.stages[text_stage].engine == "autoregressive" and not _feeds_text(graph, text_stage),
         )
         self._policy = MediaPolicy(allow_paths=True, max_bytes=self.plan.limits.max_media_bytes)
         self.orchestrator = Orchestrator(
@@ -205,6 +207,12 @@ class AsyncOmni:
         if request.voice is not None and request.voice not in self.card.voices:
             hint = nearest(request.voice, self.card.voices)
             raise NotFound(f"{self.card.name} has no voice {request.voice!r}{hint}", field="voice")
+
+
+def _feeds_text(graph: StageGraph, stage: str) -> bool:
+    """Whether anything below a stage gives text: then the stage may feed another in a request for text alone."""
+    below = set(graph.downstreams(stage))
+    return any("text" in graph.stages[name].gives or _feeds_text(graph, name) for name in below)
 
 
 def _token_ids(ids: Any) -> list[int]:

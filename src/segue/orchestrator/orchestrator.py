@@ -195,7 +195,7 @@ class Orchestrator:
         for stage in walk.stages:
             books.stages[stage.name] = StageBook(tuple(stage.upstreams), tuple(stage.downstreams))
             if self.graph.stages[stage.name].engine == "autoregressive":
-                books.journal[stage.name] = []
+                books.journal[stage.name] = {}
         if books.main not in books.stages:
             books.main = next(stage.name for stage in reversed(walk.stages) if stage.to_client)
         deadline = request.deadline
@@ -257,7 +257,7 @@ class Orchestrator:
                 upstreams=[self._peer(books, up) for up in book.upstreams],
                 downstreams=[self._peer(books, down) for down in book.downstreams],
                 to_client=sorted(stage.to_client),
-                resume=books.journal.get(name, []),
+                resume=books.resume(name),
             )
             self._send(book.address, message)
             for down in book.downstreams:

@@ -9,6 +9,7 @@ import numpy as np
 
 from segue.messages.deltas import (
     AudioDelta,
+    Choice,
     Delta,
     Finished,
     ImageDelta,
@@ -28,8 +29,25 @@ class Audio:
 
 
 @dataclass(slots=True)
+class Output:
+    """One of the outputs of the stage that makes the main output."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    """End token included."""
+    finish_reason: str
+    cumulative_logprob: float | None = None
+    """Sum over its tokens, where it was computed (`logprobs`, `best_of`, beams)."""
+    stop_reason: int | str | None = None
+    """The request's stop token or stop string that ended it; None for the family's end token."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Beside `token_ids`, where asked for."""
+
+
+@dataclass(slots=True)
 class RequestOutput:
-    """Everything one request gave."""
+    """Everything one request gave. What is not by output (`text`, `token_ids`, `finish_reason`) is of output 0."""
 
     request_id: str
     text: str = ""
@@ -44,6 +62,8 @@ class RequestOutput:
     prompt_token_ids: list[int] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     """One per prompt token, None for the first, where asked for."""
+    outputs: list[Output] = field(default_factory=list)
+    """By index; one unless `n` asks for more; none where the main stage makes no tokens."""
     usage: Usage = field(default_factory=Usage)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
@@ -53,7 +73,9 @@ class Collector:
 
     def __init__(self, request_id: str, *, wants_audio: bool, sample_rate: int = 24000) -> None:
         self._output = RequestOutput(request_id)
-        self._text: list[str] = []
+        self._texts: dict[int, list[str]] = {}
+        self._logprobs: dict[int, list[TokenLogprobs]] = {}
+        self._choices: list[Choice] = []
         self._samples: list[np.ndarray] = []
         self._rate = sample_rate
         self._wants_audio = wants_audio
@@ -61,8 +83,8 @@ class Collector:
     def add(self, delta: Delta) -> None:
         match delta:
             case TextDelta():
-                self._text.append(delta.text)
-                self._output.logprobs += delta.logprobs
+                self._texts.setdefault(delta.index, []).append(delta.text)
+                self._logprobs.setdefault(delta.index, []).extend(delta.logprobs)
                 self._output.prompt_token_ids += delta.prompt_token_ids
                 self._output.prompt_logprobs += delta.prompt_logprobs
             case AudioDelta():
@@ -77,10 +99,27 @@ class Collector:
                 self._output.token_ids = delta.token_ids
                 self._output.usage = delta.usage
                 self._output.metrics = delta.metrics
+                self._choices = delta.choices
 
     def output(self) -> RequestOutput:
-        self._output.text = "".join(self._text)
+        self._output.text = self._text(0)
+        self._output.logprobs = self._logprobs.get(0, [])
+        self._output.outputs = [
+            Output(
+                choice.index,
+                self._text(choice.index),
+                choice.token_ids,
+                choice.finish_reason,
+                choice.cumulative_logprob,
+                choice.stop_reason,
+                self._logprobs.get(choice.index, []),
+            )
+            for choice in self._choices
+        ]
         if self._wants_audio:
             samples = np.concatenate(self._samples) if self._samples else np.zeros(0, dtype=np.float32)
             self._output.audio = Audio(samples, self._rate)
         return self._output
+
+    def _text(self, index: int) -> str:
+        return "".join(self._texts.get(index, []))

@@ -53,6 +53,8 @@ class ModelCard(msgspec.Struct):
     """Request options of the family."""
     max_model_len: int | None
     created: int
+    several_texts: bool = False
+    """One request for text alone may have several outputs: the text stage then feeds no other."""
     vocab_sizes: dict[str, int] = {}
     """By stage that samples, once it is loaded: token ids are below it."""
 

@@ -20,7 +20,7 @@ from segue.server.chat_request import ChatRequest, chat_request
 from segue.server.chat_stream import chat_events
 from segue.server.disconnect import EventStream, while_connected
 from segue.server.errors import json_response
-from segue.server.generations import run_generations
+from segue.server.generations import by_choice, run_generations
 from segue.server.settings import ServerSettings
 
 _CHECKING_THREADS = 8
@@ -39,14 +39,15 @@ def add_chat_completions(app: FastAPI, service: Service, settings: ServerSetting
         if request.headers.get("x-return-metrics", "").lower() in ("1", "true"):
             chat = replace(chat, return_metrics=True)
         if chat.stream:
-            deltas = run_generations(service, chat.requests, metrics)
+            deltas = by_choice(run_generations(service, chat.requests, metrics), service.card.text_stage)
             return EventStream(chat_events(chat, deltas), settings.stall_seconds)
         return json_response(await while_connected(request.receive, _whole(chat, service, metrics)))
 
 
 async def _whole(chat: ChatRequest, service: Service, metrics: ServerMetrics) -> dict[str, Any]:
-    choices = [WholeChoice(index) for index in range(len(chat.requests))]
-    async with aclosing(run_generations(service, chat.requests, metrics)) as deltas:
+    choices = [WholeChoice(index) for index in range(chat.choices)]
+    generations = run_generations(service, chat.requests, metrics)
+    async with aclosing(by_choice(generations, service.card.text_stage)) as deltas:
         async for index, delta in deltas:
             choices[index].take(delta)
     answer = {

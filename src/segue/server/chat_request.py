@@ -14,7 +14,7 @@ from segue.media.parts import messages_from
 from segue.media.sources import shown
 from segue.messages.errors import InvalidRequest, NotFound, nearest
 from segue.messages.request import MediaPart, Message, Request
-from segue.messages.sampling import SamplingParams, check_token_ids, sampling_from
+from segue.messages.sampling import SamplingParams, check_sampling, check_token_ids, sampling_from
 from segue.orchestrator.service import ModelCard
 from segue.server.body import check_names, convert
 from segue.server.chat_logprobs import asked_logprobs
@@ -70,6 +70,10 @@ class ChatBody(msgspec.Struct, kw_only=True):
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
+    best_of: int | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
     stop_token_ids: list[int] | None = None
     suppress_tokens: list[int] | None = None
     ignore_eos: bool | None = None
@@ -117,13 +121,15 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A checked request: `n` generations and how to answer."""
+    """A checked request: its generations and how to answer."""
 
     completion_id: str
     created: int
     model: str
     """As the client named it."""
     requests: list[Request]
+    """One per choice; or one that makes all of them."""
+    choices: int
     stream: bool
     include_usage: bool
     audio_format: str
@@ -157,7 +163,11 @@ def chat_request(values: dict[str, Any], card: ModelCard, settings: ServerSettin
     options = body.options or {}
     check_names(options, card.options, "options")
     _check_carried(options)
-    seeds = _seeds(body)
+    choices = _choices(body)
+    together = choices > 1 and card.several_texts and modalities == ["text"]
+    if together:
+        sampling = _together(sampling, choices, card)
+    seeds = _seeds(body, 1 if together else choices)
     if body.priority is not None and abs(body.priority) > 2**31:
         raise InvalidRequest(f"priority is {body.priority}; it must be a 32-bit integer", field="priority")
     if body.deadline is not None and not 0 < body.deadline < 1e9:
@@ -190,6 +200,7 @@ def chat_request(values: dict[str, Any], card: ModelCard, settings: ServerSettin
         created=int(now),
         model=body.model,
         requests=requests,
+        choices=choices,
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         audio_format=audio_format,
@@ -255,6 +266,11 @@ def _sampling(body: ChatBody, card: ModelCard) -> dict[str, SamplingParams]:
             hint = nearest(stage, card.sampling_stages)
             raise InvalidRequest(f"sampling names {shown(stage)}, no stage that samples{hint}", field="sampling")
         by_stage[stage] = sampling_from(values, f"sampling.{stage}")
+        if by_stage[stage].n is not None:
+            raise InvalidRequest(
+                f"sampling.{stage}.n is {by_stage[stage].n}; give n at the top of the request",
+                field=f"sampling.{stage}.n",
+            )
         check_token_ids(by_stage[stage], card.vocab_sizes.get(stage, _MAX_VOCAB), f"sampling.{stage}.")
     top = _top_level(body, card)
     if top is None:
@@ -274,6 +290,7 @@ def _top_level(body: ChatBody, card: ModelCard) -> SamplingParams | None:
     """The text stage's parameters as they stand at the top of the body; None where there are none."""
     given: dict[str, Any] = {name: getattr(body, name) for name in _TO_TEXT_STAGE if getattr(body, name) is not None}
     given.pop("seed", None)
+    given.pop("n", None)  # as many requests, or set where one makes all
     if body.max_completion_tokens is not None:
         if body.max_tokens not in (None, body.max_completion_tokens):
             raise InvalidRequest(
@@ -297,21 +314,41 @@ def _top_level(body: ChatBody, card: ModelCard) -> SamplingParams | None:
         raise InvalidRequest(f"stop has {len(body.stop)} strings; at most {MAX_STOPS} are taken", field="stop")
     if not given:
         return None
-    try:
-        params = sampling_from(given, _PREFIX)
-    except InvalidRequest as error:
-        # these stand at the top of the body, under no name
-        field = (error.field or "").removeprefix(f"{_PREFIX}.")
-        raise type(error)(error.message.removeprefix(f"{_PREFIX}."), field=field) from error
+    params = _checked_at_top(given)
     check_token_ids(params, card.vocab_sizes.get(card.text_stage or "", _MAX_VOCAB), "")
     return params
 
 
-def _seeds(body: ChatBody) -> list[int | None]:
-    """One per choice: the given seed and its successors (wrapping at 64 bits), or None: given at admission."""
+def _checked_at_top(given: SamplingParams | dict[str, Any]) -> SamplingParams:
+    """Parameters that stand at the top of the body, under no name."""
+    try:
+        if isinstance(given, dict):
+            return sampling_from(given, _PREFIX)
+        check_sampling(given, _PREFIX)
+        return given
+    except InvalidRequest as error:
+        field = (error.field or "").removeprefix(f"{_PREFIX}.")
+        raise type(error)(error.message.removeprefix(f"{_PREFIX}."), field=field) from error
+
+
+def _choices(body: ChatBody) -> int:
     n = 1 if body.n is None else body.n
     if not 1 <= n <= MAX_CHOICES:
         raise InvalidRequest(f"n is {n}; it must be from 1 to {MAX_CHOICES}", field="n")
+    return n
+
+
+def _together(sampling: dict[str, SamplingParams], n: int, card: ModelCard) -> dict[str, SamplingParams]:
+    """One request that makes all choices: its prompt is computed once. Draws are those of `n` requests with their own
+    seeds."""
+    assert card.text_stage is not None
+    several = SamplingParams(n=n).over(sampling.get(card.text_stage, SamplingParams()))
+    _checked_at_top(several)
+    return {**sampling, card.text_stage: several}
+
+
+def _seeds(body: ChatBody, n: int) -> list[int | None]:
+    """One per request: the given seed and its successors (wrapping at 64 bits), or None: given at admission."""
     if body.seed is None:
         return [None] * n
     if not -(2**63) <= body.seed < 2**64:

@@ -96,7 +96,7 @@ async def chat_events(chat: ChatRequest, deltas: AsyncGenerator[tuple[int, Delta
         "model": chat.model,
     }
     usage = {"usage": None} if chat.include_usage else {}
-    choices = [_StreamedChoice(index, chat) for index in range(len(chat.requests))]
+    choices = [_StreamedChoice(index, chat) for index in range(chat.choices)]
     finished: list[Finished] = []
     begun = False
     async with aclosing(deltas):

@@ -1,13 +1,15 @@
-"""The n generations of one request, run side by side as one stream."""
+"""The generations of one request, run side by side as one stream."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
-from contextlib import ExitStack
+from contextlib import ExitStack, aclosing
 
-from segue.messages.deltas import Delta, Finished
+import msgspec
+
+from segue.messages.deltas import Choice, Delta, Finished, TextDelta, Usage
 from segue.messages.errors import SegueError, StageFailed
 from segue.messages.request import Request
 from segue.observe.logging import log_event
@@ -46,6 +48,37 @@ async def run_generations(
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
             await asyncio.gather(*(stream.aclose() for stream in streams), return_exceptions=True)
+
+
+async def by_choice(
+    deltas: AsyncGenerator[tuple[int, Delta]], text_stage: str | None
+) -> AsyncGenerator[tuple[int, Delta]]:
+    """(index of the choice, delta), from those by request: every choice gets a `Finished` of its own.
+
+    There is a request per choice, or one request with all of them as outputs of its text stage. The usage of the latter
+    goes with choice 0, so that it is counted once.
+    """
+    async with aclosing(deltas):
+        async for index, delta in deltas:
+            if isinstance(delta, TextDelta):
+                yield index + delta.index, delta
+            elif isinstance(delta, Finished) and len(delta.choices) > 1:
+                assert text_stage is not None
+                for choice in delta.choices:
+                    yield choice.index, _of_choice(delta, choice, text_stage)
+            else:
+                yield index, delta
+
+
+def _of_choice(whole: Finished, choice: Choice, stage: str) -> Finished:
+    """The end of one of the outputs of a request."""
+    return msgspec.structs.replace(
+        whole,
+        finish_reason=choice.finish_reason,
+        token_ids={**whole.token_ids, stage: choice.token_ids},
+        usage=whole.usage if choice.index == 0 else Usage(),
+        choices=[choice],
+    )
 
 
 async def _next(stream: AsyncGenerator[Delta]) -> Delta:

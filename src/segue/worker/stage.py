@@ -13,7 +13,7 @@ from segue.graph.deployment import StagePlan
 from segue.messages.deltas import AudioDelta, ImageDelta, TextDelta
 from segue.messages.errors import StageFailed
 from segue.messages.sampling import FALLBACK, SamplingParams
-from segue.messages.wire import Begin, ClientDelta, Emission, Peer
+from segue.messages.wire import Begin, ClientDelta, Emission, OutputEnd, Peer
 
 
 @dataclass(slots=True)
@@ -27,8 +27,10 @@ class Run:
     next_seq: dict[str, int]
     began: float
     first: float = 0.0
-    position: int = 0
-    """Units of the client stream made so far in this attempt (characters, samples, pictures)."""
+    positions: dict[int, int] = field(default_factory=dict)
+    """By output: units of the client stream made so far in this attempt (characters, samples, pictures)."""
+    ends: list[OutputEnd] = field(default_factory=list)
+    """Of the outputs that have ended; the request is done when all have."""
     started: float = 0.0
     """When its first input was there."""
     paused: bool = False
@@ -70,7 +72,8 @@ class StageRunner:
             upstreams=frozenset(peer.stage for peer in begin.upstreams),
             downstreams=frozenset(peer.stage for peer in begin.downstreams),
             to_client=frozenset(begin.to_client),
-            resume=list(begin.resume),
+            resume=begin.resume[0] if begin.resume else [],
+            resume_others=begin.resume[1:],
             priority=begin.request.priority,
         )
         run = Run(
@@ -94,15 +97,16 @@ class StageRunner:
             request_id=output.request_id,
             stage=self.plan.name,
             attempt=run.begin.attempt,
+            index=output.index,
             token_ids=output.token_ids,
             first_index=output.first_index,
             deltas=deltas,
-            position=run.position,
+            position=run.positions.get(output.index, 0),
             prompt_tokens=output.prompt_tokens,
             cached_tokens=output.cached_tokens,
             modality_tokens=output.modality_tokens,
         )
-        run.position += sum(units(delta) for delta in deltas)
+        run.positions[output.index] = emission.position + sum(units(delta) for delta in deltas)
         return emission
 
 
@@ -124,6 +128,7 @@ def client_deltas(request: StageRequest, output: StageOutput) -> list[ClientDelt
                 request.stage,
                 output.text,
                 output.token_ids,
+                output.index,
                 logprobs=output.logprobs,
                 prompt_token_ids=output.prompt_token_ids,
                 prompt_logprobs=output.prompt_logprobs,

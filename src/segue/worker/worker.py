@@ -28,6 +28,7 @@ from segue.messages.wire import (
     InputDone,
     InputLost,
     Moved,
+    OutputEnd,
     Peer,
     PeerLost,
     Ping,
@@ -155,7 +156,11 @@ class Worker:
                 self.acknowledge(stage, run)
         for output in outputs:
             if output.finished and output.error is None and (run := stage.runs.get(output.request_id)):
-                self.finish(stage, run, output.finish_reason)
+                run.ends.append(
+                    OutputEnd(output.index, output.finish_reason, output.cumulative_logprob, output.stop_reason)
+                )
+                if len(run.ends) == run.request.outputs:
+                    self.finish(stage, run)
 
     def hand_on(self, stage: StageRunner, run: Run, output: StageOutput) -> None:
         """Apply each edge's transfer; a final output closes the edge's stream even when it carries nothing."""
@@ -167,7 +172,7 @@ class Worker:
             run.paused = True
             stage.engine.pause(output.request_id)
 
-    def finish(self, stage: StageRunner, run: Run, reason: str) -> None:
+    def finish(self, stage: StageRunner, run: Run) -> None:
         request_id = run.request.request_id
         self.leave(stage, run)
         self.tell(
@@ -176,7 +181,7 @@ class Worker:
                 request_id,
                 stage.plan.name,
                 run.begin.attempt,
-                reason,
+                sorted(run.ends, key=lambda end: end.index),
                 run.began,
                 run.started or run.began,
                 run.first or run.began,
