@@ -314,12 +314,12 @@ _UNSERVED: dict[str, tuple[object, ...]] = {
     "structured_outputs": (),
     "logprobs": (),
     "prompt_logprobs": (),
-    "truncate_prompt_tokens": (),
     "n": (1,),
     "best_of": (1,),
     "beam_width": (1,),
 }
-"""Parameters this engine does not serve yet → the values that ask for nothing."""
+"""Parameters this engine does not serve yet → the values that ask for nothing. (Prompts are truncated before they come
+here, by the input stage, which alone knows what may be cut.)"""
 
 
 def _check_served(request: StageRequest) -> None:
