@@ -78,6 +78,8 @@ class AsyncOmni:
             options=family.options,
             max_model_len=None,
             created=int(time.time()),
+            root=str(model_dir),
+            dialect=family.dialect(model_dir, checkpoint),
         )
         self._policy = MediaPolicy(allow_paths=True, max_bytes=self.plan.limits.max_media_bytes)
         self.orchestrator = Orchestrator(

@@ -9,6 +9,7 @@ import msgspec
 
 from segue.messages.deltas import Delta
 from segue.messages.request import Request
+from segue.models.dialects.dialect import Dialect
 
 ReplicaState = Literal["starting", "ready", "restarting", "draining", "failed"]
 
@@ -55,6 +56,10 @@ class ModelCard(msgspec.Struct):
     created: int
     vocab_sizes: dict[str, int] = {}
     """By stage that samples, once it is loaded: token ids are below it."""
+    root: str = ""
+    """Where the checkpoint is."""
+    dialect: Dialect = msgspec.field(default_factory=Dialect)
+    """How its text is to be read."""
 
 
 class Service(Protocol):
