@@ -42,6 +42,16 @@ def test_audio_needs_the_thinker_but_does_not_hear_it(graph: StageGraph) -> None
     )
 
 
+def test_tokens_come_from_the_input_stage_alone(graph: StageGraph) -> None:
+    walk = graph.walk(ask("tokens", media=("image",)))
+    assert walk.names == (INPUT,)
+    assert walk[INPUT].to_client == {"tokens"}
+    assert "tokens" not in graph.gives
+    both = graph.walk(ask("tokens", "text"))
+    assert both.names == (INPUT, "thinker")
+    assert both.outputs == (INPUT, "thinker")
+
+
 def test_both(graph: StageGraph) -> None:
     walk = graph.walk(ask("text", "audio"))
     assert "encoder" not in walk

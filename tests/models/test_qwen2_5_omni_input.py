@@ -17,7 +17,7 @@ from segue.media.audio import decode_audio
 from segue.media.limits import MediaLimits
 from segue.media.video import decode_video
 from segue.messages.errors import ConfigError, InvalidRequest, NotFound, TooLarge
-from segue.messages.request import ArrayInfo, MediaPart, Message, Part, Request, TextPart
+from segue.messages.request import ArrayInfo, ChatOptions, MediaPart, Message, Part, Request, TextPart
 from segue.messages.sampling import SamplingParams
 from segue.models.qwen2_5_omni.input import InputProcessor
 
@@ -203,6 +203,67 @@ def bare(tiny_dir: Path, directory: Path, *left_out: str) -> InputProcessor:
     """The stage of a checkpoint without some of its files."""
     shutil.copytree(tiny_dir, directory, ignore=shutil.ignore_patterns("*.safetensors", *left_out))
     return InputProcessor(context(directory))
+
+
+def test_a_bare_prompt_is_tokenized_as_it_is(stage: InputProcessor, reference: Reference) -> None:
+    request = Request(request_id="r", prompt="<|im_start|>Tell me")
+    ids = stage.process(request)["token_ids"].tolist()
+    assert ids == reference.processor.tokenizer("<|im_start|>Tell me")["input_ids"]
+    with pytest.raises(InvalidRequest, match="stands for image"):
+        stage.process(Request(request_id="r", prompt="a <|IMAGE|>"))
+    with pytest.raises(InvalidRequest, match="prompt is empty"):
+        stage.process(Request(request_id="r", prompt=""))
+
+
+def test_tokens_for_the_client_are_those_of_the_prompt(stage: InputProcessor, reference: Reference) -> None:
+    tokenizer = reference.processor.tokenizer
+    payload = stage.process(asked(QUESTION, modalities=["tokens"]))
+    ids = payload["token_ids"].tolist()
+    assert payload["tokens"] == {
+        "token_ids": ids, "token_strs": tokenizer.convert_ids_to_tokens(ids), "text": tokenizer.decode(ids),
+    }  # fmt: skip
+    assert "tokens" not in stage.process(asked(QUESTION))
+    assert stage.process(Request(request_id="r", prompt="", modalities=["tokens"]))["tokens"]["token_ids"] == []
+
+
+def test_a_prompt_is_truncated_from_the_left(tiny_dir: Path) -> None:
+    stage = InputProcessor(context(tiny_dir, max_model_len=10))
+
+    def kept(count: int, ids: list[int]) -> list[int]:
+        sampling = {"thinker": SamplingParams(truncate_prompt_tokens=count)}
+        request = Request(request_id="r", prompt_token_ids=ids, sampling=sampling)
+        return stage.process(request)["token_ids"].tolist()
+
+    ids = list(range(5, 25))
+    assert kept(4, ids) == ids[-4:]
+    assert kept(-1, ids) == ids[-9:], "a context of 10 has room for 9 and one more"
+    assert kept(4, [7, 8]) == [7, 8]
+    for wrong in (0, 10, -2):
+        with pytest.raises(InvalidRequest, match=r"truncate_prompt_tokens is .*; it must be from 1 to 9"):
+            kept(wrong, ids)
+
+
+def test_options_of_the_chat_reach_the_template(tiny_dir: Path, tmp_path: Path) -> None:
+    directory = shutil.copytree(tiny_dir, tmp_path / "m")
+    (directory / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}:"
+        "{{ m.tool_calls[0].function.name if m.tool_calls else m.content[0].text }};{% endfor %}"
+        "{{ tools[0].function.name }};{{ mood }};{{ add_generation_prompt }}"
+    )
+    stage = InputProcessor(context(directory))
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": {}}}
+    chat = ChatOptions(
+        tools=[{"type": "function", "function": {"name": "look"}}],
+        add_generation_prompt=False,
+        template_kwargs={"mood": "calm"},
+    )
+    messages = [
+        Message("user", [QUESTION]),
+        Message("assistant", [], {"tool_calls": [call]}),
+        Message("tool", [TextPart("a cat")], {"tool_call_id": "1"}),
+    ]
+    payload = stage.process(Request(request_id="r", messages=messages, chat=chat, modalities=["tokens"]))
+    assert payload["tokens"]["text"] == "user:What is this?;assistant:look;tool:a cat;look;calm;False"
 
 
 def test_a_checkpoint_without_processor_takes_text(

@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
-from segue.messages.deltas import AudioDelta, Delta, Finished, TextDelta
+from segue.messages.deltas import AudioDelta, Delta, Finished, TextDelta, TokensDelta
 from segue.messages.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -162,6 +162,23 @@ def test_text_only_never_touches_the_audio_stage(system: System) -> None:
             assert_right(output, "only text")
             assert output.audio is None
             assert {span[0] for span in output.metrics.spans} == {"input", "counter"}
+
+    system.run(body)
+
+
+def test_tokens_need_the_input_stage_only(system: System) -> None:
+    async def body() -> None:
+        async with system.shared() as omni:
+            assert await omni.tokenize("hello") == [1 + ord(letter) % 96 for letter in "hello"]
+            asked = omni.request("hello", modalities=["tokens"])
+            deltas = [delta async for delta in omni.stream(asked)]
+            [tokens, end] = deltas
+            assert tokens == TokensDelta("input", [9, 6, 13, 13, 16], ["9", "6", "13", "13", "16"], "hello")
+            assert isinstance(end, Finished)
+            assert (end.finish_reason, end.token_ids) == ("stop", {})
+            # beside text they come first, and the stages below see nothing of them
+            both = [delta async for delta in omni.stream(omni.request("hello", modalities=["tokens", "text"]))]
+            assert [type(delta).__name__ for delta in both[:2]] == ["TokensDelta", "TextDelta"]
 
     system.run(body)
 

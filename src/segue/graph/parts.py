@@ -13,6 +13,9 @@ from segue.messages.request import Request
 INPUT = "input"
 """The stage every graph has by itself: it turns the request into tensors."""
 
+TOKENS = "tokens"
+"""What the input stage gives, in every graph: the prompt as token ids. No modality of a model, so no graph lists it."""
+
 Engine = Literal["autoregressive", "diffusion", "module"]
 Condition = Callable[[Request], bool]
 

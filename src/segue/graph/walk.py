@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from segue.graph.parts import Edge, Stage
+from segue.graph.parts import TOKENS, Edge, Stage
 from segue.messages.errors import InvalidRequest, nearest
 from segue.messages.request import MediaPart, Request
 
@@ -58,7 +58,8 @@ def walk(request: Request, stages: Sequence[Stage], edges: Sequence[Edge], sourc
 
     A stage can run when it is the source or something that can run leads to it, over an edge whose condition holds;
     one that takes media and no text needs such media in the request. Of these, a request gets those it needs: the
-    ones that give what it asks for, and all that leads to them.
+    ones that give what it asks for, and all that leads to them. What asks for its own tokens alone is done at the
+    source.
     """
     wanted = _wanted(request, stages)
     kinds = request.media_kinds()
@@ -71,7 +72,8 @@ def walk(request: Request, stages: Sequence[Stage], edges: Sequence[Edge], sourc
         if stage.name == source or (before and has_media):
             upstreams[stage.name] = before
 
-    able = frozenset().union(*(stage.gives for stage in stages if stage.name in upstreams))
+    gives = {stage.name: stage.gives | {TOKENS} if stage.name == source else stage.gives for stage in stages}
+    able = frozenset().union(*(gives[name] for name in upstreams))
     if missing := sorted(wanted - able):
         raise InvalidRequest(
             f"modalities asks for {missing[0]!r}, which this model cannot make from this request alone{_why(stages)}",
@@ -79,7 +81,7 @@ def walk(request: Request, stages: Sequence[Stage], edges: Sequence[Edge], sourc
         )
     needed: set[str] = set()
     for stage in reversed(stages):
-        if stage.name in upstreams and (stage.gives & wanted or stage.name in needed):
+        if stage.name in upstreams and (gives[stage.name] & wanted or stage.name in needed):
             needed |= {stage.name} | upstreams[stage.name]
     return Walk(
         tuple(
@@ -87,7 +89,7 @@ def walk(request: Request, stages: Sequence[Stage], edges: Sequence[Edge], sourc
                 name=stage.name,
                 upstreams=upstreams[stage.name],
                 downstreams=frozenset(other for other in needed if stage.name in upstreams[other]),
-                to_client=stage.gives & wanted,
+                to_client=gives[stage.name] & wanted,
             )
             for stage in stages
             if stage.name in needed
@@ -103,7 +105,7 @@ def _wanted(request: Request, stages: Sequence[Stage]) -> frozenset[str]:
             field="modalities",
         )
     for modality in request.modalities:
-        if modality not in gives:
+        if modality != TOKENS and modality not in gives:
             raise InvalidRequest(
                 f"modalities has {modality!r}; this model gives {', '.join(sorted(gives))}{_suggest(modality, gives)}",
                 field="modalities",

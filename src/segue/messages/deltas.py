@@ -73,6 +73,17 @@ class ImageDelta(msgspec.Struct, frozen=True, tag="image"):
         return np.frombuffer(self.data, dtype=np.uint8).reshape(self.height, self.width, 3)
 
 
+class TokensDelta(msgspec.Struct, frozen=True, tag="tokens"):
+    """The prompt as the model sees it: what the input stage gives where a request asks for the modality `tokens`."""
+
+    stage: str
+    token_ids: list[int]
+    token_strs: list[str]
+    """Beside `token_ids`: each token as the vocabulary writes it; empty where the checkpoint has no tokenizer."""
+    text: str
+    """What the ids decode to, special tokens included; empty where the checkpoint has no tokenizer."""
+
+
 class Usage(msgspec.Struct):
     """Token counts of a request, per modality."""
 
@@ -133,4 +144,4 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
     """The outputs of the main stage, where it is autoregressive, by index."""
 
 
-Delta = TextDelta | AudioDelta | ImageDelta | Finished
+Delta = TextDelta | AudioDelta | ImageDelta | TokensDelta | Finished

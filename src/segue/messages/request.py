@@ -68,8 +68,11 @@ class Request(msgspec.Struct, kw_only=True):
     prompt: str | None = None
     """Text that is tokenized as it is, with no chat template."""
     prompt_token_ids: list[int] | None = None
+    add_special_tokens: bool | None = None
+    """Let the tokenizer add its own (a beginning of text, an end). None: to a `prompt` it does, to templated messages,
+    whose template writes them, it does not."""
     modalities: list[str] = msgspec.field(default_factory=lambda: ["text"])
-    """What the client wants out: any of what the graph gives."""
+    """What the client wants out: any of what the graph gives; `tokens` is the prompt itself, from the input stage."""
     voice: str | None = None
     sampling: dict[str, SamplingParams] = {}
     """By stage name. The orchestrator fills in the family's defaults and the seed at admission."""

@@ -14,11 +14,11 @@ from typing import Any
 
 import msgspec
 
-from segue.messages.deltas import AudioDelta, ImageDelta, TextDelta
+from segue.messages.deltas import AudioDelta, ImageDelta, TextDelta, TokensDelta
 from segue.messages.request import Request
 from segue.messages.stats import WorkerStats
 
-ClientDelta = TextDelta | AudioDelta | ImageDelta
+ClientDelta = TextDelta | AudioDelta | ImageDelta | TokensDelta
 
 
 class Peer(msgspec.Struct, frozen=True):

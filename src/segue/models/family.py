@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from segue.graph.stage_graph import StageGraph
+from segue.models.dialects.dialect import Dialect, dialect_of
 
 
 class Stages(Protocol):
@@ -31,6 +32,8 @@ class Family:
     stages_module: str
     voices: Callable[[Path], list[str]] = lambda model_dir: []
     """The voices a checkpoint speaks with, the default first; must not import torch."""
+    dialect: Callable[[Path, dict[str, Any]], Dialect] = dialect_of
+    """Directory and config of a checkpoint → how its model writes tool calls and thoughts; must not import torch."""
     options: frozenset[str] = frozenset()
     """Names of request options the family understands, e.g. `use_audio_in_video`."""
     tiny_module: str | None = None

@@ -10,7 +10,17 @@ from dataclasses import dataclass, field
 import msgspec
 
 from segue.graph.stage_graph import Walk
-from segue.messages.deltas import AudioDelta, Choice, Delta, Finished, ImageDelta, RequestMetrics, TextDelta, Usage
+from segue.messages.deltas import (
+    AudioDelta,
+    Choice,
+    Delta,
+    Finished,
+    ImageDelta,
+    RequestMetrics,
+    TextDelta,
+    TokensDelta,
+    Usage,
+)
 from segue.messages.errors import SegueError
 from segue.messages.request import Request
 from segue.messages.wire import ClientDelta, Emission, OutputEnd, StageDone
@@ -146,7 +156,7 @@ def _after(delta: ClientDelta, skip: int, fresh_ids: list[int]) -> tuple[ClientD
     if isinstance(delta, AudioDelta):
         samples = delta.samples[4 * skip :]
         return (AudioDelta(delta.stage, samples, delta.sample_rate) if samples else None), len(delta.samples) // 4
-    assert isinstance(delta, ImageDelta)
+    assert isinstance(delta, ImageDelta | TokensDelta)
     return (None if skip else delta), 1
 
 

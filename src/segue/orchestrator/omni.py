@@ -9,6 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,11 +17,12 @@ from typing import Any, Self
 from tqdm import tqdm
 
 from segue.graph.loader import load_plan
+from segue.graph.parts import INPUT, TOKENS
 from segue.graph.stage_graph import StageGraph
 from segue.media.parts import messages_from
 from segue.media.sources import MediaPolicy, shown
-from segue.messages.deltas import Delta, Finished
-from segue.messages.errors import InvalidRequest, NotFound, nearest
+from segue.messages.deltas import Delta, Finished, TokensDelta
+from segue.messages.errors import InvalidRequest, NotFound, StageFailed, nearest
 from segue.messages.request import Request, check_types
 from segue.messages.sampling import SamplingParams, check_sampling, check_token_ids, sampling_from
 from segue.models.registry import family_of, read_config
@@ -79,6 +81,8 @@ class AsyncOmni:
             max_model_len=None,
             created=int(time.time()),
             several_texts=graph.stages[text_stage].engine == "autoregressive" and not _feeds_text(graph, text_stage),
+            root=str(model_dir),
+            dialect=family.dialect(model_dir, checkpoint),
         )
         self._policy = MediaPolicy(allow_paths=True, max_bytes=self.plan.limits.max_media_bytes)
         self.orchestrator = Orchestrator(
@@ -136,6 +140,21 @@ class AsyncOmni:
         async for delta in self.stream(request):
             collector.add(delta)
         return collector.output()
+
+    async def tokenize(self, prompt: Prompt) -> list[int]:
+        """The ids a prompt becomes, chat template and placeholders of media included; only the input stage runs."""
+        return (await self._tokens(self.request(prompt, modalities=[TOKENS]))).token_ids
+
+    async def detokenize(self, token_ids: Iterable[int]) -> str:
+        """The text of ids, special tokens included."""
+        return (await self._tokens(self.request({"prompt_token_ids": token_ids}, modalities=[TOKENS]))).text
+
+    async def _tokens(self, request: Request) -> TokensDelta:
+        async with aclosing(self.stream(request)) as deltas:
+            async for delta in deltas:
+                if isinstance(delta, TokensDelta):
+                    return delta
+        raise StageFailed("the input stage gave no tokens", stage=INPUT)
 
     def request(
         self,
@@ -311,6 +330,14 @@ class Omni:
                 raise result
             outputs.append(result)
         return outputs
+
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        """The ids a prompt becomes, chat template and placeholders of media included."""
+        return self._call(self._async.tokenize(prompt))
+
+    def detokenize(self, token_ids: Iterable[int]) -> str:
+        """The text of ids, special tokens included."""
+        return self._call(self._async.detokenize(token_ids))
 
     def health(self) -> Health:
         return self._async.health()

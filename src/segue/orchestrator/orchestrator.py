@@ -245,7 +245,7 @@ class Orchestrator:
 
     def _send_begins(self, books: RequestBooks, begin: set[str]) -> None:
         """Downstream stages first, so that chunks seldom overtake their `Begin`."""
-        stripped = msgspec.structs.replace(books.request, messages=[], prompt_token_ids=None)
+        stripped = msgspec.structs.replace(books.request, messages=[], prompt=None, prompt_token_ids=None)
         for stage in reversed(books.walk.stages):
             name, book = stage.name, books.stages[stage.name]
             if name not in begin:

@@ -9,6 +9,7 @@ import msgspec
 
 from segue.messages.deltas import Delta
 from segue.messages.request import Request
+from segue.models.dialects.dialect import Dialect
 
 ReplicaState = Literal["starting", "ready", "restarting", "draining", "failed"]
 
@@ -57,6 +58,10 @@ class ModelCard(msgspec.Struct):
     """One request for text alone may have several outputs: the text stage then feeds no other."""
     vocab_sizes: dict[str, int] = {}
     """By stage that samples, once it is loaded: token ids are below it."""
+    root: str = ""
+    """Where the checkpoint is."""
+    dialect: Dialect = msgspec.field(default_factory=Dialect)
+    """How its text is to be read."""
 
 
 class Service(Protocol):

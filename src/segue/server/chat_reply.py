@@ -107,7 +107,7 @@ class WholeChoice:
             self._rate = delta.sample_rate
         elif isinstance(delta, ImageDelta):
             self._images.append(delta)
-        else:
+        elif isinstance(delta, Finished):
             self._end = delta
 
     @property

@@ -54,7 +54,7 @@ class _StreamedChoice:
                 entries.append(self._entry({"audio": self._audio(data)}))
         elif isinstance(delta, ImageDelta):
             entries.append(self._entry({"images": [await asyncio.to_thread(image_object, delta)]}))
-        else:
+        elif isinstance(delta, Finished):
             if self._encoder is not None:
                 if data := await asyncio.to_thread(self._encoder.finish):
                     entries.append(self._entry({"audio": self._audio(data)}))

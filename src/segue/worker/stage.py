@@ -10,7 +10,8 @@ from typing import Any
 from segue.connectors.base import Connector
 from segue.engines.contract import Engine, StageOutput, StageRequest, Transfer
 from segue.graph.deployment import StagePlan
-from segue.messages.deltas import AudioDelta, ImageDelta, TextDelta
+from segue.graph.parts import TOKENS
+from segue.messages.deltas import AudioDelta, ImageDelta, TextDelta, TokensDelta
 from segue.messages.errors import StageFailed
 from segue.messages.sampling import FALLBACK, SamplingParams
 from segue.messages.wire import Begin, ClientDelta, Emission, OutputEnd, Peer
@@ -111,7 +112,7 @@ class StageRunner:
 
 
 def units(delta: ClientDelta) -> int:
-    """Length of a delta in its stream's units: characters, samples, pictures."""
+    """Length of a delta in its stream's units: characters, samples, pictures, prompts."""
     if isinstance(delta, TextDelta):
         return len(delta.text)
     if isinstance(delta, AudioDelta):
@@ -120,7 +121,7 @@ def units(delta: ClientDelta) -> int:
 
 
 def client_deltas(request: StageRequest, output: StageOutput) -> list[ClientDelta]:
-    """The part of an output that the client asked for."""
+    """The part of an output that the client asked for. What is for the client alone is taken out of its payload."""
     deltas: list[ClientDelta] = []
     if "text" in request.to_client and (output.text or output.token_ids):
         deltas.append(
@@ -140,6 +141,9 @@ def client_deltas(request: StageRequest, output: StageOutput) -> list[ClientDelt
         if samples.numel():
             data = samples.detach().float().cpu().contiguous().numpy().astype("<f4", copy=False).tobytes()
             deltas.append(AudioDelta(request.stage, data, int(payload["sample_rate"])))
+    if TOKENS in request.to_client and TOKENS in payload:
+        tokens = payload.pop(TOKENS)
+        deltas.append(TokensDelta(request.stage, tokens["token_ids"], tokens["token_strs"], tokens["text"]))
     if "image" in request.to_client and "image" in payload:
         image = payload["image"]
         if image.ndim != 3 or image.shape[2] != 3:

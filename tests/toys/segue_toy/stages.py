@@ -55,13 +55,16 @@ class Input:
         ids = message.prompt_token_ids or [1 + ord(letter) % (VOCAB - 1) for letter in text]
         if "forbidden" in text:
             raise InvalidRequest("messages[0].content is 'forbidden'; say something else", field="messages[0].content")
-        return None, [Work(request.request_id, ids, last=True)]
+        payload: Payload = {"token_ids": torch.tensor(ids)}
+        if "tokens" in message.modalities:
+            payload["tokens"] = {"token_ids": list(ids), "token_strs": [str(token) for token in ids], "text": text}
+        return None, [Work(request.request_id, payload, last=True)]
 
     def feed(self, state: Any, upstream: str, payload: Payload, *, final: bool) -> list[Work]:
         raise AssertionError("nothing feeds the input stage")
 
     def run(self, works: list[Work]) -> list[Result]:
-        return [Result({"token_ids": torch.tensor(work.item)}) for work in works]
+        return [Result(work.item) for work in works]
 
     def end(self, state: Any) -> None:
         pass

@@ -332,7 +332,8 @@ _UNSERVED: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
     "beam_width": (1,),
 }
-"""Parameters this engine does not serve yet → the values that ask for nothing."""
+"""Parameters this engine does not serve yet → the values that ask for nothing. (Prompts are truncated before they come
+here, by the input stage, which alone knows what may be cut.)"""
 
 
 def _check_served(request: StageRequest) -> None:

@@ -13,7 +13,8 @@ import torch
 
 from segue.kernels.torchvision_shim import ensure_torchvision
 from segue.messages.errors import ConfigError, InvalidRequest
-from segue.messages.request import MediaPart, Message
+from segue.messages.request import ChatOptions, MediaPart, Message
+from segue.models.prompt import template_arguments, turn
 
 ensure_torchvision()  # before anything of transformers
 
@@ -55,28 +56,30 @@ class Chat:
     def placeholder_id(self, kind: str) -> int:
         return int(self.tokenizer.convert_tokens_to_ids(self.placeholder(kind)))
 
-    def ids(self, messages: list[Message]) -> list[int]:
-        """The templated conversation, the reply's beginning included, tokenized; each medium is one placeholder id."""
+    def ids(self, messages: list[Message], chat: ChatOptions) -> list[int]:
+        """The templated conversation, tokenized; each medium is one placeholder id."""
         if self.template is None:
             raise InvalidRequest(
                 "this checkpoint has no chat template; send prompt_token_ids in place of messages", field="messages"
             )
         conversation = [
-            {
-                "role": message.role,
-                "content": [
+            turn(
+                message,
+                [
                     {"type": part.kind} if isinstance(part, MediaPart) else {"type": "text", "text": part.text}
                     for part in message.content
                 ],
-            }
+            )
             for message in messages
         ]
         owner = self.processor or self.tokenizer
         try:
             text = owner.apply_chat_template(
-                conversation, chat_template=self.template, add_generation_prompt=True, tokenize=False
+                conversation, chat_template=self.template, tokenize=False, **template_arguments(chat)
             )
-        except jinja2.TemplateError as error:  # templates refuse what their model was not taught, e.g. orders of roles
+        # templates refuse what their model was not taught (orders of roles), and the library a text that it cannot
+        # find in what came out, to go on from
+        except (jinja2.TemplateError, ValueError) as error:
             raise InvalidRequest(f"the chat template refuses these messages: {error}", field="messages") from error
         return list(self.tokenizer(text)["input_ids"])
 

@@ -14,15 +14,18 @@ import torch
 
 from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.engines.module.contract import Result, Work
+from segue.graph.parts import TOKENS
 from segue.media.limits import MediaLimits
 from segue.media.sources import shown
 from segue.messages.errors import ConfigError, InvalidRequest, NotFound, SegueError, TooLong, nearest
 from segue.messages.request import MediaPart, Message, Request, TextPart
+from segue.models.prompt import client_tokens, own_tokens_only, truncated
 from segue.models.qwen2_5_omni.chat import PLACEHOLDERS, Chat, load_chat
 from segue.models.qwen2_5_omni.medium import Expanded, MediaReader
 from segue.models.registry import read_config
 
-_ROLES = ("system", "user", "assistant")
+_ROLES = ("system", "user", "assistant", "tool")
+_TEXT_STAGE = "thinker"
 
 
 class InputProcessor:
@@ -78,18 +81,23 @@ class InputProcessor:
                 field="options.use_audio_in_video",
             )
         media: list[Expanded] = []
-        if request.prompt is not None:
-            raise InvalidRequest("this model takes messages or prompt_token_ids, not a bare prompt", field="prompt")
         if request.prompt_token_ids is not None:
-            ids = self._given(request)
+            ids, source = self._given(request), "prompt_token_ids"
+        elif request.prompt is not None:
+            ids, source = self._tokenized(request), "prompt"
         else:
-            ids, media = self._templated(request.messages, with_sound=sound)
-        self._check_length(ids, media, "messages" if request.prompt_token_ids is None else "prompt_token_ids")
+            (ids, media), source = self._templated(request, with_sound=sound), "messages"
+        if not media:
+            ids = truncated(ids, request, _TEXT_STAGE, self._longest)
+        if not own_tokens_only(request):
+            self._check_length(ids, media, source)
+        seen = TOKENS in request.modalities
         entries = [entry for medium in media for entry in medium.entries]
         return {
             "token_ids": torch.tensor(ids, dtype=torch.long),
             "media": entries,
             "use_audio_in_video": any(len(medium.entries) > 1 for medium in media),
+            **(client_tokens(ids, self._chat.tokenizer if self._chat is not None else None) if seen else {}),
         }
 
     def _given(self, request: Request) -> list[int]:
@@ -106,13 +114,26 @@ class InputProcessor:
                 )
         return ids
 
-    def _templated(self, messages: list[Message], *, with_sound: bool) -> tuple[list[int], list[Expanded]]:
+    def _tokenized(self, request: Request) -> list[int]:
+        """A bare prompt's ids: no template, no media."""
+        prompt = request.prompt or ""
+        if self._chat is None:
+            raise InvalidRequest("this checkpoint has no tokenizer; send prompt_token_ids", field="prompt")
+        self._check_text(TextPart(prompt), "prompt")
+        ids = list(
+            self._chat.tokenizer(prompt, add_special_tokens=request.add_special_tokens is not False)["input_ids"]
+        )
+        if not ids and not own_tokens_only(request):
+            raise InvalidRequest("prompt is empty; give at least one token", field="prompt")
+        return ids
+
+    def _templated(self, request: Request, *, with_sound: bool) -> tuple[list[int], list[Expanded]]:
         """The conversation's ids, every placeholder grown to what its medium takes, and the media in their order."""
         if self._chat is None or self._reader is None:
             raise InvalidRequest(
                 "this checkpoint has no tokenizer; send prompt_token_ids in place of messages", field="messages"
             )
-        parts = self._checked(messages)
+        parts = self._checked(request.messages)
         media = [self._reader.read(part, with_sound=with_sound) for part in parts]
         _check_sound(parts, media)
         waiting = {
@@ -122,7 +143,7 @@ class InputProcessor:
         kinds = {self._chat.placeholder_id(kind): kind for kind in PLACEHOLDERS}
         ids: list[int] = []
         order: list[Expanded] = []
-        for token in self._chat.ids(messages):
+        for token in self._chat.ids(request.messages, request.chat):
             if (kind := kinds.get(token)) is None:
                 ids.append(token)
                 continue

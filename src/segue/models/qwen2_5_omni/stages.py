@@ -20,6 +20,8 @@ integers in lists are plain. Keys in brackets are there only where the words bes
       "use_audio_in_video": bool,
     }
 
+and `"tokens"` (`segue.models.prompt.client_tokens`) where the client asks for them: the worker takes it out.
+
 **input → encoder** (`media_tensors`): `{"media": [as above]}`. **input → thinker** (`prompt_facts`): the same payload
 with the processor's tensors taken out and `"frames": int` put in for audio.
 

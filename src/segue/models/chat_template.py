@@ -1,0 +1,135 @@
+"""A checkpoint's chat template as the control plane reads it: what it knows, and how a reply begins. No torch here.
+
+Prompts are rendered by the input stage, with the tokenizer; here the template is only asked.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from segue.messages.errors import ConfigError
+
+_JINJA = "chat_template.jinja"
+_JSON = ("chat_template.json", "tokenizer_config.json")
+_OWN = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "raise_exception",
+     "strftime_now", "bos_token", "eos_token", "pad_token", "unk_token", "chat_template", "tokenize", "conversation",
+     "return_dict", "return_tensors", "padding", "truncation", "max_length", "return_assistant_tokens_mask",
+     "tokenizer_kwargs", "processor_kwargs", "sanitize_control_tokens", "load_audio_from_video"}
+)  # fmt: skip
+"""What a template gets from elsewhere, and what `apply_chat_template` means by itself: no request may set these."""
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what a model said, for training; it changes nothing about the text."""
+
+    tags = {"generation"}  # noqa: RUF012 as jinja2 declares it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """The text of a template; where a checkpoint has several, that of its default one."""
+
+    text: str
+    tokens: tuple[tuple[str, str], ...] = ()
+    """`bos_token` and the like, which templates print."""
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """What a request may set: all the template asks for and does not get from elsewhere."""
+        try:
+            asked = meta.find_undeclared_variables(_environment().parse(self.text))
+        except jinja2.TemplateSyntaxError:
+            return frozenset()  # the input stage says so, to those who send messages
+        return frozenset(asked) - _OWN
+
+    @property
+    def has_tools(self) -> bool:
+        return "tools" in self.text
+
+    def reply_begins(self, arguments: dict[str, Any]) -> str:
+        """What the template writes of the reply itself, e.g. `<|im_start|>assistant\\n<think>\\n`."""
+        try:
+            return _beginning(self, json.dumps(arguments, sort_keys=True))
+        except (jinja2.TemplateError, TypeError, ValueError):  # not with this conversation: nothing can be said of it
+            return ""
+
+
+def read_chat_template(model_dir: Path) -> ChatTemplate | None:
+    """The template of a checkpoint, None where it has none. Raises `ConfigError` for a file that cannot be read."""
+    tokens = _object(model_dir / "tokenizer_config.json")
+    named = tuple(
+        (name, token if isinstance(token, str) else str(token.get("content", "")))
+        for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+        if isinstance(token := tokens.get(name), str | dict)
+    )
+    path = model_dir / _JINJA
+    if path.is_file():
+        return ChatTemplate(path.read_text(), named)
+    for name in _JSON:
+        text = _default(_object(model_dir / name).get("chat_template"))
+        if text is not None:
+            return ChatTemplate(text, named)
+    return None
+
+
+def _object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path}: not JSON: {error}", field="model") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: must hold a JSON object", field="model")
+    return value
+
+
+def _default(value: object) -> str | None:
+    """A template, or the one called `default` of a list of them."""
+    if isinstance(value, list):
+        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+        value = named.get("default")
+    return value if isinstance(value, str) else None
+
+
+@lru_cache(maxsize=64)
+def _beginning(template: ChatTemplate, arguments: str) -> str:
+    compiled = _environment().from_string(template.text)
+    values = {**dict(template.tokens), **json.loads(arguments), "messages": [{"role": "user", "content": "?"}]}
+    without = compiled.render(**values, add_generation_prompt=False)
+    whole = compiled.render(**values, add_generation_prompt=True)
+    return whole.removeprefix(without)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """As transformers renders templates (`utils.chat_template_utils`)."""
+
+    def raise_exception(message: str) -> str:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: object, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment

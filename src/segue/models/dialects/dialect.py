@@ -1,0 +1,146 @@
+"""How a checkpoint's model writes what is not plain text: tool calls and thoughts. Found by its chat template."""
+
+from __future__ import annotations
+
+import secrets
+import string
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from segue.messages.errors import ConfigError, nearest
+from segue.models.chat_template import ChatTemplate, read_chat_template
+from segue.models.dialects.array_of_calls import ArrayOfCalls
+from segue.models.dialects.hermes import HermesParser
+from segue.models.dialects.llama import LlamaParser
+from segue.models.dialects.mistral import MistralParser
+from segue.models.dialects.pieces import CallArguments, CallBegun, Chain, Parser, Piece, Plain
+from segue.models.dialects.pythonic import PythonicParser
+from segue.models.dialects.reasoning import KNOWN as KNOWN_MARKS
+from segue.models.dialects.reasoning import ReasoningMarks, ReasoningParser
+
+_MISTRAL_ID = string.ascii_letters + string.digits
+
+
+def _id() -> str:
+    return f"call_{uuid.uuid4().hex}"
+
+
+def _mistral_id() -> str:
+    """Nine letters or digits: Mistral's templates refuse any other."""
+    return "".join(secrets.choice(_MISTRAL_ID) for _ in range(9))
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """One way to write tool calls."""
+
+    name: str
+    parser: Callable[[Callable[[str], bool]], Parser]
+    """From "is there a tool of this name?"."""
+    marked_by_special_tokens: bool = False
+    """Its marks are special tokens, so these must be left in the text."""
+    call_id: Callable[[], str] = _id
+
+
+CALL_FORMATS = {
+    known.name: known
+    for known in (
+        CallFormat("hermes", lambda known: HermesParser()),
+        CallFormat("llama3_json", LlamaParser, marked_by_special_tokens=True),
+        CallFormat("mistral", lambda known: MistralParser(), marked_by_special_tokens=True, call_id=_mistral_id),
+        CallFormat("pythonic", lambda known: PythonicParser(), marked_by_special_tokens=True),
+    )
+}
+"""By the names vLLM's `--tool-call-parser` has."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """What the server knows of a model's way to write."""
+
+    template: ChatTemplate | None = None
+    calls: CallFormat | None = None
+    reasoning: ReasoningMarks | None = None
+
+    @property
+    def takes_tools(self) -> bool:
+        """The template shows tools to the model."""
+        return self.template is not None and self.template.has_tools
+
+    @property
+    def template_variables(self) -> frozenset[str]:
+        return self.template.variables if self.template is not None else frozenset()
+
+    def with_calls(self, name: str) -> Dialect:
+        """The same with another call format, of `CALL_FORMATS`. Raises `ConfigError`."""
+        if name not in CALL_FORMATS:
+            raise ConfigError(f"there is no tool parser {name!r}{nearest(name, CALL_FORMATS)}", field="tool_parser")
+        return replace(self, calls=CALL_FORMATS[name])
+
+    def begins_in_thought(self, template_kwargs: dict[str, Any]) -> bool:
+        """Whether the template leaves the prompt inside a thought."""
+        if self.template is None or self.reasoning is None:
+            return False
+        beginning = self.template.reply_begins(template_kwargs)
+        return beginning.rfind(self.reasoning.open) > beginning.rfind(self.reasoning.close)
+
+    def parser(self, *, opened: bool, tools: frozenset[str] | None) -> Parser:
+        """For one reply. `opened`: the prompt ends inside a thought; `tools`: names of what may be called, None where
+        nothing may."""
+        calls: Parser = Plain()
+        if tools is not None and self.calls is not None:
+            calls = self.calls.parser(tools.__contains__)
+        if self.reasoning is None:
+            return calls
+        return Chain(ReasoningParser(self.reasoning, opened=opened), calls)
+
+
+class OneCall:
+    """A reply that is nothing but the arguments of one tool: what a grammar makes where the tool is given."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._begun = False
+
+    def feed(self, text: str) -> list[Piece]:
+        text = text if self._begun else text.lstrip()
+        if not text:
+            return []
+        begun: list[Piece] = [] if self._begun else [CallBegun(0, self._name)]
+        self._begun = True
+        return [*begun, CallArguments(0, text)]
+
+    def finish(self) -> list[Piece]:
+        return []
+
+
+def forced_parser(name: str | None) -> Parser:
+    """For a reply that a grammar holds to calling: this tool, or (None) any, as an array of calls."""
+    return ArrayOfCalls() if name is None else OneCall(name)
+
+
+def dialect_of(model_dir: Path, config: dict[str, Any]) -> Dialect:
+    """The dialect of a checkpoint, from what its template writes of earlier turns; else from its `model_type`."""
+    template = read_chat_template(model_dir)
+    if template is None:
+        return Dialect()
+    marks = next((marks for marks in KNOWN_MARKS if marks.close in template.text), None)
+    name = _call_format(template, str(config.get("model_type", ""))) if template.has_tools else None
+    return Dialect(template, CALL_FORMATS[name] if name is not None else None, marks)
+
+
+def _call_format(template: ChatTemplate, model_type: str) -> str | None:
+    text = template.text
+    if "[TOOL_CALLS]" in text:
+        return "mistral"
+    if "<tool_call>" in text:
+        # other families write XML or their own separators between these same marks
+        return "hermes" if '"name' in text and "<function=" not in text and "<arg_key>" not in text else None
+    if "<|python_start|>" in text or "[func_name1(" in text:
+        return "pythonic"
+    if "<|python_tag|>" in text or '"parameters": dictionary' in text:
+        return "llama3_json"
+    return {"mistral": "mistral", "mixtral": "mistral", "llama": "llama3_json"}.get(model_type)

@@ -1,0 +1,32 @@
+"""Hermes' and Qwen's calls: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as many as there are."""
+
+from __future__ import annotations
+
+from segue.models.dialects.objects import ObjectMachine
+
+OPEN = "<tool_call>"
+CLOSE = "</tool_call>"
+
+
+class HermesParser(ObjectMachine):
+    """What stands between the marks and is no call is said, marks included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = self._text
+
+    def _text(self) -> bool:
+        found = self.text_until(OPEN)
+        if found:
+            self.expect(OPEN, then=self._close, otherwise=self._text)
+        return found
+
+    def _close(self) -> bool:
+        self.skip_space()
+        seen = self.sees(CLOSE)
+        if seen is None:
+            return False
+        if seen:
+            self.take(len(CLOSE))
+        self.state = self._text
+        return True
