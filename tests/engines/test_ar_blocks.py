@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from segue.engines.autoregressive.blocks import ROOT, BlockPool, block_hash
+from segue.engines.autoregressive.blocks import ROOT, BlockPool, block_hash, find_hit, first_visible, group_key
 
 
 def chain(text: str) -> list[bytes]:
@@ -112,3 +112,42 @@ class Pool(RuleBasedStateMachine):
 
 Pool.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestPool = Pool.TestCase
+
+
+@given(
+    st.integers(0, 8),
+    st.lists(st.tuples(st.integers(0, 7), st.integers(0, 2))),
+    st.lists(st.sampled_from([None, 1, 2, 5, 9, 100]), min_size=1, max_size=3),
+)
+def test_a_hit_is_the_longest_prefix_whose_visible_blocks_are_there(count, holes, windows):
+    """Against trying every length."""
+    size, pool = 4, BlockPool(30)
+    hashes = [bytes([index]) for index in range(count)]
+    blocks = {}
+    for group in range(len(windows)):
+        for index in range(count):
+            if (index, group) not in holes:
+                [blocks[index, group]] = pool.allocate(1)
+                pool.publish(blocks[index, group], group_key(hashes[index], group))
+
+    def seen(length):
+        """(block, group) that the token after so many blocks sees."""
+        return [
+            (index, group)
+            for group, window in enumerate(windows)
+            for index in range(length)
+            if window is None or (index + 1) * size > length * size + 1 - window
+        ]
+
+    longest = max(length for length in range(count + 1) if all(entry in blocks for entry in seen(length)))
+    length, hit = find_hit(pool, hashes, windows, size)
+    assert length == longest
+    for group in range(len(windows)):
+        assert list(hit[group]) == [blocks[entry] for entry in seen(length) if entry[1] == group]
+
+
+@pytest.mark.parametrize(("computed", "first"), [(0, 0), (7, 0), (8, 0), (10, 0), (11, 1), (14, 1), (15, 2)])
+def test_what_a_window_of_eight_still_sees(computed, first):
+    """Blocks of 4: the query at position 11 sees keys 4 to 11."""
+    assert first_visible(8, computed, 4) == first
+    assert first_visible(None, computed, 4) == 0

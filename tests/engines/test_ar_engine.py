@@ -303,10 +303,11 @@ def test_stats(adapter):
 
 def test_blocks_of_a_budget():
     spec = KVSpec(layers=2, kv_heads=2, head_dim=8, dtype=torch.bfloat16, capture_width=4)
-    assert bytes_per_block(spec, 16) == 16 * (2 * 2 * 2 * 8 * 2 + 4 * 4)
-    assert blocks_for(10_000, spec, 16) == 10_000 // 2304
+    layout = spec.layout(256)
+    assert bytes_per_block(spec, layout, 16) == 16 * (2 * 2 * 2 * 8 * 2 + 4 * 4)
+    assert blocks_for(10_000, spec, layout, 16) == 10_000 // 2304
     with pytest.raises(ConfigError, match="2304 bytes"):
-        blocks_for(2303, spec, 16)
+        blocks_for(2303, spec, layout, 16)
 
 
 @pytest.mark.parametrize("name", ["num_blocks", "block_size", "max_batch", "max_tokens_per_step"])

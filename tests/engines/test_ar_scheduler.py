@@ -36,8 +36,8 @@ def job(key: str, length: int, *, priority: int = 0, arrival: float = 0.0, seria
     return Job(key, (priority, arrival, serial), length, length, hashes=hashes(prompt))
 
 
-def make(num_blocks: int, *, max_batch: int = 4, max_tokens: int = 16) -> Scheduler:
-    return Scheduler(BlockPool(num_blocks), Limits(SIZE, max_batch, max_tokens))
+def make(num_blocks: int, *, max_batch: int = 4, max_tokens: int = 16, windows=(None,)) -> Scheduler:
+    return Scheduler(BlockPool(num_blocks), Limits(SIZE, max_batch, max_tokens, windows))
 
 
 def advance(scheduler: Scheduler) -> Decision:
@@ -46,9 +46,7 @@ def advance(scheduler: Scheduler) -> Decision:
     assert decision == scheduler.next(), "schedule changed something"
     scheduler.apply(decision)
     for run in decision.runs:
-        run.job.computed = run.stop
-        for index in range(run.start // SIZE, min(run.stop // SIZE, len(run.job.hashes))):
-            scheduler.pool.publish(run.job.blocks[index], run.job.hashes[index])
+        scheduler.advance(run.job, run.stop, publish=True)
         if run.stop == run.job.length:
             run.job.length += 1
             run.job.ready = run.job.length
@@ -76,10 +74,17 @@ requests = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
-@given(requests, st.integers(8, 16), st.integers(1, 5), st.integers(1, 24))
-def test_everyone_finishes_within_budget(wanted, num_blocks, max_batch, max_tokens):
-    scheduler = make(num_blocks, max_batch=max_batch, max_tokens=max_tokens)
+@settings(max_examples=400, deadline=None)
+@given(
+    requests,
+    st.integers(0, 8),
+    st.integers(1, 5),
+    st.integers(1, 24),
+    st.sampled_from([(None,), (None,), (None, 5), (None, 1, 9, 9), (4,), (7, 20)]),
+)
+def test_everyone_finishes_within_budget(wanted, spare, max_batch, max_tokens, windows):
+    need = Limits(SIZE, max_batch, max_tokens, windows).need(32)  # of the longest request there can be
+    scheduler = make(need + spare, max_batch=max_batch, max_tokens=max_tokens, windows=windows)
     live: dict[str, Sim] = {}
     later = sorted(enumerate(wanted), key=lambda entry: entry[1]["start"])
     pauses = {f"r{index}": request["pause"] for index, request in enumerate(wanted)}
@@ -113,9 +118,7 @@ def test_everyone_finishes_within_budget(wanted, num_blocks, max_batch, max_toke
         scheduler.apply(decision)
         for run in runs:
             entry = run.job
-            entry.computed = run.stop
-            for place in range(run.start // SIZE, min(run.stop // SIZE, len(entry.hashes))):
-                scheduler.pool.publish(entry.blocks[place], entry.hashes[place])
+            scheduler.advance(entry, run.stop, publish=True)
             if run.stop == entry.length:
                 entry.length += 1
                 entry.ready = entry.length if not live[entry.key].lag else entry.ready
@@ -196,7 +199,7 @@ def test_shared_prefix_is_found_and_one_token_is_left_to_compute():
     scheduler.add(job("b", 8, prompt="abababab", serial=1))
     decision = advance(scheduler)
     [run] = [run for run in decision.runs if run.job.key == "b"]
-    assert (run.start, run.tokens, len(run.hit)) == (4, 4, 1)
+    assert (run.start, run.tokens, len(run.hit[0])) == (4, 4, 1)
     assert scheduler.hit_tokens == 4
 
 

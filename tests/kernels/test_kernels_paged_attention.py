@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from transformers import AttentionInterface
 from transformers.masking_utils import causal_mask_function
 
+from segue.kernels.kv_layout import uniform
 from segue.kernels.kv_store import KVStore
 from segue.kernels.paged_attention import (
     NAME,
@@ -30,11 +31,9 @@ SIZE, DIM = 4, 8
 
 def store(kv_heads: int, device: str = "cpu", num_blocks: int = 64) -> KVStore:
     return KVStore(
-        layers=2,
+        uniform(2, kv_heads, DIM),
         num_blocks=num_blocks,
         block_size=SIZE,
-        kv_heads=kv_heads,
-        head_dim=DIM,
         dtype=torch.float32,
         device=torch.device(device),
     )
@@ -176,5 +175,5 @@ def test_no_mask_but_the_librarys_own_within_its_context():
         mask = paged_mask(**arguments)
         call(paged=None, attention_mask=mask[..., :1, :1], sliding_window=5)
     assert mask[0, 0].tolist() == torch.ones(3, 3, dtype=torch.bool).tril().tolist()
-    assert (record.masks, record.windows) == ([causal_mask_function], {5})
+    assert (record.masks, record.windows) == ([causal_mask_function], {0: 5})
     assert paged_mask(**arguments) is None

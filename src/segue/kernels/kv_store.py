@@ -7,6 +7,8 @@ import math
 import numpy as np
 import torch
 
+from segue.kernels.kv_layout import KVLayout
+
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros that cost nothing until they are used: on a CPU the system hands out zeroed pages at the first touch, where
@@ -18,54 +20,79 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 class KVStore:
-    """K and V of all layers, `[num_blocks, block_size, kv_heads, head_dim]` each, and optionally one captured row per
-    token, which lives and dies with its block.
+    """K and V of all layers, and optionally one captured row per token, which lives and dies with its block.
 
-    Memory is allocated once. Who owns which block is the engine's business.
+    Layers of different groups share tensors (`kv_layout`); a block belongs to one group at a time. Captured rows are
+    those of group 0. Memory is allocated once. Who owns which block is the engine's business.
     """
 
     def __init__(
         self,
+        layout: KVLayout,
         *,
-        layers: int,
         num_blocks: int,
         block_size: int,
-        kv_heads: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
         capture_width: int = 0,
         capture_dtype: torch.dtype = torch.float32,
     ) -> None:
+        self.layout = layout
         self.block_size = block_size
-        self.kv_heads = kv_heads
-        self.head_dim = head_dim
         self.device = device
-        shape = (num_blocks, block_size, kv_heads, head_dim)
+        widths = [layout.widths(tensor) for tensor in range(layout.tensors)]
         # zeros, not empty: padded positions are masked by adding -inf, and -inf + NaN would be NaN
-        self.keys = [_zeros(shape, dtype, device) for _ in range(layers)]
-        self.values = [_zeros(shape, dtype, device) for _ in range(layers)]
+        self._tensors = [
+            (
+                _zeros((num_blocks, block_size, keys), dtype, device),
+                _zeros((num_blocks, block_size, values), dtype, device),
+            )
+            for keys, values in widths
+        ]
+        self.keys: list[torch.Tensor] = []
+        """Per layer: a view [num_blocks, block_size, kv_heads, head_dim]."""
+        self.values: list[torch.Tensor] = []
+        """Per layer: a view [num_blocks, block_size, kv_heads, value_dim]."""
+        for shape, tensor in zip(layout.shapes, layout.tensor_of, strict=True):
+            keys, values = self._tensors[tensor]
+            self.keys.append(_heads(keys, shape.kv_heads, shape.head_dim))
+            self.values.append(_heads(values, shape.kv_heads, shape.value_dim))
         self.rows = _zeros((num_blocks * block_size, capture_width), capture_dtype, device) if capture_width else None
         """[slots, capture_width]"""
-        self._key_slots = [keys.view(-1, kv_heads, head_dim) for keys in self.keys]
-        self._value_slots = [values.view(-1, kv_heads, head_dim) for values in self.values]
-        self._key_blocks = [keys.view(num_blocks, -1) for keys in self.keys]
-        self._value_blocks = [values.view(num_blocks, -1) for values in self.values]
+        self._key_slots = [_slots(keys) for keys in self.keys]
+        self._value_slots = [_slots(values) for values in self.values]
+        self._key_blocks = [keys.flatten(2) for keys in self.keys]
+        self._value_blocks = [values.flatten(2) for values in self.values]
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Put `[tokens, kv_heads, head_dim]` keys and values into `slots` [tokens]."""
+        """Put keys [tokens, kv_heads, head_dim] and values [tokens, kv_heads, value_dim] into `slots` [tokens]."""
         self._key_slots[layer].index_copy_(0, slots, keys)
         self._value_slots[layer].index_copy_(0, slots, values)
 
     def read(self, layer: int, blocks: torch.Tensor, sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of `blocks` [sequences * n], as `[sequences, kv_heads, n * block_size, head_dim]`."""
-        shape = (sequences, -1, self.kv_heads, self.head_dim)
-        keys = self._key_blocks[layer].index_select(0, blocks).view(shape).transpose(1, 2)
-        values = self._value_blocks[layer].index_select(0, blocks).view(shape).transpose(1, 2)
-        return keys, values
+        """K and V of `blocks` [sequences * n], as `[sequences, kv_heads, n * block_size, head_dim]` (`value_dim`)."""
+        shape = self.layout.shapes[layer]
+        keys = self._key_blocks[layer].index_select(0, blocks)
+        values = self._value_blocks[layer].index_select(0, blocks)
+        return (
+            keys.view(sequences, -1, shape.kv_heads, shape.head_dim).transpose(1, 2),
+            values.view(sequences, -1, shape.kv_heads, shape.value_dim).transpose(1, 2),
+        )
 
     def scrub(self, blocks: list[int]) -> None:
         """Zero the K and V of these blocks."""
         where = torch.tensor(blocks, dtype=torch.long, device=self.device)
-        for layer in (*self.keys, *self.values):
-            layer.index_fill_(0, where, 0)
+        for pair in self._tensors:
+            for tensor in pair:
+                tensor.index_fill_(0, where, 0)
+
+
+def _heads(tensor: torch.Tensor, heads: int, dim: int) -> torch.Tensor:
+    """[blocks, block_size, at least heads * dim] → a view [blocks, block_size, heads, dim]."""
+    return tensor[..., : heads * dim].unflatten(2, (heads, dim))
+
+
+def _slots(view: torch.Tensor) -> torch.Tensor:
+    """[blocks, block_size, heads, dim] → a view [slots, heads, dim]; narrow layers leave the end of a slot alone."""
+    blocks, size, heads, dim = view.shape
+    return view.as_strided((blocks * size, heads, dim), view.stride()[1:])

@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from segue.kernels.paged_step import PagedStep, additive
+from segue.kernels.paged_step import HybridStep, PagedStep, additive
 from segue.messages.errors import ConfigError
 
 NAME = "segue_paged"
@@ -51,7 +51,8 @@ class AttentionBackend(Protocol):
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: PagedStep, form: Form
     ) -> torch.Tensor:
-        """q [heads, tokens, head_dim], k and v [kv_heads, tokens, head_dim] → [tokens, heads, head_dim]."""
+        """q [heads, tokens, head_dim], k [kv_heads, tokens, head_dim], v [kv_heads, tokens, value_dim] →
+        [tokens, heads, value_dim]. `step` is that of the layer's group."""
 
 
 class TorchAttention:
@@ -61,8 +62,8 @@ class TorchAttention:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: PagedStep, form: Form
     ) -> torch.Tensor:
         step.store.write(layer, step.slots, k.transpose(0, 1), v.transpose(0, 1))
-        heads, tokens, dim = q.shape
-        kv_heads = k.shape[0]
+        heads, tokens, _ = q.shape
+        kv_heads, _, dim = v.shape
         if not step.chunks and len(step.decodes) == 1:
             return self._decode(layer, q, step, 0, form).view(tokens, heads, dim)
         out = q.new_empty(tokens, heads, dim)
@@ -86,7 +87,7 @@ class TorchAttention:
         """[sequences, kv_heads, heads per kv head, dim]: the heads of a K/V head take the place of queries."""
         group = step.decodes[index]
         store = step.store
-        queries = q[:, group.begin : group.end].transpose(0, 1).unflatten(1, (store.kv_heads, -1))
+        queries = q[:, group.begin : group.end].transpose(0, 1).unflatten(1, (store.layout.shapes[layer].kv_heads, -1))
         keys, values = store.read(layer, group.blocks, group.end - group.begin)
         mask = group.mask(form.window, q.dtype, store.block_size)
         return _attend(queries, keys, values, mask, form, causal=False, heads_as_queries=True).contiguous()
@@ -174,8 +175,8 @@ class LibraryRecord:
 
     masks: list[Callable[..., Any]] = field(default_factory=list)
     """`mask_function(batch, head, query, key) -> seen`, of every mask it made."""
-    windows: set[int | None] = field(default_factory=set)
-    """The windows its layers gave to the attention function."""
+    windows: dict[int, int | None] = field(default_factory=dict)
+    """The window each layer (`layer_idx`) gave to the attention function."""
 
 
 _library: ContextVar[LibraryRecord | None] = ContextVar("library_attention", default=None)
@@ -205,7 +206,7 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    paged: PagedStep | None = None,
+    paged: PagedStep | HybridStep | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function `transformers` calls: query [1, heads, tokens, dim] → ([1, tokens, heads, dim], None).
@@ -218,22 +219,22 @@ def paged_attention(
         if others[name] is not None and others[name] is not False:
             raise ConfigError(f"paged attention knows no argument {name!r}, so it cannot serve this model")
     form = Form(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
-    if paged is None:
-        return _under_library_mask(query, key, value, attention_mask, form), None
-    if attention_mask is not None:
-        raise ConfigError("paged attention takes no mask: sequences are told apart by their block tables")
     layer = module.layer_idx
     assert isinstance(layer, int)
-    return _TORCH.attend(layer, query[0], key[0], value[0], paged, form)[None], None
+    if paged is None:
+        return _under_library_mask(layer, query, key, value, attention_mask, form), None
+    if attention_mask is not None:
+        raise ConfigError("paged attention takes no mask: sequences are told apart by their block tables")
+    return _TORCH.attend(layer, query[0], key[0], value[0], paged.of(layer), form)[None], None
 
 
 def _under_library_mask(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, form: Form
+    layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, form: Form
 ) -> torch.Tensor:
     record = _library.get()
     if record is None or mask is None:
         raise ConfigError("paged attention needs the keyword argument `paged`: the model does not pass it through")
-    record.windows.add(form.window)
+    record.windows[layer] = form.window
     return dense_attention(query[0], key[0], value[0], additive(mask[0, 0], query.dtype), form).transpose(0, 1)[None]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -17,7 +17,11 @@ from segue.kernels.kv_store import KVStore
 
 
 class Part(NamedTuple):
-    """One sequence's part of a step: its block table, and the range of its tokens that is computed."""
+    """One sequence's part of a step: its block table, and the range of its tokens that is computed.
+
+    Where the first blocks were given back (they lie behind the window of this group), `blocks` begins after them and
+    `start` and `stop` count from there: attention is causal and windows are relative, so nothing else changes.
+    """
 
     blocks: Sequence[int]
     start: int
@@ -79,7 +83,8 @@ class Chunk:
 
 @dataclass(slots=True)
 class PagedStep:
-    """The keyword argument `paged` of a decoder's forward."""
+    """The keyword argument `paged` of a decoder's forward whose layers all look back equally far; else that of a group
+    of its layers."""
 
     store: KVStore
     parts: list[Part]
@@ -88,19 +93,51 @@ class PagedStep:
     decodes: list[DecodeGroup]
     chunks: list[Chunk]
 
+    def of(self, layer: int) -> PagedStep:
+        """The step as this layer sees it."""
+        return self
+
+
+@dataclass(slots=True)
+class HybridStep:
+    """The keyword argument `paged` of a decoder with several groups of layers (`kv_layout`)."""
+
+    groups: list[PagedStep]
+    """All with the same flat tokens in the same order; positions count from the first block a sequence still has."""
+    group_of: Sequence[int]
+    """[layers]"""
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """[tokens] long: where each token's captured row goes."""
+        return self.groups[0].slots
+
+    def of(self, layer: int) -> PagedStep:
+        """The step as this layer sees it."""
+        return self.groups[self.group_of[layer]]
+
 
 def additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """0 where `seen`, -inf elsewhere."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
 
 
-def step_order(part: Part) -> tuple[bool, int]:
-    """Sort key of the parts of a step."""
+class Span(Protocol):
+    """A range of tokens of a sequence."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+
+
+def step_order(part: Span) -> tuple[bool, int]:
+    """Sort key of the parts of a step, with whole positions."""
     return part.stop - part.start > 1, part.stop
 
 
 def paged_step(store: KVStore, parts: list[Part]) -> PagedStep:
-    """Plan a step. `parts` are sorted by `step_order`."""
+    """Plan a step. `parts`: those with a single query first; sorted by `step_order` they are padded least."""
     size, device = store.block_size, store.device
     slots: list[np.ndarray] = []
     singles = [part for part in parts if part.stop - part.start == 1]
@@ -113,7 +150,7 @@ def paged_step(store: KVStore, parts: list[Part]) -> PagedStep:
     while begin < len(singles):
         end = _similar(singles, begin, size)
         group = singles[begin:end]
-        width = -(-group[-1].stop // size)
+        width = -(-max(part.stop for part in group) // size)
         table = np.empty((len(group), width), dtype=np.int64)
         for row, part in zip(table, group, strict=True):
             count = -(-part.stop // size)
@@ -137,8 +174,11 @@ def paged_step(store: KVStore, parts: list[Part]) -> PagedStep:
 
 def _similar(singles: list[Part], begin: int, block_size: int) -> int:
     """End of the group that starts at `begin`: sequences up to half as long again share a padded batch."""
-    longest = singles[begin].stop * 3 // 2 + 4 * block_size
+    shortest = longest = singles[begin].stop
     end = begin + 1
-    while end < len(singles) and singles[end].stop <= longest:
+    while end < len(singles):
+        shortest, longest = min(shortest, singles[end].stop), max(longest, singles[end].stop)
+        if longest > shortest * 3 // 2 + 4 * block_size:
+            break
         end += 1
     return end

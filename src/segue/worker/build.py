@@ -124,7 +124,8 @@ def _kv_blocks(plan: StagePlan, adapter: AutoregressiveAdapter) -> int:
     """What the deployment says; else what its memory holds beside the weights, but no more than can ever be used."""
     if plan.kv_blocks is not None:
         return plan.kv_blocks
-    most = plan.max_batch * -(-adapter.max_model_len // plan.block_size)
+    layout = adapter.kv.layout(adapter.max_model_len)
+    most = layout.groups * plan.max_batch * -(-adapter.max_model_len // plan.block_size)
     if not plan.memory_bytes:
         return most
     room = plan.memory_bytes - adapter.weight_bytes
@@ -134,7 +135,7 @@ def _kv_blocks(plan: StagePlan, adapter: AutoregressiveAdapter) -> int:
             f"{plan.memory_share} ({plan.memory_bytes} bytes); nothing is left for the KV cache",
             field=f"stages.{plan.name}.memory_share",
         )
-    return min(most, blocks_for(int(room * CACHE_SHARE), adapter.kv, plan.block_size))
+    return min(most, blocks_for(int(room * CACHE_SHARE), adapter.kv, layout, plan.block_size))
 
 
 def _connect(

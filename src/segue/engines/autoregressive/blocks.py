@@ -1,5 +1,7 @@
 """The block pool: who owns which KV block, and which full blocks can be shared.
 
+Where layers look back differently far (`segue.kernels.kv_layout`), all groups of layers take their blocks from here.
+
 A block is in exactly one of three places:
 
     free ──allocate──▶ used (references ≥ 1) ──release──▶ free            where it has no hash
@@ -24,6 +26,47 @@ ROOT = b""
 def block_hash(parent: bytes, identity: bytes) -> bytes:
     """Hash of a full block: everything before it (`parent`), and what its own tokens are."""
     return hashlib.blake2b(identity, key=parent, digest_size=16).digest()
+
+
+def group_key(key: bytes, group: int) -> bytes:
+    """Under which a full block of this hash is published by a group of layers: each has its own K and V of it."""
+    return key if group == 0 else key + group.to_bytes(2, "big")
+
+
+def first_visible(window: int | None, computed: int, block_size: int) -> int:
+    """The first block that a query at position `computed`, or a later one, can see."""
+    return 0 if window is None else max(0, computed + 1 - window) // block_size
+
+
+def find_hit(
+    pool: BlockPool, hashes: Sequence[bytes], windows: Sequence[int | None], block_size: int
+) -> tuple[int, tuple[tuple[int, ...], ...]]:
+    """(blocks in the longest usable prefix of a hash chain, per group: those of them that the next token sees).
+
+    A group with full attention needs all of them; a windowed one those that cover its last `window - 1` tokens, so
+    a prefix can be usable although a shorter one is not.
+    """
+    length = len(hashes)
+    chains: dict[int, list[int]] = {}
+    for group, window in enumerate(windows):
+        if window is None:
+            chains[group] = pool.find(group_key(key, group) for key in hashes[:length])
+            length = len(chains[group])
+    windowed = [(group, window) for group, window in enumerate(windows) if window is not None]
+    lacking: int | None = length
+    while lacking is not None:
+        length = lacking
+        needed = (
+            (group, index)
+            for group, window in windowed
+            for index in range(length - 1, first_visible(window, length * block_size, block_size) - 1, -1)
+        )
+        # a prefix that is usable ends before a block that is not there
+        lacking = next((index for group, index in needed if not pool.has(group_key(hashes[index], group))), None)
+    for group, window in windowed:
+        seen = hashes[first_visible(window, length * block_size, block_size) : length]
+        chains[group] = pool.find(group_key(key, group) for key in seen)
+    return length, tuple(tuple(chains[group][:length]) for group in range(len(windows)))
 
 
 class BlockPool:
@@ -69,6 +112,10 @@ class BlockPool:
                 break
             found.append(block)
         return found
+
+    def has(self, key: bytes) -> bool:
+        """Whether such a block is published."""
+        return key in self._by_hash
 
     def share(self, blocks: Iterable[int]) -> None:
         """One more reference to each of these published blocks."""

@@ -7,6 +7,7 @@ A mask function that returns None is right for plain causal attention, and for w
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ def check_attention(adapter: AutoregressiveAdapter) -> None:
         with library_attention() as record:
             apart = [_forward(adapter, [(ids, 0, len(ids))], None) for ids in sequences]
         _check_masks(record, adapter.max_model_len)
+        _check_windows(record, adapter.kv.windows)
         for name, steps in (("flat", _WHOLE), ("in pieces", _PIECES)):
             flat = _run_flat(adapter, sequences, steps)
             for ours, theirs in zip(flat, apart, strict=True):
@@ -63,15 +65,10 @@ def _run_flat(
     sequences: list[torch.Tensor],
     steps: tuple[tuple[tuple[int, int] | None, ...], ...],
 ) -> list[torch.Tensor]:
-    spec = adapter.kv
+    # no sequence outgrows a window here, as far as the layout goes: all layers in one group, nothing is given back
+    layout = adapter.kv.layout(max_model_len=1)
     store = KVStore(
-        layers=spec.layers,
-        num_blocks=sum(map(len, _BLOCKS)),
-        block_size=_SIZE,
-        kv_heads=spec.kv_heads,
-        head_dim=spec.head_dim,
-        dtype=spec.dtype,
-        device=adapter.device,
+        layout, num_blocks=sum(map(len, _BLOCKS)), block_size=_SIZE, dtype=adapter.kv.dtype, device=adapter.device
     )
     pieces: list[list[torch.Tensor]] = [[] for _ in sequences]
     for step in steps:
@@ -97,10 +94,21 @@ def _compare(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
 def _check_masks(record: LibraryRecord, max_model_len: int) -> None:
     """Masks at the far end of the context, which short sequences do not reach."""
     for mask in record.masks:
-        if not any(_is_causal(mask, window, max_model_len) for window in (None, *record.windows)):
+        if not any(_is_causal(mask, window, max_model_len) for window in {None, *record.windows.values()}):
             raise ConfigError(
                 "this model cannot be served: one of its masks is neither causal nor one of the sliding windows its "
-                f"layers ask for ({sorted(window for window in record.windows if window) or 'none'})"
+                f"layers ask for ({sorted({window for window in record.windows.values() if window}) or 'none'})"
+            )
+
+
+def _check_windows(record: LibraryRecord, promised: Seq[int | None]) -> None:
+    """A layer that looks back further than the KV spec says would read blocks that were given back."""
+    for layer, kept in enumerate(promised):
+        asked = record.windows.get(layer)
+        if kept is not None and (asked is None or asked > kept):
+            raise ConfigError(
+                f"this model cannot be served: its KV spec says that layer {layer} has a window of {kept}, but the "
+                f"layer itself asks for {'no window' if asked is None else asked}"
             )
 
 

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 
 from segue.engines.contract import Payload, StageRequest
+from segue.kernels.kv_layout import KVLayout, LayerShape, lay_out
+from segue.messages.errors import ConfigError
 from segue.messages.sampling import SamplingParams
 
 
@@ -19,11 +21,33 @@ class KVSpec:
     layers: int
     kv_heads: int
     head_dim: int
+    """Of the keys, and of the values where `value_dim` does not say otherwise."""
     dtype: torch.dtype
     capture_width: int = 0
     """Width of the captured row per token (0: nothing is captured). Stored per block, beside K and V, so that a
     prefix-cache hit can give the rows it did not compute."""
     capture_dtype: torch.dtype = torch.float32
+    value_dim: int | None = None
+    windows: tuple[int | None, ...] = ()
+    """[layers] How many tokens a query of the layer sees, itself included (`sliding_window` of `transformers`); None:
+    all before it. Layers give back what lies behind their window. Empty: full attention everywhere."""
+    shapes: tuple[LayerShape, ...] = ()
+    """[layers] where they are not alike; `kv_heads`, `head_dim` and `value_dim` are not read then."""
+
+    def layout(self, max_model_len: int) -> KVLayout:
+        """The layers in groups. Raises `ConfigError` where `windows` or `shapes` are not one per layer.
+
+        A window that no sequence outgrows is none. Captured rows live with the blocks of group 0 and are wanted for
+        whole prompts: a decoder that captures, and has no layer with full attention, keeps everything.
+        """
+        for name, given in (("windows", self.windows), ("shapes", self.shapes)):
+            if given and len(given) != self.layers:
+                raise ConfigError(f"the KV spec has {len(given)} {name} for {self.layers} layers", field=name)
+        shape = LayerShape(self.kv_heads, self.head_dim, self.value_dim or self.head_dim)
+        windows = [None if window is None or window >= max_model_len else window for window in self.windows]
+        if not windows or (self.capture_width and None not in windows):
+            windows = [None] * self.layers
+        return lay_out(self.shapes or [shape] * self.layers, windows)
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from segue.engines.autoregressive.scheduler import Limits, Run, Scheduler
 from segue.engines.autoregressive.sequence import Sequence
 from segue.engines.contract import Payload, Rows, StageOutput, StageRequest
 from segue.kernels.kv_store import KVStore
-from segue.kernels.paged_step import PagedStep, Part, paged_step, step_order
+from segue.kernels.paged_step import HybridStep, PagedStep, Part, paged_step, step_order
 from segue.messages.errors import InvalidRequest, SegueError, StageFailed
 
 
@@ -30,21 +30,20 @@ class AutoregressiveEngine:
         self._adapter = adapter
         self._config = config
         spec = adapter.kv
+        layout = spec.layout(adapter.max_model_len)
         self._store = KVStore(
-            layers=spec.layers,
+            layout,
             num_blocks=config.num_blocks,
             block_size=config.block_size,
-            kv_heads=spec.kv_heads,
-            head_dim=spec.head_dim,
             dtype=spec.dtype,
             device=adapter.device,
             capture_width=spec.capture_width,
             capture_dtype=spec.capture_dtype,
         )
         self._pool = BlockPool(config.num_blocks)
-        limits = Limits(config.block_size, config.max_batch, config.max_tokens_per_step)
+        limits = Limits(config.block_size, config.max_batch, config.max_tokens_per_step, layout.windows)
         self._scheduler = Scheduler(self._pool, limits)
-        self._longest = min(adapter.max_model_len, config.num_blocks * config.block_size)
+        self._longest = limits.longest(config.num_blocks, adapter.max_model_len)
         self._share_size = config.block_size if config.prefix_caching else 0
         self._sequences: dict[str, Sequence] = {}
         self._between: list[StageOutput] = []
@@ -157,15 +156,18 @@ class AutoregressiveEngine:
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
-    def _plan(self, runs: Seq[Run]) -> tuple[list[Scheduled], PagedStep]:
+    def _plan(self, runs: Seq[Run]) -> tuple[list[Scheduled], PagedStep | HybridStep]:
         """The sequences of the step in the order of the flat batch, and what attention needs to know of them."""
-        parts = [(Part(run.job.blocks, run.start, run.stop), run) for run in runs]
-        parts.sort(key=lambda pair: step_order(pair[0]))
-        scheduled = [Scheduled(self._sequences[run.job.key], run) for _, run in parts]
-        return scheduled, paged_step(self._store, [part for part, _ in parts])
+        ordered = sorted(runs, key=step_order)
+        scheduled = [Scheduled(self._sequences[run.job.key], run) for run in ordered]
+        groups = [
+            paged_step(self._store, [_part(run, group, self._config.block_size) for run in ordered])
+            for group in range(self._store.layout.groups)
+        ]
+        return scheduled, groups[0] if len(groups) == 1 else HybridStep(groups, self._store.layout.group_of)
 
     def _forward(
-        self, scheduled: list[Scheduled], attention: PagedStep
+        self, scheduled: list[Scheduled], attention: PagedStep | HybridStep
     ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, Pick]]:
         """(is each flat token finite [tokens], captured rows [tokens, width], what was picked by request)."""
         adapter = self._adapter
@@ -206,8 +208,9 @@ class AutoregressiveEngine:
                 outputs.append(self._fail(sequence, _nothing_left(sequence)))
                 begin = end
                 continue
-            sequence.job.computed = run.stop
-            self._publish(sequence, run, captured)
+            if captured is None and self._store.rows is not None:
+                sequence.shareable = False  # without captured rows a block is no hit for those who want them
+            self._scheduler.advance(sequence.job, run.stop, publish=sequence.shareable)
             output = StageOutput(key)
             new = self._announce(sequence, run, output)
             if captured is not None and sequence.wants_rows:
@@ -223,17 +226,6 @@ class AutoregressiveEngine:
                 self._remove(sequence)
             begin = end
         return outputs
-
-    def _publish(self, sequence: Sequence, run: Run, captured: torch.Tensor | None) -> None:
-        """Let others find the blocks that are full now."""
-        if captured is None and self._store.rows is not None:
-            sequence.shareable = False  # without captured rows a block is no hit for those who want them
-        if not sequence.shareable:
-            return
-        size = self._config.block_size
-        job = sequence.job
-        for index in range(run.start // size, min(run.stop // size, len(job.hashes))):
-            self._pool.publish(job.blocks[index], job.hashes[index])
 
     def _announce(self, sequence: Sequence, run: Run, output: StageOutput) -> bool:
         """The first output of a request: counts, and what an earlier attempt had generated."""
@@ -275,7 +267,7 @@ class AutoregressiveEngine:
             assert rows is not None
             size = self._config.block_size
             where = torch.arange(start, run.stop, device=rows.device)
-            blocks = torch.tensor(sequence.job.blocks, device=rows.device)
+            blocks = torch.tensor(sequence.job.tables[0].blocks, device=rows.device)  # group 0 keeps all of them
             data = rows[blocks[where // size] * size + where % size]
         output.captured = Rows(start, data)
         if start == 0:
@@ -350,6 +342,13 @@ def _nothing_left(sequence: Sequence) -> InvalidRequest:
         "to choose; see its allowed_token_ids, suppress_tokens, bad_words, min_tokens and structured_outputs",
         field=f"sampling.{sequence.request.stage}",
     )
+
+
+def _part(run: Run, group: int, block_size: int) -> Part:
+    """The run as a group of layers sees it: counted from the first block it still has."""
+    table = run.job.tables[group]
+    before = table.first * block_size
+    return Part(table.blocks, run.start - before, run.stop - before)
 
 
 def _stage(scheduled: list[Scheduled]) -> str:

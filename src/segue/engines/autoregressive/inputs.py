@@ -11,7 +11,7 @@ import torch
 from segue.engines.autoregressive.contract import AutoregressiveAdapter, FlatBatch
 from segue.engines.autoregressive.scheduler import Run
 from segue.engines.autoregressive.sequence import Sequence
-from segue.kernels.paged_step import PagedStep
+from segue.kernels.paged_step import HybridStep, PagedStep
 
 
 class Scheduled(NamedTuple):
@@ -22,7 +22,7 @@ class Scheduled(NamedTuple):
 
 
 def flat_batch(
-    adapter: AutoregressiveAdapter, scheduled: Seq[Scheduled], attention: PagedStep
+    adapter: AutoregressiveAdapter, scheduled: Seq[Scheduled], attention: PagedStep | HybridStep
 ) -> tuple[torch.Tensor, FlatBatch]:
     """(embeddings [tokens, hidden], the batch). Prompts with embeddings of their own keep them; all other tokens are
     embedded in one call, or two where generated tokens are conditioned."""

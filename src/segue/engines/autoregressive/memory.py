@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from segue.engines.autoregressive.contract import KVSpec
+from segue.kernels.kv_layout import KVLayout
 from segue.messages.errors import ConfigError
 
 
-def bytes_per_block(spec: KVSpec, block_size: int) -> int:
-    """Bytes of one block over all layers: K, V, and the captured rows that live beside them."""
-    kv = 2 * spec.layers * spec.kv_heads * spec.head_dim * spec.dtype.itemsize
-    return block_size * (kv + spec.capture_width * spec.capture_dtype.itemsize)
+def bytes_per_block(spec: KVSpec, layout: KVLayout, block_size: int) -> int:
+    """Bytes of one block: K and V of the layers of one group, and the captured rows that live beside them."""
+    return block_size * (layout.token_width * spec.dtype.itemsize + spec.capture_width * spec.capture_dtype.itemsize)
 
 
-def blocks_for(budget: int, spec: KVSpec, block_size: int) -> int:
-    """Blocks that fit `budget` bytes. Raises `ConfigError` where not a single one does."""
-    each = bytes_per_block(spec, block_size)
-    if budget < each:
+def blocks_for(budget: int, spec: KVSpec, layout: KVLayout, block_size: int) -> int:
+    """Blocks that fit `budget` bytes. Raises `ConfigError` where not one for each group does."""
+    each = bytes_per_block(spec, layout, block_size)
+    least = layout.groups * each
+    if budget < least:
         raise ConfigError(
-            f"kv_cache_bytes is {budget}, but one block of {block_size} tokens takes {each} bytes; give at least that",
+            f"kv_cache_bytes is {budget}, but {block_size} tokens take {least} bytes; give at least that",
             field="kv_cache_bytes",
         )
     return budget // each

@@ -13,18 +13,28 @@ ever by smaller ones.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_right, insort
 from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from segue.engines.autoregressive.blocks import BlockPool
+from segue.engines.autoregressive.blocks import BlockPool, find_hit, first_visible, group_key
+
+
+@dataclass(slots=True)
+class Table:
+    """A sequence's blocks in one group of layers."""
+
+    first: int = 0
+    """Blocks before this one lie wholly behind the group's window and were given back."""
+    blocks: list[int] = field(default_factory=list)
+    """`blocks[i]` holds tokens [(first + i) * block_size, (first + i + 1) * block_size)."""
 
 
 @dataclass(slots=True, eq=False)
 class Job:
     """A sequence as the scheduler sees it. The engine owns `length`, `ready`, `hashes`, `fresh` and `paused`; the
-    scheduler owns `computed`, `blocks` and `running`."""
+    scheduler owns `computed`, `tables` and `running`."""
 
     key: str
     rank: tuple[int, float, int]
@@ -35,7 +45,8 @@ class Job:
     """Tokens whose inputs are there: all known ones, but for conditioning that has not arrived."""
     computed: int = 0
     """Tokens in the KV cache."""
-    blocks: list[int] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    """One per group of layers, all reaching equally far; none while it waits."""
     hashes: list[bytes] = field(default_factory=list)
     """Hash chain of the full blocks that may be shared."""
     fresh: bool = False
@@ -47,6 +58,18 @@ class Job:
     def runnable(self) -> bool:
         return not self.paused and self.ready > self.computed
 
+    @property
+    def end(self) -> int:
+        """Its tables reach up to this block."""
+        return self.tables[0].first + len(self.tables[0].blocks) if self.tables else 0
+
+    @property
+    def blocks(self) -> list[int]:
+        """All it holds, over all groups."""
+        if len(self.tables) == 1:
+            return self.tables[0].blocks
+        return [block for table in self.tables for block in table.blocks]
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -55,10 +78,30 @@ class Limits:
     block_size: int
     max_batch: int
     max_tokens: int
+    windows: tuple[int | None, ...] = (None,)
+    """Per group of layers: how many tokens a query sees, itself included; None: all before it."""
 
     def blocks(self, tokens: int) -> int:
-        """Blocks that hold so many tokens."""
+        """Blocks that hold so many tokens, in one group."""
         return -(-tokens // self.block_size)
+
+    def least(self, tokens: int) -> list[int]:
+        """Per group: the most blocks that a sequence of so many tokens holds at once, computed in small steps."""
+        return [
+            self.blocks(tokens)
+            if window is None
+            # the window of the next token, at worst with its last token alone in a block
+            else min(self.blocks(tokens), self.blocks(window - 1) + 1)
+            for window in self.windows
+        ]
+
+    def need(self, tokens: int) -> int:
+        """Blocks without which a sequence of so many tokens cannot be computed, over all groups."""
+        return sum(self.least(tokens))
+
+    def longest(self, num_blocks: int, most: int) -> int:
+        """The most tokens, up to `most`, that a sequence can have where there are so many blocks."""
+        return bisect_right(range(most + 1), num_blocks, key=self.need) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +113,9 @@ class Run:
     """First token to compute; before it, everything is in the cache."""
     tokens: int
     allocate: int
-    """New blocks it needs."""
-    hit: tuple[int, ...] = ()
-    """Published blocks found for a sequence that is admitted."""
+    """New blocks it needs in each group."""
+    hit: tuple[tuple[int, ...], ...] = ()
+    """Published blocks found for a sequence that is admitted, per group: those before `start` that can be seen."""
 
     @property
     def stop(self) -> int:
@@ -137,19 +180,20 @@ def _continue(running: Seq[Job], ledger: _Ledger, limits: Limits, preempted: lis
         behind = min(len(able) - place - 1, limits.max_batch - len(runs) - 1)
         tokens = min(job.ready - job.computed, max(1, budget - behind))
         settled.add(id(job))
-        while limits.blocks(job.computed + tokens) - len(job.blocks) > ledger.available:
+        groups = len(limits.windows)
+        while groups * (limits.blocks(job.computed + tokens) - job.end) > ledger.available:
             victim = _victim(running, job, settled)
             if victim is None:
                 break
             settled.add(id(victim))
             preempted.append(victim)
             ledger.drop(victim.blocks)
-        room = (len(job.blocks) + ledger.available) * limits.block_size - job.computed
+        room = (job.end + ledger.available // groups) * limits.block_size - job.computed
         tokens = min(tokens, room)
         if tokens <= 0:
             continue  # all others hold what they are about to use: wait a step
-        new = max(0, limits.blocks(job.computed + tokens) - len(job.blocks))
-        ledger.take(new)
+        new = max(0, limits.blocks(job.computed + tokens) - job.end)
+        ledger.take(groups * new)
         budget -= tokens
         runs.append(Run(job, job.computed, tokens, new))
     return runs
@@ -157,7 +201,7 @@ def _continue(running: Seq[Job], ledger: _Ledger, limits: Limits, preempted: lis
 
 def _victim(running: Seq[Job], job: Job, settled: set[int]) -> Job | None:
     """Who gives its blocks to `job`: a paused one, else one of lower rank, else one that waits for input."""
-    others = [other for other in reversed(running) if other.blocks and id(other) not in settled]
+    others = [other for other in reversed(running) if other.tables and id(other) not in settled]
     for kind in (
         lambda other: other.paused,
         lambda other: other.rank > job.rank,
@@ -185,37 +229,50 @@ def _admit(
     budget = limits.max_tokens - sum(run.tokens for run in runs)
     room = limits.max_batch - sum(not job.paused for job in running)
     planned = {id(run.job): run.allocate for run in runs}
+    groups = len(limits.windows)
     # what running prefills will still take: not to be given away
     promised = sum(
-        max(0, limits.blocks(job.length) - len(job.blocks) - planned.get(id(job), 0))
+        _missing(limits, job.length, [len(table.blocks) + planned.get(id(job), 0) for table in job.tables])
         for job in running
         if not job.paused
     )
-    paused = [job for job in running if job.paused and job.blocks]
+    paused = [job for job in running if job.paused and job.tables]
     for job in waiting:
         if budget <= 0 or room <= 0:
             break
         if not job.runnable:
             continue
         # at least one token is always computed: the logits of the last one are wanted
-        hit = [] if job.fresh else pool.find(job.hashes[: (job.ready - 1) // limits.block_size])
-        whole = limits.blocks(job.length) - len(hit)
-        while whole + ledger.unused(hit) + promised > ledger.available and paused:
+        length, hit = find_hit(
+            pool,
+            [] if job.fresh else job.hashes[: (job.ready - 1) // limits.block_size],
+            limits.windows,
+            limits.block_size,
+        )
+        found = [block for blocks in hit for block in blocks]
+        whole = _missing(limits, job.length, [len(blocks) for blocks in hit])
+        while whole + ledger.unused(found) + promised > ledger.available and paused:
             victim = paused.pop()
             preempted.append(victim)
             ledger.drop(victim.blocks)
-        if whole + ledger.unused(hit) + promised > ledger.available:
+        spare = ledger.available - ledger.unused(found) - promised
+        if whole > spare:
             break
-        start = len(hit) * limits.block_size
-        tokens = min(job.ready - start, budget)
-        new = limits.blocks(start + tokens) - len(hit)
-        ledger.share(hit)
-        ledger.take(new)
-        promised += whole - new
+        start = length * limits.block_size
+        tokens = min(job.ready - start, budget, (length + spare // groups) * limits.block_size - start)
+        new = limits.blocks(start + tokens) - length
+        ledger.share(found)
+        ledger.take(groups * new)
+        promised += _missing(limits, job.length, [len(blocks) + new for blocks in hit])
         budget -= tokens
         room -= 1
-        admitted.append(Run(job, start, tokens, new, tuple(hit)))
+        admitted.append(Run(job, start, tokens, new, hit))
     return admitted
+
+
+def _missing(limits: Limits, length: int, held: Seq[int]) -> int:
+    """Blocks that a sequence of `length` known tokens must still get, where it holds so many in each group."""
+    return sum(max(0, least - have) for least, have in zip(limits.least(length), held, strict=True))
 
 
 class Scheduler:
@@ -246,8 +303,10 @@ class Scheduler:
             self.preemptions += 1
         for run in decision.runs:
             if not run.job.running:
-                self.pool.share(run.hit)
-                run.job.blocks = list(run.hit)
+                length = run.start // self.limits.block_size
+                for blocks in run.hit:
+                    self.pool.share(blocks)
+                run.job.tables = [Table(length - len(blocks), list(blocks)) for blocks in run.hit]
                 run.job.computed = run.start
                 run.job.running = True
                 self.query_tokens += run.job.length
@@ -256,7 +315,23 @@ class Scheduler:
                 insort(self.running, run.job, key=_rank)
         for run in decision.runs:
             if run.allocate:
-                run.job.blocks += self.pool.allocate(run.allocate)
+                for table in run.job.tables:
+                    table.blocks += self.pool.allocate(run.allocate)
+
+    def advance(self, job: Job, computed: int, *, publish: bool) -> None:
+        """Tokens up to `computed` are in the cache now. `publish`: let others find the blocks that are full. Blocks
+        that no later token sees are given back."""
+        size = self.limits.block_size
+        full = range(job.computed // size, min(computed // size, len(job.hashes))) if publish else range(0)
+        job.computed = computed
+        for group, (table, window) in enumerate(zip(job.tables, self.limits.windows, strict=True)):
+            for index in full:
+                self.pool.publish(table.blocks[index - table.first], group_key(job.hashes[index], group))
+            behind = first_visible(window, computed, size) - table.first
+            if behind > 0:
+                self.pool.release(table.blocks[:behind])
+                del table.blocks[:behind]
+                table.first += behind
 
     def remove(self, job: Job) -> None:
         """The sequence is finished, failed or cancelled: give back what it holds."""
@@ -265,8 +340,9 @@ class Scheduler:
         job.running = False
 
     def _release(self, job: Job) -> None:
-        self.pool.release(job.blocks)
-        job.blocks = []
+        for table in job.tables:
+            self.pool.release(table.blocks)
+        job.tables = []
         job.computed = 0
 
     def audit(self) -> None:
@@ -274,11 +350,15 @@ class Scheduler:
         self.pool.audit(job.blocks for job in self.running)
         for job in self.waiting:
             assert not job.running, f"{job.key} waits and runs"
-            assert not job.blocks, f"{job.key} waits and holds blocks"
+            assert not job.tables, f"{job.key} waits and holds blocks"
             assert job.computed == 0, f"{job.key} waits and has {job.computed} tokens in the cache"
         for job in self.running:
             assert job.running, f"{job.key} runs and does not know"
-            held = len(job.blocks) * self.limits.block_size
+            held = job.end * self.limits.block_size
+            for table, window in zip(job.tables, self.limits.windows, strict=True):
+                assert table.first + len(table.blocks) == job.end, f"{job.key}: tables reach differently far"
+                seen = first_visible(window, job.computed, self.limits.block_size)
+                assert table.first == seen, f"{job.key}: has blocks from {table.first} on, sees from {seen} on"
             assert job.computed <= held, f"{job.key}: {job.computed} tokens in blocks of {held}"
             assert job.computed <= job.length, f"{job.key}: {job.computed} tokens computed of {job.length}"
         for queue in (self.running, self.waiting):

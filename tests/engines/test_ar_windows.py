@@ -1,0 +1,227 @@
+"""Sliding-window and hybrid decoders: exact, however they are served, and no block is kept behind a window."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ar_adapter import SHAPE, Driver, TinyAdapter, generate, prompts, randomise, stage_request
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
+
+from segue.engines.autoregressive.config import AutoregressiveConfig
+from segue.engines.autoregressive.engine import AutoregressiveEngine
+from segue.messages.errors import ConfigError
+from segue.messages.sampling import SamplingParams
+
+SIZE = 8
+PROMPTS = prompts(6, (3, 17, 32, 9, 50, 70), seed=3)
+ALL = range(len(PROMPTS))
+TOKENS = 24
+GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS)
+SMALL: dict[str, Any] = {**SHAPE, "head_dim": 8}
+# (model, config, changes): windows that are not whole blocks, whole blocks, two tokens
+KINDS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
+    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 13}),
+    "mistral, a block": (MistralForCausalLM, MistralConfig, {"sliding_window": 8}),
+    "mistral, two tokens": (MistralForCausalLM, MistralConfig, {"sliding_window": 2}),
+    "gemma 2": (Gemma2ForCausalLM, Gemma2Config, {"sliding_window": 9, "query_pre_attn_scalar": 8}),
+    "gemma 3": (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
+        {
+            "sliding_window": 11,
+            "num_hidden_layers": 4,
+            "query_pre_attn_scalar": 8,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "gpt-oss": (
+        GptOssForCausalLM,
+        GptOssConfig,
+        {
+            "sliding_window": 10,
+            "num_hidden_layers": 4,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+}
+
+
+class Windowed(TinyAdapter):
+    """Says what its config says of windows."""
+
+    def __init__(self, model: PreTrainedModel, **options: Any) -> None:
+        super().__init__(model, **options)
+        config = model.config
+        types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+        self.kv.windows = tuple(config.sliding_window if kind == "sliding_attention" else None for kind in types)
+
+
+def tiny(kind: str, **changes: Any) -> PreTrainedModel:
+    cls, config, fields = KINDS[kind]
+    model = cls(config(**{**SMALL, **fields, **changes})).eval()
+    randomise(model, 1)
+    return model
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def adapter(request):
+    return Windowed(tiny(request.param))
+
+
+@pytest.fixture(scope="module")
+def expected(adapter):
+    answers = [generate(adapter.model, prompt, TOKENS) for prompt in PROMPTS]
+    assert len({tuple(answer) for answer in answers}) == len(answers), "the weights must make inputs matter"
+    assert all(len(set(answer)) > 4 for answer in answers)
+    return answers
+
+
+def driver(adapter, **config) -> Driver:
+    sizes = {"num_blocks": 320, "block_size": SIZE, **config}
+    return Driver(AutoregressiveEngine(adapter, AutoregressiveConfig(**sizes)))
+
+
+def serve(drive: Driver, which=ALL) -> list[list[int]]:
+    for index in which:
+        drive.add(stage_request(f"r{index}", sampling=GREEDY), PROMPTS[index])
+    results = drive.run()
+    assert drive.engine.stats()["blocks_used"] == 0
+    return [results[f"r{index}"].token_ids for index in which]
+
+
+def test_alone(adapter, expected):
+    drive = driver(adapter)
+    for index, answer in enumerate(expected):
+        assert serve(drive, which=[index]) == [answer]
+
+
+def test_batched(adapter, expected):
+    assert serve(driver(adapter)) == expected
+
+
+@pytest.mark.parametrize("chunk", [5, 8, 21])
+def test_chunked_prefill(adapter, expected, chunk):
+    assert serve(driver(adapter, max_tokens_per_step=chunk)) == expected
+
+
+def test_after_a_prefix_hit(adapter, expected):
+    drive = driver(adapter)
+    serve(drive)
+    drive.results.clear()
+    assert serve(drive) == expected
+    hits = sum((len(prompt) - 1) // SIZE * SIZE for prompt in PROMPTS)
+    assert drive.engine.stats()["prefix_hit_tokens_total"] == hits
+
+
+def test_after_a_hit_in_the_middle_of_a_prompt(adapter):
+    """The shared part was computed in one chunk with what follows it in the first prompt."""
+    drive = driver(adapter)
+    serve(drive, which=[5])
+    drive.results.clear()
+    fork = PROMPTS[5][:43] + PROMPTS[2]
+    drive.add(stage_request("fork", sampling=GREEDY), fork)
+    result = drive.run()["fork"]
+    assert result.outputs[0].cached_tokens == 40
+    assert result.token_ids == generate(adapter.model, fork, TOKENS)
+
+
+def test_when_old_blocks_were_evicted(adapter, expected):
+    """A prefix whose blocks are partly gone is computed again, from where it is whole."""
+    drive = driver(adapter, num_blocks=driver(adapter).engine._scheduler.limits.need(110))
+    for index in (5, 4, 5, 2, 5, 4):
+        drive.results.clear()
+        assert serve(drive, which=[index]) == [expected[index]]
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_after_preemption(adapter, expected, caching):
+    """Some are held back in the middle of their output and lose their blocks to those that wait."""
+    limits = driver(adapter).engine._scheduler.limits
+    sizes = {"num_blocks": limits.need(94) + len(limits.windows), "prefix_caching": caching, "max_tokens_per_step": 16}
+    drive = driver(adapter, **sizes)
+    for index in ALL:
+        drive.add(stage_request(f"r{index}", sampling=GREEDY), PROMPTS[index])
+    while len(drive.results) < 2:
+        drive.step()
+    for key in ("r0", "r1", "r2"):
+        drive.engine.pause(key)
+    drive.run()
+    for key in ("r0", "r1", "r2"):
+        drive.engine.resume(key)
+    drive.run()
+    assert [drive.results[f"r{index}"].token_ids for index in ALL] == expected
+    assert drive.engine.stats()["preemptions_total"] > 0
+
+
+def test_blocks_stay_bounded_over_a_long_output(adapter):
+    """What a windowed group holds does not grow; a full group holds everything."""
+    drive = driver(adapter)
+    limits = drive.engine._scheduler.limits
+    long = SamplingParams(temperature=0.0, max_tokens=180)
+    drive.add(stage_request("long", sampling=long), PROMPTS[2])
+    most = [0] * len(limits.windows)
+    while drive.engine.has_work():
+        drive.step()
+        for job in drive.engine._scheduler.running:
+            most = [max(known, len(table.blocks)) for known, table in zip(most, job.tables, strict=True)]
+    whole = limits.blocks(32 + 180 - 1)
+    for window, held in zip(limits.windows, most, strict=True):
+        if window is None:
+            assert held == whole
+        else:
+            assert held <= limits.blocks(window - 1) + 1 < whole
+    assert drive.results["long"].token_ids == generate(adapter.model, PROMPTS[2], 180)
+
+
+def test_a_sequence_longer_than_the_pool():
+    """A decoder with windows only needs room for its window, not for its sequence."""
+    adapter = Windowed(tiny("mistral"))
+    drive = driver(adapter, num_blocks=4, max_tokens_per_step=64)
+    assert serve(drive, which=[5]) == [generate(adapter.model, PROMPTS[5], TOKENS)]
+    stats = drive.engine.stats()
+    assert (stats["blocks"], stats["preemptions_total"]) == (4, 0)
+
+
+def test_a_smaller_window_changes_the_answer():
+    answers = [[generate(tiny("gemma 2", sliding_window=window), PROMPTS[4], TOKENS)] for window in (9, 8)]
+    assert answers[0] != answers[1]
+    assert serve(driver(Windowed(tiny("gemma 2"))), which=[4]) == answers[0]
+
+
+def test_a_spec_that_keeps_too_little_is_refused():
+    adapter = Windowed(tiny("gemma 2"))
+    adapter.kv.windows = (9, 9, 9)
+    with pytest.raises(ConfigError, match="layer 1 has a window of 9, but the layer itself asks for no window"):
+        driver(adapter)
+    adapter.kv.windows = (8, None, 8)
+    with pytest.raises(ConfigError, match="layer 0 has a window of 8, but the layer itself asks for 9"):
+        driver(adapter)
+    adapter.kv.windows = (9, None)
+    with pytest.raises(ConfigError, match="2 windows for 3 layers"):
+        driver(adapter)
+
+
+def test_captured_rows_of_a_windowed_decoder_are_all_there_after_a_hit():
+    """Rows live with blocks, and whole prompts' rows are wanted: such a decoder keeps everything."""
+    drive = driver(Windowed(tiny("mistral"), capture=True))
+    rows = []
+    for key in ("first", "second"):
+        request = stage_request(key, sampling=GREEDY, downstreams=frozenset({"next"}))
+        drive.add(request, PROMPTS[5])
+        rows.append(drive.run()[key].rows())
+    assert drive.results["second"].outputs[0].cached_tokens == 64
+    torch.testing.assert_close(rows[0], rows[1], rtol=1e-4, atol=1e-5)
