@@ -168,14 +168,27 @@ _HARMLESS = frozenset(
 _TORCH = TorchAttention()
 
 
+class LayerShape(NamedTuple):
+    """What one layer gave to attention."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None
+
+
 @dataclass(slots=True)
 class LibraryRecord:
     """What a model asked for while it ran with its own masks."""
 
+    made: list[tuple[torch.Tensor, Callable[..., Any]]] = field(default_factory=list)
+    """Every mask it made: the tensor, and `mask_function(batch, head, query, key) -> seen`."""
     masks: list[Callable[..., Any]] = field(default_factory=list)
-    """`mask_function(batch, head, query, key) -> seen`, of every mask it made."""
+    """The mask functions of those that a layer was given (some models make masks that none of their layers takes)."""
     windows: set[int | None] = field(default_factory=set)
     """The windows its layers gave to the attention function."""
+    layers: dict[int, LayerShape] = field(default_factory=dict)
+    """By `layer_idx`."""
 
 
 _library: ContextVar[LibraryRecord | None] = ContextVar("library_attention", default=None)
@@ -218,22 +231,25 @@ def paged_attention(
         if others[name] is not None and others[name] is not False:
             raise ConfigError(f"paged attention knows no argument {name!r}, so it cannot serve this model")
     form = Form(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
-    if paged is None:
-        return _under_library_mask(query, key, value, attention_mask, form), None
-    if attention_mask is not None:
-        raise ConfigError("paged attention takes no mask: sequences are told apart by their block tables")
     layer = module.layer_idx
     assert isinstance(layer, int)
+    if paged is None:
+        return _under_library_mask(layer, query, key, value, attention_mask, form), None
+    if attention_mask is not None:
+        raise ConfigError("paged attention takes no mask: sequences are told apart by their block tables")
     return _TORCH.attend(layer, query[0], key[0], value[0], paged, form)[None], None
 
 
 def _under_library_mask(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, form: Form
+    layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, form: Form
 ) -> torch.Tensor:
     record = _library.get()
     if record is None or mask is None:
         raise ConfigError("paged attention needs the keyword argument `paged`: the model does not pass it through")
+    used = [function for tensor, function in record.made if tensor is mask]
+    record.masks += used or [function for _, function in record.made]  # a mask made of another: any may be in it
     record.windows.add(form.window)
+    record.layers[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], form.window)
     return dense_attention(query[0], key[0], value[0], additive(mask[0, 0], query.dtype), form).transpose(0, 1)[None]
 
 
@@ -242,9 +258,11 @@ def paged_mask(*, mask_function: Callable[..., Any], **others: Any) -> torch.Ten
     record = _library.get()
     if record is None:
         return None
-    record.masks.append(mask_function)
     others["allow_is_causal_skip"] = False
-    return sdpa_mask(mask_function=mask_function, **others)
+    mask = sdpa_mask(mask_function=mask_function, **others)
+    assert mask is not None, "a mask that may not be skipped"
+    record.made.append((mask, mask_function))
+    return mask
 
 
 AttentionInterface.register(NAME, paged_attention)
