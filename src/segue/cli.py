@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from segue.messages.errors import ConfigError, SegueError, nearest
 
 if TYPE_CHECKING:
+    from segue.models.family import TinyPreset
     from segue.server.settings import ServerSettings
 
 
@@ -188,7 +189,7 @@ def _graph(arguments: argparse.Namespace) -> int:
     from segue.models.registry import family_of, read_config
 
     config = read_config(arguments.model)
-    graph = family_of(config).graph(config)
+    graph = family_of(config, arguments.model).graph(config)
     plan = load_plan(graph, arguments.config, overrides={"dtype": arguments.dtype} if arguments.dtype else None)
     print(as_mermaid(graph) if arguments.mermaid else as_text(plan))
     return 0
@@ -199,16 +200,16 @@ def _tiny(arguments: argparse.Namespace) -> int:
 
     from segue.models.registry import families
 
-    known = {family.tiny_name: family for family in families().values() if family.tiny_name}
+    known = {name: family for family in families().values() for name in family.tiny_names}
     family = known.get(arguments.family)
     if family is None or family.tiny_module is None:
-        raise ConfigError(f"there is no tiny preset {arguments.family!r}{nearest(arguments.family, map(str, known))}")
-    module = importlib.import_module(family.tiny_module)
-    if arguments.size not in module.SIZES:
-        raise ConfigError(f"{arguments.family} has no size {arguments.size!r}{nearest(arguments.size, module.SIZES)}")
+        raise ConfigError(f"there is no tiny preset {arguments.family!r}{nearest(arguments.family, known)}")
+    preset: TinyPreset = importlib.import_module(family.tiny_module).PRESETS[arguments.family]
+    if arguments.size not in preset.sizes:
+        raise ConfigError(f"{arguments.family} has no size {arguments.size!r}{nearest(arguments.size, preset.sizes)}")
     logging.getLogger("transformers").setLevel(logging.ERROR)  # see segue.worker.worker
     try:
-        module.make(arguments.directory, size=arguments.size, seed=arguments.seed)
+        preset.make(arguments.directory, arguments.size, arguments.seed)
     except OSError as error:
         raise ConfigError(f"the checkpoint cannot be written to {str(arguments.directory)!r}: {error}") from error
     print(f"{arguments.family} ({arguments.size}) is in {arguments.directory}")

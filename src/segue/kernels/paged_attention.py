@@ -22,6 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from segue.kernels.kv_layout import LayerShape
 from segue.kernels.paged_step import HybridStep, PagedStep, additive
 from segue.messages.errors import ConfigError
 
@@ -173,10 +174,14 @@ _TORCH = TorchAttention()
 class LibraryRecord:
     """What a model asked for while it ran with its own masks."""
 
+    made: list[tuple[torch.Tensor, Callable[..., Any]]] = field(default_factory=list)
+    """Every mask it made: the tensor, and `mask_function(batch, head, query, key) -> seen`."""
     masks: list[Callable[..., Any]] = field(default_factory=list)
-    """`mask_function(batch, head, query, key) -> seen`, of every mask it made."""
+    """The mask functions of those that a layer was given (some models make masks that none of their layers takes)."""
     windows: dict[int, int | None] = field(default_factory=dict)
     """The window each layer (`layer_idx`) gave to the attention function."""
+    shapes: dict[int, LayerShape] = field(default_factory=dict)
+    """What each layer keeps of a token."""
 
 
 _library: ContextVar[LibraryRecord | None] = ContextVar("library_attention", default=None)
@@ -234,7 +239,10 @@ def _under_library_mask(
     record = _library.get()
     if record is None or mask is None:
         raise ConfigError("paged attention needs the keyword argument `paged`: the model does not pass it through")
+    used = [function for tensor, function in record.made if tensor is mask]
+    record.masks += used or [function for _, function in record.made]  # a mask made of another: any may be in it
     record.windows[layer] = form.window
+    record.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
     return dense_attention(query[0], key[0], value[0], additive(mask[0, 0], query.dtype), form).transpose(0, 1)[None]
 
 
@@ -243,9 +251,11 @@ def paged_mask(*, mask_function: Callable[..., Any], **others: Any) -> torch.Ten
     record = _library.get()
     if record is None:
         return None
-    record.masks.append(mask_function)
     others["allow_is_causal_skip"] = False
-    return sdpa_mask(mask_function=mask_function, **others)
+    mask = sdpa_mask(mask_function=mask_function, **others)
+    assert mask is not None, "a mask that may not be skipped"
+    record.made.append((mask, mask_function))
+    return mask
 
 
 AttentionInterface.register(NAME, paged_attention)

@@ -22,6 +22,15 @@ class Stages(Protocol):
 
 
 @dataclass(frozen=True)
+class TinyPreset:
+    """A small checkpoint that can be made here."""
+
+    sizes: tuple[str, ...]
+    make: Callable[[Path, str, int], None]
+    """(directory, size, seed): the same files for the same size and seed."""
+
+
+@dataclass(frozen=True)
 class Family:
     """One model family. The strings name modules that import torch, so that the control plane need not."""
 
@@ -30,6 +39,11 @@ class Family:
     graph: Callable[[dict[str, Any]], StageGraph]
     """Config of the checkpoint (as JSON) → its stage graph."""
     stages_module: str
+    claims: Callable[[dict[str, Any], Path], bool] = lambda config, model_dir: False
+    """Whether this family serves a checkpoint (config, directory) that no family names; of several that do, the first
+    known gets it. May raise `ConfigError` with the reason why such a checkpoint cannot be served."""
+    chats: Callable[[Path], bool] = lambda model_dir: True
+    """Whether a checkpoint takes messages: a bare string from Python is a user message then, else a prompt."""
     voices: Callable[[Path], list[str]] = lambda model_dir: []
     """The voices a checkpoint speaks with, the default first; must not import torch."""
     dialect: Callable[[Path, dict[str, Any]], Dialect] = dialect_of
@@ -37,9 +51,9 @@ class Family:
     options: frozenset[str] = frozenset()
     """Names of request options the family understands, e.g. `use_audio_in_video`."""
     tiny_module: str | None = None
-    """Module with `make(directory: Path, size: str, seed: int) -> None`, and the sizes it knows in `SIZES`."""
-    tiny_name: str | None = None
-    """The name `segue tiny` knows it by."""
+    """Module with `PRESETS: dict[str, TinyPreset]`, by the names below."""
+    tiny_names: tuple[str, ...] = ()
+    """The names `segue tiny` knows its presets by."""
 
     def load_stages(self) -> Stages:
         return cast(Stages, importlib.import_module(self.stages_module))

@@ -1,4 +1,5 @@
-"""Which family serves a checkpoint: found by `architectures` of its config, without importing torch.
+"""Which family serves a checkpoint: found by `architectures` of its config, without importing torch; what no family
+names goes to the first that claims it.
 
 Packages outside register theirs through the entry-point group `segue.models`: the entry point is a `Family`.
 """
@@ -16,9 +17,10 @@ from segue.models.family import Family
 
 def families() -> dict[str, Family]:
     """All known families by name: the house's own, then those of installed packages."""
+    from segue.models.causal_lm.family import FAMILY as CAUSAL_LM
     from segue.models.qwen2_5_omni.family import FAMILY as QWEN2_5_OMNI
 
-    known = {family.name: family for family in (QWEN2_5_OMNI,)}
+    known = {family.name: family for family in (QWEN2_5_OMNI, CAUSAL_LM)}
     for point in entry_points(group="segue.models"):
         family = point.load()
         known[family.name] = family
@@ -41,12 +43,15 @@ def read_config(model_dir: Path) -> dict[str, Any]:
     return config
 
 
-def family_of(config: dict[str, Any]) -> Family:
-    """The family that serves a config, by its `architectures`."""
+def family_of(config: dict[str, Any], model_dir: Path) -> Family:
+    """The family that serves a checkpoint, by the `architectures` of its config, else by what the family looks for."""
     wanted = config.get("architectures") or []
     known = families()
     for family in known.values():
         if family.architectures & set(wanted):
+            return family
+    for family in known.values():
+        if family.claims(config, model_dir):
             return family
     served = sorted(name for family in known.values() for name in family.architectures)
     hint = nearest(wanted[0], served) if wanted else f"; known: {', '.join(served)}"

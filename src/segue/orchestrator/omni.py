@@ -64,7 +64,7 @@ class AsyncOmni:
         """
         model_dir = Path(model).expanduser().resolve()
         checkpoint = read_config(model_dir)
-        family = family_of(checkpoint)
+        family = family_of(checkpoint, model_dir)
         graph = family.graph(checkpoint)
         self.plan = load_plan(graph, config, overrides={"dtype": dtype} if dtype else None)
         text_stage = graph.main

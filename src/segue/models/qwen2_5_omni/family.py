@@ -97,5 +97,5 @@ FAMILY = Family(
     voices=voices,
     options=frozenset({"use_audio_in_video"}),
     tiny_module="segue.models.qwen2_5_omni.tiny",
-    tiny_name="qwen2.5-omni",
+    tiny_names=("qwen2.5-omni",),
 )

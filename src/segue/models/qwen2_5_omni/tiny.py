@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer
 
 from segue.messages.errors import InvalidRequest, nearest
+from segue.models.family import TinyPreset
 from segue.models.qwen2_5_omni.tiny_config import (
-    BASE_VOCAB,
     SHAPES,
     SPECIAL_TOKENS,
     VOICES,
@@ -21,15 +21,12 @@ from segue.models.qwen2_5_omni.tiny_config import (
     config_json,
 )
 from segue.models.qwen2_5_omni.tiny_weights import EndGains, make_weights
+from segue.models.tiny.files import added_tokens, speakable, train_tokenizer, write_json
 
 SIZES = tuple(SHAPES)
 _DATA = Path(__file__).parent / "data"
 _END_GAINS = {"tiny": EndGains(1.8, 1.5, 1.4), "small": EndGains(1.8, 2.1, 3.0)}
 _SHARD = {"tiny": "3MB", "small": "300MB"}
-# how GPT-4's and Qwen's tokenizers cut text into words before merging bytes
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 _MODEL_SPECIFIC = {
     "image_token": "<|IMAGE|>",
     "audio_token": "<|AUDIO|>",
@@ -74,42 +71,22 @@ def make(directory: Path, size: str = "tiny", seed: int = 0) -> None:
     shape = SHAPES[size]
     directory.mkdir(parents=True, exist_ok=True)
     config = config_json(shape)
-    write = partial(_write_json, directory)
+    write = partial(write_json, directory)
     tokenizer = _write_tokenizer(directory)
     write("config.json", config)
     write("generation_config.json", {"_from_model_config": True, "transformers_version": "5.23.0"})
     write("preprocessor_config.json", _PREPROCESSOR)
     write("chat_template.json", {"chat_template": (_DATA / "chat_template.jinja").read_text()})
-    weights = make_weights(config, _speakable(tokenizer), tokenizer.encode("\n").ids[0], _END_GAINS[size], seed)
+    weights = make_weights(config, speakable(tokenizer), tokenizer.encode("\n").ids[0], _END_GAINS[size], seed)
     save_torch_state_dict(weights, directory, max_shard_size=_SHARD[size])
     torch.save(_speakers(shape, seed), directory / "spk_dict.pt")
 
 
-def _write_json(directory: Path, name: str, value: Any) -> None:
-    (directory / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-
-
 def _write_tokenizer(directory: Path) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_WORDS), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=BASE_VOCAB, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    tokenizer.train([str(_DATA / "corpus.txt")], trainer)
-    if tokenizer.get_vocab_size() != BASE_VOCAB:
-        raise RuntimeError(f"the corpus gives {tokenizer.get_vocab_size()} tokens, not {BASE_VOCAB}")
-    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer = train_tokenizer(SPECIAL_TOKENS)
     tokenizer.save(str(directory / "tokenizer.json"))
     base = json.loads(tokenizer.to_str())["model"]
-    _write_json(directory, "vocab.json", base["vocab"])
+    write_json(directory, "vocab.json", base["vocab"])
     merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in base["merges"]]
     (directory / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
     _write_tokenizer_config(directory, tokenizer)
@@ -117,12 +94,10 @@ def _write_tokenizer(directory: Path) -> Tokenizer:
 
 
 def _write_tokenizer_config(directory: Path, tokenizer: Tokenizer) -> None:
-    flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
-    added = {str(tokenizer.token_to_id(token)): {"content": token, **flags} for token in SPECIAL_TOKENS}
     config = {
         "add_bos_token": False,
         "add_prefix_space": False,
-        "added_tokens_decoder": added,
+        "added_tokens_decoder": added_tokens(tokenizer, SPECIAL_TOKENS),
         "additional_special_tokens": list(SPECIAL_TOKENS[1:]),
         "bos_token": None,
         "clean_up_tokenization_spaces": False,
@@ -137,15 +112,9 @@ def _write_tokenizer_config(directory: Path, tokenizer: Tokenizer) -> None:
         "tokenizer_class": "Qwen2Tokenizer",
         "unk_token": None,
     }
-    _write_json(directory, "tokenizer_config.json", config)
+    write_json(directory, "tokenizer_config.json", config)
     special = {"additional_special_tokens": list(SPECIAL_TOKENS[1:]), "eos_token": "<|im_end|>"}
-    _write_json(directory, "special_tokens_map.json", {**special, "pad_token": "<|endoftext|>"})
-
-
-def _speakable(tokenizer: Tokenizer) -> list[int]:
-    """Ids that stand for whole printable text, so that replies are readable."""
-    texts = ((index, tokenizer.decode([index])) for index in range(BASE_VOCAB))
-    return [index for index, text in texts if text.strip() and text.isascii() and text.isprintable()]
+    write_json(directory, "special_tokens_map.json", {**special, "pad_token": "<|endoftext|>"})
 
 
 def _speakers(shape: Shape, seed: int) -> dict[str, dict[str, Any]]:
@@ -159,3 +128,6 @@ def _speakers(shape: Shape, seed: int) -> dict[str, dict[str, Any]]:
         }
         for voice, text_id in VOICES.items()
     }
+
+
+PRESETS = {"qwen2.5-omni": TinyPreset(SIZES, make)}

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-BASE_VOCAB = 640
-"""Byte-level BPE tokens; special tokens follow, as in the published vocabulary."""
+from segue.models.tiny.files import BASE_VOCAB
 
 # In the published order, from 151643 on; then the text ids that only the talker's config names.
 SPECIAL_TOKENS = (

@@ -1,0 +1,84 @@
+"""The input stage of a language model: a request → prompt ids, by the checkpoint's tokenizer and chat template."""
+
+from __future__ import annotations
+
+import torch
+
+from segue.engines.contract import LoadContext, Payload, StageRequest
+from segue.engines.module.contract import Result, Work
+from segue.messages.errors import InvalidRequest, SegueError
+from segue.messages.request import Request
+from segue.models.causal_lm.loading import load_config
+from segue.models.decoder import context_length
+from segue.models.text_input import (
+    chat_template,
+    check_length,
+    checked_ids,
+    given_as,
+    prompt_ids,
+    templated,
+    text_conversation,
+)
+from segue.models.tokenizer import load_tokenizer
+
+
+class InputProcessor:
+    """`ModuleAdapter` that works on the request itself: one item per request."""
+
+    def __init__(self, ctx: LoadContext) -> None:
+        config = load_config(ctx)
+        self._vocab: int = config.vocab_size
+        self._longest = context_length(config, ctx.max_model_len)
+        self._tokenizer = load_tokenizer(ctx.model_dir)
+        self._template = chat_template(ctx.model_dir)
+        if self._template is None and self._tokenizer is not None and self._tokenizer.chat_template:
+            self._template = self._tokenizer.get_chat_template()
+
+    def begin(self, request: StageRequest) -> tuple[None, list[Work]]:
+        return None, [Work(request.request_id, request.request, last=True)]
+
+    def feed(self, state: None, upstream: str, payload: Payload, *, final: bool) -> list[Work]:
+        """Nothing is upstream of the input stage."""
+        return []
+
+    def end(self, state: None) -> None:
+        """Nothing is kept per request."""
+
+    def run(self, works: list[Work]) -> list[Result]:
+        """Requests → payloads, or the error of each that is wrong."""
+        return [self._result(work.item) for work in works]
+
+    def _result(self, request: Request) -> Result:
+        try:
+            return Result(self.process(request))
+        except SegueError as error:
+            return Result(error=error)
+
+    def process(self, request: Request) -> Payload:
+        """The payload of one request. Raises `InvalidRequest` naming the field, the value and what would be right."""
+        form = given_as(request)
+        match form:
+            case "messages":
+                ids = self._templated(request)
+            case "prompt":
+                ids = prompt_ids(self._tokenizer, request.prompt or "")
+            case _:
+                ids = checked_ids(request.prompt_token_ids or [], self._vocab)
+        check_length(len(ids), self._longest, form)
+        return {"token_ids": torch.tensor(ids, dtype=torch.long)}
+
+    def _templated(self, request: Request) -> list[int]:
+        if self._tokenizer is None:
+            raise InvalidRequest(
+                "this checkpoint has no tokenizer; send prompt_token_ids in place of messages", field="messages"
+            )
+        if self._template is None:
+            raise InvalidRequest(
+                "this checkpoint has no chat template; send a prompt or prompt_token_ids in place of messages",
+                field="messages",
+            )
+        text = templated(self._tokenizer, self._template, text_conversation(request.messages), request.chat)
+        ids = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])  # the template has written them
+        if not ids:
+            raise InvalidRequest("the chat template makes nothing of these messages", field="messages")
+        return ids

@@ -1,0 +1,62 @@
+"""The language model: reads a prompt, writes the reply."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from segue.engines.autoregressive.contract import Fed, FlatBatch, KVSpec, Prompt
+from segue.engines.contract import LoadContext, Payload, StageRequest
+from segue.messages.sampling import SamplingParams
+from segue.models.causal_lm.loading import load_config, load_model
+from segue.models.decoder import PagedDecoder, context_length
+from segue.models.generation import default_sampling, end_tokens, generation_of
+from segue.models.tokenizer import decode, load_tokenizer
+from segue.models.vocabulary import vocabulary_of
+
+
+class LLM:
+    """`AutoregressiveAdapter` over any causal LM of transformers."""
+
+    axes = 1
+    conditioned = False
+
+    def __init__(self, ctx: LoadContext) -> None:
+        """Raises `ConfigError` for a checkpoint that cannot be read, or a model that cannot be served."""
+        config = load_config(ctx)
+        self.max_model_len: int = context_length(config, ctx.max_model_len)
+        self._decoder = PagedDecoder(load_model(ctx, config))
+        self._tokenizer = load_tokenizer(ctx.model_dir)
+        self.vocabulary = vocabulary_of(self._tokenizer)
+        self.device = self._decoder.device
+        self.kv: KVSpec = self._decoder.kv
+        self.vocab_size: int = self._decoder.vocab_size
+        self.weight_bytes: int = self._decoder.weight_bytes
+        generation = generation_of(ctx.model_dir, config)
+        self.end_token_ids = end_tokens(generation, self._tokenizer)
+        self.default_sampling: SamplingParams = default_sampling(generation)
+
+    def begin(self, request: StageRequest) -> None:
+        """Nothing is kept per request: the prompt comes whole."""
+
+    def feed(self, state: None, upstream: str, payload: Payload, *, final: bool) -> Fed:
+        """The prompt from the input stage."""
+        ids = payload["token_ids"].tolist()
+        return Fed(prompt=Prompt(token_ids=ids, modality_tokens={"text": len(ids)}))
+
+    def embed(self, token_ids: torch.Tensor, conditioning: torch.Tensor | None) -> torch.Tensor:
+        """[n] → [n, H]."""
+        return self._decoder.embed(token_ids)
+
+    def forward(self, embeds: torch.Tensor, batch: FlatBatch) -> tuple[torch.Tensor, None]:
+        """[tokens, H] → (final hidden states [tokens, H], nothing captured)."""
+        return self._decoder.forward(embeds, batch), None
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, H] → [rows, vocab] float32."""
+        return self._decoder.logits(hidden)
+
+    def decode_text(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Text of ids; empty where the checkpoint has no tokenizer."""
+        return decode(self._tokenizer, token_ids, skip_special_tokens=skip_special_tokens)

@@ -1,0 +1,104 @@
+"""A causal LM of transformers from its checkpoint, by the library's own loader.
+
+`from_pretrained` and not `segue.models.checkpoint`: the whole model is in one stage, so that the drawbacks named there
+do not apply, and it does what differs from model to model: names of older versions, experts that are stored one by one
+and fused in the module, tied weights, quantised formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+
+from segue.engines.contract import LoadContext
+from segue.messages.errors import ConfigError, nearest
+from segue.models.checkpoint import load_module
+from segue.models.library import (
+    VERSION,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    disable_progress_bar,
+    enable_progress_bar,
+    is_progress_bar_enabled,
+)
+
+LOAD_FORMATS = ("auto", "dummy")
+_UNREADABLE = (OSError, ValueError, TypeError, KeyError, StrictDataclassError)
+
+
+def load_config(ctx: LoadContext) -> PreTrainedConfig:
+    """The checkpoint's config. Raises `ConfigError` naming the file."""
+    path = ctx.model_dir / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{path}: not there, so {str(ctx.model_dir)!r} is no checkpoint", field="model")
+    try:
+        return AutoConfig.from_pretrained(ctx.model_dir)
+    except _UNREADABLE as error:
+        raise ConfigError(f"{path}: {error}", field="model") from error
+
+
+def load_model(ctx: LoadContext, config: PreTrainedConfig, auto: Any = AutoModelForCausalLM) -> PreTrainedModel:
+    """The model on `ctx.device` in `ctx.dtype`, with the checkpoint's weights or random ones (`load_format`).
+
+    `auto`: the library's class that knows which model a config means. Raises `ConfigError`.
+    """
+    if ctx.load_format not in LOAD_FORMATS:
+        raise ConfigError(
+            f"load_format is {ctx.load_format!r}{nearest(ctx.load_format, LOAD_FORMATS)}", field="load_format"
+        )
+    if type(config) not in auto._model_mapping:
+        raise ConfigError(
+            f"transformers {VERSION} knows no such model of type {config.model_type!r} ({auto.__name__})",
+            field="architectures",
+        )
+    if ctx.load_format == "dummy":
+        model = load_module(
+            ctx, lambda: auto.from_config(config, dtype=ctx.dtype), lambda name: [name], checkpoint=None
+        )
+        model.tie_weights()
+    else:
+        model = _read(ctx, config, auto)
+    return model.eval().requires_grad_(False)
+
+
+def _read(ctx: LoadContext, config: PreTrainedConfig, auto: Any) -> PreTrainedModel:
+    where: dict[str, Any] = {} if ctx.device.type == "cpu" else {"device_map": {"": ctx.device}}
+    try:
+        with _without_bars():
+            model, info = auto.from_pretrained(
+                ctx.model_dir,
+                config=config,
+                dtype=ctx.dtype,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+                **where,
+            )
+    except (*_UNREADABLE, RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"{ctx.model_dir}: the weights cannot be loaded: {error}", field="model") from error
+    if missing := sorted(info["missing_keys"]):  # the library would go on with random ones
+        raise ConfigError(
+            f"{ctx.model_dir}: {len(missing)} tensors of the model are not in the checkpoint, the first is "
+            f"{missing[0]!r}",
+            field="model",
+        )
+    ctx.progress(1.0, "weights")
+    return model
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Hold back the library's bars: a worker reports progress by messages."""
+    shown = is_progress_bar_enabled()
+    disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            enable_progress_bar()

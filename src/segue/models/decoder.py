@@ -1,0 +1,199 @@
+"""The text decoder of a model of transformers under paged attention: what the generic families' `llm` stage runs.
+
+The network is the library's own, embedding and head included; only its attention is the engine's. What a family does
+around the decoder (Gemma's embedding scale and soft cap, Cohere's and Granite's logit scales, …) is not written here
+again: embeddings go in where the library takes `inputs_embeds`, and logits are made by the library's own `forward` with
+the decoder in it replaced by one that hands its input through. At load both halves together are compared with the
+library's forward from token ids to logits.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from segue.engines.autoregressive.contract import FlatBatch, KVSpec
+from segue.kernels.linear import DECODE_ROWS, pack_linears
+from segue.kernels.paged_attention import LibraryRecord, library_attention
+from segue.messages.errors import ConfigError
+from segue.models.checkpoint import held_bytes
+from segue.models.library import PAGED, VERSION, ModelOutput, PreTrainedConfig, PreTrainedModel
+
+_PROBE = 24
+"""Tokens of the comparison at load."""
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
+"""Largest difference over largest logit; 16-bit types: 0.05."""
+
+
+class HandedThrough(nn.Module):
+    """In the place of a decoder: its input is its output, of the class that the decoder's is."""
+
+    def __init__(self, kind: type[ModelOutput]) -> None:
+        super().__init__()
+        self._kind = kind
+
+    def forward(self, input_ids: None = None, *, inputs_embeds: torch.Tensor, **others: Any) -> ModelOutput:
+        """[1, rows, H] → the same, as the last hidden state."""
+        return self._kind(last_hidden_state=inputs_embeds)
+
+
+class PagedDecoder:
+    """Embedding, decoder and head of one model on one device.
+
+    `model` is anything of the library whose `forward` ends in logits: a causal LM, or a vision-language model's whole.
+    `decoder` is the module in it that maps embeddings to final hidden states (the library's `get_decoder()` unless
+    given); `inner`, by its dotted name, the module whose output its `forward` feeds to the head (the decoder unless
+    given; in a vision-language model, what holds encoders and decoder together).
+    """
+
+    def __init__(self, model: PreTrainedModel, decoder: nn.Module | None = None, inner: str | None = None) -> None:
+        """Raises `ConfigError` where the model is not one that can be served, naming it and the reason."""
+        self._kind = type(model).__name__
+        decoder = model.get_decoder() if decoder is None else decoder
+        _check_interface(model, decoder)
+        decoder.set_attn_implementation(PAGED)  # type: ignore[operator]
+        pack_linears(model, DECODE_ROWS)
+        self.model = decoder
+        self._embedding = model.get_input_embeddings()
+        inner = _name_of(decoder, model) if inner is None else inner
+        weight = next(model.parameters())
+        self.device: torch.device = weight.device
+        self.dtype: torch.dtype = self._embedding.weight.dtype
+        self.weight_bytes = held_bytes(model)
+        config = model.config.get_text_config(decoder=True)
+        self.vocab_size: int = config.vocab_size
+        self._head: nn.Module
+        self.kv = self._compared(model, inner, config.num_hidden_layers)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[n] → [n, H]."""
+        return self._embedding(token_ids)
+
+    @torch.inference_mode()
+    def forward(self, embeds: torch.Tensor, batch: FlatBatch) -> torch.Tensor:
+        """[tokens, H] → final hidden states [tokens, H]."""
+        positions = batch.positions if len(batch.positions) == 1 else batch.positions[:, None]
+        return self.model(
+            inputs_embeds=embeds[None], position_ids=positions, use_cache=False, paged=batch.attention
+        ).last_hidden_state[0]
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, H] → [rows, vocab] float32."""
+        return self._head(inputs_embeds=hidden[None], use_cache=False).logits[0].float()
+
+    @torch.inference_mode()
+    def _compared(self, model: PreTrainedModel, inner: str, layers: int) -> KVSpec:
+        """Run a short text whole and through our halves, the head being made on the way; the shape of the KV cache, as
+        attention was called."""
+        ids = (torch.arange(_PROBE, device=self.device) * 7919 + 1) % self.vocab_size
+        positions = torch.arange(_PROBE, device=self.device)[None]
+        made: list[type[ModelOutput]] = []
+        hook = model.get_submodule(inner).register_forward_hook(lambda module, given, out: made.append(type(out)))
+        try:
+            with library_attention() as record:
+                theirs = model(input_ids=ids[None], use_cache=False).logits[0].float()
+            self._head = replaced(model, inner, HandedThrough(made[0]))
+            with library_attention():
+                ours = self.logits(self.forward(self.embed(ids), FlatBatch(ids, None, positions, None)))
+        except (TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"{self._kind} of transformers {VERSION} cannot be served: its decoder or its head does not take what "
+                f"the engine gives it ({error})",
+                field="architectures",
+            ) from error
+        finally:
+            hook.remove()
+        difference = float((ours - theirs).abs().max() / theirs.abs().max())
+        tolerance = _TOLERANCE.get(self.dtype, 0.05)
+        if not difference <= tolerance:
+            raise ConfigError(
+                f"{self._kind} cannot be served: its logits from token ids differ from those from embeddings by "
+                f"{difference:.1e} (at most {tolerance:.0e}); it does more with the ids than to embed them once",
+                field="architectures",
+            )
+        return kv_spec(self._kind, record, layers, self.dtype)
+
+
+def kv_spec(kind: str, record: LibraryRecord, layers: int, dtype: torch.dtype) -> KVSpec:
+    """The KV cache of a decoder from what its layers gave to attention. Raises `ConfigError`."""
+    without = sorted(set(range(layers)) - record.shapes.keys())
+    if without:
+        raise ConfigError(
+            f"{kind} cannot be served: {len(without)} of its {layers} layers (the first is {without[0]}) have no paged "
+            "attention, but state of another kind (state space, linear attention, convolution)",
+            field="architectures",
+        )
+    shapes = tuple(record.shapes[layer] for layer in range(layers))
+    first = shapes[0]
+    return KVSpec(
+        layers=layers,
+        kv_heads=first.kv_heads,
+        head_dim=first.head_dim,
+        value_dim=first.value_dim,
+        dtype=dtype,
+        windows=tuple(record.windows[layer] for layer in range(layers)),
+        shapes=() if set(shapes) == {first} else shapes,
+    )
+
+
+def context_length(config: PreTrainedConfig, wanted: int | None) -> int:
+    """The longest sequence a text config allows, or `wanted` where that is less.
+
+    Rotary scalings that change with the length of the sequence ("longrope", "dynamic") are one for a whole flat batch:
+    such a model is served up to the length where the first change comes. Raises `ConfigError` where more is wanted.
+    """
+    longest = config.max_position_embeddings
+    ropes = config.rope_parameters if "rope_parameters" in config else None
+    for rope in [ropes, *(ropes or {}).values()]:
+        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
+            original = rope.get("original_max_position_embeddings")
+            longest = min(longest, original or longest)
+    if wanted is not None and wanted > longest:
+        raise ConfigError(
+            f"max_model_len is {wanted}; this model can be served up to {longest} tokens", field="max_model_len"
+        )
+    return wanted or longest
+
+
+def replaced(module: nn.Module, name: str, new: nn.Module) -> nn.Module:
+    """A module that shares everything with `module` but has `new` as its submodule `name` (dotted); `module` stays as
+    it is."""
+    first, _, rest = name.partition(".")
+    clone = copy.copy(module)
+    clone._modules = dict(module._modules)
+    child = module.get_submodule(first)
+    clone._modules[first] = replaced(child, rest, new) if rest else new
+    return clone
+
+
+def _name_of(part: nn.Module, whole: nn.Module) -> str:
+    return next(name for name, module in whole.named_modules() if module is part)
+
+
+def _check_interface(model: PreTrainedModel, decoder: nn.Module) -> None:
+    """The model takes part in the library's attention interface, down from its decoder's forward."""
+    kind = type(model).__name__
+    if not isinstance(decoder, PreTrainedModel) or not decoder._supports_attention_backend:
+        raise ConfigError(
+            f"{kind} of transformers {VERSION} cannot be served: it does not take attention from outside "
+            "(AttentionInterface)",
+            field="architectures",
+        )
+    parameters = inspect.signature(decoder.forward).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        raise ConfigError(
+            f"{kind} of transformers {VERSION} cannot be served: its decoder's forward passes no keyword arguments on "
+            "to attention",
+            field="architectures",
+        )
+    for name in ("inputs_embeds", "position_ids"):
+        if name not in parameters:
+            raise ConfigError(
+                f"{kind} of transformers {VERSION} cannot be served: its decoder takes no {name}",
+                field="architectures",
+            )

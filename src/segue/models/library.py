@@ -1,0 +1,42 @@
+"""What the generic families take from transformers. Import it from here: torchvision has to be mended first.
+
+`PAGED` is the attention a decoder is set to; importing it makes it known to transformers.
+"""
+
+# ruff: noqa: E402
+from segue.kernels.torchvision_shim import ensure_torchvision
+
+ensure_torchvision()  # a torchvision that cannot be imported breaks the import of transformers
+
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers import __version__ as VERSION
+from transformers.utils import ModelOutput
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
+
+from segue.kernels.paged_attention import NAME as PAGED
+
+__all__ = [
+    "PAGED",
+    "VERSION",
+    "AutoConfig",
+    "AutoModel",
+    "AutoModelForCausalLM",
+    "AutoTokenizer",
+    "GenerationConfig",
+    "ModelOutput",
+    "PreTrainedConfig",
+    "PreTrainedModel",
+    "PreTrainedTokenizerBase",
+    "disable_progress_bar",
+    "enable_progress_bar",
+    "is_progress_bar_enabled",
+]

@@ -1,0 +1,64 @@
+"""Files of a small checkpoint: JSON as published ones have it, and a tokenizer trained here, on a page of text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+_CORPUS = Path(__file__).parent / "data" / "corpus.txt"
+BASE_VOCAB = 640
+"""Byte-level BPE tokens; special tokens follow."""
+# how GPT-4's, Llama 3's and Qwen's tokenizers cut text into words before merging bytes
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def write_json(directory: Path, name: str, value: Any) -> None:
+    (directory / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def train_tokenizer(special_tokens: Sequence[str], *, begin: str | None = None) -> Tokenizer:
+    """A byte-level BPE tokenizer; the special tokens have the ids from `BASE_VOCAB` on. `begin`: the special token it
+    puts before a text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=BASE_VOCAB, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train([str(_CORPUS)], trainer)
+    if tokenizer.get_vocab_size() != BASE_VOCAB:
+        raise RuntimeError(f"the corpus gives {tokenizer.get_vocab_size()} tokens, not {BASE_VOCAB}")
+    tokenizer.add_special_tokens(list(special_tokens))
+    as_bytes = processors.ByteLevel(trim_offsets=False)
+    if begin is None:
+        tokenizer.post_processor = as_bytes
+    else:
+        first = processors.TemplateProcessing(
+            single=f"{begin} $A", pair=f"{begin} $A {begin} $B", special_tokens=[(begin, tokenizer.token_to_id(begin))]
+        )
+        tokenizer.post_processor = processors.Sequence([as_bytes, first])
+    return tokenizer
+
+
+def added_tokens(tokenizer: Tokenizer, special_tokens: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """`added_tokens_decoder` of a `tokenizer_config.json`."""
+    flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+    return {str(tokenizer.token_to_id(token)): {"content": token, **flags} for token in special_tokens}
+
+
+def speakable(tokenizer: Tokenizer) -> list[int]:
+    """Ids that stand for whole printable text, so that replies are readable."""
+    texts = ((index, tokenizer.decode([index])) for index in range(BASE_VOCAB))
+    return [index for index, text in texts if text.strip() and text.isascii() and text.isprintable()]

@@ -1,0 +1,79 @@
+"""Random weights that behave, for any language model of transformers: what comes out depends on all that went in.
+
+Default initialisation proves nothing about a server: greedy decoding loops on one token and never ends. Here matrices
+have entries of std gain / sqrt(fan in); the gains are chosen by measurement (the tests of the tiny presets state what
+they must achieve).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+import torch
+from torch import nn
+
+from segue.models.library import PreTrainedModel
+
+# (pattern of the parameter's name, gain); the first that matches counts, 1.0 where none does
+_GAINS = (
+    # sharp attention over the whole context: without it the next token depends on the last one alone, and loops
+    (r"\.[qk]_proj\.weight$", 2.2),
+    (r"\.(qkv_proj|c_attn|query_key_value)\.weight$", 2.0),
+    (r"\.(o_proj|out_proj|attn\.c_proj|attention\.dense)\.weight$", 4.0),
+    (r"\.(router|gate)\.weight$", 2.0),
+)
+_NORM_GAINS = (
+    (r"\.[qk]_norm\.weight$", 2.2),  # where queries and keys are normed, their matrices' gain does not count
+    # behind a layer (Gemma 3, OLMo 2): what it adds outweighs the token's own embedding
+    (r"\.post_(attention|feedforward|self_attn|mlp)_(layer)?norm\.weight$", 2.5),
+)
+_HEAD_GAIN = 3.0
+"""Of the head, so that the most likely token stands out of a large vocabulary."""
+_BIAS_STD = 0.05
+
+
+def randomise(model: PreTrainedModel, seed: int, *, embedding_std: float = 1.0) -> None:
+    """Draw all weights anew, in the order of their names: the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            noise = torch.randn(parameter.shape, generator=generator)
+            if id(parameter) in embeddings:
+                parameter.copy_(embedding_std * noise)
+            elif parameter.ndim > 1:
+                fan_in = math.sqrt(math.prod(parameter.shape[1:])) if parameter.ndim > 2 else _fan_in(model, name)
+                parameter.copy_(noise * _gain(_GAINS, name) / math.sqrt(fan_in))
+            elif re.search(r"(norm|ln_\w+)\.weight$", name):
+                # the library starts norms at what leaves their input as it is: 1, or 0 where 1 is added
+                gain = _gain(_NORM_GAINS, name)
+                parameter.copy_(parameter + (gain - 1.0) + 0.1 * noise)
+            elif name.endswith("sinks"):
+                parameter.copy_(noise)
+            else:
+                parameter.copy_(_BIAS_STD * noise)
+
+
+def prefer(model: PreTrainedModel, speakable: list[int], end: int, end_gain: float) -> None:
+    """Shape the head: greedy replies are readable (where the head is not the embedding too) and end by themselves."""
+    head = model.get_output_embeddings()
+    assert head is not None
+    rows = torch.ones(head.weight.shape[0], 1)
+    if head.weight is not model.get_input_embeddings().weight:
+        rows.zero_()
+        rows[speakable] = _HEAD_GAIN
+        rows[end] = _HEAD_GAIN
+    rows[end] *= end_gain
+    with torch.no_grad():
+        head.weight.mul_(rows)
+
+
+def _fan_in(model: PreTrainedModel, name: str) -> int:
+    module, _, _ = name.rpartition(".")
+    weight = model.get_parameter(name)
+    return weight.shape[1] if isinstance(model.get_submodule(module), nn.Linear) else weight.shape[0]
+
+
+def _gain(gains: tuple[tuple[str, float], ...], name: str) -> float:
+    return next((gain for pattern, gain in gains if re.search(pattern, name)), 1.0)

@@ -1,0 +1,30 @@
+"""A checkpoint's tokenizer, as far as it has one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from segue.messages.errors import ConfigError
+from segue.models.library import AutoTokenizer, PreTrainedTokenizerBase
+
+_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "tokenizer_config.json")
+
+
+def load_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase | None:
+    """The checkpoint's tokenizer; None where it has none (it then serves `prompt_token_ids` only)."""
+    if not any((model_dir / name).is_file() for name in _FILES):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(model_dir)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise ConfigError(f"{model_dir}: the tokenizer cannot be read: {error}", field="model") from error
+
+
+def decode(tokenizer: PreTrainedTokenizerBase | None, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+    """Text of ids; empty where the checkpoint has no tokenizer."""
+    if tokenizer is None:
+        return ""
+    return tokenizer.decode(
+        list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+    )

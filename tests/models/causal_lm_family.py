@@ -1,0 +1,152 @@
+"""Tiny causal LMs of many kinds, transformers' answers on them, and the engine over the family's own adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from segue.engines.autoregressive.config import AutoregressiveConfig
+from segue.engines.autoregressive.engine import AutoregressiveEngine
+from segue.engines.contract import LoadContext, StageOutput, StageRequest
+from segue.messages.request import Request
+from segue.messages.sampling import FALLBACK, SamplingParams
+from segue.models.causal_lm import tiny
+from segue.models.causal_lm.llm import LLM
+from segue.models.causal_lm.tiny_config import SMALL
+from segue.models.library import AutoConfig, AutoModelForCausalLM
+from segue.models.tiny.weights import prefer, randomise
+
+VOCAB = 640
+"""Prompts are made of ids below it: no special tokens."""
+END = 645
+_SHARED: dict[str, Any] = {
+    "vocab_size": 672,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 640,
+    "eos_token_id": END,
+    "pad_token_id": 641,
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 32},
+    "cohere": {"logit_scale": 0.25},
+    "cohere2": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"], "logit_scale": 0.25},
+    "glm4": {"head_dim": 16},
+    "gemma": {"head_dim": 16},
+    "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24, "final_logit_softcapping": 5.0},
+    "granite": {"embedding_multiplier": 3.0, "logits_scaling": 4.0, "residual_multiplier": 0.5},
+    "olmo": {},
+    "olmo3": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 48,
+    },
+    "gpt_neox": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    "starcoder2": {"sliding_window": 24},
+    "phi": {},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "ernie4_5": {"head_dim": 16},
+    "helium": {"head_dim": 16},
+    "seed_oss": {"head_dim": 16},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "exaone4": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]},
+    "glm4_moe": {"head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+}
+"""By model type: what differs from `_SHARED`."""
+KINDS = (*SMALL, *OTHERS)
+
+
+def make(kind: str, directory: Path, **changes: Any) -> Path:
+    """A checkpoint of a preset or of one of `OTHERS`."""
+    if kind in SMALL and not changes:
+        tiny.make(kind, directory)
+        return directory
+    config = AutoConfig.for_model(kind, **{**_SHARED, **OTHERS.get(kind, {}), **changes})
+    with torch.random.fork_rng():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    randomise(model, 0, embedding_std=0.125 if kind.startswith("gemma") else 1.0)  # these multiply by 8
+    prefer(model, list(range(VOCAB)), END, 2.0)
+    model.save_pretrained(directory)
+    return directory
+
+
+def load(directory: Path, **context: Any) -> LLM:
+    values: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32, **context}
+    return LLM(LoadContext(directory, "llm", **values))
+
+
+def prompts() -> list[list[int]]:
+    """30 of 10 lengths; some begin alike, so that they share blocks."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = (1, 3, 7, 8, 13, 20, 31, 40, 57, 90)
+    shared = torch.randint(0, VOCAB, (40,), generator=generator).tolist()
+    made = []
+    for length in lengths:
+        for _ in range(3):
+            own = torch.randint(0, VOCAB, (length,), generator=generator).tolist()
+            made.append([*shared, *own][:length] if length > 50 else own)
+    return made
+
+
+def generate(directory: Path, given: Sequence[Sequence[int]], tokens: int, **options: Any) -> list[list[int]]:
+    """The library's own answers, greedy; prompts of one length in one call, so that nothing is padded."""
+    with torch.inference_mode():
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        answers: dict[int, list[int]] = {}
+        for length in {len(prompt) for prompt in given}:
+            which = [index for index, prompt in enumerate(given) if len(prompt) == length]
+            ids = torch.tensor([list(given[index]) for index in which])
+            out = model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=tokens, **options
+            )
+            ends = model.generation_config.eos_token_id
+            ends = {ends} if isinstance(ends, int) else set(ends or ())
+            for index, row in zip(which, out[:, length:].tolist(), strict=True):
+                stop = next((place + 1 for place, token in enumerate(row) if token in ends), len(row))
+                answers[index] = row[:stop]
+    return [answers[index] for index in range(len(given))]
+
+
+class Served:
+    """An engine over an adapter."""
+
+    def __init__(self, adapter: LLM, **config: Any) -> None:
+        self.adapter = adapter
+        self.engine = AutoregressiveEngine(
+            adapter, AutoregressiveConfig(**{"num_blocks": 512, "block_size": 8, "max_batch": 32, **config})
+        )
+
+    def run(self, given: Sequence[Sequence[int]], tokens: int, **sampling: Any) -> list[list[int]]:
+        """Greedy answers of all prompts at once."""
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, **sampling).over(FALLBACK)
+        answers: list[list[int]] = [[] for _ in given]
+        for index, prompt in enumerate(given):
+            request = StageRequest(
+                str(index),
+                "llm",
+                Request(request_id=str(index)),
+                params,
+                seed=0,
+                upstreams=frozenset({"input"}),
+                downstreams=frozenset(),
+                to_client=frozenset(),
+            )
+            self.engine.add(request)
+            self.engine.feed(str(index), "input", {"token_ids": torch.tensor(prompt)}, final=True)
+        while self.engine.has_work():
+            outputs: list[StageOutput] = self.engine.step()
+            self.engine.audit()
+            for output in outputs:
+                assert output.error is None, output.error
+                answers[int(output.request_id)] += output.token_ids
+        return answers
