@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
 
     generate = commands.add_parser("generate", help="run one request and write what comes out")
     _model_arguments(generate)
-    generate.add_argument("prompt", help="the user message")
+    generate.add_argument("prompt", help="the user message; for a model without chat template, the text to go on with")
     generate.add_argument("--image", type=Path, action="append", default=[])
     generate.add_argument("--audio", type=Path, action="append", default=[])
     generate.add_argument("--video", type=Path, action="append", default=[])
@@ -142,7 +142,7 @@ async def _serve_until_told(arguments: argparse.Namespace, settings: ServerSetti
 def _generate(arguments: argparse.Namespace) -> int:
     from segue.media.encode import encode_audio
     from segue.messages.sampling import SamplingParams
-    from segue.orchestrator.omni import Omni
+    from segue.orchestrator.omni import Omni, Prompt
 
     kind = _speech_format(arguments.output) if arguments.output is not None else "wav"
     parts = [
@@ -150,7 +150,8 @@ def _generate(arguments: argparse.Namespace) -> int:
         for kind in ("image", "audio", "video")
         for path in getattr(arguments, kind)  # the three options above
     ]
-    message = {"role": "user", "content": [*parts, {"type": "text", "text": arguments.prompt}]}
+    content = [*parts, {"type": "text", "text": arguments.prompt}]
+    prompt: Prompt = {"messages": [{"role": "user", "content": content}]} if parts else arguments.prompt
     with Omni(
         arguments.model,
         config=arguments.config,
@@ -159,7 +160,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         name=arguments.name,
     ) as omni:
         [output] = omni.generate(
-            {"messages": [message]},
+            prompt,
             modalities=["text", "audio"] if arguments.output else None,
             voice=arguments.voice,
             seed=arguments.seed,

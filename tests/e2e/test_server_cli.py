@@ -80,7 +80,7 @@ def test_graph(model: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["tiny", "qwen3", "x"], "no tiny preset 'qwen3'"),
+        (["tiny", "qwen9", "x"], "no tiny preset 'qwen9'"),
         (["tiny", "qwen2.5-omni", "x", "--size", "huge"], "no size 'huge'"),
         (["tiny", "qwen2.5-omni", __file__], "cannot be written"),
         (["graph", "/nowhere"], "no checkpoint at '/nowhere'"),

@@ -60,6 +60,20 @@ OTHERS: dict[str, dict[str, Any]] = {
     "seed_oss": {"head_dim": 16},
     "hunyuan_v1_dense": {"head_dim": 16},
     "exaone4": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]},
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "first_k_dense_replace": 1,
+    },
     "glm4_moe": {"head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
 }
 """By model type: what differs from `_SHARED`."""

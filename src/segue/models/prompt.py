@@ -1,21 +1,32 @@
-"""What every input stage does with the text of a request: template arguments, truncation, tokens for the client."""
+"""What every input stage does with the text of a request: chat templates, checks, truncation, tokens for the client."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import jinja2
+
 from segue.engines.contract import Payload
 from segue.graph.parts import TOKENS
-from segue.messages.errors import InvalidRequest
-from segue.messages.request import ChatOptions, Message, Request
+from segue.media.sources import shown
+from segue.messages.errors import InvalidRequest, TooLong
+from segue.messages.request import ChatOptions, Message, Request, TextPart
 
 WHOLE_CONTEXT = -1
 """`truncate_prompt_tokens`: keep as many of the prompt's tokens as the context holds."""
 
 
+_REFUSALS = (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError, IndexError)
+"""What a template raises for messages its model was not taught (orders of roles), what running it on values that it
+does not expect does, and the library for a text that it cannot find in what came out, to go on from."""
+
+
 class Tokenizer(Protocol):
     """What is asked here of a tokenizer of transformers."""
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> Any: ...
 
     def convert_ids_to_tokens(self, ids: list[int]) -> list[str]: ...
 
@@ -32,9 +43,108 @@ def template_arguments(chat: ChatOptions) -> dict[str, Any]:
     }
 
 
+def templated(owner: Any, template: str, conversation: list[dict[str, Any]], chat: ChatOptions) -> str:
+    """A conversation as the chat template writes it. `owner`: the tokenizer or processor that runs the template.
+
+    Raises `InvalidRequest` where the template refuses the messages, or what comes with them.
+    """
+    if chat.continue_final_message and chat.add_generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt are both true; a reply is either continued or begun",
+            field="continue_final_message",
+        )
+    try:
+        return owner.apply_chat_template(
+            conversation, chat_template=template, tokenize=False, **template_arguments(chat)
+        )
+    except _REFUSALS as error:
+        raise InvalidRequest(f"the chat template refuses these messages: {error}", field="messages") from error
+
+
 def turn(message: Message, content: Any) -> dict[str, Any]:
     """A message as templates read it, `content` in the form that this one's wants."""
     return {"role": message.role, "content": content, **message.extra}
+
+
+def text_conversation(messages: list[Message]) -> list[dict[str, Any]]:
+    """Messages of text alone as templates of language models take them: one text each, and what comes with it.
+
+    The arguments of tool calls, which OpenAI's clients send as JSON text, are objects for a template.
+    """
+    conversation = []
+    for number, message in enumerate(messages):
+        texts = []
+        for index, part in enumerate(message.content):
+            if not isinstance(part, TextPart):
+                field = part.field or f"messages[{number}].content[{index}]"
+                raise InvalidRequest(f"{field} is {part.kind}; this model takes text", field=field)
+            texts.append(part.text)
+        said = turn(message, "".join(texts))
+        if isinstance(calls := said.get("tool_calls"), list):
+            said["tool_calls"] = [_call(call, f"messages[{number}].tool_calls") for call in calls]
+        conversation.append(said)
+    return conversation
+
+
+def _call(call: Any, field: str) -> Any:
+    if not isinstance(call, dict) or not isinstance(function := call.get("function"), dict):
+        raise InvalidRequest(f'{field} has {shown(call)}; a call is {{"function": {{…}}}}', field=field)
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    try:
+        return {**call, "function": {**function, "arguments": json.loads(arguments or "{}")}}
+    except ValueError as error:
+        raise InvalidRequest(f"{field} has arguments that are not JSON: {error}", field=field) from error
+
+
+def given_as(request: Request) -> str:
+    """Which of `messages`, `prompt` and `prompt_token_ids` a request is. Raises `InvalidRequest` unless it is one."""
+    values = {
+        "messages": request.messages or None,
+        "prompt": request.prompt,
+        "prompt_token_ids": request.prompt_token_ids,
+    }
+    found = [name for name, value in values.items() if value is not None]
+    if len(found) > 1:
+        raise InvalidRequest(f"give either {found[0]} or {found[1]}, not both", field=found[1])
+    if not found:
+        raise InvalidRequest("messages is empty; give at least one", field="messages")
+    return found[0]
+
+
+def checked_ids(ids: list[int], vocab: int) -> list[int]:
+    """`prompt_token_ids`, where they are ids of this model."""
+    if not ids:
+        raise InvalidRequest("prompt_token_ids is empty; give at least one id", field="prompt_token_ids")
+    for index, token in enumerate(ids):
+        if not 0 <= token < vocab:
+            raise InvalidRequest(
+                f"prompt_token_ids[{index}] is {token}; ids of this model are from 0 to {vocab - 1}",
+                field=f"prompt_token_ids[{index}]",
+            )
+    return ids
+
+
+def tokenized(tokenizer: Tokenizer | None, request: Request) -> list[int]:
+    """A bare prompt's ids, with the special tokens that the tokenizer adds by itself unless the request forbids it."""
+    if tokenizer is None:
+        raise InvalidRequest("this checkpoint has no tokenizer; send prompt_token_ids", field="prompt")
+    prompt = request.prompt or ""
+    ids = list(tokenizer(prompt, add_special_tokens=request.add_special_tokens is not False)["input_ids"])
+    if not ids and not own_tokens_only(request):
+        raise InvalidRequest("prompt is empty; give at least one token", field="prompt")
+    return ids
+
+
+def check_length(length: int, longest: int, field: str, shares: str = "") -> None:
+    """Raise `TooLong` where a prompt leaves no room for a token. `shares`: what it is made of, for the message."""
+    if length >= longest:
+        raise TooLong(
+            f"the prompt has {length} tokens{shares}; the context is {longest} tokens, so it may have at most "
+            f"{longest - 1}",
+            field=field,
+        )
 
 
 def own_tokens_only(request: Request) -> bool:

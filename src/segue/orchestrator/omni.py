@@ -32,16 +32,17 @@ from segue.orchestrator.outputs import Collector, RequestOutput
 from segue.orchestrator.service import Health, ModelCard
 
 Prompt = str | Mapping[str, Any]
-"""Text of a user message, or `{"messages": [...]}` or `{"prompt_token_ids": [...]}`, with any of the keyword arguments
-of `generate` for this request alone."""
+"""Text, or `{"messages": [...]}`, `{"prompt": "..."}` (text as it is, with no chat template) or `{"prompt_token_ids":
+[...]}`, with any of the keyword arguments of `generate` for this request alone. Bare text is a user message where the
+checkpoint has a chat template, else a prompt."""
 Sampling = SamplingParams | Mapping[str, SamplingParams | Mapping[str, Any]] | None
 """Of the stage that makes the main output, or by stage name."""
 
 SETTLE_SECONDS = 10.0
 """How long `Omni` waits, when it is interrupted, for what it had begun to end."""
 _PROMPT_KEYS = frozenset(
-    {"messages", "prompt_token_ids", "modalities", "voice", "sampling", "seed", "priority", "deadline", "options",
-     "return_prompt_ids"}
+    {"messages", "prompt", "prompt_token_ids", "modalities", "voice", "sampling", "seed", "priority", "deadline",
+     "options", "return_prompt_ids"}
 )  # fmt: skip
 
 
@@ -84,6 +85,7 @@ class AsyncOmni:
             root=str(model_dir),
             dialect=family.dialect(model_dir, checkpoint),
         )
+        self._chats = family.chats(model_dir)
         self._policy = MediaPolicy(allow_paths=True, max_bytes=self.plan.limits.max_media_bytes)
         self.orchestrator = Orchestrator(
             self.plan,
@@ -173,19 +175,21 @@ class AsyncOmni:
 
         `modalities`: what should come out (default: what the main stage gives). `deadline`: Unix time.
         """
-        given: dict[str, Any] = (
-            {"messages": [{"role": "user", "content": prompt}]} if isinstance(prompt, str) else dict(prompt)
-        )
+        given = self._written(prompt) if isinstance(prompt, str) else dict(prompt)
         for key in given:
             if key not in _PROMPT_KEYS:
                 raise InvalidRequest(f"a request has no key {key!r}{nearest(key, _PROMPT_KEYS)}", field=key)
-        ids = given.get("prompt_token_ids")
-        if (ids is None) == (given.get("messages") is None):
-            raise InvalidRequest("a request needs either 'messages' or 'prompt_token_ids'", field="messages")
+        ids, text = given.get("prompt_token_ids"), given.get("prompt")
+        if sum(value is not None for value in (ids, text, given.get("messages"))) != 1:
+            raise InvalidRequest(
+                "a request needs one of 'messages', 'prompt' and 'prompt_token_ids', and no other of them",
+                field="messages",
+            )
         default_out = min(self.plan.graph.stages[self.plan.graph.main].gives)
         return Request(
             request_id=uuid.uuid4().hex,
-            messages=messages_from(given["messages"], self._policy) if ids is None else [],
+            messages=messages_from(given["messages"], self._policy) if ids is None and text is None else [],
+            prompt=text,
             prompt_token_ids=None if ids is None else _token_ids(ids),
             modalities=_listed(given.get("modalities", modalities) or [default_out]),
             voice=given.get("voice", voice),
@@ -196,6 +200,10 @@ class AsyncOmni:
             return_prompt_ids=given.get("return_prompt_ids", return_prompt_ids),
             options=dict(_mapping(given.get("options", options) or {}, "options")),
         )
+
+    def _written(self, text: str) -> dict[str, Any]:
+        """What bare text is."""
+        return {"messages": [{"role": "user", "content": text}]} if self._chats else {"prompt": text}
 
     def _sampling(self, sampling: Sampling) -> dict[str, SamplingParams]:
         if sampling is None:

@@ -6,12 +6,12 @@ itself (`segue.models.decoder`, `segue.engines.autoregressive.check`).
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from segue.messages.errors import ConfigError
 from segue.models.causal_lm.graph import graph
+from segue.models.chat_template import read_chat_template
 from segue.models.family import Family
 
 _SUFFIXES = ("ForCausalLM", "LMHeadModel")
@@ -49,8 +49,6 @@ def unserved(config: dict[str, Any]) -> str | None:
     if kind in _STATE_SPACE or others:
         what = f"it has layers of type {', '.join(others)}" if others else f"{kind} is a state-space or hybrid model"
         return f"{what}: they keep a state per sequence, not keys and values"
-    if config.get("kv_lora_rank") is not None:
-        return "it has multi-head latent attention, whose keys and values differ in width"
     if "auto_map" in config and kind is None:
         return "it is made of code of its own (auto_map), which is never run"
     return None
@@ -63,15 +61,7 @@ def _layer_types(config: dict[str, Any]) -> set[str]:
 
 def chats(model_dir: Path) -> bool:
     """The checkpoint has a chat template: a bare string is a user message then, else a prompt as it is."""
-    if any((model_dir / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
-        return True
-    path = model_dir / "tokenizer_config.json"
-    if not path.is_file():
-        return False
-    try:
-        return bool(json.loads(path.read_text()).get("chat_template"))
-    except (ValueError, AttributeError) as error:
-        raise ConfigError(f"{path}: not a JSON object: {error}", field="model") from error
+    return read_chat_template(model_dir) is not None
 
 
 FAMILY = Family(

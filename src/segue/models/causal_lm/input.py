@@ -6,20 +6,26 @@ import torch
 
 from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.engines.module.contract import Result, Work
+from segue.graph.parts import TOKENS
 from segue.messages.errors import InvalidRequest, SegueError
 from segue.messages.request import Request
 from segue.models.causal_lm.loading import load_config
+from segue.models.chat_template import read_chat_template
 from segue.models.decoder import context_length
-from segue.models.text_input import (
-    chat_template,
+from segue.models.prompt import (
     check_length,
     checked_ids,
+    client_tokens,
     given_as,
-    prompt_ids,
+    own_tokens_only,
     templated,
     text_conversation,
+    tokenized,
+    truncated,
 )
 from segue.models.tokenizer import load_tokenizer
+
+_TEXT_STAGE = "llm"
 
 
 class InputProcessor:
@@ -30,9 +36,8 @@ class InputProcessor:
         self._vocab: int = config.vocab_size
         self._longest = context_length(config, ctx.max_model_len)
         self._tokenizer = load_tokenizer(ctx.model_dir)
-        self._template = chat_template(ctx.model_dir)
-        if self._template is None and self._tokenizer is not None and self._tokenizer.chat_template:
-            self._template = self._tokenizer.get_chat_template()
+        template = read_chat_template(ctx.model_dir)
+        self._template = None if template is None else template.text
 
     def begin(self, request: StageRequest) -> tuple[None, list[Work]]:
         return None, [Work(request.request_id, request.request, last=True)]
@@ -61,11 +66,14 @@ class InputProcessor:
             case "messages":
                 ids = self._templated(request)
             case "prompt":
-                ids = prompt_ids(self._tokenizer, request.prompt or "")
+                ids = tokenized(self._tokenizer, request)
             case _:
                 ids = checked_ids(request.prompt_token_ids or [], self._vocab)
-        check_length(len(ids), self._longest, form)
-        return {"token_ids": torch.tensor(ids, dtype=torch.long)}
+        ids = truncated(ids, request, _TEXT_STAGE, self._longest)
+        if not own_tokens_only(request):
+            check_length(len(ids), self._longest, form)
+        seen = client_tokens(ids, self._tokenizer) if TOKENS in request.modalities else {}
+        return {"token_ids": torch.tensor(ids, dtype=torch.long), **seen}
 
     def _templated(self, request: Request) -> list[int]:
         if self._tokenizer is None:
@@ -78,7 +86,8 @@ class InputProcessor:
                 field="messages",
             )
         text = templated(self._tokenizer, self._template, text_conversation(request.messages), request.chat)
-        ids = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])  # the template has written them
+        # the template has written the special tokens
+        ids = list(self._tokenizer(text, add_special_tokens=bool(request.add_special_tokens))["input_ids"])
         if not ids:
             raise InvalidRequest("the chat template makes nothing of these messages", field="messages")
         return ids

@@ -164,6 +164,7 @@ SMALL: Mapping[str, Small] = MappingProxyType(
             pad="<|end_of_text|>",
             begin="<|begin_of_text|>",
             template=_LLAMA,
+            end_gain=1.7,
         ),
         "mistral": Small("mistral", **_MISTRALS, shape={"sliding_window": 48}),
         "mixtral": Small("mixtral", **_MISTRALS, shape=_EXPERTS),

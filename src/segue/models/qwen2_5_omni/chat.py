@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import torch
 
 from segue.kernels.torchvision_shim import ensure_torchvision
 from segue.messages.errors import ConfigError, InvalidRequest
 from segue.messages.request import ChatOptions, MediaPart, Message
-from segue.models.prompt import template_arguments, turn
+from segue.models.prompt import templated, turn
 
 ensure_torchvision()  # before anything of transformers
 
@@ -60,7 +59,8 @@ class Chat:
         """The templated conversation, tokenized; each medium is one placeholder id."""
         if self.template is None:
             raise InvalidRequest(
-                "this checkpoint has no chat template; send prompt_token_ids in place of messages", field="messages"
+                "this checkpoint has no chat template; send a prompt or prompt_token_ids in place of messages",
+                field="messages",
             )
         conversation = [
             turn(
@@ -72,15 +72,7 @@ class Chat:
             )
             for message in messages
         ]
-        owner = self.processor or self.tokenizer
-        try:
-            text = owner.apply_chat_template(
-                conversation, chat_template=self.template, tokenize=False, **template_arguments(chat)
-            )
-        # templates refuse what their model was not taught (orders of roles), and the library a text that it cannot
-        # find in what came out, to go on from
-        except (jinja2.TemplateError, ValueError) as error:
-            raise InvalidRequest(f"the chat template refuses these messages: {error}", field="messages") from error
+        text = templated(self.processor or self.tokenizer, self.template, conversation, chat)
         return list(self.tokenizer(text)["input_ids"])
 
     def expand(self, text: str, **media: Any) -> dict[str, torch.Tensor]:

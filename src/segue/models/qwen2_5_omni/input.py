@@ -17,9 +17,17 @@ from segue.engines.module.contract import Result, Work
 from segue.graph.parts import TOKENS
 from segue.media.limits import MediaLimits
 from segue.media.sources import shown
-from segue.messages.errors import ConfigError, InvalidRequest, NotFound, SegueError, TooLong, nearest
+from segue.messages.errors import ConfigError, InvalidRequest, NotFound, SegueError, nearest
 from segue.messages.request import MediaPart, Message, Request, TextPart
-from segue.models.prompt import client_tokens, own_tokens_only, truncated
+from segue.models.prompt import (
+    check_length,
+    checked_ids,
+    client_tokens,
+    given_as,
+    own_tokens_only,
+    tokenized,
+    truncated,
+)
 from segue.models.qwen2_5_omni.chat import PLACEHOLDERS, Chat, load_chat
 from segue.models.qwen2_5_omni.medium import Expanded, MediaReader
 from segue.models.registry import read_config
@@ -81,16 +89,18 @@ class InputProcessor:
                 field="options.use_audio_in_video",
             )
         media: list[Expanded] = []
-        if request.prompt_token_ids is not None:
-            ids, source = self._given(request), "prompt_token_ids"
-        elif request.prompt is not None:
-            ids, source = self._tokenized(request), "prompt"
-        else:
-            (ids, media), source = self._templated(request, with_sound=sound), "messages"
+        form = given_as(request)
+        match form:
+            case "messages":
+                ids, media = self._templated(request, with_sound=sound)
+            case "prompt":
+                ids = self._tokenized(request)
+            case _:
+                ids = checked_ids(request.prompt_token_ids or [], self._vocab)
         if not media:
             ids = truncated(ids, request, _TEXT_STAGE, self._longest)
         if not own_tokens_only(request):
-            self._check_length(ids, media, source)
+            self._check_length(ids, media, form)
         seen = TOKENS in request.modalities
         entries = [entry for medium in media for entry in medium.entries]
         return {
@@ -100,32 +110,11 @@ class InputProcessor:
             **(client_tokens(ids, self._chat.tokenizer if self._chat is not None else None) if seen else {}),
         }
 
-    def _given(self, request: Request) -> list[int]:
-        ids = request.prompt_token_ids or []
-        if request.messages:
-            raise InvalidRequest("give either messages or prompt_token_ids, not both", field="prompt_token_ids")
-        if not ids:
-            raise InvalidRequest("prompt_token_ids is empty; give at least one id", field="prompt_token_ids")
-        for index, token in enumerate(ids):
-            if not 0 <= token < self._vocab:
-                raise InvalidRequest(
-                    f"prompt_token_ids[{index}] is {token}; ids of this model are from 0 to {self._vocab - 1}",
-                    field=f"prompt_token_ids[{index}]",
-                )
-        return ids
-
     def _tokenized(self, request: Request) -> list[int]:
         """A bare prompt's ids: no template, no media."""
-        prompt = request.prompt or ""
-        if self._chat is None:
-            raise InvalidRequest("this checkpoint has no tokenizer; send prompt_token_ids", field="prompt")
-        self._check_text(TextPart(prompt), "prompt")
-        ids = list(
-            self._chat.tokenizer(prompt, add_special_tokens=request.add_special_tokens is not False)["input_ids"]
-        )
-        if not ids and not own_tokens_only(request):
-            raise InvalidRequest("prompt is empty; give at least one token", field="prompt")
-        return ids
+        if self._chat is not None:
+            self._check_text(TextPart(request.prompt or ""), "prompt")
+        return tokenized(self._chat.tokenizer if self._chat is not None else None, request)
 
     def _templated(self, request: Request, *, with_sound: bool) -> tuple[list[int], list[Expanded]]:
         """The conversation's ids, every placeholder grown to what its medium takes, and the media in their order."""
@@ -159,8 +148,6 @@ class InputProcessor:
     def _checked(self, messages: list[Message]) -> list[MediaPart]:
         """All media of the messages, in order; raises for what no template should see."""
         assert self._chat is not None
-        if not messages:
-            raise InvalidRequest("messages is empty; give at least one", field="messages")
         media: list[MediaPart] = []
         for number, message in enumerate(messages):
             if message.role not in _ROLES:
@@ -187,17 +174,11 @@ class InputProcessor:
                 )
 
     def _check_length(self, ids: list[int], media: list[Expanded], field: str) -> None:
-        if len(ids) < self._longest:
-            return
         taken = Counter[str]()
         for medium in media:
             taken[medium.entries[0]["kind"]] += len(medium.ids)
         shares = ", ".join(f"{count} of them {kind}" for kind, count in taken.items())
-        raise TooLong(
-            f"the prompt has {len(ids)} tokens{' (' + shares + ')' if shares else ''}; the context is {self._longest} "
-            f"tokens, so it may have at most {self._longest - 1}",
-            field=field,
-        )
+        check_length(len(ids), self._longest, field, f" ({shares})" if shares else "")
 
 
 def _check_sound(parts: list[MediaPart], media: list[Expanded]) -> None:

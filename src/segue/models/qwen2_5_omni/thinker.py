@@ -17,10 +17,12 @@ from segue.kernels.linear import DECODE_ROWS, pack_linears
 from segue.messages.errors import InvalidRequest, StageFailed
 from segue.messages.sampling import SamplingParams
 from segue.models.checkpoint import held_bytes
-from segue.models.qwen2_5_omni.generation import default_sampling, end_tokens, generation_of, load_tokenizer
+from segue.models.generation import default_sampling
+from segue.models.qwen2_5_omni.generation import MAX_NEW_TOKENS, thinker_ends, thinker_generation
 from segue.models.qwen2_5_omni.library import PAGED
 from segue.models.qwen2_5_omni.loading import kv_spec, load_config, load_decoder
 from segue.models.qwen2_5_omni.positions import MediumFacts, Positions, facts_of
+from segue.models.tokenizer import decode, load_tokenizer
 from segue.models.vocabulary import vocabulary_of
 
 MEDIA_ROWS = "media_rows"
@@ -73,9 +75,9 @@ class Thinker:
         capture_width = text.hidden_size if config.enable_audio_output else 0
         self.kv: KVSpec = kv_spec(decoder.model, ctx.dtype, capture_width)
         self.weight_bytes: int = held_bytes(decoder)
-        generation = generation_of(thinker)
-        self.end_token_ids = end_tokens(generation, ctx.model_dir, self._tokenizer)
-        self.default_sampling: SamplingParams = default_sampling(generation)
+        generation = thinker_generation(thinker)
+        self.end_token_ids = thinker_ends(generation, thinker, ctx.model_dir, self._tokenizer)
+        self.default_sampling: SamplingParams = default_sampling(generation, MAX_NEW_TOKENS)
 
     def begin(self, request: StageRequest) -> _State:
         return _State(from_encoder="encoder" in request.upstreams)
@@ -111,11 +113,7 @@ class Thinker:
 
     def decode_text(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Text of ids; empty where the checkpoint has no tokenizer."""
-        if self._tokenizer is None:
-            return ""
-        return self._tokenizer.decode(
-            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
+        return decode(self._tokenizer, token_ids, skip_special_tokens=skip_special_tokens)
 
     def _without_media(self, embeds: torch.Tensor, batch: FlatBatch) -> torch.Tensor:
         """Embeddings with the rows of media zeroed: the talker is not shown them (`embeds_to_talker` in `generate`)."""
