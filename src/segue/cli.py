@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from segue.messages.errors import ConfigError, SegueError, nearest
+from segue.models.dialects.dialect import CALL_FORMATS
 
 if TYPE_CHECKING:
     from segue.models.family import TinyPreset
@@ -41,6 +42,9 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--host", default="127.0.0.1")
     serve.add_argument("--port", type=int, default=8000)
     serve.add_argument("--api-key", help="require this bearer token")
+    serve.add_argument(
+        "--tool-parser", choices=list(CALL_FORMATS), help="how the model writes tool calls; default: as its template"
+    )
     serve.add_argument("--media-root", type=Path, help="allow file paths below this directory as media URLs")
     serve.add_argument("--media-host", action="append", default=[], help="allow media from this http(s) host")
     serve.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
@@ -95,6 +99,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         host=arguments.host,
         port=arguments.port,
         api_key=arguments.api_key,
+        tool_parser=arguments.tool_parser,
         media=MediaPolicy(media_root=arguments.media_root, http_hosts=frozenset(arguments.media_host)),
     )
     return asyncio.run(_serve_until_told(arguments, settings))

@@ -72,6 +72,27 @@ def test_a_reply_can_be_sent_back_as_it_came() -> None:
     assert messages_from([{**reply, "content": None}], CLOSED) == [Message("assistant", [TextPart("Hello")])]
 
 
+def called(arguments: object) -> list[dict[str, object]]:
+    return [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": arguments}}]}]
+
+
+def test_calls_and_what_they_gave_go_to_the_template() -> None:
+    messages = messages_from(
+        [
+            *called('{"at": "sea"}'),
+            {"role": "tool", "tool_call_id": "1", "content": "a ship", "name": "f"},
+            {"role": "assistant", "content": "A ship.", "reasoning": "Hm.", "tool_calls": [], "refusal": None},
+            *called(""),
+        ],
+        PYTHON_POLICY,
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"at": "sea"}}}
+    assert messages[0] == Message("assistant", [], {"tool_calls": [call]})
+    assert messages[1] == Message("tool", [TextPart("a ship")], {"tool_call_id": "1", "name": "f"})
+    assert messages[2] == Message("assistant", [TextPart("A ship.")], {"reasoning_content": "Hm."})
+    assert messages[3].extra["tool_calls"][0]["function"]["arguments"] == {}
+
+
 @pytest.mark.parametrize(
     ("messages", "field", "says"),
     [
@@ -80,12 +101,20 @@ def test_a_reply_can_be_sent_back_as_it_came() -> None:
         ([], "messages", "at least one"),
         ([3], "messages[0]", "must be an object"),
         ([{"role": "usr", "content": "x"}], "messages[0].role", "did you mean 'user'"),
-        ([{"role": "tool", "content": "x"}], "messages[0].role", "known: assistant, developer"),
+        ([{"role": "bot", "content": "x"}], "messages[0].role", "known: assistant, developer"),
         ([{"content": "x"}], "messages[0].role", "None"),
         ([{"role": "user", "content": None}], "messages[0].content", "string or a list of parts"),
         ([{"role": "user", "contents": "x"}], "messages[0].contents", "did you mean 'content'"),
-        ([{"role": "user", "content": "x", "name": "Bob"}], "messages[0].name", "not supported"),
-        ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls", "not supported"),
+        ([{"role": "user", "content": "x", "name": 5}], "messages[0].name", "must be a string"),
+        ([{"role": "user", "content": "x", "refusal": "no"}], "messages[0].refusal", "not supported"),
+        ([{"role": "user", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls", "does not go with role"),
+        ([{"role": "user", "content": "x", "tool_call_id": "a"}], "messages[0].tool_call_id", "does not go with role"),
+        ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls[0]", 'with "function"'),
+        ([{"role": "assistant", "content": "x", "tool_calls": 3}], "messages[0].tool_calls", "list of calls"),
+        (called("{"), "messages[0].tool_calls[0].function.arguments", "not JSON"),
+        (called("[]"), "messages[0].tool_calls[0].function.arguments", "JSON of an object"),
+        (called('{"a": "\\ud800"}'), "messages[0]", "surrogate"),
+        (called('{"a": 1' + "0" * 30 + "}"), "messages[0]", "too large"),
         ([{"role": "user", "content": [5]}], "messages[0].content[0]", "must be a string or an object"),
         ([{"role": "user", "content": [{"type": "txt"}]}], "messages[0].content[0].type", "did you mean 'text'"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text", "must be a string"),

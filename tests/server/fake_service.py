@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from segue.messages.deltas import AudioDelta, Delta, Finished, ImageDelta, RequestMetrics, TextDelta, Usage
+from segue.messages.deltas import AudioDelta, Delta, Finished, ImageDelta, RequestMetrics, TextDelta, TokensDelta, Usage
 from segue.messages.request import Request
 from segue.orchestrator.service import Health, ModelCard, ReplicaHealth, StageHealth
 from segue.server.serve import http_server, listen
@@ -44,7 +44,14 @@ def finished(reason: str = "stop") -> Finished:
 
 
 async def speak(request: Request) -> AsyncGenerator[Delta]:
-    """Text, and audio where wanted, in turns."""
+    """Text, and audio where wanted, in turns; first the prompt's tokens, where they are wanted."""
+    if "tokens" in request.modalities:
+        ids = request.prompt_token_ids or [100 + ord(letter) for letter in request.prompt or "?"]
+        letters = [chr(token - 100) if 100 < token < 228 else "?" for token in ids]
+        yield TokensDelta("input", ids, letters, "".join(letters))
+        if request.modalities == ["tokens"]:
+            yield finished()
+            return
     for index, word in enumerate(("Hello", ", ", "world")):
         yield TextDelta("thinker", word, [5 + index])
         if "audio" in request.modalities:

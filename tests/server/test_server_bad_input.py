@@ -106,8 +106,17 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
         ({"messages": None, "prompt_token_ids": []}, "prompt_token_ids", "at least one"),
         ({"messages": None, "prompt_token_ids": [-1]}, "prompt_token_ids", "list of token ids"),
         # OpenAI's that cannot be honoured
-        ({"tools": [{"type": "function"}]}, "tools", "does not support"),
-        ({"tool_choice": "required"}, "tool_choice", "leave it out or use 'none' or 'auto'"),
+        ({"tools": [{"type": "function"}]}, "tools[0]", "missing required field function"),
+        ({"tools": [{"function": {"name": "look"}}]}, "tools", "does not support"),
+        ({"tools": [{"function": {"name": "a b"}}]}, "tools[0].function.name", "1 to 64 letters"),
+        ({"tools": [{"function": {"name": "a"}}, {"function": {"name": "a"}}]}, "tools[1].function.name", "second"),
+        ({"tools": [{"type": "web", "function": {"name": "a"}}]}, "tools[0].type", "must be 'function'"),
+        ({"tool_choice": "required"}, "tool_choice", "tools is missing or empty"),
+        ({"tool_choice": "requird"}, "tool_choice", "did you mean 'required'"),
+        ({"reasoning_effort": "lots"}, "reasoning_effort", "known: none, minimal, low"),
+        ({"reasoning_effort": "high"}, "reasoning_effort", "does not support"),
+        ({"chat_template_kwargs": {"mood": 1}}, "chat_template_kwargs.mood", "unknown parameter"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message", "both true"),
         ({"response_format": {"type": "json_object"}}, "response_format", "does not support"),
         ({"store": True}, "store", "does not support"),
         ({"prediction": {"type": "content"}}, "prediction", "leave it out"),
@@ -142,6 +151,7 @@ def test_a_wrong_parameter_is_named(
     [
         {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "logprobs": False},
         {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "parallel_tool_calls": True},
+        {"reasoning_effort": "none", "include_reasoning": False, "add_generation_prompt": False},
         {"temperature": None, "stop": None, "n": None, "stream": None, "audio": None, "tools": None, "seed": None},
         {"temperature": 0, "top_p": 1, "top_k": -1, "seed": -1, "stop": "x"},
         {"audio": {"voice": "Anna", "format": "mp3"}},
@@ -249,6 +259,7 @@ _NAMES = (
     "modalities", "audio", "stream", "stream_options", "n", "seed", "stop", "max_tokens", "max_completion_tokens",
     "temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "top_k", "min_p", "min_tokens",
     "repetition_penalty", "stop_token_ids", "suppress_tokens", "ignore_eos", "sampling", "return_token_ids", "tools",
+    "tool_choice", "parallel_tool_calls", "reasoning_effort", "chat_template_kwargs", "continue_final_message",
     "return_metrics", "priority", "deadline", "options", "response_format", "logprobs", "store", "user", "messages",
 )  # fmt: skip
 _SHAPED = {

@@ -8,15 +8,17 @@ from typing import Any, cast
 
 from segue.media.arrays import audio_part, image_part, video_part
 from segue.media.sources import PYTHON_POLICY, MediaPolicy, check_size, from_base64, read_path, read_source, shown
+from segue.media.turns import TURN_KEYS, extra_of
 from segue.messages.errors import InvalidRequest, nearest
 from segue.messages.request import MediaKind, MediaPart, Message, Part, TextPart
 
 __all__ = ["PYTHON_POLICY", "MediaPolicy", "messages_from"]
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant",
+          "tool": "tool"}  # fmt: skip
 """OpenAI's role → the role chat templates know."""
-_MESSAGE_KEYS = frozenset({"role", "content"})
-_REPLY_KEYS = frozenset({"refusal", "annotations", "function_call", "tool_calls", "audio", "images", "name"})
+_MESSAGE_KEYS = frozenset({"role", "content"}) | TURN_KEYS
+_REPLY_KEYS = frozenset({"refusal", "annotations", "function_call", "audio", "images"})
 """Keys of an assistant message as a reply carries them: accepted back as long as they are empty."""
 _URL_PARTS: dict[str, MediaKind] = {"image_url": "image", "audio_url": "audio", "video_url": "video"}
 _PLAIN_PARTS: dict[str, MediaKind] = {"image": "image", "audio": "audio", "video": "video"}
@@ -35,7 +37,7 @@ def messages_from(messages: object, policy: MediaPolicy, field: str = "messages"
     A message is `{"role", "content"}`; content is a string or a list of parts: `text`, `image_url`, `audio_url`,
     `video_url` (`{"url": data URL | path | http(s)}`), `input_audio` (`{"data": base64, "format"}`), and
     `{"type": "image" | "audio" | "video", <type>: source}` where a source is a URL, a path, the bytes of a file or an
-    array (see `segue.media.arrays`).
+    array (see `segue.media.arrays`). Besides, the fields of `segue.media.turns`.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise InvalidRequest(f"{field} is {shown(messages)}; it must be a list of messages", field=field)
@@ -51,19 +53,22 @@ def _message(message: object, policy: MediaPolicy, field: str) -> Message:
     if not isinstance(role, str) or role not in _ROLES:
         hint = nearest(role, _ROLES) if isinstance(role, str) else f"; known: {', '.join(_ROLES)}"
         raise InvalidRequest(f"{field}.role is {shown(role)}, no known role{hint}", field=f"{field}.role")
+    extra = extra_of(values, _ROLES[role], field)
     content = values.get("content")
     spoken = values.get("audio")
     if role == "assistant" and isinstance(spoken, Mapping):
         # our own reply sent back: its text is what the model said; samples of an earlier reply are not read again
         content = spoken.get("transcript") if content is None else content
     if isinstance(content, str):
-        return Message(_ROLES[role], [TextPart(_text(content, f"{field}.content"))])
+        return Message(_ROLES[role], [TextPart(_text(content, f"{field}.content"))], extra)
+    if content is None and "tool_calls" in extra:
+        return Message(_ROLES[role], [], extra)
     if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise InvalidRequest(
             f"{field}.content is {shown(content)}; it must be a string or a list of parts", field=f"{field}.content"
         )
     return Message(
-        _ROLES[role], [_part(part, policy, f"{field}.content[{index}]") for index, part in enumerate(content)]
+        _ROLES[role], [_part(part, policy, f"{field}.content[{index}]") for index, part in enumerate(content)], extra
     )
 
 

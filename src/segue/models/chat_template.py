@@ -70,21 +70,29 @@ class ChatTemplate:
             return ""
 
 
-def read_chat_template(model_dir: Path) -> ChatTemplate | None:
-    """The template of a checkpoint, None where it has none. Raises `ConfigError` for a file that cannot be read."""
+SpecialTokens = tuple[tuple[str, str], ...]
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+def read_special_tokens(model_dir: Path) -> SpecialTokens:
+    """(`eos_token`, its text) and the like, those a checkpoint names. Raises `ConfigError`."""
     tokens = _object(model_dir / "tokenizer_config.json")
-    named = tuple(
+    return tuple(
         (name, token if isinstance(token, str) else str(token.get("content", "")))
-        for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+        for name in SPECIAL_TOKENS
         if isinstance(token := tokens.get(name), str | dict)
     )
+
+
+def read_chat_template(model_dir: Path, special: SpecialTokens = ()) -> ChatTemplate | None:
+    """The template of a checkpoint, None where it has none. Raises `ConfigError` for a file that cannot be read."""
     path = model_dir / _JINJA
     if path.is_file():
-        return ChatTemplate(path.read_text(), named)
+        return ChatTemplate(path.read_text(), special)
     for name in _JSON:
         text = _default(_object(model_dir / name).get("chat_template"))
         if text is not None:
-            return ChatTemplate(text, named)
+            return ChatTemplate(text, special)
     return None
 
 

@@ -7,13 +7,16 @@ from fastapi import FastAPI
 from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import Service
 from segue.server.chat_completions import add_chat_completions
+from segue.server.completions import add_completions
 from segue.server.errors import install_error_handlers
 from segue.server.health import add_health
 from segue.server.metrics import add_metrics
 from segue.server.middleware import Door
 from segue.server.models import add_models
+from segue.server.openapi import add_openapi
 from segue.server.page import add_page
 from segue.server.settings import ServerSettings
+from segue.server.tokenize import add_tokenize
 
 
 def create_app(service: Service, settings: ServerSettings | None = None) -> FastAPI:
@@ -22,9 +25,12 @@ def create_app(service: Service, settings: ServerSettings | None = None) -> Fast
     own = ServerMetrics()
     app = FastAPI(title="Segue", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     add_chat_completions(app, service, settings, own)
+    add_completions(app, service, settings, own)
+    add_tokenize(app, service, settings)
     add_models(app, service, settings)
     add_health(app, service)
     add_metrics(app, service, own)
+    add_openapi(app)
     add_page(app)
     install_error_handlers(app)
     app.add_middleware(Door, metrics=own, api_key=settings.api_key)

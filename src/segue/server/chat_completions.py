@@ -13,9 +13,10 @@ from starlette.responses import Response
 
 from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import Service
+from segue.server.accounts import usage_object
 from segue.server.body import read_json
 from segue.server.chat_logprobs import prompt_logprobs_object
-from segue.server.chat_reply import WholeChoice, usage_object
+from segue.server.chat_reply import WholeChoice
 from segue.server.chat_request import ChatRequest, chat_request
 from segue.server.chat_stream import chat_events
 from segue.server.disconnect import EventStream, while_connected
@@ -45,7 +46,7 @@ def add_chat_completions(app: FastAPI, service: Service, settings: ServerSetting
 
 
 async def _whole(chat: ChatRequest, service: Service, metrics: ServerMetrics) -> dict[str, Any]:
-    choices = [WholeChoice(index) for index in range(chat.choices)]
+    choices = [WholeChoice(index, chat) for index in range(chat.choices)]
     generations = run_generations(service, chat.requests, metrics)
     async with aclosing(by_choice(generations, service.card.text_stage)) as deltas:
         async for index, delta in deltas:
@@ -55,7 +56,7 @@ async def _whole(chat: ChatRequest, service: Service, metrics: ServerMetrics) ->
         "object": "chat.completion",
         "created": chat.created,
         "model": chat.model,
-        "choices": await asyncio.to_thread(lambda: [choice.build(chat) for choice in choices]),
+        "choices": await asyncio.to_thread(lambda: [choice.build() for choice in choices]),
         "usage": usage_object([choice.end for choice in choices]),
     }
     if chat.wants_prompt_logprobs:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import base64
 import time
 import uuid
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from segue.media.encode import encode_audio, encode_png
-from segue.messages.deltas import AudioDelta, Delta, Finished, ImageDelta, TextDelta, TokenLogprobs, Usage
+from segue.messages.deltas import AudioDelta, Delta, Finished, ImageDelta, TextDelta, TokenLogprobs
+from segue.models.dialects.pieces import Piece
+from segue.server.accounts import metrics_object
 from segue.server.chat_logprobs import logprobs_object
 from segue.server.chat_request import ChatRequest
+from segue.server.reply_reader import ReplyReader, message_fields
 
 _SILENCE_RATE = 24_000
 """Rate of an audio reply that turned out to have no samples, so that it is still a file."""
@@ -30,45 +32,13 @@ def image_object(delta: ImageDelta) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png}"}}
 
 
-def usage_object(finished: Sequence[Finished]) -> dict[str, Any]:
-    """OpenAI's usage: the prompt is counted once, the completions together."""
-    prompt: Usage = finished[0].usage
-    kinds = sorted({kind for one in finished for kind in one.usage.completion_modalities})
-    by_kind = {kind: sum(one.usage.completion_modalities.get(kind, 0) for one in finished) for kind in kinds}
-    completion = sum(by_kind.values())
-    return {
-        "prompt_tokens": prompt.prompt_tokens,
-        "completion_tokens": completion,
-        "total_tokens": prompt.prompt_tokens + completion,
-        "prompt_tokens_details": {
-            "cached_tokens": prompt.cached_tokens,
-            **{f"{kind}_tokens": count for kind, count in sorted(prompt.prompt_modalities.items())},
-        },
-        "completion_tokens_details": {f"{kind}_tokens": count for kind, count in by_kind.items()},
-    }
-
-
 def ending(finished: Finished, chat: ChatRequest) -> dict[str, Any]:
     """What the end of a choice adds to it: the finish reason, and what was asked for of ours."""
     fields: dict[str, Any] = {"finish_reason": finished.finish_reason}
     if chat.return_token_ids:
         fields["token_ids"] = finished.token_ids
     if chat.return_metrics:
-        metrics = finished.metrics
-        fields["segue"] = {
-            "metrics": {
-                "jct": metrics.jct,
-                "ttft": metrics.ttft,
-                "ttfa": metrics.ttfa,
-                "rtf": metrics.rtf,
-                "audio_seconds": metrics.audio_seconds,
-                "attempts": metrics.attempts,
-                "spans": [
-                    {"stage": stage, "what": what, "start": start, "end": end}
-                    for stage, what, start, end in metrics.spans
-                ],
-            }
-        }
+        fields["segue"] = metrics_object(finished)
     return fields
 
 
@@ -85,10 +55,12 @@ def expiry() -> int:
 class WholeChoice:
     """Gathers one choice of an answer that is not streamed."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, chat: ChatRequest) -> None:
         self.index = index
+        self._chat = chat
+        self._reader = ReplyReader(chat)
+        self._pieces: list[Piece] = []
         self._end: Finished | None = None
-        self._text: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         """Where asked for; every choice has the same."""
@@ -99,7 +71,7 @@ class WholeChoice:
     def take(self, delta: Delta) -> None:
         """Add what came."""
         if isinstance(delta, TextDelta):
-            self._text.append(delta.text)
+            self._pieces += self._reader.feed(delta.text)
             self._logprobs += delta.logprobs
             self.prompt_logprobs += delta.prompt_logprobs
         elif isinstance(delta, AudioDelta):
@@ -108,6 +80,7 @@ class WholeChoice:
         elif isinstance(delta, ImageDelta):
             self._images.append(delta)
         elif isinstance(delta, Finished):
+            self._pieces += self._reader.finish()
             self._end = delta
 
     @property
@@ -116,14 +89,14 @@ class WholeChoice:
         assert self._end is not None
         return self._end
 
-    def build(self, chat: ChatRequest) -> dict[str, Any]:
+    def build(self) -> dict[str, Any]:
         """The choice object. Encodes media: call it off the event loop."""
-        text = "".join(self._text)
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": text if chat.wants_text else None,
-            "refusal": None,
-        }
+        chat = self._chat
+        fields = message_fields(self._pieces, chat)
+        text = fields["content"] or ""
+        message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
+        if chat.wants_text:
+            message |= fields
         if chat.wants_audio:
             samples = np.frombuffer(b"".join(self._samples), dtype="<f4")
             data = encode_audio(samples, self._rate, chat.audio_format)
@@ -138,4 +111,5 @@ class WholeChoice:
         if self._images:
             message["images"] = [image_object(image) for image in self._images]
         logprobs = logprobs_object(self._logprobs) if chat.wants_logprobs else None
-        return {"index": self.index, "message": message, "logprobs": logprobs, **ending(self.end, chat)}
+        end = {**ending(self.end, chat), "finish_reason": self._reader.finish_reason(self.end)}
+        return {"index": self.index, "message": message, "logprobs": logprobs, **end}

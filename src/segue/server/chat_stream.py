@@ -8,23 +8,17 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-import msgspec
-
 from segue.media.encode import AudioEncoder, audio_encoder
 from segue.messages.deltas import AudioDelta, Delta, Finished, ImageDelta, TextDelta
 from segue.messages.errors import SegueError
+from segue.models.dialects.pieces import Piece, Said
+from segue.server.accounts import usage_object
 from segue.server.chat_logprobs import logprobs_object
-from segue.server.chat_reply import audio_id, ending, expiry, image_object, samples_of, usage_object
+from segue.server.chat_reply import audio_id, ending, expiry, image_object, samples_of
 from segue.server.chat_request import ChatRequest
 from segue.server.errors import error_body
-
-
-def sse(body: object) -> bytes:
-    """One event."""
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"
-
-
-DONE = b"data: [DONE]\n\n"
+from segue.server.events import DONE, sse
+from segue.server.reply_reader import ReplyReader, delta_of
 
 
 class _StreamedChoice:
@@ -37,6 +31,7 @@ class _StreamedChoice:
         self._rate = 0
         self._audio_id = audio_id()
         self._begun = False
+        self._reader = ReplyReader(chat)
 
     async def chunks(self, delta: Delta) -> list[dict[str, Any]]:
         """The entries of `choices` one delta of ours becomes; the first ever carries the role."""
@@ -45,21 +40,35 @@ class _StreamedChoice:
             self._begun = True
             entries.append(self._entry({"role": "assistant", "content": "" if self._chat.wants_text else None}))
         if isinstance(delta, TextDelta):
-            # text may be held back while the log-probabilities of its tokens are there already
-            logprobs = logprobs_object(delta.logprobs) if delta.logprobs and self._chat.wants_logprobs else None
-            if delta.text or logprobs:
-                entries.append({**self._entry(self._text(delta.text)), "logprobs": logprobs})
+            new = self._read(self._reader.feed(delta.text))
+            if delta.logprobs and self._chat.wants_logprobs:
+                # text may be held back while the log-probabilities of its tokens are there already
+                new = new or [self._entry(self._text(""))]
+                new[0]["logprobs"] = logprobs_object(delta.logprobs)
+            entries += new
         elif isinstance(delta, AudioDelta):
             if data := await self._encode(delta):
                 entries.append(self._entry({"audio": self._audio(data)}))
         elif isinstance(delta, ImageDelta):
             entries.append(self._entry({"images": [await asyncio.to_thread(image_object, delta)]}))
         elif isinstance(delta, Finished):
+            entries += self._read(self._reader.finish())
             if self._encoder is not None:
                 if data := await asyncio.to_thread(self._encoder.finish):
                     entries.append(self._entry({"audio": self._audio(data)}))
                 entries.append(self._entry({"audio": {"id": self._audio_id, "expires_at": expiry()}}))
-            entries.append({**self._entry({}), **ending(delta, self._chat)})
+            end = {**ending(delta, self._chat), "finish_reason": self._reader.finish_reason(delta)}
+            entries.append({**self._entry({}), **end})
+        return entries
+
+    def _read(self, pieces: list[Piece]) -> list[dict[str, Any]]:
+        """The entries of what was found in the text. Without a wish for text, all but a transcript is left out."""
+        entries = []
+        for piece in pieces:
+            if isinstance(piece, Said):
+                entries.append(self._entry(self._text(piece.text)))
+            elif self._chat.wants_text:
+                entries.append(self._entry(delta_of(piece, self._chat)))
         return entries
 
     def _text(self, text: str) -> dict[str, Any]:

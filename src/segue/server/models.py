@@ -45,6 +45,8 @@ def _object(name: str, card: ModelCard) -> dict[str, Any]:
         "object": "model",
         "created": card.created,
         "owned_by": "segue",
+        "root": card.root or card.name,
+        "parent": None,
         "family": card.family,
         "takes": sorted(card.takes),
         "gives": sorted(card.gives),

@@ -16,6 +16,8 @@ class ServerSettings:
     """0: any free one."""
     served_names: tuple[str, ...] = ()
     """Names clients may ask for; empty: the model card's own."""
+    tool_parser: str | None = None
+    """How the model writes tool calls, by a name of `CALL_FORMATS`; None: as its chat template says."""
     api_key: str | None = None
     """Where set, `/v1/*` needs `Authorization: Bearer <key>`."""
     media: MediaPolicy = field(default_factory=MediaPolicy)

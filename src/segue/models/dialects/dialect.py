@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from segue.messages.errors import ConfigError, nearest
-from segue.models.chat_template import ChatTemplate, read_chat_template
+from segue.models.chat_template import ChatTemplate, read_chat_template, read_special_tokens
 from segue.models.dialects.array_of_calls import ArrayOfCalls
 from segue.models.dialects.hermes import HermesParser
 from segue.models.dialects.llama import LlamaParser
@@ -64,6 +64,8 @@ class Dialect:
     template: ChatTemplate | None = None
     calls: CallFormat | None = None
     reasoning: ReasoningMarks | None = None
+    special_tokens: tuple[tuple[str, str], ...] = ()
+    """`bos_token` and the like, as far as the checkpoint names them."""
 
     @property
     def takes_tools(self) -> bool:
@@ -73,6 +75,10 @@ class Dialect:
     @property
     def template_variables(self) -> frozenset[str]:
         return self.template.variables if self.template is not None else frozenset()
+
+    def new_call_id(self) -> str:
+        """A fresh id for a call, such as the template takes back."""
+        return _id() if self.calls is None else self.calls.call_id()
 
     def with_calls(self, name: str) -> Dialect:
         """The same with another call format, of `CALL_FORMATS`. Raises `ConfigError`."""
@@ -124,12 +130,13 @@ def forced_parser(name: str | None) -> Parser:
 
 def dialect_of(model_dir: Path, config: dict[str, Any]) -> Dialect:
     """The dialect of a checkpoint, from what its template writes of earlier turns; else from its `model_type`."""
-    template = read_chat_template(model_dir)
+    special = read_special_tokens(model_dir)
+    template = read_chat_template(model_dir, special)
     if template is None:
-        return Dialect()
+        return Dialect(special_tokens=special)
     marks = next((marks for marks in KNOWN_MARKS if marks.close in template.text), None)
     name = _call_format(template, str(config.get("model_type", ""))) if template.has_tools else None
-    return Dialect(template, CALL_FORMATS[name] if name is not None else None, marks)
+    return Dialect(template, CALL_FORMATS[name] if name is not None else None, marks, special)
 
 
 def _call_format(template: ChatTemplate, model_type: str) -> str | None:

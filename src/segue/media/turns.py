@@ -1,0 +1,70 @@
+"""What a message carries besides its content, for the chat template: tool calls, what they gave, reasoning, a name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from segue.media.sources import shown
+from segue.messages.carried import check_carried
+from segue.messages.errors import InvalidRequest
+
+TURN_KEYS = frozenset({"name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning"})
+
+
+def extra_of(values: Mapping[str, Any], role: str, field: str) -> dict[str, Any]:
+    """`Message.extra`: as OpenAI has these, but the arguments of calls as the object they are, which templates print.
+
+    Raises `InvalidRequest` with the path of what is wrong.
+    """
+    extra: dict[str, Any] = {}
+    for key in TURN_KEYS & values.keys():
+        value, at = values[key], f"{field}.{key}"
+        if value is None or value == []:
+            continue
+        if key == "name":
+            extra["name"] = _text(value, at)
+        elif role != ("tool" if key == "tool_call_id" else "assistant"):
+            raise InvalidRequest(f"{at} does not go with role {role!r}; leave it out", field=at)
+        elif key == "tool_calls":
+            extra["tool_calls"] = _calls(value, at)
+        else:
+            extra["reasoning_content" if key == "reasoning" else key] = _text(value, at)
+    check_carried(extra, field)
+    return extra
+
+
+def _calls(value: object, field: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list):
+        raise InvalidRequest(f"{field} is {shown(value)}; it must be a list of calls", field=field)
+    return [_call(call, f"{field}[{index}]") for index, call in enumerate(value)]
+
+
+def _call(call: object, field: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+        raise InvalidRequest(f'{field} is {shown(call)}; it must be an object with "function"', field=field)
+    name = _text(function.get("name"), f"{field}.function.name")
+    arguments = _arguments(function.get("arguments"), f"{field}.function.arguments")
+    kept = {"id": _text(call["id"], f"{field}.id")} if call.get("id") is not None else {}
+    return {**kept, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _arguments(value: object, field: str) -> dict[str, Any]:
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(f"{field} is {shown(value)}, which is not JSON", field=field) from error
+    elif value in (None, "") or isinstance(value, str):
+        value = {}
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(f"{field} is {shown(value)}; it must be the JSON of an object", field=field)
+    return dict(value)
+
+
+def _text(value: object, field: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{field} is {shown(value)}; it must be a string", field=field)
+    return value

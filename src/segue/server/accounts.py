@@ -1,0 +1,52 @@
+"""What an answer cost: OpenAI's usage, and our times."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from segue.messages.deltas import Finished
+
+
+def usage_object(finished: Sequence[Finished], prompts: Sequence[Finished] | None = None) -> dict[str, Any]:
+    """OpenAI's usage: the completions together, the prompt once: of the first one, or of each of `prompts`."""
+    read = Counter[str]()
+    prompt_tokens = cached_tokens = 0
+    for one in finished[:1] if prompts is None else prompts:
+        prompt_tokens += one.usage.prompt_tokens
+        cached_tokens += one.usage.cached_tokens
+        read.update(one.usage.prompt_modalities)
+    made = Counter[str]()
+    for one in finished:
+        made.update(one.usage.completion_modalities)
+    completion = made.total()
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion,
+        "total_tokens": prompt_tokens + completion,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens, **_by_kind(read)},
+        "completion_tokens_details": _by_kind(made),
+    }
+
+
+def _by_kind(counts: Counter[str]) -> dict[str, int]:
+    return {f"{kind}_tokens": count for kind, count in sorted(counts.items())}
+
+
+def metrics_object(finished: Finished) -> dict[str, Any]:
+    """What `return_metrics` adds to a choice."""
+    metrics = finished.metrics
+    return {
+        "metrics": {
+            "jct": metrics.jct,
+            "ttft": metrics.ttft,
+            "ttfa": metrics.ttfa,
+            "rtf": metrics.rtf,
+            "audio_seconds": metrics.audio_seconds,
+            "attempts": metrics.attempts,
+            "spans": [
+                {"stage": stage, "what": what, "start": start, "end": end} for stage, what, start, end in metrics.spans
+            ],
+        }
+    }

@@ -1,0 +1,224 @@
+"""What a text completion is made of, whole or in chunks: OpenAI's legacy objects, vLLM's additions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from segue.messages.deltas import Choice, Delta, Finished, TextDelta, TokenLogprobs, TokensDelta, Usage
+from segue.server.accounts import metrics_object
+from segue.server.chat_logprobs import prompt_logprobs_object
+from segue.server.completion_request import CompletionRequest
+
+
+class LegacyLogprobs(msgspec.Struct):
+    """Four lists, an entry per token."""
+
+    tokens: list[str] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] = []
+    text_offset: list[int] = []
+    """Where a token begins in the choice's text, by the lengths of the tokens' own texts."""
+
+
+class LogprobsWriter:
+    """Writes the `logprobs` of one choice, piece by piece."""
+
+    def __init__(self) -> None:
+        self._offset = 0
+
+    def write(self, logprobs: Iterable[TokenLogprobs | None], first: str = "") -> LegacyLogprobs:
+        """`first`: the text of a token without a log-probability, the first one of a prompt."""
+        written = LegacyLogprobs()
+        for one in logprobs:
+            text = first if one is None else one.chosen.text
+            written.tokens.append(text)
+            written.token_logprobs.append(None if one is None else one.chosen.logprob)
+            written.top_logprobs.append(None if one is None else _by_text(one))
+            written.text_offset.append(self._offset)
+            self._offset += len(text)
+        return written
+
+
+def _by_text(one: TokenLogprobs) -> dict[str, float]:
+    """The most likely tokens and the chosen one. Where two have one text (parts of characters), the likelier stands."""
+    by_text: dict[str, float] = {}
+    for token in (*one.top, one.chosen):
+        by_text[token.text] = max(token.logprob, by_text.get(token.text, token.logprob))
+    return by_text
+
+
+class PromptFacts:
+    """What comes back of one prompt: gathered before anything of its choices is told."""
+
+    def __init__(self, completion: CompletionRequest, number: int) -> None:
+        request = completion.requests[number]
+        sent = completion.prompts[completion.slots[number].prompt]
+        self._text = sent if isinstance(sent, str) else None
+        self._tokens: TokensDelta | None = None
+        self._needs_tokens = "tokens" in request.modalities
+        self._needs_first = completion.return_token_ids or any(
+            params.prompt_logprobs is not None for params in request.sampling.values()
+        )
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs | None] = []
+
+    def take(self, delta: Delta) -> None:
+        """Note what a delta says of the prompt."""
+        if isinstance(delta, TokensDelta):
+            self._tokens, self._needs_tokens = delta, False
+        elif isinstance(delta, TextDelta) and delta.index == 0:
+            self._needs_first = False
+            self.token_ids += delta.prompt_token_ids
+            self.logprobs += delta.prompt_logprobs
+        elif isinstance(delta, Finished):
+            self._needs_tokens = self._needs_first = False
+
+    @property
+    def ready(self) -> bool:
+        """Nothing of it is still to come."""
+        return not (self._needs_tokens or self._needs_first)
+
+    @property
+    def text(self) -> str:
+        """As it was sent, or what its ids decode to."""
+        if self._text is not None:
+            return self._text
+        return self._tokens.text if self._tokens is not None else ""
+
+    @property
+    def first_token(self) -> str:
+        """The text of the prompt's first token: what the others leave of the whole."""
+        if self._tokens is None:
+            return ""
+        rest = "".join(one.chosen.text for one in self.logprobs if one is not None)
+        whole = self._tokens.text
+        return whole[: len(whole) - len(rest)] if whole.endswith(rest) else next(iter(self._tokens.token_strs), "")
+
+
+class CompletionChoice:
+    """Makes the objects of one choice."""
+
+    def __init__(self, completion: CompletionRequest, index: int, prompt: PromptFacts) -> None:
+        self.index = index
+        self._completion = completion
+        self._prompt = prompt
+        self._writer = LogprobsWriter()
+
+    def opening(self) -> dict[str, Any] | None:
+        """What is told of the prompt, where anything is."""
+        completion, prompt = self._completion, self._prompt
+        entry = self._entry()
+        if completion.echo:
+            entry["text"] = prompt.text
+            if completion.logprobs is not None:
+                entry["logprobs"] = self._writer.write(prompt.logprobs, prompt.first_token)
+        if completion.wants_prompt_logprobs:
+            entry["prompt_logprobs"] = prompt_logprobs_object(prompt.logprobs)
+        if completion.return_token_ids:
+            entry |= {"prompt_token_ids": prompt.token_ids, "token_ids": []}
+        told = completion.echo or completion.wants_prompt_logprobs or completion.return_token_ids
+        return entry if told else None
+
+    def text(self, delta: TextDelta) -> dict[str, Any] | None:
+        """New text. A delta without text is told as well where it has tokens: a client may count them."""
+        if not self._completion.generates or not (delta.text or delta.token_ids):
+            return None
+        entry = self._entry()
+        entry["text"] = delta.text
+        if self._completion.logprobs is not None:
+            entry["logprobs"] = self._writer.write(delta.logprobs)
+        if self._completion.return_token_ids:
+            entry["token_ids"] = delta.token_ids
+        return entry
+
+    def ending(self, finished: Finished, choice: Choice | None) -> dict[str, Any]:
+        """The end; `choice`: of this one, where the request made several."""
+        entry = self._entry()
+        reason = finished.finish_reason if choice is None else choice.finish_reason
+        entry["finish_reason"] = reason if self._completion.generates else "length"
+        entry["stop_reason"] = choice.stop_reason if choice is not None and self._completion.generates else None
+        if self._completion.return_metrics:
+            entry["segue"] = metrics_object(finished)
+        return entry
+
+    def _entry(self) -> dict[str, Any]:
+        return {"index": self.index, "text": "", "logprobs": None, "finish_reason": None}
+
+
+def joined(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The pieces of one choice as a whole one."""
+    whole: dict[str, Any] = {}
+    for entry in entries:
+        for key, value in entry.items():
+            old = whole.get(key)
+            if key in ("text", "token_ids") and old is not None:
+                whole[key] = old + value
+            elif isinstance(value, LegacyLogprobs) and isinstance(old, LegacyLogprobs):
+                for name in value.__struct_fields__:
+                    getattr(old, name).extend(getattr(value, name))
+            elif value is not None or key not in whole:
+                whole[key] = value
+    return whole
+
+
+class CompletionReader:
+    """Deltas by request → entries of `choices`, in the order in which they may be told."""
+
+    def __init__(self, completion: CompletionRequest) -> None:
+        self._completion = completion
+        self._prompts = [PromptFacts(completion, number) for number in range(len(completion.requests))]
+        self._waiting: dict[int, list[Delta]] = {number: [] for number in range(len(completion.requests))}
+        """By request whose prompt is not known yet."""
+        self._choices: dict[int, CompletionChoice] = {}
+        self.finished: list[Finished] = []
+        self.prompts: list[Finished] = []
+        """One per prompt."""
+
+    def read(self, number: int, delta: Delta) -> list[dict[str, Any]]:
+        """The entries that may be told now."""
+        prompt = self._prompts[number]
+        if not prompt.ready:
+            prompt.take(delta)
+        held = self._waiting.get(number)
+        if held is not None:
+            held.append(delta)
+            if not prompt.ready:
+                return []
+            del self._waiting[number]
+        return [entry for one in ([delta] if held is None else held) for entry in self._tell(number, one)]
+
+    def _tell(self, number: int, delta: Delta) -> list[dict[str, Any]]:
+        if isinstance(delta, TextDelta):
+            opening, choice = self._choice(number, delta.index)
+            return [entry for entry in (*opening, choice.text(delta)) if entry is not None]
+        if not isinstance(delta, Finished):
+            return []
+        if not self._completion.generates:
+            delta = msgspec.structs.replace(delta, usage=_nothing_made(delta.usage))
+        self.finished.append(delta)
+        slot = self._completion.slots[number]
+        if slot.first == 0:
+            self.prompts.append(delta)
+        entries = []
+        ends: list[Choice | None] = [*delta.choices] or [None]
+        for end in ends:
+            opening, choice = self._choice(number, 0 if end is None else end.index)
+            entries += [*opening, choice.ending(delta, end)]
+        return entries
+
+    def _choice(self, number: int, output: int) -> tuple[list[dict[str, Any]], CompletionChoice]:
+        """(what it begins with, where it begins here; the choice)."""
+        slot = self._completion.slots[number]
+        index = slot.prompt * self._completion.choices_each + slot.first + output
+        if index in self._choices:
+            return [], self._choices[index]
+        choice = self._choices[index] = CompletionChoice(self._completion, index, self._prompts[number])
+        opening = choice.opening()
+        return [opening] if opening is not None else [], choice
+
+
+def _nothing_made(usage: Usage) -> Usage:
+    return msgspec.structs.replace(usage, completion_modalities={})

@@ -1,0 +1,185 @@
+"""`/v1/completions`: the body, as OpenAI has it with vLLM's extensions, into checked `Request`s."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from segue.graph.parts import TOKENS
+from segue.media.sources import shown
+from segue.messages.errors import InvalidRequest
+from segue.messages.request import Request
+from segue.orchestrator.service import ModelCard
+from segue.server.errors import Unsupported
+from segue.server.parameters import (
+    CommonBody,
+    StreamOptions,
+    check_model,
+    checked_token_ids,
+    choices_of,
+    common_fields,
+    parse_body,
+    sampling_of,
+    seeds_of,
+    together,
+)
+from segue.server.settings import ServerSettings
+
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's."""
+MAX_LOGPROBS = 20
+"""OpenAI takes 5, vLLM 20."""
+
+
+class CompletionBody(CommonBody, kw_only=True):
+    """Every parameter that does something. null means not given."""
+
+    prompt: str | list[str | int | list[int]]
+    """A text, token ids, or a list of either."""
+    echo: bool | None = None
+    logprobs: int | None = None
+    add_special_tokens: bool | None = None
+
+
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {"suffix": ("",)}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where the outputs of one request go: choices `first`, `first + 1`, …, of prompt number `prompt`."""
+
+    prompt: int
+    first: int
+
+
+@dataclass(frozen=True)
+class CompletionRequest:
+    """A checked request: a `Request` for each prompt (or for each choice, where the model makes one at a time)."""
+
+    completion_id: str
+    created: int
+    model: str
+    requests: list[Request]
+    slots: list[Slot]
+    """Beside `requests`."""
+    prompts: list[str | list[int]]
+    choices_each: int
+    """Of every prompt; choice `i` of prompt `p` has index `p * choices_each + i`."""
+    echo: bool
+    generates: bool
+    """False: only the prompt was asked for (`max_tokens` 0); the one token made for that is not shown."""
+    logprobs: int | None
+    stream: bool
+    include_usage: bool
+    return_token_ids: bool
+    return_metrics: bool
+    wants_prompt_logprobs: bool
+
+
+def completion_request(values: dict[str, Any], card: ModelCard, settings: ServerSettings) -> CompletionRequest:
+    """Check everything that can be checked without the stages. Raises `InvalidRequest`."""
+    body = parse_body(values, CompletionBody, _UNSUPPORTED, {"stream_options": StreamOptions})
+    check_model(body.model, card, settings)
+    if card.text_stage is None or "text" not in card.gives:
+        raise Unsupported("this model makes no text; this server does not support that endpoint for it", field="model")
+    now = time.time()
+    common = common_fields(body, card, now)
+    prompts = _prompts(body.prompt)
+    logprobs, echo = body.logprobs, bool(body.echo)
+    if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
+        raise InvalidRequest(f"logprobs is {logprobs}; it must be from 0 to {MAX_LOGPROBS}", field="logprobs")
+    if echo and body.truncate_prompt_tokens is not None:
+        raise InvalidRequest(
+            "echo is true, but truncate_prompt_tokens leaves a part of the prompt out; give one", field="echo"
+        )
+    of_prompt = logprobs if echo and body.prompt_logprobs is None else body.prompt_logprobs
+    sampling = sampling_of(
+        body,
+        card,
+        max_tokens=_max_tokens(body),
+        logprobs=logprobs,
+        prompt_logprobs=of_prompt,
+    )
+    each = choices_of(body)
+    as_one = each > 1 and card.several_texts
+    if as_one:
+        sampling = together(sampling, each, card)
+    seeds = seeds_of(body, 1 if as_one else each)
+    completion_id = f"cmpl-{uuid.uuid4().hex}"
+    slots = [Slot(prompt, first) for prompt in range(len(prompts)) for first in range(len(seeds))]
+    requests = []
+    for number, slot in enumerate(slots):
+        prompt = prompts[slot.prompt]
+        # its text is known here only where it was sent as text, and never that of its first token
+        seen = echo and (not isinstance(prompt, str) or logprobs is not None)
+        requests.append(
+            Request(
+                request_id=completion_id if len(slots) == 1 else f"{completion_id}-{number}",
+                prompt=prompt if isinstance(prompt, str) else None,
+                prompt_token_ids=None if isinstance(prompt, str) else prompt,
+                add_special_tokens=body.add_special_tokens,
+                modalities=["text", TOKENS] if seen else ["text"],
+                sampling=sampling,
+                seed=seeds[slot.first],
+                return_prompt_ids=bool(body.return_token_ids),
+                **common,
+            )
+        )
+    return CompletionRequest(
+        completion_id=completion_id,
+        created=int(now),
+        model=body.model,
+        requests=requests,
+        slots=slots,
+        prompts=prompts,
+        choices_each=each,
+        echo=echo,
+        generates=body.max_tokens != 0,
+        logprobs=logprobs,
+        stream=bool(body.stream),
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        return_token_ids=bool(body.return_token_ids),
+        return_metrics=bool(body.return_metrics),
+        wants_prompt_logprobs=body.prompt_logprobs is not None,
+    )
+
+
+def _max_tokens(body: CompletionBody) -> int:
+    if body.max_tokens is None:
+        return DEFAULT_MAX_TOKENS
+    if body.max_tokens == 0 and not body.echo:
+        raise InvalidRequest("max_tokens is 0; it must be at least 1, unless echo is true", field="max_tokens")
+    return body.max_tokens or 1
+
+
+def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """One entry per prompt."""
+    if isinstance(prompt, str):
+        return [_text(prompt, "prompt")]
+    if not prompt:
+        raise InvalidRequest("prompt is empty; give a text, token ids, or a list of either", field="prompt")
+    ids = [entry for entry in prompt if isinstance(entry, int)]
+    if len(ids) == len(prompt):
+        return [checked_token_ids(ids, "prompt")]
+    if ids:
+        raise InvalidRequest(f"prompt is {shown(prompt)}; it must be all texts, all ids or all lists", field="prompt")
+    kinds = {type(entry) for entry in prompt}
+    if len(kinds) > 1:
+        raise InvalidRequest(f"prompt is {shown(prompt)}; it must be all texts, all ids or all lists", field="prompt")
+    return [
+        _text(entry, f"prompt[{index}]") if isinstance(entry, str) else _ids(entry, f"prompt[{index}]")
+        for index, entry in enumerate(prompt)
+    ]
+
+
+def _text(text: str, field: str) -> str:
+    if not text:
+        raise InvalidRequest(f"{field} is empty; give at least one character", field=field)
+    return text
+
+
+def _ids(ids: object, field: str) -> list[int]:
+    assert isinstance(ids, list)
+    return checked_token_ids(ids, field)

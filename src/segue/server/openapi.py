@@ -1,0 +1,108 @@
+"""GET /openapi.json: every endpoint, with the bodies' schemas made from their types."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from starlette.responses import Response
+
+from segue.server.chat_request import ChatBody
+from segue.server.completion_request import CompletionBody
+from segue.server.errors import json_response
+from segue.server.tokenize import DetokenizeBody, TokenizeBody
+
+
+class ErrorObject(msgspec.Struct, kw_only=True):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+    stage: str | msgspec.UnsetType = msgspec.UNSET
+    """Where a stage failed."""
+
+
+class ErrorAnswer(msgspec.Struct, kw_only=True):
+    """The answer to every request that fails."""
+
+    error: ErrorObject
+
+
+_POST: dict[str, tuple[type[msgspec.Struct], str, bool]] = {
+    "/v1/chat/completions": (ChatBody, "An answer to messages, whole or streamed.", True),
+    "/v1/completions": (CompletionBody, "What a prompt goes on with, whole or streamed.", True),
+    "/tokenize": (TokenizeBody, "A prompt or messages as token ids.", False),
+    "/detokenize": (DetokenizeBody, "The text of token ids.", False),
+}
+"""Path → (body, what it gives, whether it can be streamed)."""
+_GET = {
+    "/v1/models": ("application/json", "What is served."),
+    "/v1/models/{name}": ("application/json", "One model."),
+    "/v1/audio/voices": ("application/json", "Voices and audio formats."),
+    "/tokenizer_info": ("application/json", "Special tokens and the chat template."),
+    "/health": ("application/json", "Whether every stage is ready."),
+    "/metrics": ("text/plain", "Prometheus metrics."),
+    "/openapi.json": ("application/json", "This document."),
+    "/": ("text/html", "A page to try the model from."),
+}
+
+
+def add_openapi(app: FastAPI) -> None:
+    """Add the endpoint. The document is made once."""
+    document = _document()
+
+    @app.get("/openapi.json")
+    async def openapi() -> Response:
+        return json_response(document)
+
+
+def _document() -> dict[str, Any]:
+    bodies = [body for body, _, _ in _POST.values()]
+    _, components = msgspec.json.schema_components([*bodies, ErrorAnswer], ref_template="#/components/schemas/{name}")
+    paths: dict[str, Any] = {path: {"get": _get(path, *entry)} for path, entry in _GET.items()}
+    for path, entry in _POST.items():
+        paths[path] = {"post": _post(*entry)}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Segue", "version": version("segue")},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _get(path: str, media: str, about: str) -> dict[str, Any]:
+    operation: dict[str, Any] = {"summary": about, "responses": _answers({media: {}})}
+    if "{name}" in path:
+        operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+    return operation
+
+
+def _post(body: type[msgspec.Struct], about: str, streams: bool) -> dict[str, Any]:
+    kinds: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+    if streams:
+        kinds["text/event-stream"] = {"schema": {"type": "string"}}
+    return {
+        "summary": about,
+        "requestBody": {"required": True, "content": {"application/json": {"schema": _reference(body)}}},
+        "responses": _answers(kinds),
+        "security": [{}, {"key": []}],
+    }
+
+
+def _answers(content: dict[str, Any]) -> dict[str, Any]:
+    error = {"application/json": {"schema": _reference(ErrorAnswer)}}
+    return {
+        "200": {"description": "The answer.", "content": content},
+        "default": {"description": "An error.", "content": error},
+    }
+
+
+def _reference(kind: type[msgspec.Struct]) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{kind.__name__}"}

@@ -1,0 +1,229 @@
+"""Parameters that every endpoint which generates text has: their types, their checks, the sampling they ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from segue.media.sources import shown
+from segue.messages.carried import check_carried
+from segue.messages.errors import InvalidRequest, nearest
+from segue.messages.sampling import SamplingParams, check_sampling, check_token_ids, sampling_from
+from segue.orchestrator.service import ModelCard
+from segue.server.body import check_names, convert
+from segue.server.errors import ModelNotFound, Unsupported
+from segue.server.settings import ServerSettings
+
+MAX_CHOICES = 16
+MAX_STOPS = 16
+_MAX_VOCAB = 2**31
+"""Where the stage is not loaded yet."""
+
+
+class StreamOptions(msgspec.Struct):
+    """What a stream carries besides the deltas."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class CommonBody(msgspec.Struct, kw_only=True):
+    """Every shared parameter that does something. null means not given."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    # ours (and vLLM's) from here on
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    best_of: int | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
+    stop_token_ids: list[int] | None = None
+    suppress_tokens: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    logprob_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    sampling: dict[str, dict[str, Any]] | None = None
+    return_token_ids: bool | None = None
+    return_metrics: bool | None = None
+    priority: int | None = None
+    deadline: float | None = None
+    """Seconds from now."""
+    options: dict[str, Any] | None = None
+
+
+IGNORED = frozenset(
+    {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
+)  # fmt: skip
+"""OpenAI's parameters that change nothing about the answer here."""
+_TO_TEXT_STAGE = tuple(
+    name
+    for name in SamplingParams.__struct_fields__
+    if name in CommonBody.__struct_fields__ and name not in ("seed", "n")
+)
+"""Top-level parameters that are the text stage's sampling as they stand. The seed is the request's own; n: as many
+requests, or set where one makes all."""
+
+B = TypeVar("B", bound=CommonBody)
+
+
+def parse_body(
+    values: dict[str, Any],
+    kind: type[B],
+    unsupported: Mapping[str, tuple[object, ...]],
+    nested: Mapping[str, type[msgspec.Struct]],
+) -> B:
+    """The typed body. `unsupported`: parameters that cannot be honoured → the values that ask for nothing (null always
+    does); `nested`: parameters that are objects → their type. Raises `InvalidRequest`."""
+    check_names(values, {*kind.__struct_fields__, *IGNORED, *unsupported})
+    for name, harmless in unsupported.items():
+        value = values.get(name)
+        # True == 1 in Python: compare types as well
+        if value is not None and not any(value == given and type(value) is type(given) for given in harmless):
+            right = f"leave it out or use {' or '.join(map(repr, harmless))}" if harmless else "leave it out"
+            raise Unsupported(f"{name} is {shown(value)}; this server does not support that: {right}", field=name)
+    for name, inner in nested.items():
+        if isinstance(values.get(name), dict):
+            check_names(values[name], inner.__struct_fields__, name)
+    return convert(values, kind)
+
+
+def check_model(model: str, card: ModelCard, settings: ServerSettings) -> None:
+    """Raise `ModelNotFound` for a name that is not served."""
+    served = settings.served_names or (card.name,)
+    if model not in served:
+        raise ModelNotFound(f"model {shown(model)} is not served here{nearest(model, served)}", field="model")
+
+
+def common_fields(body: CommonBody, card: ModelCard, now: float) -> dict[str, Any]:
+    """The fields of `Request` that every endpoint fills alike. Raises `InvalidRequest`."""
+    options = body.options or {}
+    check_names(options, card.options, "options")
+    check_carried(options, "options")
+    if body.priority is not None and abs(body.priority) > 2**31:
+        raise InvalidRequest(f"priority is {body.priority}; it must be a 32-bit integer", field="priority")
+    if body.deadline is not None and not 0 < body.deadline < 1e9:
+        raise InvalidRequest(f"deadline is {body.deadline}; it must be seconds above 0", field="deadline")
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options is given, but stream is not true", field="stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest("prompt_logprobs cannot be streamed; leave stream out", field="prompt_logprobs")
+    return {
+        "options": options,
+        "priority": body.priority or 0,
+        "deadline": None if body.deadline is None else now + body.deadline,
+    }
+
+
+def checked_token_ids(ids: list[int], field: str, vocab_size: int | None = None) -> list[int]:
+    """Ids a client sent as a prompt. Raises `InvalidRequest`."""
+    end = _MAX_VOCAB if vocab_size is None else vocab_size
+    if not ids or any(not 0 <= token < end for token in ids):
+        right = "it must be a list of token ids, at least one" + (f", from 0 to {end - 1}" if vocab_size else "")
+        raise InvalidRequest(f"{field} is {shown(ids)}; {right}", field=field)
+    return ids
+
+
+def sampling_of(body: CommonBody, card: ModelCard, **own: Any) -> dict[str, SamplingParams]:
+    """Sampling by stage. `own`: fields of the text stage's that the endpoint has in a form of its own; None: not given.
+    Raises `InvalidRequest`."""
+    by_stage: dict[str, SamplingParams] = {}
+    for stage, values in (body.sampling or {}).items():
+        if stage not in card.sampling_stages:
+            hint = nearest(stage, card.sampling_stages)
+            raise InvalidRequest(f"sampling names {shown(stage)}, no stage that samples{hint}", field="sampling")
+        by_stage[stage] = sampling_from(values, f"sampling.{stage}")
+        if by_stage[stage].n is not None:
+            raise InvalidRequest(
+                f"sampling.{stage}.n is {by_stage[stage].n}; give n at the top of the request",
+                field=f"sampling.{stage}.n",
+            )
+        check_token_ids(by_stage[stage], card.vocab_sizes.get(stage, _MAX_VOCAB), f"sampling.{stage}.")
+    top = _top_level(body, card, own)
+    if top is None:
+        return by_stage
+    if card.text_stage is None:
+        given = next(name for name in SamplingParams.__struct_fields__ if getattr(top, name) is not None)
+        raise InvalidRequest(f"{given} is given, but this model has no stage that makes text", field=given)
+    # what is said of the stage by name is the more special
+    by_stage[card.text_stage] = by_stage.get(card.text_stage, SamplingParams()).over(top)
+    return by_stage
+
+
+_PREFIX = "request"
+
+
+def _top_level(body: CommonBody, card: ModelCard, own: dict[str, Any]) -> SamplingParams | None:
+    """The text stage's parameters as they stand at the top of the body; None where there are none."""
+    stated = {name: getattr(body, name) for name in _TO_TEXT_STAGE} | own
+    given = {name: value for name, value in stated.items() if value is not None}
+    for token in body.logit_bias or {}:
+        if not (token.isascii() and token.isdecimal() and len(token) <= 10):
+            raise InvalidRequest(f"logit_bias has {shown(token)}, which is no token id", field="logit_bias")
+    if isinstance(body.stop, str):
+        given["stop"] = [body.stop]
+    elif body.stop is not None and len(body.stop) > MAX_STOPS:
+        raise InvalidRequest(f"stop has {len(body.stop)} strings; at most {MAX_STOPS} are taken", field="stop")
+    if not given:
+        return None
+    params = _checked_at_top(given)
+    check_token_ids(params, card.vocab_sizes.get(card.text_stage or "", _MAX_VOCAB), "")
+    return params
+
+
+def _checked_at_top(given: SamplingParams | dict[str, Any]) -> SamplingParams:
+    """Parameters that stand at the top of the body, under no name."""
+    try:
+        if isinstance(given, dict):
+            return sampling_from(given, _PREFIX)
+        check_sampling(given, _PREFIX)
+        return given
+    except InvalidRequest as error:
+        field = (error.field or "").removeprefix(f"{_PREFIX}.")
+        raise type(error)(error.message.removeprefix(f"{_PREFIX}."), field=field) from error
+
+
+def choices_of(body: CommonBody) -> int:
+    """How many answers each prompt gets."""
+    n = 1 if body.n is None else body.n
+    if not 1 <= n <= MAX_CHOICES:
+        raise InvalidRequest(f"n is {n}; it must be from 1 to {MAX_CHOICES}", field="n")
+    return n
+
+
+def together(sampling: dict[str, SamplingParams], n: int, card: ModelCard) -> dict[str, SamplingParams]:
+    """One request that makes all choices: its prompt is computed once. Draws are those of `n` requests with their own
+    seeds."""
+    assert card.text_stage is not None
+    several = SamplingParams(n=n).over(sampling.get(card.text_stage, SamplingParams()))
+    _checked_at_top(several)
+    return {**sampling, card.text_stage: several}
+
+
+def seeds_of(body: CommonBody, n: int) -> list[int | None]:
+    """One per request: the given seed and its successors (wrapping at 64 bits), or None: given at admission."""
+    if body.seed is None:
+        return [None] * n
+    if not -(2**63) <= body.seed < 2**64:
+        raise InvalidRequest(f"seed is {body.seed}; it must be a 64-bit integer", field="seed")
+    return [seed if (seed := body.seed + index) < 2**64 else seed - 2**64 for index in range(n)]

@@ -1,0 +1,127 @@
+"""POST /tokenize and /detokenize, GET /tokenizer_info: prompts as tokens and back, as vLLM has them.
+
+The tokenizer is in the input stage; these are requests that end there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi import Request as HttpRequest
+from starlette.responses import Response
+
+from segue.graph.parts import TOKENS
+from segue.messages.deltas import TokensDelta
+from segue.messages.errors import InvalidRequest, StageFailed
+from segue.messages.request import Request
+from segue.models.chat_template import SPECIAL_TOKENS
+from segue.orchestrator.service import ModelCard, Service
+from segue.server.body import check_names, convert, read_json
+from segue.server.chat_request import checked_messages
+from segue.server.chat_template import chat_options, dialect_for
+from segue.server.disconnect import while_connected
+from segue.server.errors import json_response
+from segue.server.parameters import check_model, checked_token_ids
+from segue.server.settings import ServerSettings
+from segue.server.tools import Tool, tool_plan
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """A prompt, or messages for the chat template. null means not given."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Any = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    tools: list[Tool] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    """Token ids."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+def add_tokenize(app: FastAPI, service: Service, settings: ServerSettings) -> None:
+    """Add the endpoints."""
+
+    @app.post("/tokenize")
+    async def tokenize(http: HttpRequest) -> Response:
+        values = await read_json(http, settings.max_body_bytes)
+        check_names(values, TokenizeBody.__struct_fields__)
+        body = convert(values, TokenizeBody)
+        request = await asyncio.to_thread(_tokenize_request, body, values, service.card, settings)
+        found = await while_connected(http.receive, _tokens(service, request))
+        answer = {
+            "count": len(found.token_ids),
+            "max_model_len": service.card.max_model_len,
+            "tokens": found.token_ids,
+            "token_strs": found.token_strs if body.return_token_strs else None,
+        }
+        return json_response(answer)
+
+    @app.post("/detokenize")
+    async def detokenize(http: HttpRequest) -> Response:
+        values = await read_json(http, settings.max_body_bytes)
+        check_names(values, DetokenizeBody.__struct_fields__)
+        body = convert(values, DetokenizeBody)
+        if body.model is not None:
+            check_model(body.model, service.card, settings)
+        if not body.tokens:
+            return json_response({"prompt": ""})
+        card = service.card
+        ids = checked_token_ids(body.tokens, "tokens", card.vocab_sizes.get(card.text_stage or ""))
+        found = await while_connected(http.receive, _tokens(service, _request(prompt_token_ids=ids)))
+        if not found.token_strs:
+            raise InvalidRequest("this checkpoint has no tokenizer, so its ids stand for no text", field="tokens")
+        return json_response({"prompt": found.text})
+
+    @app.get("/tokenizer_info")
+    async def info() -> Response:
+        dialect = service.card.dialect
+        special = dict(dialect.special_tokens)
+        template = dialect.template.text if dialect.template is not None else None
+        return json_response({**{name: special.get(name) for name in SPECIAL_TOKENS}, "chat_template": template})
+
+
+def _tokenize_request(body: TokenizeBody, values: dict[str, Any], card: ModelCard, settings: ServerSettings) -> Request:
+    """Blocking (media)."""
+    if body.model is not None:
+        check_model(body.model, card, settings)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("give either prompt or messages", field="prompt" if body.prompt is None else "messages")
+    if body.prompt is not None:
+        return _request(prompt=body.prompt, add_special_tokens=body.add_special_tokens)
+    dialect = dialect_for(card, settings)
+    tools = tool_plan(body.tools, None, None, values.get("tools"), dialect)
+    return _request(
+        messages=checked_messages(body.messages, card, settings),
+        chat=chat_options(body, dialect, tools),
+        add_special_tokens=body.add_special_tokens,
+    )
+
+
+def _request(**prompt: Any) -> Request:
+    return Request(request_id=f"tokens-{uuid.uuid4().hex}", modalities=[TOKENS], **prompt)
+
+
+async def _tokens(service: Service, request: Request) -> TokensDelta:
+    found: TokensDelta | None = None
+    async with aclosing(service.stream(request)) as deltas:
+        async for delta in deltas:  # to the end: the request is not to be cancelled
+            if isinstance(delta, TokensDelta):
+                found = delta
+    if found is None:
+        raise StageFailed("the input stage gave no tokens")
+    return found

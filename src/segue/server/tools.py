@@ -1,0 +1,174 @@
+"""`tools`, `tool_choice` and `parallel_tool_calls` of a chat completion: what is shown, what holds the reply."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from segue.media.sources import shown
+from segue.messages.carried import check_carried
+from segue.messages.errors import InvalidRequest, nearest
+from segue.messages.sampling import StructuredOutput
+from segue.models.dialects.dialect import Dialect, forced_parser
+from segue.models.dialects.pieces import Parser, Plain
+from segue.server.errors import Unsupported
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_CHOICES = ("none", "auto", "required")
+_DEFINITIONS = ("$defs", "definitions")
+
+
+class FunctionDefinition(msgspec.Struct, kw_only=True):
+    """What a tool is called and takes."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema of an object."""
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    """A function the model may call."""
+
+    function: FunctionDefinition
+    type: str = "function"
+
+
+class FunctionName(msgspec.Struct, kw_only=True):
+    """Which function."""
+
+    name: str
+
+
+class NamedTool(msgspec.Struct, kw_only=True):
+    """The tool that must be called."""
+
+    function: FunctionName
+    type: str = "function"
+
+
+@dataclass(frozen=True)
+class ToolPlan:
+    """What the tools of a request mean for its prompt, its sampling and the reading of its reply."""
+
+    shown: list[dict[str, Any]]
+    """As the client sent them, for the template."""
+    names: frozenset[str] | None = None
+    """What the reply may call; None: nothing."""
+    structured: StructuredOutput | None = None
+    """The form of a reply that must call."""
+    forced: str | None = None
+    """The one tool such a reply calls; None: any."""
+    parallel: bool = True
+    keeps_special_tokens: bool = False
+    """The marks of a call are special tokens, so these must not be left out of the text."""
+
+    def parser(self, dialect: Dialect, *, opened: bool) -> Callable[[], Parser]:
+        """Makes the parser of one reply."""
+        if self.structured is not None:
+            return lambda: forced_parser(self.forced)
+        if self.names is None and dialect.reasoning is None:
+            return Plain
+        return lambda: dialect.parser(opened=opened, tools=self.names)
+
+
+def tool_plan(
+    tools: list[Tool] | None,
+    choice: str | NamedTool | None,
+    parallel: bool | None,
+    as_sent: Any,
+    dialect: Dialect,
+) -> ToolPlan:
+    """Check the three parameters. Raises `InvalidRequest`, or `Unsupported` where this model takes no tools."""
+    given = _checked(tools or [])
+    if isinstance(choice, str) and choice not in _CHOICES:
+        raise InvalidRequest(
+            f"tool_choice is {shown(choice)}{nearest(choice, _CHOICES)}; or an object that names a function",
+            field="tool_choice",
+        )
+    if not given:
+        if choice not in (None, "none", "auto"):
+            raise InvalidRequest("tool_choice is given, but tools is missing or empty", field="tool_choice")
+        return ToolPlan([])
+    if choice == "none":
+        return ToolPlan([])
+    if not dialect.takes_tools:
+        raise Unsupported(
+            "tools are given, but the chat template of this model has no place for them; this server does not support "
+            "that: leave them out",
+            field="tools",
+        )
+    check_carried(as_sent, "tools")
+    several = parallel is not False
+    names = frozenset(given)
+    if isinstance(choice, NamedTool):
+        return ToolPlan(as_sent, names, _only(choice, given), choice.function.name, several)
+    if choice == "required":
+        return ToolPlan(as_sent, names, _any_of(given, several=several), None, several)
+    if dialect.calls is None:
+        raise Unsupported(
+            "how this model writes tool calls is not known; start the server with --tool-parser, or use tool_choice "
+            "required",
+            field="tools",
+        )
+    keeps = dialect.calls.marked_by_special_tokens
+    return ToolPlan(as_sent, names, parallel=several, keeps_special_tokens=keeps)
+
+
+def _checked(tools: list[Tool]) -> dict[str, FunctionDefinition]:
+    given: dict[str, FunctionDefinition] = {}
+    for index, tool in enumerate(tools):
+        name, field = tool.function.name, f"tools[{index}]"
+        if tool.type != "function":
+            raise InvalidRequest(f"{field}.type is {shown(tool.type)}; it must be 'function'", field=f"{field}.type")
+        if not _NAME.fullmatch(name):
+            right = "it must be 1 to 64 letters, digits, _, . or -"
+            raise InvalidRequest(f"{field}.function.name is {shown(name)}; {right}", field=f"{field}.function.name")
+        if name in given:
+            raise InvalidRequest(f"{field}.function.name is {name!r} a second time", field=f"{field}.function.name")
+        given[name] = tool.function
+    return given
+
+
+def _only(choice: NamedTool, given: dict[str, FunctionDefinition]) -> StructuredOutput:
+    name, field = choice.function.name, "tool_choice.function.name"
+    if name not in given:
+        raise InvalidRequest(f"{field} is {shown(name)}, which tools has not{nearest(name, given)}", field=field)
+    return StructuredOutput(json=_schema(given[name]))
+
+
+def _schema(function: FunctionDefinition) -> dict[str, Any]:
+    return function.parameters or {"type": "object", "properties": {}}
+
+
+def _any_of(given: dict[str, FunctionDefinition], *, several: bool) -> StructuredOutput:
+    """An array of calls. Definitions the schemas refer to (`#/$defs/…`) stand at the root, so they move up."""
+    root: dict[str, Any] = {}
+    calls = []
+    for name, function in given.items():
+        schema = dict(_schema(function))
+        for key in _DEFINITIONS:
+            for defined, what in schema.pop(key, {}).items():
+                if root.setdefault(key, {}).setdefault(defined, what) != what:
+                    raise InvalidRequest(
+                        f"tools: {key} of {name!r} defines {defined!r} otherwise than an earlier tool; "
+                        "with tool_choice required the names must differ",
+                        field="tools",
+                    )
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, "parameters": schema},
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+        )
+    schema = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **root}
+    if not several:
+        schema["maxItems"] = 1
+    return StructuredOutput(json=schema)
