@@ -179,8 +179,14 @@ def check_token_ids(params: SamplingParams, vocab_size: int, field: str) -> None
                     f"{field}{name} has {token}, which is no token id; they are from 0 to {vocab_size - 1}",
                     field=f"{field}{name}",
                 )
-    if len(set(params.suppress_tokens or ())) == vocab_size:
+    forbidden = set(params.suppress_tokens or ())
+    if len(forbidden) == vocab_size:
         raise InvalidRequest(f"{field}suppress_tokens leaves no token to choose", field=f"{field}suppress_tokens")
+    if params.min_tokens and len(forbidden.union(params.stop_token_ids or ())) == vocab_size:
+        raise InvalidRequest(
+            f"{field}stop_token_ids leaves no token to choose until min_tokens ({params.min_tokens})",
+            field=f"{field}stop_token_ids",
+        )
 
 
 def sampling_from(values: dict[str, Any], field: str) -> SamplingParams:
