@@ -25,6 +25,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from openai import OpenAI
 
+MODEL = "demo"
 ASSETS = Path(__file__).parent.parent / "assets"
 SAMPLE_RATE = 24000
 SHADES = {"queue": 0.12, "first": 0.5, "run": 1.0}
@@ -75,39 +76,36 @@ def prompts() -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def whole(client: OpenAI, model: str, name: str, content: list[dict[str, Any]], modalities: list[str]) -> Shown:
+def request(content: list[dict[str, Any]], modalities: list[str]) -> dict[str, Any]:
+    """What is asked, streamed or whole: the keywords of `client.chat.completions.create`."""
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": content}],
+        "modalities": modalities,
+        "seed": 7,
+        "max_tokens": 64,
+        "extra_body": {"return_metrics": True, "sampling": {"talker": {"max_tokens": 300}}},
+    }
+    if "audio" in modalities:
+        asked["audio"] = {"voice": "Chelsie", "format": "pcm16"}
+    return asked
+
+
+def whole(client: OpenAI, name: str, content: list[dict[str, Any]], modalities: list[str]) -> Shown:
     shown, sent = Shown(name), time.monotonic()
-    answer = client.chat.completions.create(
-        model=model,
-        messages=[{"role": "user", "content": content}],  # type: ignore[list-item, misc]
-        modalities=modalities,  # type: ignore[arg-type]
-        audio={"voice": "Chelsie", "format": "pcm16"} if "audio" in modalities else None,  # type: ignore[arg-type]
-        seed=7,
-        max_tokens=64,
-        extra_body={"return_metrics": True, "sampling": {"talker": {"max_tokens": 300}}},
-    )
+    answer = client.chat.completions.create(**request(content, modalities))
     shown.jct = time.monotonic() - sent
     message = answer.choices[0].message
     shown.text = message.content or ""
     if message.audio is not None:
         shown.pcm = base64.b64decode(message.audio.data)
-    shown.spans = answer.choices[0].model_extra["segue"]["metrics"]["spans"]  # type: ignore[index]
+    shown.spans = answer.choices[0].model_extra["segue"]["metrics"]["spans"]
     return shown
 
 
-def streamed(client: OpenAI, model: str, name: str, content: list[dict[str, Any]], modalities: list[str]) -> Shown:
+def streamed(client: OpenAI, name: str, content: list[dict[str, Any]], modalities: list[str]) -> Shown:
     shown, sent = Shown(name), time.monotonic()
-    stream = client.chat.completions.create(
-        model=model,
-        messages=[{"role": "user", "content": content}],  # type: ignore[list-item, misc]
-        modalities=modalities,  # type: ignore[arg-type]
-        audio={"voice": "Chelsie", "format": "pcm16"} if "audio" in modalities else None,  # type: ignore[arg-type]
-        seed=7,
-        max_tokens=64,
-        stream=True,
-        extra_body={"return_metrics": True, "sampling": {"talker": {"max_tokens": 300}}},
-    )
-    for chunk in stream:  # type: ignore[union-attr]
+    for chunk in client.chat.completions.create(stream=True, **request(content, modalities)):
         now = time.monotonic() - sent
         for choice in chunk.choices:
             if choice.delta.content:
@@ -163,7 +161,7 @@ def draw(shown: list[Shown], path: Path) -> None:
 def main(model_dir: Path, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    command = ["serve", str(model_dir), "--port", "0", "--name", "demo", "--log-level", "warning"]
+    command = ["serve", str(model_dir), "--port", "0", "--name", MODEL, "--log-level", "warning"]
     server = subprocess.Popen([sys.executable, "-m", "segue.cli", *command], stdout=subprocess.PIPE, text=True)
     try:
         url = wait_ready(server)
@@ -171,11 +169,11 @@ def main(model_dir: Path, out: Path) -> None:
         client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         shown: list[Shown] = []
         for name, content in prompts().items():
-            shown.append(streamed(client, "demo", f"{name} → text + speech, streamed", content, ["text", "audio"]))
+            shown.append(streamed(client, f"{name} → text + speech, streamed", content, ["text", "audio"]))
         content = prompts()["text"]
-        shown.append(whole(client, "demo", "text → text, whole", content, ["text"]))
-        shown.append(streamed(client, "demo", "text → text, streamed", content, ["text"]))
-        shown.append(whole(client, "demo", "text → text + speech, whole", content, ["text", "audio"]))
+        shown.append(whole(client, "text → text, whole", content, ["text"]))
+        shown.append(streamed(client, "text → text, streamed", content, ["text"]))
+        shown.append(whole(client, "text → text + speech, whole", content, ["text", "audio"]))
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait()

@@ -47,6 +47,21 @@ def parser() -> argparse.ArgumentParser:
     )
     serve.add_argument("--media-root", type=Path, help="allow file paths below this directory as media URLs")
     serve.add_argument("--media-host", action="append", default=[], help="allow media from this http(s) host")
+    serve.add_argument(
+        "--max-body-bytes", type=_size, default="384MiB", help="of one HTTP request; default: %(default)s"
+    )
+    serve.add_argument(
+        "--stall-seconds",
+        type=_seconds,
+        default=60.0,
+        help="a streaming client that takes nothing for so long is taken for gone; default: %(default)g",
+    )
+    serve.add_argument(
+        "--drain-seconds",
+        type=_seconds,
+        default=30.0,
+        help="how long running requests may go on after a signal to stop; default: %(default)g",
+    )
     serve.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
     serve.set_defaults(run=_serve)
 
@@ -79,6 +94,25 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _size(text: str) -> int:
+    from segue.graph.section import size_of
+
+    size = int(text) if text.isdecimal() else size_of(text)
+    if not size:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size above 0, such as 1048576, '64MiB' or '1GB'")
+    return size
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+    return seconds
+
+
 def _model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, help="directory of a checkpoint")
     parser.add_argument("--config", type=Path, help="deployment file (YAML)")
@@ -101,6 +135,9 @@ def _serve(arguments: argparse.Namespace) -> int:
         api_key=arguments.api_key,
         tool_parser=arguments.tool_parser,
         media=MediaPolicy(media_root=arguments.media_root, http_hosts=frozenset(arguments.media_host)),
+        max_body_bytes=arguments.max_body_bytes,
+        stall_seconds=arguments.stall_seconds,
+        drain_seconds=arguments.drain_seconds,
     )
     return asyncio.run(_serve_until_told(arguments, settings))
 

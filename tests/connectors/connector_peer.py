@@ -1,4 +1,6 @@
-"""A process with one shared-memory connector, driven over its pipes: `python connector_peer.py ADDRESS [BYTES…]`.
+"""A process with one shared-memory connector, driven over its pipes.
+
+`python connector_peer.py ADDRESS POOL MAX DEVICE`: sizes in bytes; DEVICE is what `device_of` knows, or `none`.
 
 Requests and answers are msgpack maps on stdin and stdout, one at a time, each after its length.
 """
@@ -10,6 +12,9 @@ from typing import Any, BinaryIO
 import msgspec
 import torch
 
+from segue.connectors.cuda import cuda_memory
+from segue.connectors.device import DeviceMemory
+from segue.connectors.memfd_device import MemfdMemory
 from segue.connectors.shm import SharedMemoryConnector
 
 
@@ -26,20 +31,38 @@ def receive(pipe: BinaryIO) -> Any:
     return msgspec.msgpack.decode(pipe.read(struct.unpack("<I", length)[0]))
 
 
-def numbers(size: int, first: int) -> dict[str, Any]:
+def device_of(kind: str) -> DeviceMemory | None:
+    match kind:
+        case "memfd":
+            return MemfdMemory()
+        case "unreachable":
+            return MemfdMemory(reachable=False)
+        case "cuda":
+            return cuda_memory(torch.device("cuda:0"))
+    return None
+
+
+def numbers(size: int, first: int, device: str = "cpu") -> dict[str, Any]:
     """A payload of `size` bytes that counts up from `first`."""
-    return {"x": torch.arange(first, first + size // 8)}
+    return {"x": torch.arange(first, first + size // 8, device=device)}
 
 
 def right(payload: dict[str, Any], first: int) -> bool:
-    tensor = payload["x"]
+    tensor = payload["x"].cpu()
     return bool(torch.equal(tensor, torch.arange(first, first + tensor.numel())))
 
 
 def main() -> None:
     torch.set_num_threads(1)
+    kind = sys.argv[4]
+    place = "cuda" if kind == "cuda" else "cpu"
     connector = SharedMemoryConnector(
-        sys.argv[1], pool_bytes=int(sys.argv[2]), max_bytes=int(sys.argv[3]), shm_threshold_bytes=0
+        sys.argv[1],
+        pool_bytes=int(sys.argv[2]),
+        max_bytes=int(sys.argv[3]),
+        shm_threshold_bytes=0,
+        cuda_pool_bytes=int(sys.argv[3]),
+        device=device_of(kind),
     )
     held: dict[str, list[tuple[Any, int]]] = {}
     send(sys.stdout.buffer, "ready")
@@ -47,7 +70,12 @@ def main() -> None:
         try:
             match receive(sys.stdin.buffer):
                 case ["put", request, size, first]:
-                    answer: Any = connector.put("a", "b", request, numbers(size, first))
+                    answer: Any = connector.put("a", "b", request, numbers(size, first, place))
+                case ["echo", metadata]:
+                    found = connector.get("a", "b", "echo", metadata)
+                    answer = connector.put("b", "a", "echo", found[0]) if found is not None else (False, 0, None)
+                case ["where", request]:
+                    answer = [str(payload["x"].device.type) for payload, _ in held[request]]
                 case ["get", request, metadata, first]:
                     found = connector.get("a", "b", request, metadata)
                     if found is not None:

@@ -11,6 +11,9 @@ from payload_values import DTYPES, raw_tensor, same
 
 from segue.connectors.base import Connector
 from segue.connectors.create import create
+from segue.connectors.cuda import cuda_memory
+from segue.connectors.device import DeviceMemory
+from segue.connectors.memfd_device import MemfdMemory
 from segue.messages.errors import StageFailed
 
 MIB = 1 << 20
@@ -23,6 +26,8 @@ class Pair:
 
     producer: Any
     consumer: Any
+    lends: bool = True
+    """What is taken is the producer's memory until it is released; not where tensors come from a device."""
 
     def put(self, request: str, payload: dict[str, Any]) -> dict[str, Any]:
         ok, size, metadata = self.producer.put("a", "b", request, payload)
@@ -38,7 +43,19 @@ class Pair:
 MakePair = Callable[..., Pair]
 
 
-@pytest.fixture(params=["inproc", "shm", "shm to itself"])
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(
+    params=[
+        "inproc",
+        "shm",
+        "shm to itself",
+        "device",
+        "unreachable device",
+        pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda]),
+    ]
+)
 def pair(request: pytest.FixtureRequest) -> Iterator[MakePair]:
     made: list[Connector] = []
 
@@ -47,15 +64,30 @@ def pair(request: pytest.FixtureRequest) -> Iterator[MakePair]:
             made.append(create("inproc", "", {"max_bytes": max_bytes}))
             return Pair(made[-1], made[-1])
         extra = {"max_bytes": max_bytes, "pool_bytes": pool_bytes, "shm_threshold_bytes": threshold}
-        made.append(create("shm", next(_names), extra))
+        if request.param.endswith("device"):
+            extra["cuda_pool_bytes"] = max_bytes
+        device = device_of(request.param)
+        made.append(create("shm", next(_names), extra, device))
         producer = made[-1]
-        if request.param == "shm":
-            made.append(create("shm", next(_names), extra))
-        return Pair(producer, made[-1])
+        if request.param != "shm to itself":
+            made.append(create("shm", next(_names), extra, device))
+        return Pair(producer, made[-1], lends=request.param in ("shm", "shm to itself", "cuda"))
 
     yield make
     for connector in made:
         connector.close()
+
+
+def device_of(kind: str) -> DeviceMemory | None:
+    """What the connectors of a kind have for a device."""
+    match kind:
+        case "device":
+            return MemfdMemory()
+        case "unreachable device":
+            return MemfdMemory(reachable=False)
+        case "cuda":
+            return cuda_memory(torch.device("cuda:0"))
+    return None
 
 
 def filled(size: int, value: int = 7) -> dict[str, Any]:
@@ -136,6 +168,8 @@ def test_a_slow_reader_keeps_what_it_holds(pair: MakePair) -> None:
 
 def test_a_full_pool_refuses_until_a_release(pair: MakePair) -> None:
     edge = pair(max_bytes=2 * MIB)
+    if not edge.lends:
+        pytest.skip("a full device pool is no refusal: payloads then go through the host")
     metadata = {}
     for n in range(100):
         ok, size, found = edge.producer.put("a", "b", f"r{n}", filled(500_000, n))
@@ -234,7 +268,7 @@ def test_one_chunk_of_a_stream_is_released(pair: MakePair, size: int) -> None:
     used = edge.producer.bytes_in_use
     edge.consumer.release("r", first)
     if size == 5000:
-        assert edge.producer.bytes_in_use < used
+        assert edge.producer.bytes_in_use < used or not edge.lends
         edge.producer.release("r", third)
         assert edge.get("r", third) is None
     assert edge.get("r", first) is None
@@ -273,7 +307,7 @@ def test_calls_after_close_are_errors(pair: MakePair) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_cuda
 def test_cuda_tensors_arrive(pair: MakePair) -> None:
     edge = pair()
     sent = torch.arange(100_000, device="cuda", dtype=torch.float32)

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from segue.connectors.create import create
+from segue.connectors.device import DeviceMemory
+from segue.connectors.memfd_device import MemfdMemory
 
 KIB = 1024
 _names = (f"stateful-{number}" for number in count())
@@ -19,14 +21,18 @@ class Against(RuleBasedStateMachine):
 
     kind: ClassVar[str]
     inline_below: ClassVar[int]
+    device: ClassVar[DeviceMemory | None] = None
 
     def __init__(self) -> None:
         super().__init__()
         extra = {"max_bytes": 512 * KIB}
         if self.kind == "shm":
             extra |= {"pool_bytes": 128 * KIB, "shm_threshold_bytes": self.inline_below}
-        self.producer: Any = create(self.kind, next(_names), extra)
-        self.consumer: Any = create(self.kind, next(_names), extra) if self.kind == "shm" else self.producer
+            extra |= {"cuda_pool_bytes": 256 * KIB}
+        self.producer: Any = create(self.kind, next(_names), extra, self.device)
+        self.consumer: Any = (
+            create(self.kind, next(_names), extra, self.device) if self.kind == "shm" else self.producer
+        )
         self.numbers = count(1)
         self.put: dict[int, tuple[str, dict[str, Any], dict[str, Any]]] = {}
         self.taken: dict[int, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {}
@@ -118,6 +124,17 @@ class SharedMemory(Against):
     inline_below = 2000
 
 
+class WithDevice(SharedMemory):
+    device = MemfdMemory()
+
+
+class WithUnreachableDevice(SharedMemory):
+    device = MemfdMemory(reachable=False)
+
+
 TestInProcess = InProcess.TestCase
 TestSharedMemory = SharedMemory.TestCase
+TestWithDevice = WithDevice.TestCase
+TestWithUnreachableDevice = WithUnreachableDevice.TestCase
 TestInProcess.settings = TestSharedMemory.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestWithDevice.settings = TestWithUnreachableDevice.settings = TestInProcess.settings

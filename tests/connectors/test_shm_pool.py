@@ -34,7 +34,7 @@ def pool() -> Iterator[Pool]:
 @pytest.fixture
 def address(pool: Pool) -> Iterator[str]:
     name = f"pool-{os.getpid()}"
-    server = HandOver(name, ID, pool)
+    server = HandOver(name, ID, pool, lambda generation, receiver: None)
     yield name
     server.close()
 
@@ -192,7 +192,7 @@ def test_a_receiver_that_leaves_without_reading(pool: Pool, address: str) -> Non
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
             stranger.connect(f"\0segue-shm-{address}")
             for _ in range(packets):
-                stranger.send(struct.pack("<I", 0))
+                stranger.send(struct.pack("<BQ", 0, 0))
     line = Line.open(address)
     assert line is not None
     assert line.segment(0) is not None

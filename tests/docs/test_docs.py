@@ -22,7 +22,7 @@ from markdown_blocks import ALL, PAGES, ROOT, Block, anchors, links, names, of, 
 from segue.bench.main import parser as bench_parser
 from segue.cli import parser as cli_parser
 from segue.connectors.create import create
-from segue.connectors.shm import MAX_BYTES, POOL_BYTES, THRESHOLD_BYTES
+from segue.connectors.shm import CUDA_POOL_BYTES, MAX_BYTES, POOL_BYTES, THRESHOLD_BYTES
 from segue.graph.deployment import Hardware, Limits, StagePlan
 from segue.graph.loader import load_plan
 from segue.graph.render import as_text
@@ -166,7 +166,12 @@ def test_settings_of_connectors_are_as_documented() -> None:
     assert names(written["name"][2]) == list(KINDS)
     extra = {key: written[key] for key in written if key not in ("name", "extra")}
     create("shm", "docs-settings", dict.fromkeys(extra, 1 << 16)).close()
-    defaults = {"shm_threshold_bytes": THRESHOLD_BYTES, "pool_bytes": POOL_BYTES, "max_bytes": MAX_BYTES}
+    defaults = {
+        "shm_threshold_bytes": THRESHOLD_BYTES,
+        "pool_bytes": POOL_BYTES,
+        "max_bytes": MAX_BYTES,
+        "cuda_pool_bytes": CUDA_POOL_BYTES,
+    }
     assert {key: names(row[1])[0] for key, row in extra.items()} == {key: size(n) for key, n in defaults.items()}
 
 

@@ -13,6 +13,9 @@ import psutil
 import pytest
 from server_process import ASSETS, environment, segue, tiny_checkpoint
 
+from segue.cli import parser
+from segue.server.settings import ServerSettings
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -48,6 +51,30 @@ def test_generate_names_what_is_wrong(model: Path) -> None:
     assert done.returncode == 2
     assert "did you mean 'Chelsie'?" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "text"),
+    [
+        ("--max-body-bytes", "many", "'many' is no size above 0"),
+        ("--max-body-bytes", "0", "'0' is no size above 0"),
+        ("--stall-seconds", "-1", "'-1' is no number of seconds above 0"),
+        ("--drain-seconds", "nan", "'nan' is no number of seconds above 0"),
+    ],
+)
+def test_serve_names_an_impossible_limit(option: str, value: str, text: str) -> None:
+    done = segue("serve", "nowhere", f"{option}={value}")
+    assert done.returncode == 2
+    assert f"argument {option}: {text}" in done.stderr
+
+
+def test_limits_of_serve_are_read() -> None:
+    limits = ["--max-body-bytes", "2MiB", "--stall-seconds", "5", "--drain-seconds", "0.5"]
+    read = parser().parse_args(["serve", "nowhere", *limits])
+    assert (read.max_body_bytes, read.stall_seconds, read.drain_seconds) == (2 << 20, 5.0, 0.5)
+    plain, settings = parser().parse_args(["serve", "nowhere"]), ServerSettings()
+    assert plain.max_body_bytes == settings.max_body_bytes
+    assert (plain.stall_seconds, plain.drain_seconds) == (settings.stall_seconds, settings.drain_seconds)
 
 
 def test_interrupting_generate_leaves_nothing(model: Path) -> None:

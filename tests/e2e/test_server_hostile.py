@@ -117,6 +117,12 @@ BAD: dict[str, tuple[dict[str, Any], int, str | None, str]] = {
     "stop id outside": ({"stop_token_ids": [672]}, 400, "stop_token_ids", "from 0 to 671"),
     "suppressed id outside": ({"suppress_tokens": [-1]}, 400, "suppress_tokens", "-1"),
     "nothing left": ({"suppress_tokens": list(range(672))}, 400, "suppress_tokens", "no token to choose"),
+    "nothing left at first": (
+        {"suppress_tokens": list(range(1, 672)), "stop_token_ids": [0], "min_tokens": 2},
+        400,
+        "stop_token_ids",
+        "no token to choose until min_tokens (2)",
+    ),
     "talker's bias outside": (
         {"sampling": {"talker": {"logit_bias": {"99999": 1}}}},
         400,
@@ -157,6 +163,23 @@ def test_a_bad_request_is_named(http: httpx.Client, case: str, stream: bool) -> 
     assert text in error["message"]
     assert set(error) - {"stage"} == {"message", "type", "param", "code"}
     assert len(error["message"]) < 500
+
+
+def test_a_talker_without_a_code_left_is_named(http: httpx.Client) -> None:
+    talker = {"suppress_tokens": list(range(290))}
+    answer = http.post(CHAT, json=body(modalities=["text", "audio"], sampling={"talker": talker}))
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "sampling.talker.suppress_tokens")
+
+
+def test_a_talker_that_must_not_end_speaks_to_its_length(http: httpx.Client) -> None:
+    """Its end tokens are likelier than all else, and no sound."""
+    talker = {"ignore_eos": True, "max_tokens": 30, "logit_bias": {"290": 100, "292": 100}, "temperature": 0}
+    asked = body(modalities=["text", "audio"], sampling={"talker": talker}, return_token_ids=True)
+    answer = http.post(CHAT, json=asked)
+    assert answer.status_code == 200, answer.text
+    codes = answer.json()["choices"][0]["token_ids"]["talker"]
+    assert len(codes) == 30
+    assert max(codes) < 290
 
 
 def test_a_prompt_that_is_too_long_has_openais_code(http: httpx.Client) -> None:

@@ -17,9 +17,17 @@ from segue.messages.request import Request
 from segue.messages.sampling import SamplingParams
 
 
-def request(name: str, upstreams: frozenset[str] = frozenset({"up"})) -> StageRequest:
+def request(name: str, upstreams: frozenset[str] = frozenset({"up"}), priority: int = 0) -> StageRequest:
     return StageRequest(
-        name, "stage", Request(request_id=name), SamplingParams(), 0, upstreams, frozenset(), frozenset()
+        name,
+        "stage",
+        Request(request_id=name),
+        SamplingParams(),
+        0,
+        upstreams,
+        frozenset(),
+        frozenset(),
+        priority=priority,
     )
 
 
@@ -80,6 +88,20 @@ def drain(engine: ModuleEngine) -> list[StageOutput]:
 
 def feed(engine: ModuleEngine, name: str, *items: dict[str, Any], final: bool = True) -> None:
     engine.feed(name, "up", {"items": list(items)}, final=final)
+
+
+def test_priority_comes_before_age_and_within_it_the_oldest_is_first() -> None:
+    adapter = Echo()
+    engine = ModuleEngine(adapter, ModuleConfig(max_batch=1))
+    for name, priority in (("plain", 0), ("late", 5), ("urgent", -1), ("plain too", 0)):
+        engine.add(request(name, priority=priority))
+        feed(engine, name, {}, {})
+    engine.step()
+    engine.add(request("most urgent", priority=-2))
+    feed(engine, "most urgent", {})
+    drain(engine)
+    order = ["urgent", "most urgent", "urgent", *["plain"] * 2, *["plain too"] * 2, *["late"] * 2]
+    assert [name for call in adapter.calls for name in call] == order
 
 
 ITEM = st.fixed_dictionaries({"bucket": st.sampled_from("ab"), "cost": st.integers(1, 5), "ordered": st.booleans()})

@@ -138,6 +138,10 @@ SHM = {"name": "SharedMemoryConnector"}
             r"c.extra has no key 'shm_threshold'; did you mean 'shm_threshold_b",
         ),
         (
+            connector(**SHM, extra={"cuda_pool_bytes": "5iB"}),
+            "extra.cuda_pool_bytes is '5iB'; it must be a size of at least 0",
+        ),
+        (
             connector(**SHM, extra={"max_bytes": "few"}),
             "runtime.connectors.c.extra.max_bytes is 'few'; it must be a size",
         ),

@@ -27,13 +27,14 @@ from qwen2_5_omni_family import (
 )
 
 from segue.engines.autoregressive.contract import Fed, FlatBatch
-from segue.engines.contract import Payload, Rows, StageOutput
+from segue.engines.contract import Payload, Rows, StageOutput, StageRequest
 from segue.media.audio import decode_audio
 from segue.media.image import decode_image
 from segue.media.limits import MediaLimits
 from segue.media.video import decode_video
-from segue.messages.errors import ConfigError, NotFound, StageFailed
+from segue.messages.errors import ConfigError, InvalidRequest, NotFound, StageFailed
 from segue.messages.request import MediaPart, Message, Request, TextPart
+from segue.messages.sampling import SamplingParams
 from segue.models.qwen2_5_omni.encoder import Encoder
 from segue.models.qwen2_5_omni.input import InputProcessor
 from segue.models.qwen2_5_omni.library import Qwen2_5OmniForConditionalGeneration
@@ -430,9 +431,31 @@ def test_defaults_are_those_of_generate(talker: Talker) -> None:
     assert talker.end_token_ids == {290, 292}
 
 
-def test_the_codecs_start_token_is_never_said(talker: Talker, reference: Reference) -> None:
-    hidden = reference.model.talker.codec_head.weight[291:292].detach() * 100  # nothing would be likelier
-    assert int(talker.logits(hidden)[0].argmax()) != 291
+@pytest.mark.parametrize("token", [291, 293, 294, 299])
+def test_what_is_no_code_is_never_said(talker: Talker, reference: Reference, token: int) -> None:
+    hidden = reference.model.talker.codec_head.weight[token : token + 1].detach() * 100  # nothing would be likelier
+    said = int(talker.logits(hidden)[0].argmax())
+    assert said < 290 or said in talker.end_token_ids
+
+
+def spoken(**sampling: Any) -> StageRequest:
+    return stage_request("talker", upstreams={"thinker"}, sampling=SamplingParams(temperature=0.0, **sampling))
+
+
+def test_an_end_that_ends_nothing_is_not_said(talker: Talker) -> None:
+    request = spoken(ignore_eos=True, suppress_tokens=[5])
+    talker.begin(request)
+    assert request.sampling.suppress_tokens == [5, 290, 292]
+    plain = spoken(suppress_tokens=[5])
+    talker.begin(plain)
+    assert plain.sampling.suppress_tokens == [5]
+
+
+def test_without_a_code_to_say_the_request_is_refused(talker: Talker) -> None:
+    talker.begin(spoken(suppress_tokens=list(range(1, 300))))
+    with pytest.raises(InvalidRequest, match="leaves none of the 290 codes") as caught:
+        talker.begin(spoken(suppress_tokens=list(range(290))))
+    assert caught.value.field == "sampling.talker.suppress_tokens"
 
 
 def test_the_talker_makes_no_text(talker: Talker) -> None:

@@ -109,6 +109,24 @@ def test_a_fork_server_that_cannot_come_back_fails_every_request(
     run(body)
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_who_kills_its_worker_is_lost_alone(toy_dir: Path, place: int) -> None:
+    """Three requests are in the worker each time that one of them kills it; the two others are answered."""
+
+    async def body() -> None:
+        async with AsyncOmni(toy_dir) as omni:
+            prompts = [both("one neighbour"), both("another neighbour")]
+            prompts.insert(place, both("poison", die_at={"stage": "tone", "at": 0}))
+            tasks = [asyncio.create_task(collect(omni, prompt)) for prompt in prompts]
+            poison = tasks.pop(place)
+            with pytest.raises(StageLost, match="'tone' was lost 3 times"):
+                await poison
+            for task, text in zip(tasks, ["one neighbour", "another neighbour"], strict=True):
+                assert_right(await task, text)
+
+    run(body)
+
+
 def test_stopping_twice_and_asking_after_it(toy_dir: Path) -> None:
     async def body() -> None:
         omni = AsyncOmni(toy_dir)

@@ -5,20 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from segue.connectors.base import Connector
+from segue.connectors.device import DeviceMemory
 from segue.connectors.inproc import InProcessConnector
 from segue.connectors.shm import SharedMemoryConnector
 from segue.messages.errors import ConfigError, nearest
 
 _KEYS: dict[str, tuple[str, ...]] = {
     "inproc": ("max_bytes",),
-    "shm": ("shm_threshold_bytes", "pool_bytes", "max_bytes"),
+    "shm": ("shm_threshold_bytes", "pool_bytes", "max_bytes", "cuda_pool_bytes"),
 }
 
 
-def create(kind: str, address: str, extra: dict[str, Any]) -> Connector:
+def create(kind: str, address: str, extra: dict[str, Any], device: DeviceMemory | None = None) -> Connector:
     """The connector `kind` (`inproc` or `shm`), with the `extra` settings of the deployment, all of them bytes.
 
-    `address` names this worker's pool to others on the machine; `inproc` has no use for it. Raises `ConfigError` naming
+    `address` names this worker's pool to others on the machine, `device` is the accelerator whose tensors need not pass
+    through the host; `inproc` has no use for them. Raises `ConfigError` naming
     a kind or key that does not exist, with its nearest neighbour, or a value that cannot work.
     """
     if kind not in _KEYS:
@@ -30,4 +32,4 @@ def create(kind: str, address: str, extra: dict[str, Any]) -> Connector:
             raise ConfigError(f"{key} is {value!r}; it must be a whole number of bytes", field=key)
     if kind == "inproc":
         return InProcessConnector(**extra)
-    return SharedMemoryConnector(address, **extra)
+    return SharedMemoryConnector(address, **extra, device=device)

@@ -4,8 +4,10 @@ The socket's name is in the abstract namespace: no file, so nothing is left behi
 check the other's user id (SO_PEERCRED), since an abstract name has no permissions. Packets (SOCK_SEQPACKET):
 
     producer → receiver   pool id (8 bytes), the receiver's number     on connecting
-    receiver → producer   number of a segment                          when first needed
+    receiver → producer   0, number of a segment                       when first needed
     producer → receiver   its number, its pages + its descriptor       or 0 pages and none: no such segment
+    receiver → producer   1, generation of what it has taken           when it cannot reach the device memory of it
+    producer → receiver   that generation, the size + a memfd of it    or 0 bytes and none: no room, or not taken
 
 The connection then stays open for as long as the receiver lives: its end, however it comes, frees what the receiver
 held.
@@ -13,24 +15,34 @@ held.
 
 from __future__ import annotations
 
+import mmap
 import os
 import select
 import selectors
 import socket
 import struct
 import threading
+from collections.abc import Callable
 from typing import Any
 
+from segue.connectors.device import Imported
 from segue.connectors.pool import Pool
 from segue.connectors.segment import RECEIVERS, Segment
 from segue.messages.errors import ConfigError
 
 POOL_ID_BYTES = 8
 _HELLO = struct.Struct(f"<{POOL_ID_BYTES}sI")
-_ASK = struct.Struct("<I")
+_ASK = struct.Struct("<BQ")
+_SEGMENT, _COPY = range(2)
 _ANSWER = struct.Struct("<IQ")
+_COPIED = struct.Struct("<QQ")
 PATIENCE_S = 10.0
 """How long a receiver waits for a producer that is alive but does not answer (stopped, or starved of CPU)."""
+
+
+CopyOut = Callable[[int, int], tuple[int, int] | None]
+"""(generation, receiver) → a memfd of its own with the device memory of that payload, and its size. For a receiver that
+cannot open that memory; it needs no room in the pool, so what was put can always be had."""
 
 
 def _abstract(address: str) -> str:
@@ -49,7 +61,9 @@ def _same_user(connection: socket.socket) -> bool:
 class HandOver:
     """The producer's end: one listening socket and one thread, from construction to `close`."""
 
-    def __init__(self, address: str, pool_id: bytes, pool: Pool) -> None:
+    def __init__(self, address: str, pool_id: bytes, pool: Pool, copy_out: CopyOut) -> None:
+        """`copy_out` is called in the hand-over's own thread."""
+        self._copy_out = copy_out
         self._pool_id = pool_id
         self._pool = pool
         self._receivers: dict[socket.socket, int] = {}
@@ -115,7 +129,10 @@ class HandOver:
             if len(packet) != _ASK.size:  # the end, or a stranger
                 self._drop(connection)
                 return
-            (index,) = _ASK.unpack(packet)
+            what, index = _ASK.unpack(packet)
+            if what == _COPY:
+                self._answer_copy(connection, index)
+                return
             segment = self._pool.segment(index)
             if segment is None:
                 connection.send(_ANSWER.pack(index, 0))
@@ -127,6 +144,17 @@ class HandOver:
                 os.close(fd)
         except OSError:
             self._drop(connection)
+
+    def _answer_copy(self, connection: socket.socket, generation: int) -> None:
+        copied = self._copy_out(generation, self._receivers[connection])
+        if copied is None:
+            connection.send(_COPIED.pack(generation, 0))
+            return
+        fd, size = copied
+        try:
+            socket.send_fds(connection, [_COPIED.pack(generation, size)], [fd])
+        finally:
+            os.close(fd)
 
     def _drop(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
@@ -140,6 +168,10 @@ class Line:
     def __init__(self, connection: socket.socket, pool_id: bytes, receiver: int) -> None:
         self.connection = connection
         self._segments: dict[int, Segment] = {}
+        self._copies: dict[int, mmap.mmap | None] = {}
+        """Answers by generation; those stay that came too late for the call that asked."""
+        self.imported: dict[bytes, Imported | None] = {}
+        """Device memory of the producer by handle, as far as it was tried; None: it cannot be opened here."""
         self._poll = select.poll()
         self._poll.register(connection, select.POLLRDHUP)
         self.pool_id = pool_id
@@ -168,20 +200,43 @@ class Line:
         """The segment, mapped now if it was not; None where there is none or nobody answers."""
         try:
             if index not in self._segments:
-                self.connection.send(_ASK.pack(index))
+                self.connection.send(_ASK.pack(_SEGMENT, index))
             while index not in self._segments:
-                # an answer that came too late for an earlier call may lie before ours: it is as good then as now
-                answer, fds, _, _ = socket.recv_fds(self.connection, _ANSWER.size, 1)
-                answered, pages = _ANSWER.unpack(answer) if answer else (index, 0)
-                if fds and answered not in self._segments:
-                    self._segments[answered] = Segment(fds[0], pages)
-                elif fds:
-                    os.close(fds[0])
-                elif answered == index:
+                if self._answer() in (None, (_SEGMENT, index)) and index not in self._segments:
                     return None
         except OSError:
             return None
         return self._segments[index]
+
+    def host_copy(self, generation: int) -> mmap.mmap | None:
+        """A copy of device memory that was taken, for this receiver alone; None: no room, or nobody answers."""
+        try:
+            self.connection.send(_ASK.pack(_COPY, generation))
+            while generation not in self._copies:
+                if self._answer() is None:
+                    return None
+        except OSError:
+            return None
+        return self._copies.pop(generation)
+
+    def _answer(self) -> tuple[int, int] | None:
+        """Wait for one answer and file it: it may be a late one to an earlier call, as good then as now. What it
+        answers; None at the end of the connection."""
+        answer, fds, _, _ = socket.recv_fds(self.connection, _COPIED.size, 1)
+        if len(answer) == _COPIED.size:
+            generation, size = _COPIED.unpack(answer)
+            self._copies[generation] = mmap.mmap(fds[0], size) if fds else None
+            for fd in fds:
+                os.close(fd)
+            return _COPY, generation
+        if len(answer) != _ANSWER.size:
+            return None
+        index, pages = _ANSWER.unpack(answer)
+        if fds and index not in self._segments:
+            self._segments[index] = Segment(fds[0], pages)
+        elif fds:
+            os.close(fds[0])
+        return _SEGMENT, index
 
     def close(self) -> None:
         """Hang up. What was taken over this line is free from now on; mapped views stay readable."""
@@ -189,3 +244,8 @@ class Line:
         for segment in self._segments.values():
             segment.close()
         self._segments.clear()
+        self._copies.clear()
+        for memory in self.imported.values():
+            if memory is not None:
+                memory.close()
+        self.imported.clear()

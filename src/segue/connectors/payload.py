@@ -5,7 +5,8 @@
 
 The header is the payload's tree. Scalars stand for themselves and dicts are maps; everything else is a list that begins
 with a tag: `[0, items…]` list, `[1, items…]` tuple, `[2, dtype, shape, offset]` tensor, `[3, offset, length]` bytes,
-with offsets counted from the end of the header's padding.
+with offsets counted from the end of the header's padding; `[4, dtype, shape, offset]` is a tensor whose bytes travel
+apart, in a region of their own (memory of a device), with its offset there.
 
 In: `measure` the payload, then `Encoded.write_into` a buffer — one memcpy per tensor. Out: `read_from` — no copy, the
 tensors are views of the buffer and keep it alive.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +33,9 @@ MAX_DEPTH = 64
 
 _MAGIC = b"SGP1"
 _PREFIX = struct.Struct("<4sIQ")  # magic, bytes of header, bytes of everything
-_LIST, _TUPLE, _TENSOR, _BYTES = range(4)
+_LIST, _TUPLE, _TENSOR, _BYTES, _APART = range(5)
+APART_ALIGN = 256
+"""Bytes; how a device aligns what it allocates, so tensors in a region lie as its kernels expect them."""
 _PLAIN = frozenset({type(None), bool, int, float, str})
 _MAX_BYTES = 2**62
 
@@ -63,6 +67,10 @@ class Encoded:
     """(offset in the body, what goes there)"""
     size: int
     """Bytes that `write_into` fills, prefix and padding included."""
+    apart: list[tuple[int, Tensor]] = field(default_factory=list)
+    """(offset in the region, tensor): what travels beside these bytes."""
+    apart_size: int = 0
+    """Bytes of that region."""
 
     @property
     def body(self) -> int:
@@ -86,35 +94,45 @@ class Encoded:
 
 
 def _copy(tensor: Tensor, buffer: memoryview, offset: int) -> None:
-    carrier = _CARRIER[tensor.dtype.itemsize]
-    source = tensor.detach().resolve_conj().resolve_neg().view(carrier)
+    source = as_carrier(tensor)
+    carrier = source.dtype
     target = torch.frombuffer(buffer, dtype=torch.uint8, count=tensor.numel() * tensor.dtype.itemsize, offset=offset)
     target.view(carrier).view(tensor.shape).copy_(source)
 
 
-def measure(payload: dict[str, Any]) -> Encoded:
-    """Lay a payload out. Raises `PayloadError` naming the place of anything that cannot travel.
+def as_carrier(tensor: Tensor) -> Tensor:
+    """The tensor's bits as a dtype that has a copy kernel, conjugation and negation carried out."""
+    return tensor.detach().resolve_conj().resolve_neg().view(_CARRIER[tensor.dtype.itemsize])
+
+
+def measure(payload: dict[str, Any], apart: Callable[[Tensor], bool] | None = None) -> Encoded:
+    """Lay a payload out; tensors for which `apart` holds get a place in a region beside it. Raises `PayloadError`
+    naming the place of anything that cannot travel.
 
     Travels: dict (keys str or int), list, tuple, strided tensors of any dtype but the quantised ones, bytes, str, int
     (64 bits), float, bool, None. Not subclasses of these: they would arrive as something else.
     """
     if type(payload) is not dict:
         raise PayloadError(f"a payload is a dict, not {type(payload).__name__}", field="payload")
-    walk = _Layout()
+    walk = _Layout(apart)
     tree = walk.container(payload, "payload", 0)
     try:
         header = msgspec.msgpack.encode(tree)
     except (OverflowError, UnicodeEncodeError) as error:
         raise _unsendable(payload, "payload", error) from error
-    return Encoded(header, walk.parts, _aligned(_PREFIX.size + len(header)) + walk.end)
+    size = _aligned(_PREFIX.size + len(header)) + walk.end
+    return Encoded(header, walk.parts, size, walk.apart_parts, walk.apart_end)
 
 
 @dataclass(slots=True)
 class _Layout:
     """Builds the header's tree and gives every tensor and bytes its place in the body."""
 
+    apart: Callable[[Tensor], bool] | None
     parts: list[tuple[int, Tensor | bytes]] = field(default_factory=list)
     end: int = 0
+    apart_parts: list[tuple[int, Tensor]] = field(default_factory=list)
+    apart_end: int = 0
 
     def place(self, part: Tensor | bytes, size: int) -> int:
         if size == 0:
@@ -160,7 +178,13 @@ class _Layout:
             raise PayloadError(
                 f"{path} is a {value.layout} tensor of {value.dtype}; it must be strided and not quantised", field=path
             )
-        return [_TENSOR, name, list(value.shape), self.place(value, value.numel() * value.dtype.itemsize)]
+        size = value.numel() * value.dtype.itemsize
+        if size and self.apart is not None and self.apart(value):
+            offset = -(-self.apart_end // APART_ALIGN) * APART_ALIGN
+            self.apart_parts.append((offset, value))
+            self.apart_end = offset + size
+            return [_APART, name, list(value.shape), offset]
+        return [_TENSOR, name, list(value.shape), self.place(value, size)]
 
 
 def _unsendable(value: Any, path: str, error: Exception) -> PayloadError:
@@ -186,8 +210,10 @@ def _encodes(value: Any) -> bool:
     return True
 
 
-def read_from(buffer: memoryview) -> dict[str, Any]:
+def read_from(buffer: memoryview, region: Tensor | None = None) -> dict[str, Any]:
     """The payload in a writable buffer. Its tensors are views of the buffer and keep it alive; bytes are copies.
+
+    `region`: [bytes] uint8 on any device, aligned to `APART_ALIGN`: the tensors that travelled apart are views of it.
 
     Raises `PayloadError` for bytes that are not a payload, whatever they are.
     """
@@ -207,7 +233,7 @@ def read_from(buffer: memoryview) -> dict[str, Any]:
         raise PayloadError(f"the payload's header is not msgpack: {error}") from error
     if type(tree) is not dict:
         raise PayloadError(f"the payload's header holds a {type(tree).__name__}, not a map")
-    return _Builder(buffer, body, total).build(tree, 0)
+    return _Builder(buffer, body, total, region).build(tree, 0)
 
 
 @dataclass(slots=True)
@@ -215,6 +241,7 @@ class _Builder:
     buffer: memoryview
     body: int
     total: int
+    region: Tensor | None
 
     def build(self, node: Any, depth: int) -> Any:
         kind = type(node)
@@ -232,6 +259,8 @@ class _Builder:
                     return tuple(item if type(item) in _PLAIN else self.build(item, depth + 1) for item in items)
                 case [2, str(name), list(shape), int(offset)] if all(type(length) is int for length in shape):
                     return self.tensor(name, shape, offset)
+                case [4, str(name), list(shape), int(offset)] if all(type(length) is int for length in shape):
+                    return self.tensor_apart(name, shape, offset)
                 case [3, int(offset), int(length)]:
                     start = self.span(offset, length)
                     return bytes(self.buffer[start : start + length])
@@ -244,6 +273,26 @@ class _Builder:
         return start
 
     def tensor(self, name: str, shape: list[int], offset: int) -> Tensor:
+        dtype, count = self.kind(name, shape)
+        if count == 0:
+            return torch.empty(shape, dtype=dtype)
+        start = self.span(offset, count)
+        if offset % ALIGN:
+            raise PayloadError(f"the payload's header puts a tensor at {offset}, not a multiple of {ALIGN}")
+        return torch.frombuffer(self.buffer, dtype=torch.uint8, count=count, offset=start).view(dtype).view(shape)
+
+    def tensor_apart(self, name: str, shape: list[int], offset: int) -> Tensor:
+        dtype, count = self.kind(name, shape)
+        if self.region is None or offset < 0 or offset % APART_ALIGN or offset + count > self.region.numel():
+            held = "none" if self.region is None else f"{self.region.numel()} bytes"
+            raise PayloadError(
+                f"the payload's header puts {count} bytes at {offset} of a region apart; there is {held} of it"
+            )
+        return self.region[offset : offset + count].view(dtype).view(shape)
+
+    @staticmethod
+    def kind(name: str, shape: list[int]) -> tuple[torch.dtype, int]:
+        """(dtype, bytes) of a tensor that a header names."""
         dtype = DTYPES.get(name)
         if dtype is None:
             raise PayloadError(f"the payload's header names the dtype {name!r}, which this torch does not have")
@@ -252,10 +301,4 @@ class _Builder:
         # strides are products of lengths with zeros counted as ones: they must fit 64 bits too
         if math.prod(max(length, 1) for length in shape) * dtype.itemsize > _MAX_BYTES:
             raise PayloadError(f"the payload's header names the shape {shape}, more than can be addressed")
-        count = math.prod(shape) * dtype.itemsize
-        if count == 0:
-            return torch.empty(shape, dtype=dtype)
-        start = self.span(offset, count)
-        if offset % ALIGN:
-            raise PayloadError(f"the payload's header puts a tensor at {offset}, not a multiple of {ALIGN}")
-        return torch.frombuffer(self.buffer, dtype=torch.uint8, count=count, offset=start).view(dtype).view(shape)
+        return dtype, math.prod(shape) * dtype.itemsize

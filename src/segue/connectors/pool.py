@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from segue.connectors.device import Region
 from segue.connectors.intervals import Intervals
 from segue.connectors.segment import PAGE, RECEIVERS, Segment, put_word
 
@@ -27,6 +28,8 @@ class Slot:
     page: int
     pages: int
     request_id: str
+    region: Region | None = None
+    """Device memory of the payload's tensors; given back with the slot."""
 
 
 @dataclass(slots=True)
@@ -56,8 +59,11 @@ class Pool:
         """Whether `size` bytes could ever be allocated."""
         return -(-size // PAGE) <= self._max
 
-    def allocate(self, request_id: str, size: int) -> tuple[Slot, memoryview] | None:
-        """A run of pages in the state "put", and its bytes to write; None where there is no room now."""
+    def allocate(self, request_id: str, size: int, region: Region | None = None) -> tuple[Slot, memoryview] | None:
+        """A run of pages in the state "put", and its bytes to write; None where there is no room now.
+
+        `region` lives and dies with the run; it stays the caller's where there is no room.
+        """
         pages = -(-size // PAGE)
         with self._lock:
             self._look(_LOOKS)
@@ -69,7 +75,7 @@ class Pool:
                 return None
             index, page = found
             self._generation += 1
-            slot = Slot(self._generation, index, page, pages, request_id)
+            slot = Slot(self._generation, index, page, pages, request_id, region)
             self._live[slot.generation] = slot
             self._requests.setdefault(request_id, set()).add(slot.generation)
             segment = self._rows[index].segment
@@ -95,6 +101,20 @@ class Pool:
             for slot in list(self._live.values()):
                 if self._rows[slot.segment].segment.swap(slot.page, put_word(slot.generation) + receiver, 0):
                     self._reclaim(slot)
+
+    def taken(self, generation: int, receiver: int) -> Slot | None:
+        """The allocation, if `receiver` has taken it and not released it."""
+        with self._lock:
+            slot = self._live.get(generation)
+            if slot is None:
+                return None
+            word = self._rows[slot.segment].segment.words[slot.page]
+            return slot if word == put_word(generation) + receiver else None
+
+    def sweep(self) -> None:
+        """Take back all that was released."""
+        with self._lock:
+            self._look(len(self._live))
 
     def segment(self, index: int) -> Segment | None:
         """The segment a receiver asks for."""
@@ -154,6 +174,8 @@ class Pool:
 
     def _reclaim(self, slot: Slot) -> None:
         self._rows[slot.segment].intervals.give(slot.page, slot.pages)
+        if slot.region is not None:
+            slot.region.give()
         del self._live[slot.generation]
         generations = self._requests[slot.request_id]
         generations.discard(slot.generation)

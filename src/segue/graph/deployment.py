@@ -121,7 +121,8 @@ class EdgePlan:
     """`inproc` where both ends share a worker, else `shm`."""
     extra: dict[str, int] = field(default_factory=dict)
     """What the connector is made with, in bytes, where the deployment says: `shm_threshold_bytes` (smaller payloads
-    ride in the message), `pool_bytes` (memory it starts with), `max_bytes` (memory it may grow to)."""
+    ride in the message), `pool_bytes` (memory it starts with), `max_bytes` (memory it may grow to), `cuda_pool_bytes`
+    (memory of its worker's CUDA device, for tensors that need not pass through the host)."""
     budget: int = 64 * MiB
     """Bytes that may be sent and not yet consumed."""
 

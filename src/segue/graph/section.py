@@ -16,7 +16,13 @@ _UNITS = {
     **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)},
     **{f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)},
 }
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B)\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*((?:[KMGT]I?)?B)\s*", re.IGNORECASE)
+
+
+def size_of(text: str) -> int | None:
+    """Bytes that a number with a unit stands for (`64MiB`: 2^20, `1GB`: 10^9); None for other text."""
+    match = _SIZE.fullmatch(text)
+    return int(float(match[1]) * _UNITS[match[2].upper()]) if match else None
 
 
 def wrong(path: str, value: object, right: str) -> ConfigError:
@@ -87,9 +93,7 @@ class Section:
         path, value = self.find(key)
         if value is None:
             return default
-        size = value
-        if isinstance(value, str) and (match := _SIZE.fullmatch(value)):
-            size = int(float(match[1]) * _UNITS[match[2].upper()])
+        size = size_of(value) if isinstance(value, str) else value
         if type(size) is not int or size < least:
             raise wrong(path, value, f"a size of at least {least} bytes, such as 1048576, '64MiB' or '1GB'")
         return size

@@ -32,6 +32,7 @@ _ELSEWHERE = frozenset(
 
 _BUDGET = 64 * MiB
 _PAGE = 4096
+_SHM_SIZES = ("shm_threshold_bytes", "pool_bytes", "max_bytes", "cuda_pool_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +106,13 @@ def _definition(section: Section) -> Definition:
     if name not in KINDS:
         raise ConfigError(f"{path} is {name!r}, which is no connector{nearest(name, KINDS)}", field=path)
     extra_path, values = section.find("extra")
-    keys = ("shm_threshold_bytes", "pool_bytes", "max_bytes") if KINDS[name] == "shm" else ("max_bytes",)
+    keys = _SHM_SIZES if KINDS[name] == "shm" else ("max_bytes",)
     extra = Section(extra_path, as_mapping(extra_path, values), keys)
     sizes = {
         "shm_threshold_bytes": extra.size("shm_threshold_bytes", None, least=0),
         "pool_bytes": extra.size("pool_bytes", None, least=_PAGE),
         "max_bytes": extra.size("max_bytes", None, least=_PAGE),
+        "cuda_pool_bytes": extra.size("cuda_pool_bytes", None, least=0),
     }
     written = {key: size for key, size in sizes.items() if size is not None}
     if written.get("max_bytes", math.inf) < written.get("pool_bytes", 0):

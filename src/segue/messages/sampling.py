@@ -266,6 +266,11 @@ def check_token_ids(params: SamplingParams, vocab_size: int, field: str) -> None
         )
     if len(suppressed) == vocab_size:
         raise InvalidRequest(f"{field}suppress_tokens leaves no token to choose", field=f"{field}suppress_tokens")
+    if params.min_tokens and len(suppressed.union(params.stop_token_ids or ())) == vocab_size:
+        raise InvalidRequest(
+            f"{field}stop_token_ids leaves no token to choose until min_tokens ({params.min_tokens})",
+            field=f"{field}stop_token_ids",
+        )
 
 
 def sampling_from(values: dict[str, Any], field: str) -> SamplingParams:

@@ -27,9 +27,10 @@ from segue.messages.request import Request, check_types
 from segue.messages.sampling import SamplingParams, check_sampling, check_token_ids, sampling_from
 from segue.models.registry import family_of, read_config
 from segue.observe.stats import render_gauges, render_worker_stats
-from segue.orchestrator.orchestrator import OnProgress, Orchestrator
+from segue.orchestrator.orchestrator import Orchestrator
 from segue.orchestrator.outputs import Collector, RequestOutput
 from segue.orchestrator.service import Health, ModelCard
+from segue.orchestrator.supervisor import OnProgress
 
 Prompt = str | Mapping[str, Any]
 """Text, or `{"messages": [...]}`, `{"prompt": "..."}` (text as it is, with no chat template) or `{"prompt_token_ids":

@@ -12,6 +12,8 @@ import torch
 
 from segue.connectors.base import Connector
 from segue.connectors.create import create
+from segue.connectors.cuda import cuda_memory
+from segue.connectors.device import DeviceMemory
 from segue.connectors.segment import PAGE
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.contract import AutoregressiveAdapter
@@ -85,7 +87,7 @@ def build(spec: WorkerSpec, report: Callable[[Loading], None]) -> Built:
             edge.target: stages_module.TRANSFERS[edge.source, edge.target] for edge in edges if edge.source == plan.name
         }
         stages[plan.name] = StageRunner(plan, _engine(plan, adapter), transfers, defaults)
-    channels, inbound, connectors = _connect(spec, edges, set(stages))
+    channels, inbound, connectors = _connect(spec, edges, set(stages), _device_memory(spec, plans))
     retained = RetainedStore(limits.retained_bytes, str(Path(spec.connector).parent))
     return Built(stages, channels, inbound, connectors, retained, facts)
 
@@ -138,8 +140,17 @@ def _kv_blocks(plan: StagePlan, adapter: AutoregressiveAdapter) -> int:
     return min(most, blocks_for(int(room * CACHE_SHARE), adapter.kv, layout, plan.block_size))
 
 
+def _device_memory(spec: WorkerSpec, plans: list[StagePlan]) -> DeviceMemory | None:
+    """What this worker shares of its device; the first, should its stages be on several."""
+    for plan in plans:
+        device = torch.device(plan.device_of(spec.replica))
+        if device.type == "cuda":
+            return cuda_memory(device)
+    return None
+
+
 def _connect(
-    spec: WorkerSpec, edges: list[EdgePlan], mine: set[str]
+    spec: WorkerSpec, edges: list[EdgePlan], mine: set[str], device: DeviceMemory | None
 ) -> tuple[dict[tuple[str, str], Channel], dict[tuple[str, str], Connector], list[Connector]]:
     """One connector per name in the deployment, shared by all edges that name it."""
     made: dict[tuple[str, str], Connector] = {}
@@ -152,7 +163,7 @@ def _connect(
             # between fused stages nothing is copied: a bound on bytes would save no memory, and could stop a request
             # that waits for the rest of its own input
             extra = {"max_bytes": sys.maxsize} if edge.kind == "inproc" else dict(edge.extra)
-            made[key] = create(edge.kind, f"{spec.connector}{len(made)}", extra)
+            made[key] = create(edge.kind, f"{spec.connector}{len(made)}", extra, device)
         if edge.source in mine:
             fused = edge.kind == "inproc"
             channels[edge.source, edge.target] = Channel(

@@ -2,11 +2,13 @@
 
 hold: {"stage": "counter" | "tone", "at": index, "fifo": path}   wait there until the pipe is written
 fail_at: {"stage": ..., "at": index}                              raise there
+die_at: {"stage": ..., "at": index}                               kill the worker there, each time
 """
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,7 +37,9 @@ def text_of(tokens: Sequence[int]) -> str:
 
 def _stop_point(request: StageRequest, stage: str, index: int) -> None:
     options = request.request.options
-    hold, fail = options.get("hold"), options.get("fail_at")
+    hold, fail, die = options.get("hold"), options.get("fail_at"), options.get("die_at")
+    if die and die["stage"] == stage and die["at"] == index:
+        os.kill(os.getpid(), signal.SIGKILL)
     if fail and fail["stage"] == stage and fail["at"] == index:
         raise RuntimeError(f"told to fail at {index}")
     if hold and hold["stage"] == stage and hold["at"] == index and os.path.exists(hold["fifo"]):

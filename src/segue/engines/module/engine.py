@@ -1,9 +1,9 @@
-"""The module engine: batched one-shot calls (encoders, decoders, processors, vocoders), oldest work first.
+"""The module engine: batched one-shot calls (encoders, decoders, processors, vocoders), by priority, then by age.
 
-A request is a queue of `Work` items made by its adapter. One step takes the oldest item that may run, fills the call
-with the oldest other items of the same bucket, runs it, and emits one output per item. Items of one request run and
-come out in the order they were made; `Work.ordered` ones, which need the state their predecessors left (a streaming
-vocoder), are never in a call with them.
+A request is a queue of `Work` items made by its adapter. One step takes the first item that may run (of the lowest
+priority number, among these the oldest), fills the call with the next ones of the same bucket, runs it, and emits one
+output per item. Items of one request run and come out in the order they were made; `Work.ordered` ones, which need the
+state their predecessors left (a streaming vocoder), are never in a call with them.
 
 A request ends with its `Work.last` item. An adapter must make one for every request, also where there is nothing left
 to do (a talker that made no codes): the last item is then an empty one. A request whose upstreams are all final and
@@ -43,6 +43,8 @@ class _Entry:
     """One request in the engine, from `add` to its last output."""
 
     stage: str
+    priority: int
+    """Lower runs first, as in the autoregressive engine."""
     state: Any
     open_upstreams: set[str]
     """Upstreams that have not sent their final chunk."""
@@ -76,7 +78,7 @@ class ModuleEngine:
         if request.request_id in self._entries:
             raise InvalidRequest(f"request {request.request_id!r} is already in this stage", field="request_id")
         state, works = self._adapter.begin(request)
-        entry = _Entry(request.stage, state, set(request.upstreams))
+        entry = _Entry(request.stage, request.priority, state, set(request.upstreams))
         self._entries[request.request_id] = entry
         self._queue(request.request_id, entry, works)
 
@@ -146,18 +148,23 @@ class ModuleEngine:
     def schedule(self) -> list[Work]:
         """What the next call holds; changes nothing.
 
-        The oldest item that may run is always in it, so no bucket and no request starves: an item waits for no more
-        calls than there were items before it.
+        The first item by (priority, age) is always in it, so within a priority no bucket and no request starves: an
+        item waits for no more calls than there were items before it.
         """
         ready = sorted(
-            (item for entry in self._entries.values() if not entry.paused for item in _ready(entry.queue)),
-            key=lambda item: item[0],
+            (
+                (entry.priority, age, work)
+                for entry in self._entries.values()
+                if not entry.paused
+                for age, work in _ready(entry.queue)
+            ),
+            key=lambda item: item[:2],
         )
         batch: list[Work] = []
         passed: set[str] = set()
         """Requests with an item left out: their later items must not overtake it."""
         cost = 0
-        for _, work in ready:
+        for _, _, work in ready:
             if len(batch) == self._config.max_batch:
                 break
             if work.request_id in passed:

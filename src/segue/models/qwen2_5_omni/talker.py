@@ -21,12 +21,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import torch
 
 from segue.engines.autoregressive.contract import Fed, FlatBatch, KVSpec, Prompt
 from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.kernels.linear import DECODE_ROWS, pack_linears
-from segue.messages.errors import ConfigError, NotFound, StageFailed, nearest
+from segue.messages.errors import ConfigError, InvalidRequest, NotFound, StageFailed, nearest
 from segue.messages.sampling import SamplingParams
 from segue.models.checkpoint import held_bytes
 from segue.models.qwen2_5_omni.library import PAGED, Qwen2_5OmniConfig
@@ -92,6 +93,7 @@ class Talker:
         self._text_end, self._text_pad = rows[:1], rows[1]
         self._voices = dict(zip(speakers, rows[2:].split(1), strict=True))
         self._trained_form = prompt_form(ctx) == "trained" or not generate_drops_mask()
+        self._codes: int = config.token2wav_config.dit_config.num_embeds + 1
         self._codec_bos: int = talker.tts_codec_start_token_id
         self._codec_pad: int = talker.tts_codec_pad_token_id
         self._codec_mask: int = talker.tts_codec_mask_token_id
@@ -104,18 +106,30 @@ class Talker:
             ctx.max_model_len or talker.max_position_embeddings, talker.max_position_embeddings
         )
         self.end_token_ids = frozenset({talker.tts_codec_pad_token_id, talker.tts_codec_end_token_id})
+        unspoken = [token for token in range(self._codes, self.vocab_size) if token not in self.end_token_ids]
+        self._unspoken = torch.tensor(unspoken, device=ctx.device)
         self.default_sampling = SamplingParams(
             temperature=0.9, top_k=40, top_p=0.8, repetition_penalty=1.05, max_tokens=4096
         )
 
     def begin(self, request: StageRequest) -> _State:
-        """Raises `NotFound` for a voice the checkpoint does not have."""
+        """Raises `NotFound` for a voice the checkpoint does not have, `InvalidRequest` where no code may be said."""
         voice = request.request.voice or next(iter(self._voices))
         if voice not in self._voices:
             raise NotFound(
                 f"voice is {voice!r}{nearest(voice, self._voices)}; "
                 f"this model speaks with: {', '.join(sorted(self._voices))}",
                 field="voice",
+            )
+        sampling = request.sampling
+        suppressed = set(sampling.suppress_tokens or ())
+        if suppressed.issuperset(range(self._codes)):
+            field = f"sampling.{request.stage}.suppress_tokens"
+            raise InvalidRequest(f"{field} leaves none of the {self._codes} codes that can be heard", field=field)
+        if sampling.ignore_eos:
+            # an end that ends nothing is no sound either: the vocoder's codebook stops before it
+            request.sampling = msgspec.structs.replace(
+                sampling, suppress_tokens=sorted(suppressed | self.end_token_ids)
             )
         return _State(voice)
 
@@ -165,10 +179,12 @@ class Talker:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, H] → [rows, vocab] float32; the codec's start token is never said (suppressed in `generate` too)."""
-        logits = self._head(hidden).float()
-        logits[:, self._codec_bos] = _NEVER
-        return logits
+        """[rows, H] → [rows, vocab] float32.
+
+        What is neither a code of the vocoder nor an end is never said: the codec's start token (suppressed in
+        `generate` too) and the ids beside it, at which `generate` breaks in its vocoder.
+        """
+        return self._head(hidden).float().index_fill_(1, self._unspoken, _NEVER)
 
     def decode_text(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         raise StageFailed("the talker makes codes, not text")

@@ -1,0 +1,70 @@
+"""A device whose memory is a memfd: for CPU tensors what CUDA's is for CUDA tensors, on machines that have none.
+
+All that the connector decides about a device can so be run and killed across processes: who may open what, what falls
+back to the host, and what is free again when.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import torch
+from torch import Tensor
+
+from segue.connectors.payload import as_carrier
+
+
+class _Memory:
+    """A mapping of one memfd; both ends of it."""
+
+    def __init__(self, fd: int, size: int) -> None:
+        self._fd = fd
+        self._map = mmap.mmap(fd, size)
+        self._bytes = memoryview(self._map)
+        self.handle = f"{os.getpid()} {fd} {size}".encode()
+
+    def write(self, offset: int, tensor: Tensor) -> None:
+        data = as_carrier(tensor).contiguous().reshape(-1).view(torch.uint8)
+        torch.frombuffer(self._bytes, dtype=torch.uint8, count=data.numel(), offset=offset).copy_(data)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        buffer[:] = self._bytes[offset : offset + len(buffer)]
+
+    def read(self, offset: int, size: int) -> Tensor:
+        return torch.frombuffer(self._bytes, dtype=torch.uint8, count=size, offset=offset).clone()
+
+    def close(self) -> None:
+        os.close(self._fd)  # the mapping goes with its last view
+
+
+class MemfdMemory:
+    """`segue.connectors.device.DeviceMemory` over host memory. `reachable`: whether it can open what is exported (of
+    its own process too, which CUDA cannot)."""
+
+    def __init__(self, *, reachable: bool = True) -> None:
+        self._reachable = reachable
+
+    def owns(self, tensor: Tensor) -> bool:
+        return tensor.device.type == "cpu"
+
+    def export(self, size: int) -> _Memory | None:
+        fd = os.memfd_create("segue-device", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(fd, 0, size)
+        except OSError:
+            os.close(fd)
+            return None
+        return _Memory(fd, size)
+
+    def open(self, handle: bytes) -> _Memory | None:
+        if not self._reachable:
+            return None
+        pid, fd, size = map(int, handle.split())
+        try:
+            return _Memory(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC), size)
+        except OSError:
+            return None
+
+    def settle(self) -> None:
+        """Nothing is on the way: a write is done when it returns."""

@@ -1,0 +1,322 @@
+"""The supervisor: the workers of a plan, from their first start to the last; who hangs is killed, who dies is replaced.
+
+It knows of requests only which worker has some. What becomes of them when a worker dies is its owner's business, which
+it tells; between the two stand the replicas (`segue.orchestrator.replicas`), which both read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from segue.graph.deployment import Plan
+from segue.messages.errors import ConfigError
+from segue.messages.process import WorkerSpec
+from segue.messages.wire import (
+    Loading,
+    PeerLost,
+    Ping,
+    Ready,
+    Shutdown,
+    StartFailed,
+    Stats,
+    ToOrchestrator,
+    ToWorker,
+    decode_for_orchestrator,
+    encode,
+)
+from segue.orchestrator.placement import LocalPlacement
+from segue.orchestrator.replicas import Replica, Replicas
+
+log = logging.getLogger(__name__)
+
+GIVE_UP_AFTER = 3
+"""Deaths in a row before ready; then the replica is given up."""
+
+OnProgress = Callable[[str, float, str], None]
+"""(worker, fraction, what)"""
+
+
+class Owner(Protocol):
+    """Who has the requests."""
+
+    def hear(self, message: ToOrchestrator) -> None:
+        """What a worker says of a request."""
+
+    def worker_ready(self) -> None:
+        """There is one worker more to give stages to."""
+
+    def worker_lost(self, what: str) -> None:
+        """Workers are gone; `what` names the stage, or whatever took them along."""
+
+    def broken(self, error: BaseException) -> None:
+        """Nothing can be expected of the workers any more."""
+
+
+class Supervisor:
+    """`open` once, then `opened` to wait for; `close` at the end."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        owner: Owner,
+        *,
+        family: str,
+        model_dir: str,
+        preload: list[str],
+        load_format: str,
+        on_progress: OnProgress | None,
+    ) -> None:
+        self._plan = plan
+        self._owner = owner
+        self._family = family
+        self._model_dir = model_dir
+        self._load_format = load_format
+        self._on_progress = on_progress or (lambda worker, fraction, what: None)
+        self.replicas = Replicas(plan.groups, {name: stage.replicas for name, stage in plan.stages.items()})
+        self.stats: dict[str, Stats] = {}
+        """By worker incarnation."""
+        self.stopping = False
+        """Who dies now is not replaced."""
+        self._placement = LocalPlacement(
+            preload, on_spawned=self._on_spawned, on_exit=self._on_exit, on_lost=self._on_placement_lost
+        )
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._out: dict[str, zmq.Socket[bytes]] = {}
+        self._inbox: zmq.asyncio.Socket | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._watch: asyncio.TimerHandle | None = None
+        self._started: asyncio.Future[None] | None = None
+        self._address = ""
+
+    @property
+    def runtime_dir(self) -> str:
+        """Where the sockets of this system are; gone when it has stopped."""
+        return self._placement.runtime_dir
+
+    async def start(self) -> None:
+        """Return when every stage has a ready replica; raise the first worker's own error otherwise."""
+        self._loop = asyncio.get_running_loop()
+        self._started = self._loop.create_future()
+        await self._open()
+        await self._started
+
+    async def _open(self) -> None:
+        """Start the fork server, bind the inbox, spawn every replica."""
+        await self._placement.start()
+        self._address = f"ipc://{self._placement.runtime_dir}/orchestrator"
+        self._inbox = zmq.asyncio.Context.shadow(self._context).socket(zmq.PULL)
+        self._inbox.set_hwm(0)
+        self._inbox.bind(self._address)
+        self._spawn_task(self._read(self._inbox))
+        for replica in self.replicas.all:
+            self._spawn(replica)
+        self._watch_over()
+
+    async def close(self) -> None:
+        """End every process."""
+        self.stopping = True
+        if self._watch is not None:
+            self._watch.cancel()
+        for replica in self.replicas.all:
+            if replica.state == "ready":
+                self.send(replica.address, Shutdown())
+            replica.state = "draining"
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._placement.close()
+        self._close_sockets()
+        self._context.term()
+
+    # ── sockets ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def send(self, address: str, message: ToWorker) -> None:
+        socket = self._out.get(address)
+        if socket is None:
+            socket = self._context.socket(zmq.PUSH)
+            socket.set_hwm(0)
+            socket.connect(address)
+            self._out[address] = socket
+        socket.send(encode(message))
+
+    async def _read(self, inbox: zmq.asyncio.Socket) -> None:
+        while True:
+            message = decode_for_orchestrator(await inbox.recv())
+            match message:
+                case Stats():
+                    self._on_stats(message)
+                case Loading():
+                    self._on_loading(message)
+                case Ready():
+                    self._on_ready(message)
+                case StartFailed():
+                    self._on_start_failed(message)
+                case _:
+                    self._owner.hear(message)
+
+    def _close_sockets(self) -> None:
+        for socket in [*self._out.values(), *filter(None, [self._inbox])]:
+            socket.close(linger=0)
+        self._out.clear()
+
+    # ── starting ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _spawn(self, replica: Replica) -> None:
+        replica.incarnation += 1
+        replica.state = "starting" if replica.incarnation == 1 else "restarting"
+        replica.pid, replica.loading, replica.what, replica.pinged = None, 0.0, "forking", None
+        directory = self._placement.runtime_dir
+        replica.address = f"ipc://{directory}/{replica.worker}"
+        mine = set(replica.group)
+        edges = [edge for edge in self._plan.edges if edge.source in mine or edge.target in mine]
+        self._placement.spawn(
+            WorkerSpec(
+                worker=replica.worker,
+                replica=replica.index,
+                family=self._family,
+                model_dir=self._model_dir,
+                stages=[msgspec.to_builtins(self._plan.stages[name]) for name in replica.group],
+                edges=[msgspec.to_builtins(edge) for edge in edges],
+                replayable=[name for name, stage in self._plan.stages.items() if stage.engine == "module"],
+                limits=msgspec.to_builtins(self._plan.limits),
+                inbox=replica.address,
+                orchestrator=self._address,
+                connector=f"{directory}/{replica.worker}.shm",
+                load_format=self._load_format,
+            )
+        )
+
+    def _on_spawned(self, worker: str, pid: int) -> None:
+        if replica := self.replicas.by_worker(worker):
+            replica.pid = pid
+
+    def _on_loading(self, message: Loading) -> None:
+        if replica := self.replicas.by_worker(message.worker):
+            replica.loading, replica.what = message.fraction, message.what
+            self._on_progress(message.worker, message.fraction, message.what)
+
+    def _on_ready(self, message: Ready) -> None:
+        replica = self.replicas.by_worker(message.worker)
+        if replica is None or replica.state == "failed":
+            return  # it has died since
+        replica.state, replica.loading, replica.failures = "ready", 1.0, 0
+        self.replicas.facts.update(message.stages)
+        self._on_progress(message.worker, 1.0, "ready")
+        if self._started is not None and not self._started.done() and self.replicas.ready():
+            self._started.set_result(None)
+        self._owner.worker_ready()
+
+    def _on_start_failed(self, message: StartFailed) -> None:
+        error = ConfigError(f"worker {message.worker!r} could not start: {message.message}", stage=message.worker)
+        if not self._fail_start(error):  # else whoever starts says it
+            log.error("%s", error)
+
+    def _fail_start(self, error: BaseException) -> bool:
+        """End `start` with an error; False where it is over."""
+        if self._started is None or self._started.done():
+            return False
+        self._started.set_exception(error)
+        return True
+
+    # ── watching ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _watch_over(self) -> None:
+        """Ask the workers that have something to do for a sign of life; kill those that have owed it for too long."""
+        limit, now = self._plan.limits.hang_seconds, time.monotonic()
+        for replica in self.replicas.all:
+            if replica.state != "ready":
+                continue
+            if replica.pinged is None:
+                if replica.requests:
+                    replica.pinged = now
+                    self.send(replica.address, Ping())
+            elif now - replica.pinged >= limit and replica.pid is not None:
+                log.error(
+                    "worker %s (pid %s) has not answered for %g s: killing it", replica.worker, replica.pid, limit
+                )
+                self._placement.kill(replica.pid)
+        self._watch = self._loop.call_later(limit / 4, self._watch_over)
+
+    def _on_stats(self, message: Stats) -> None:
+        if replica := self.replicas.by_worker(message.worker):
+            self.stats[message.worker] = message
+            replica.pinged = None
+
+    # ── deaths ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _on_exit(self, worker: str, how: str) -> None:
+        replica = self.replicas.by_worker(worker)
+        if replica is None or self.stopping:
+            return
+        was_ready = replica.state == "ready"
+        log.warning("worker %s (pid %s) ended: %s", worker, replica.pid, how)
+        if not was_ready:
+            replica.failures += 1
+            if self._started is not None and not self._started.done():
+                # its own StartFailed may still be on the way; it is the better answer
+                error = ConfigError(f"worker {worker!r} died while starting: {how}")
+                self._loop.call_later(0.5, self._fail_start, error)
+                replica.state = "failed"
+                return
+        self._bury(replica)
+        if replica.failures >= GIVE_UP_AFTER:
+            replica.state = "failed"
+        else:
+            self._spawn(replica)
+        self._owner.worker_lost(replica.group[-1])
+
+    def _bury(self, replica: Replica) -> None:
+        """Nobody is to write to this incarnation any more."""
+        dead, address = replica.worker, replica.address
+        replica.state = "restarting"
+        replica.requests.clear()
+        self.stats.pop(dead, None)
+        if socket := self._out.pop(address, None):
+            socket.close(linger=0)
+        for other in self.replicas.all:
+            if other.state == "ready":
+                self.send(other.address, PeerLost(dead, address))
+
+    def _on_placement_lost(self) -> None:
+        """The fork server died and took every worker along: start it all again."""
+        if self.stopping or self._fail_start(ConfigError("the fork server died while the stages were loading")):
+            return
+        log.error("the fork server died; starting every worker again")
+        self._spawn_task(self._reopen())
+
+    async def _reopen(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        for replica in self.replicas.all:
+            self._bury(replica)
+        self._close_sockets()
+        await self._placement.close()
+        await self._open()
+        self._owner.worker_lost("the fork server")
+
+    # ── its own tasks ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _spawn_task(self, coroutine: Any) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        """A reader that dies is our own mistake, a fork server that does not come back the machine's: no request may
+        wait for them in vain, and `/health` says so."""
+        self._tasks.discard(task)
+        if task.cancelled() or (error := task.exception()) is None or isinstance(error, zmq.ZMQError):
+            return
+        log.error("the orchestrator's own task failed", exc_info=error)
+        self._fail_start(error)
+        for replica in self.replicas.all:
+            replica.state = "failed"
+        self._owner.broken(error)
