@@ -88,6 +88,8 @@ class ChatBody(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     return_metrics: bool | None = None
     priority: int | None = None
+    user: str | None = None
+    """The tenant, for fair scheduling."""
     deadline: float | None = None
     """Seconds from now."""
     options: dict[str, Any] | None = None
@@ -98,7 +100,7 @@ _TO_TEXT_STAGE = tuple(
 )
 """Top-level parameters that are the text stage's sampling; the seed is the request's own."""
 _IGNORED = frozenset(
-    {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",
+    {"metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",
      "parallel_tool_calls"}
 )  # fmt: skip
 """OpenAI's parameters that change nothing about the answer here."""
@@ -190,6 +192,7 @@ def chat_request(values: dict[str, Any], card: ModelCard, settings: ServerSettin
             sampling=sampling,
             seed=seed,
             priority=body.priority or 0,
+            tenant=body.user or "",
             deadline=None if body.deadline is None else now + body.deadline,
             options=options,
         )
