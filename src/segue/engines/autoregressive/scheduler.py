@@ -9,7 +9,8 @@ When blocks run short, sequences are preempted and later computed again: paused 
 they cannot use their blocks), then those of lower rank, then those of higher rank that wait for an input. So the first
 sequence that can run always does, whatever the others hold: with finite outputs, every request finishes. A waiting
 sequence may push out paused ones only, and the first one that does not fit ends the admission: none is overtaken for
-ever by smaller ones.
+ever by smaller ones. A waiting sequence whose next block is being computed by a running one waits for it: equal
+prompts that arrive together are computed once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from segue.engines.autoregressive.blocks import BlockPool, find_hit, first_visible, group_key
+from segue.engines.autoregressive.blocks import BlockPool, common, find_hit, first_visible, group_key, visible
 from segue.engines.autoregressive.policies import Accounts, Rank
 
 
@@ -254,12 +255,17 @@ def _admit(
         if not job.runnable:
             continue
         # at least one token is always computed: the logits of the last one are wanted
-        length, hit = find_hit(
-            pool,
-            [] if job.fresh else job.hashes[: (job.ready - 1) // limits.block_size],
-            limits.windows,
-            limits.block_size,
-        )
+        chain = [] if job.fresh else job.hashes[: (job.ready - 1) // limits.block_size]
+        length, hit = find_hit(pool, chain, limits.windows, limits.block_size)
+        coming = _in_flight(job, chain, length, [*runs, *admitted], limits)
+        if coming > length:
+            # somebody computes its next block in this very step: it waits, and its place is kept for it
+            whole = _missing(limits, job.length, visible(limits.windows, coming, limits.block_size))
+            if whole + promised > ledger.available and not paused:
+                break
+            promised += whole
+            room -= 1
+            continue
         found = [block for blocks in hit for block in blocks]
         whole = _missing(limits, job.length, [len(blocks) for blocks in hit])
         while whole + ledger.unused(found) + promised > ledger.available and paused:
@@ -280,6 +286,22 @@ def _admit(
         admitted.append(Run(job, start, tokens, new, hit))
         last = job
     return admitted
+
+
+def _in_flight(job: Job, chain: Seq[bytes], length: int, runs: Seq[Run], limits: Limits) -> int:
+    """How many blocks of its chain will be there once those have computed them who compute block `length` of it now.
+
+    Only sequences of higher rank that run in this step are waited for: they get on, so the wait ends; one that is
+    paused, preempted or passed over is not in `runs`, and then the block is computed a second time.
+    """
+    most = length
+    if length < len(chain):
+        for run in runs:
+            theirs = run.job.hashes
+            ahead = run.start < (length + 1) * limits.block_size <= len(theirs) * limits.block_size
+            if ahead and run.job.rank < job.rank and theirs[length] == chain[length]:
+                most = max(most, common(theirs, chain))
+    return most
 
 
 def _missing(limits: Limits, length: int, held: Seq[int]) -> int:
