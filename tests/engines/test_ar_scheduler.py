@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from segue.engines.autoregressive.blocks import ROOT, BlockPool, block_hash
+from segue.engines.autoregressive.policies import Accounts, rank
 from segue.engines.autoregressive.scheduler import Decision, Job, Limits, Scheduler, schedule
+from segue.graph.deployment import SCHEDULINGS
 
 SIZE = 4
 
@@ -67,6 +69,7 @@ requests = st.lists(
             "start": st.integers(0, 10),
             "lag": st.sampled_from([0, 0, 1, 3]),
             "pause": st.sampled_from([None, None, (3, 5), (1, 12)]),
+            "tenant": st.sampled_from("xyz"),
         }
     ),
     min_size=1,
@@ -81,10 +84,12 @@ requests = st.lists(
     st.integers(1, 5),
     st.integers(1, 24),
     st.sampled_from([(None,), (None,), (None, 5), (None, 1, 9, 9), (4,), (7, 20)]),
+    st.sampled_from(SCHEDULINGS),
 )
-def test_everyone_finishes_within_budget(wanted, spare, max_batch, max_tokens, windows):
+def test_everyone_finishes_within_budget(wanted, spare, max_batch, max_tokens, windows, scheduling):
     need = Limits(SIZE, max_batch, max_tokens, windows).need(32)  # of the longest request there can be
     scheduler = make(need + spare, max_batch=max_batch, max_tokens=max_tokens, windows=windows)
+    scheduler.accounts = Accounts() if scheduling == "fair" else None
     live: dict[str, Sim] = {}
     later = sorted(enumerate(wanted), key=lambda entry: entry[1]["start"])
     pauses = {f"r{index}": request["pause"] for index, request in enumerate(wanted)}
@@ -92,8 +97,8 @@ def test_everyone_finishes_within_budget(wanted, spare, max_batch, max_tokens, w
         while later and later[0][1]["start"] <= step:
             index, request = later.pop(0)
             prompt = request["prompt"]
-            entry = job(f"r{index}", len(prompt), priority=request["priority"], arrival=step, serial=index)
-            entry.hashes = hashes(prompt)
+            order = rank(scheduling, request["priority"], step, index)
+            entry = Job(f"r{index}", order, len(prompt), len(prompt), hashes=hashes(prompt), tenant=request["tenant"])
             live[entry.key] = Sim(entry, len(prompt) + request["output"], len(prompt), request["lag"])
             scheduler.add(entry)
         if not live and not later:

@@ -164,6 +164,7 @@ def test_every_parameter_reaches_its_stage(client: openai.OpenAI, server: Live) 
         "talker": SamplingParams(temperature=0, max_tokens=100),
     }  # fmt: skip
     assert (request.seed, request.priority, request.options) == (7, 5, {"use_audio_in_video": True})
+    assert request.tenant == "me"
     assert request.deadline is not None
 
 

@@ -22,6 +22,7 @@ text such as `64MiB` and `1GB`.
         kv_blocks: null                   # null: what memory_share holds
         prefix_caching: true
         max_logprobs: 20                  # most tokens a request may ask logprobs of in one place; -1: any number
+        scheduling: priority              # priority (then arrival), fcfs (arrival), fair (equal shares between tenants)
         sampling: {temperature: 0.7}      # before the family's own defaults, after the request's
     edges:
       - {from: thinker, to: talker, connector: shm, budget: 64MiB}     # budget: bytes sent and not yet consumed
@@ -58,6 +59,8 @@ from segue.messages.sampling import SamplingParams
 MiB = 1 << 20
 
 ConnectorKind = Literal["inproc", "shm"]
+SCHEDULINGS = ("priority", "fcfs", "fair")
+"""Who runs first in an autoregressive stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,8 @@ class StagePlan:
     prefix_caching: bool = True
     max_logprobs: int = 20
     """Most tokens whose log-probabilities a request may ask for in one place; -1: any number."""
+    scheduling: str = "priority"
+    """`priority`, `fcfs` or `fair`."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """Fields the deployment sets; the others are None."""
 

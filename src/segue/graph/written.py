@@ -20,6 +20,7 @@ AUTOREGRESSIVE_KEYS = (
     "kv_blocks",
     "prefix_caching",
     "max_logprobs",
+    "scheduling",
     "sampling",
 )
 STAGE_KEYS = (
@@ -46,6 +47,7 @@ _FOREIGN = {
     "max_num_batched_tokens": "max_tokens_per_step",
     "max_num_seqs": "max_batch",
     "num_replicas": "replicas",
+    "scheduling_policy": "scheduling",
 }
 """What vllm-omni calls a key of ours (its `docs/configuration/stage_configs.md`), for the error message."""
 

@@ -67,13 +67,15 @@ class CommonBody(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     return_metrics: bool | None = None
     priority: int | None = None
+    user: str | None = None
+    """The tenant, for fair scheduling."""
     deadline: float | None = None
     """Seconds from now."""
     options: dict[str, Any] | None = None
 
 
 IGNORED = frozenset(
-    {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
+    {"metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
 )  # fmt: skip
 """OpenAI's parameters that change nothing about the answer here."""
 _TO_TEXT_STAGE = tuple(
@@ -131,6 +133,7 @@ def common_fields(body: CommonBody, card: ModelCard, now: float) -> dict[str, An
     return {
         "options": options,
         "priority": body.priority or 0,
+        "tenant": body.user or "",
         "deadline": None if body.deadline is None else now + body.deadline,
     }
 

@@ -114,6 +114,7 @@ def _engine(plan: StagePlan, adapter: Adapter) -> Engine:
                     max_tokens_per_step=plan.max_tokens_per_step,
                     prefix_caching=plan.prefix_caching,
                     max_logprobs=plan.max_logprobs,
+                    scheduling=plan.scheduling,
                 ),
             )
         case "module":

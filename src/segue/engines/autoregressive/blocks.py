@@ -16,6 +16,7 @@ published, so a shared block is read-only by construction and needs no copy on w
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
@@ -36,6 +37,17 @@ def group_key(key: bytes, group: int) -> bytes:
 def first_visible(window: int | None, computed: int, block_size: int) -> int:
     """The first block that a query at position `computed`, or a later one, can see."""
     return 0 if window is None else max(0, computed + 1 - window) // block_size
+
+
+def visible(windows: Sequence[int | None], length: int, block_size: int) -> list[int]:
+    """Per group: how many of `length` full blocks the token after them sees."""
+    return [length - first_visible(window, length * block_size, block_size) for window in windows]
+
+
+def common(one: Sequence[bytes], other: Sequence[bytes]) -> int:
+    """How many blocks two hash chains have in common: from the first difference on, all differ."""
+    places = range(min(len(one), len(other)))
+    return bisect_left(places, True, key=lambda place: one[place] != other[place])
 
 
 def find_hit(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from segue.graph.deployment import SCHEDULINGS
 from segue.messages.errors import ConfigError
 
 
@@ -22,6 +23,8 @@ class AutoregressiveConfig:
     prefix_caching: bool = True
     max_logprobs: int = 20
     """Most tokens whose log-probabilities a request may ask for in one place; -1: any number."""
+    scheduling: str = "priority"
+    """Who runs first: `policies`."""
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_batch", "max_tokens_per_step"):
@@ -30,3 +33,7 @@ class AutoregressiveConfig:
                 raise ConfigError(f"{name} is {value}; it must be at least 1", field=name)
         if self.max_logprobs < -1:
             raise ConfigError(f"max_logprobs is {self.max_logprobs}; it must be at least -1", field="max_logprobs")
+        if self.scheduling not in SCHEDULINGS:
+            raise ConfigError(
+                f"scheduling is {self.scheduling!r}; it must be one of {', '.join(SCHEDULINGS)}", field="scheduling"
+            )

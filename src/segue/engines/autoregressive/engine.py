@@ -13,6 +13,7 @@ from segue.engines.autoregressive.contract import AutoregressiveAdapter
 from segue.engines.autoregressive.inputs import Scheduled, flat_batch
 from segue.engines.autoregressive.logprobs import check_logprobs, gather_prompt_logprobs
 from segue.engines.autoregressive.picks import Pick, pick, targets
+from segue.engines.autoregressive.policies import Accounts, rank
 from segue.engines.autoregressive.scheduler import Limits, Run, Scheduler
 from segue.engines.autoregressive.sequence import Sequence
 from segue.engines.contract import Payload, Rows, StageOutput, StageRequest
@@ -42,7 +43,7 @@ class AutoregressiveEngine:
         )
         self._pool = BlockPool(config.num_blocks)
         limits = Limits(config.block_size, config.max_batch, config.max_tokens_per_step, layout.windows)
-        self._scheduler = Scheduler(self._pool, limits)
+        self._scheduler = Scheduler(self._pool, limits, Accounts() if config.scheduling == "fair" else None)
         self._longest = limits.longest(config.num_blocks, adapter.max_model_len)
         self._share_size = config.block_size if config.prefix_caching else 0
         self._sequences: dict[str, Sequence] = {}
@@ -62,7 +63,8 @@ class AutoregressiveEngine:
             raise InvalidRequest(f"request {request.request_id!r} is running already", field="request_id")
         _check_served(request)
         check_logprobs(request, self._config.max_logprobs)
-        sequence = Sequence(request, self._adapter, self._serial)
+        order = rank(self._config.scheduling, request.priority, request.arrival, self._serial)
+        sequence = Sequence(request, self._adapter, order)
         self._serial += 1
         self._sequences[request.request_id] = sequence
         self._scheduler.add(sequence.job)

@@ -2,13 +2,15 @@
 
 One rule covers prefill, chunked prefill, decode and recomputation: a sequence has `length` known tokens, `computed` of
 them are in the KV cache, and the inputs of `ready` of them are there; it wants `ready - computed` tokens. Running
-sequences come first, in order of rank (priority, then arrival), then waiting ones.
+sequences come first, in order of rank (priority, then arrival), then waiting ones: by rank too, or in fair shares
+between tenants (`policies`).
 
 When blocks run short, sequences are preempted and later computed again: paused ones first (their downstream is full,
 they cannot use their blocks), then those of lower rank, then those of higher rank that wait for an input. So the first
 sequence that can run always does, whatever the others hold: with finite outputs, every request finishes. A waiting
 sequence may push out paused ones only, and the first one that does not fit ends the admission: none is overtaken for
-ever by smaller ones.
+ever by smaller ones. A waiting sequence whose next block is being computed by a running one waits for it: equal
+prompts that arrive together are computed once.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from segue.engines.autoregressive.blocks import BlockPool, find_hit, first_visible, group_key
+from segue.engines.autoregressive.blocks import BlockPool, common, find_hit, first_visible, group_key, visible
+from segue.engines.autoregressive.policies import Accounts, Rank
 
 
 @dataclass(slots=True)
@@ -37,8 +40,8 @@ class Job:
     scheduler owns `computed`, `tables` and `running`."""
 
     key: str
-    rank: tuple[int, float, int]
-    """(priority, arrival, serial): lower runs first."""
+    rank: Rank
+    """(priority, arrival, serial): lower runs first (`policies.rank`)."""
     length: int = 0
     """Known tokens: prompt and generated. 0: the prompt is not there yet."""
     ready: int = 0
@@ -53,6 +56,9 @@ class Job:
     """Take no blocks from the prefix cache: every row of the prompt is wanted."""
     paused: bool = False
     running: bool = False
+    tenant: str = ""
+    charged: int = 0
+    """Tokens its tenant was charged for (`policies.Accounts`)."""
 
     @property
     def runnable(self) -> bool:
@@ -155,13 +161,16 @@ class _Ledger:
         self.available -= count
 
 
-def schedule(running: Seq[Job], waiting: Seq[Job], pool: BlockPool, limits: Limits) -> Decision:
-    """The next step. `running` and `waiting` are sorted by rank; nothing is changed."""
+def schedule(
+    running: Seq[Job], waiting: Seq[Job], pool: BlockPool, limits: Limits, accounts: Accounts | None = None
+) -> Decision:
+    """The next step. `running` and `waiting` are sorted by rank; nothing is changed. `accounts`: waiting ones are
+    admitted in fair shares, else by rank."""
     ledger = _Ledger(pool)
     preempted: list[Job] = []
     runs = _continue(running, ledger, limits, preempted)
     if not preempted:
-        runs += _admit(running, waiting, runs, ledger, limits, pool, preempted)
+        runs += _admit(running, waiting, runs, ledger, limits, pool, preempted, accounts)
     return Decision(tuple(preempted), tuple(runs))
 
 
@@ -221,6 +230,7 @@ def _admit(
     limits: Limits,
     pool: BlockPool,
     preempted: list[Job],
+    accounts: Accounts | None,
 ) -> list[Run]:
     """Runs of waiting sequences that fit as a whole; paused running ones give way to them."""
     admitted: list[Run] = []
@@ -237,18 +247,25 @@ def _admit(
         if not job.paused
     )
     paused = [job for job in running if job.paused and job.tables]
-    for job in waiting:
+    last: Job | None = None  # admitted last
+    order = waiting if accounts is None else accounts.order(waiting, lambda job: job is last)
+    for job in order:
         if budget <= 0 or room <= 0:
             break
         if not job.runnable:
             continue
         # at least one token is always computed: the logits of the last one are wanted
-        length, hit = find_hit(
-            pool,
-            [] if job.fresh else job.hashes[: (job.ready - 1) // limits.block_size],
-            limits.windows,
-            limits.block_size,
-        )
+        chain = [] if job.fresh else job.hashes[: (job.ready - 1) // limits.block_size]
+        length, hit = find_hit(pool, chain, limits.windows, limits.block_size)
+        coming = _in_flight(job, chain, length, [*runs, *admitted], limits)
+        if coming > length:
+            # somebody computes its next block in this very step: it waits, and its place is kept for it
+            whole = _missing(limits, job.length, visible(limits.windows, coming, limits.block_size))
+            if whole + promised > ledger.available and not paused:
+                break
+            promised += whole
+            room -= 1
+            continue
         found = [block for blocks in hit for block in blocks]
         whole = _missing(limits, job.length, [len(blocks) for blocks in hit])
         while whole + ledger.unused(found) + promised > ledger.available and paused:
@@ -267,7 +284,24 @@ def _admit(
         budget -= tokens
         room -= 1
         admitted.append(Run(job, start, tokens, new, hit))
+        last = job
     return admitted
+
+
+def _in_flight(job: Job, chain: Seq[bytes], length: int, runs: Seq[Run], limits: Limits) -> int:
+    """How many blocks of its chain will be there once those have computed them who compute block `length` of it now.
+
+    Only sequences of higher rank that run in this step are waited for: they get on, so the wait ends; one that is
+    paused, preempted or passed over is not in `runs`, and then the block is computed a second time.
+    """
+    most = length
+    if length < len(chain):
+        for run in runs:
+            theirs = run.job.hashes
+            ahead = run.start < (length + 1) * limits.block_size <= len(theirs) * limits.block_size
+            if ahead and run.job.rank < job.rank and theirs[length] == chain[length]:
+                most = max(most, common(theirs, chain))
+    return most
 
 
 def _missing(limits: Limits, length: int, held: Seq[int]) -> int:
@@ -276,11 +310,12 @@ def _missing(limits: Limits, length: int, held: Seq[int]) -> int:
 
 
 class Scheduler:
-    """The two queues and the pool; changes them as a `Decision` says."""
+    """The two queues, the pool and the accounts; changes them as a `Decision` says."""
 
-    def __init__(self, pool: BlockPool, limits: Limits) -> None:
+    def __init__(self, pool: BlockPool, limits: Limits, accounts: Accounts | None = None) -> None:
         self.pool = pool
         self.limits = limits
+        self.accounts = accounts
         self.running: list[Job] = []
         self.waiting: list[Job] = []
         self.preemptions = 0
@@ -291,7 +326,9 @@ class Scheduler:
         insort(self.waiting, job, key=_rank)
 
     def next(self) -> Decision:
-        return schedule(self.running, self.waiting, self.pool, self.limits)
+        if self.accounts is not None:
+            self.accounts.notice(self.waiting, self.running)
+        return schedule(self.running, self.waiting, self.pool, self.limits, self.accounts)
 
     def apply(self, decision: Decision) -> None:
         """Preempt, then share what was found, then allocate: sharing first keeps hits from being evicted."""
@@ -309,6 +346,8 @@ class Scheduler:
                 run.job.tables = [Table(length - len(blocks), list(blocks)) for blocks in run.hit]
                 run.job.computed = run.start
                 run.job.running = True
+                if self.accounts is not None:
+                    self.accounts.admit(run.job)
                 self.query_tokens += run.job.length
                 self.hit_tokens += run.start
                 self.waiting.remove(run.job)
@@ -323,6 +362,8 @@ class Scheduler:
         that no later token sees are given back."""
         size = self.limits.block_size
         full = range(job.computed // size, min(computed // size, len(job.hashes))) if publish else range(0)
+        if self.accounts is not None:
+            self.accounts.generated(job, computed + (computed == job.length))
         job.computed = computed
         for group, (table, window) in enumerate(zip(job.tables, self.limits.windows, strict=True)):
             for index in full:
@@ -365,5 +406,5 @@ class Scheduler:
             assert queue == sorted(queue, key=_rank), "a queue is out of order"
 
 
-def _rank(job: Job) -> tuple[int, float, int]:
+def _rank(job: Job) -> Rank:
     return job.rank

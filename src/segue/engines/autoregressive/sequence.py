@@ -11,6 +11,7 @@ from segue.engines.autoregressive.blocks import ROOT, block_hash
 from segue.engines.autoregressive.contract import AutoregressiveAdapter, Fed, Prompt
 from segue.engines.autoregressive.detokenize import Detokenizer, StopStrings
 from segue.engines.autoregressive.logprobs import output_wanted, prompt_wanted
+from segue.engines.autoregressive.policies import Rank
 from segue.engines.autoregressive.sampler import RowSampler
 from segue.engines.autoregressive.scheduler import Job
 from segue.engines.autoregressive.words import bad_words, truncated
@@ -79,11 +80,11 @@ class TextOutput:
 class Sequence:
     """A request between `add` and its end. Its `job` is what the scheduler sees."""
 
-    def __init__(self, request: StageRequest, adapter: AutoregressiveAdapter, serial: int) -> None:
+    def __init__(self, request: StageRequest, adapter: AutoregressiveAdapter, rank: Rank) -> None:
         self.request = request
         self.adapter = adapter
         self.state = adapter.begin(request)
-        self.job = Job(request.request_id, (request.priority, request.arrival, serial))
+        self.job = Job(request.request_id, rank, tenant=request.request.tenant)
         self.prompt: Prompt | None = None
         self.prompt_length = 0
         self._positions: np.ndarray | None = None
