@@ -187,6 +187,11 @@ class Result:
         return torch.cat(pieces)
 
 
+def branch(request_id: str, index: int) -> str:
+    """Where a `Driver` gathers an output of a request."""
+    return f"{request_id}[{index}]" if index else request_id
+
+
 class Driver:
     """Steps an engine and gathers what comes out, with an audit after every step."""
 
@@ -204,7 +209,7 @@ class Driver:
         outputs = self.engine.step()
         self.engine.audit()
         for output in outputs:
-            result = self.results.setdefault(output.request_id, Result())
+            result = self.results.setdefault(branch(output.request_id, output.index), Result())
             assert not output.token_ids or output.first_index == len(result.token_ids)
             result.token_ids += output.token_ids
             result.text += output.text

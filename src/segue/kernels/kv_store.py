@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -78,6 +79,18 @@ class KVStore:
             keys.view(sequences, -1, shape.kv_heads, shape.head_dim).transpose(1, 2),
             values.view(sequences, -1, shape.kv_heads, shape.value_dim).transpose(1, 2),
         )
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, (source, target) each: K, V and captured rows. All sources are read before any target is
+        written, so a block may be the target of one copy and the source of another."""
+        if not pairs:
+            return
+        source, target = torch.tensor(pairs, dtype=torch.long, device=self.device).unbind(1)
+        tensors = [tensor for pair in self._tensors for tensor in pair]
+        if self.rows is not None:
+            tensors.append(self.rows.view(-1, self.block_size, self.rows.shape[1]))
+        for blocks in tensors:
+            blocks.index_copy_(0, target, blocks.index_select(0, source))
 
     def scrub(self, blocks: list[int]) -> None:
         """Zero the K and V of these blocks."""

@@ -229,7 +229,7 @@ def _check_outputs(params: SamplingParams, field: str) -> None:
             "leave it out or give 0",
             field=f"{field}.temperature",
         )
-    for name in ("structured_outputs", "logprobs"):
+    for name in ("structured_outputs", "logprobs", "logprob_token_ids"):
         value = getattr(params, name)
         if value is not None:
             raise InvalidRequest(

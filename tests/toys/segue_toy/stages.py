@@ -1,6 +1,7 @@
 """The toy's stages. A request's options let a test stop a stage at a known point:
 
-hold: {"stage": "counter" | "tone", "at": index, "fifo": path}   wait there until the pipe is written
+hold: {"stage": "counter" | "forward" | "tone", "at": index, "fifo": path}   wait there until the pipe is written;
+    forward: where the counter computes that place of the sequence
 fail_at: {"stage": ..., "at": index}                              raise there
 die_at: {"stage": ..., "at": index}                               kill the worker there, each time
 """
@@ -92,15 +93,19 @@ class Counter:
         self.default_sampling = SamplingParams(temperature=0.0, max_tokens=20)
 
     def begin(self, request: StageRequest) -> Any:
-        return None
+        return request
 
     def feed(self, state: Any, upstream: str, payload: Payload, *, final: bool) -> Fed:
-        return Fed(prompt=Prompt(token_ids=payload["token_ids"].tolist()))
+        held = {"request": state} if state.request.options.get("hold") else {}
+        return Fed(prompt=Prompt(token_ids=payload["token_ids"].tolist(), extras=held))
 
     def embed(self, token_ids: torch.Tensor, conditioning: torch.Tensor | None) -> torch.Tensor:
         return token_ids.to(torch.float32)[:, None].expand(-1, WIDTH)
 
     def forward(self, embeds: torch.Tensor, batch: FlatBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        for prompt, start, _ in batch.prompts:
+            if prompt is not None and "request" in prompt.extras:
+                _stop_point(prompt.extras["request"], "forward", start)
         return embeds, embeds.clone()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,9 @@ A block is in exactly one of three places:
      ╰────evicted by allocate──── cached ──share──╯
 
 A sequence owns its tokens as intervals of its block table: with `n` full blocks published, `[0, n * block_size)` may
-be shared with others and is never written again; the rest is its own. Only whole blocks that hold computed tokens are
-published, so a shared block is read-only by construction and needs no copy on write.
+be shared with others and is never written again. Only whole blocks that hold computed tokens are published. The rest is
+its own, but for a sequence that was forked: its copies hold the same blocks, the last one included, which may not be
+full. Who writes to a block that others hold takes a copy of it first (copy on write: Kwon et al., 2023, §4.4).
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ class BlockPool:
         return key in self._by_hash
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more reference to each of these published blocks."""
+        """One more reference to each of these blocks, which are published or held by somebody."""
         for block in blocks:
             if self.references[block] == 0:
                 del self._cached[block]
@@ -148,8 +149,10 @@ class BlockPool:
                     self._free.append(block)
 
     def private(self, blocks: Iterable[int]) -> list[int]:
-        """Those that no other sequence has or can find."""
-        return [block for block in blocks if self.references[block] == 1 and block not in self._hash_of]
+        """Of the blocks that some sequences hold (each as often as they hold it): those that no other sequence has or
+        can find."""
+        held = Counter(blocks)
+        return [block for block in held if self.references[block] == held[block] and block not in self._hash_of]
 
     def publish(self, block: int, key: bytes) -> None:
         """Let others find this full block. Where an equal one is published already, that one stays."""

@@ -53,6 +53,7 @@ class StopStrings:
         self._stops = tuple(stops)
         self._include = include
         self._held = ""
+        self.found: str | None = None
 
     def push(self, text: str, *, may_stop: bool = True) -> tuple[str, bool]:
         """(text that can be given out, whether a stop string was found). After a find the rest is dropped."""
@@ -60,9 +61,9 @@ class StopStrings:
             text, self._held = self._held + text, ""
             return text, False
         text = self._held + text
-        ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        ends = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if ends:
-            end, start = min(ends)
+            end, start, self.found = min(ends)
             self._held = ""
             return text[: end if self._include else start], True
         keep = self._forming(text)

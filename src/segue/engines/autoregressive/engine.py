@@ -6,15 +6,18 @@ from collections.abc import Sequence as Seq
 
 import torch
 
+from segue.engines.autoregressive import branches
 from segue.engines.autoregressive.blocks import BlockPool
+from segue.engines.autoregressive.branches import BeamGroup, Forks
 from segue.engines.autoregressive.check import check_attention
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.contract import AutoregressiveAdapter
 from segue.engines.autoregressive.inputs import Scheduled, flat_batch
 from segue.engines.autoregressive.logprobs import check_logprobs, gather_prompt_logprobs
-from segue.engines.autoregressive.picks import Pick, pick, targets
+from segue.engines.autoregressive.picks import Pick, branched, pick, targets
 from segue.engines.autoregressive.policies import Accounts, rank
-from segue.engines.autoregressive.scheduler import Limits, Run, Scheduler
+from segue.engines.autoregressive.roster import Roster
+from segue.engines.autoregressive.scheduler import Job, Limits, Run, Scheduler
 from segue.engines.autoregressive.sequence import Sequence
 from segue.engines.contract import Payload, Rows, StageOutput, StageRequest
 from segue.kernels.kv_store import KVStore
@@ -46,7 +49,7 @@ class AutoregressiveEngine:
         self._scheduler = Scheduler(self._pool, limits, Accounts() if config.scheduling == "fair" else None)
         self._longest = limits.longest(config.num_blocks, adapter.max_model_len)
         self._share_size = config.block_size if config.prefix_caching else 0
-        self._sequences: dict[str, Sequence] = {}
+        self._roster = Roster(self._scheduler)
         self._between: list[StageOutput] = []
         """Ends that came of a chunk, not of a step: emitted by the next step."""
         self._serial = 0
@@ -59,38 +62,42 @@ class AutoregressiveEngine:
 
     def add(self, request: StageRequest) -> None:
         """Take a request. Raises `InvalidRequest` where the adapter does, or when its id is in use."""
-        if request.request_id in self._sequences:
+        if self._roster.of(request.request_id):
             raise InvalidRequest(f"request {request.request_id!r} is running already", field="request_id")
         _check_served(request)
         check_logprobs(request, self._config.max_logprobs)
         order = rank(self._config.scheduling, request.priority, request.arrival, self._serial)
-        sequence = Sequence(request, self._adapter, order)
-        self._serial += 1
-        self._sequences[request.request_id] = sequence
-        self._scheduler.add(sequence.job)
+        sequence = Sequence(branches.prepared(request, self._adapter, self._config), self._adapter, order)
+        branches.begin(sequence)
+        self._serial += branches.SERIALS
+        self._roster.add(sequence)
 
     def feed(self, request_id: str, upstream: str, payload: Payload, *, final: bool) -> None:
         """A chunk from upstream. What is wrong with it comes out of the next `step`, as that request's error; so does
         the end of a request of which there is nothing to generate."""
-        sequence = self._sequences.get(request_id)
-        if sequence is None:
+        members = self._roster.of(request_id)
+        if not members:
             return
+        sequence = members[0]
         self._stalled = False
         try:
             fed = self._adapter.feed(sequence.state, upstream, payload, final=final)
             if fed.nothing:
-                self._remove(sequence)
-                self._between.append(StageOutput(request_id, finished=True, finish_reason="stop"))
-            else:
+                self._drop(request_id)
+                self._between += [
+                    StageOutput(request_id, index=index, finished=True, finish_reason="stop")
+                    for index in range(sequence.request.outputs)
+                ]
+            elif sequence.branches is None or sequence.prompt is None:
                 sequence.feed(fed, self._longest, self._share_size)
+                if isinstance(sequence.branches, BeamGroup) and sequence.prompt is not None:
+                    sequence.branches.limit(self._config.num_blocks, self._scheduler.limits)
         except SegueError as error:
-            self._between.append(self._fail(sequence, error))
+            self._between.append(self._fail(request_id, error))
 
     def cancel(self, request_id: str) -> None:
         """Forget the request and free its blocks."""
-        sequence = self._sequences.get(request_id)
-        if sequence is not None:
-            self._remove(sequence)
+        self._drop(request_id)
         self._between = [output for output in self._between if output.request_id != request_id]
 
     def pause(self, request_id: str) -> None:
@@ -103,35 +110,39 @@ class AutoregressiveEngine:
 
     def backlog(self, request_id: str) -> int:
         """Chunks fed and not used yet: rows that wait for their tokens."""
-        sequence = self._sequences.get(request_id)
-        return sequence.backlog() if sequence is not None else 0
+        members = self._roster.of(request_id)
+        return members[0].backlog() if members else 0
 
     def has_work(self) -> bool:
         """True if `step` would do something now."""
         if self._between:
             return True
-        return not self._stalled and any(sequence.job.runnable for sequence in self._sequences.values())
+        return not self._stalled and any(sequence.job.runnable for sequence in self._roster)
 
     @torch.inference_mode()
     def step(self) -> list[StageOutput]:
         """Schedule, run, postprocess."""
         outputs, self._between = self._between, []
         decision = self._scheduler.next()
-        self._scheduler.apply(decision)
+        copies = self._scheduler.apply(decision)
+        self._put_aside(decision.preempt)
         self._batch = len(decision.runs)
         self._stalled = not decision.runs and not decision.preempt
         if decision.runs:
             scheduled, attention = self._plan(decision.runs)
             try:
-                hidden, captured, picks = self._forward(scheduled, attention)
+                self._store.copy(copies)
+                hidden, captured, picks, searches = self._forward(scheduled, attention)
             # whatever a model raises is the failure of this batch, and of nothing else
             except Exception as error:
                 failed = StageFailed(f"forward failed: {type(error).__name__}: {error}", stage=_stage(scheduled))
                 failed.__cause__ = error
-                outputs += [self._fail(sequence, failed, scrub=True) for sequence, _ in scheduled]
+                ids = dict.fromkeys(sequence.request.request_id for sequence, _ in scheduled)
+                outputs += [self._fail(request_id, failed, scrub=True) for request_id in ids]
             else:
                 outputs += self._postprocess(scheduled, hidden, captured, picks)
-        if not self._sequences:
+                outputs += self._advance(searches)
+        if not self._roster:
             self._pool.audit_idle()
         return outputs
 
@@ -154,14 +165,14 @@ class AutoregressiveEngine:
     def audit(self) -> None:
         """Check all books; an `AssertionError` says what is off. For tests, after every step."""
         self._scheduler.audit()
-        assert len(self._sequences) == len(self._scheduler.running) + len(self._scheduler.waiting), "a sequence is lost"
+        assert len(self._roster) == len(self._scheduler.running) + len(self._scheduler.waiting), "a sequence is lost"
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
     def _plan(self, runs: Seq[Run]) -> tuple[list[Scheduled], PagedStep | HybridStep]:
         """The sequences of the step in the order of the flat batch, and what attention needs to know of them."""
         ordered = sorted(runs, key=step_order)
-        scheduled = [Scheduled(self._sequences[run.job.key], run) for run in ordered]
+        scheduled = [Scheduled(self._roster[run.job.key], run) for run in ordered]
         groups = [
             paged_step(self._store, [_part(run, group, self._config.block_size) for run in ordered])
             for group in range(self._store.layout.groups)
@@ -170,8 +181,9 @@ class AutoregressiveEngine:
 
     def _forward(
         self, scheduled: list[Scheduled], attention: PagedStep | HybridStep
-    ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, Pick]]:
-        """(is each flat token finite [tokens], captured rows [tokens, width], what was picked by request)."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, Pick], list[BeamGroup]]:
+        """(is each flat token finite [tokens], captured rows [tokens, width], what was picked by sequence, the beam
+        searches that have sequences in this step)."""
         adapter = self._adapter
         embeds, batch = flat_batch(adapter, scheduled, attention)
         hidden, captured = adapter.forward(embeds, batch)
@@ -180,12 +192,22 @@ class AutoregressiveEngine:
             self._store.rows.index_copy_(0, attention.slots, captured)
         finite = torch.isfinite(hidden.sum(dim=-1, dtype=torch.float32))
         gather_prompt_logprobs(adapter, scheduled, hidden)
-        wanted = targets(scheduled)
-        rows = [row for target in wanted for row in target.rows]
+        searches = list(
+            dict.fromkeys(sequence.branches for sequence, _ in scheduled if isinstance(sequence.branches, BeamGroup))
+        )
+        wanted, of_beams = branched(targets(scheduled), self._share_size)
+        drawn = [row for target in wanted for row in target.rows]
+        rows = [*drawn, *(row for beams in of_beams.values() for row in beams)]
         if not rows:
-            return finite, captured, {}
-        chosen = hidden if len(rows) == len(hidden) else hidden[torch.tensor(rows, device=hidden.device)]
-        return finite, captured, pick(wanted, adapter.logits(chosen), adapter.vocabulary)
+            return finite, captured, {}, searches
+        alike = rows == list(range(len(hidden)))
+        logits = adapter.logits(hidden if alike else hidden[torch.tensor(rows, device=hidden.device)])
+        picks = pick(wanted, logits[: len(drawn)], adapter.vocabulary) if wanted else {}
+        at = len(drawn)
+        for search, beams in of_beams.items():
+            search.pick(logits[at : at + len(beams)])
+            at += len(beams)
+        return finite, captured, picks, searches
 
     def _postprocess(
         self,
@@ -194,40 +216,74 @@ class AutoregressiveEngine:
         captured: torch.Tensor | None,
         picks: dict[str, Pick],
     ) -> list[StageOutput]:
-        outputs = []
+        outputs: list[StageOutput] = []
         fine = None if bool(finite.all()) else finite.tolist()
-        begin = 0
+        begin = end = 0
         for sequence, run in scheduled:
-            key, end = sequence.job.key, begin + run.tokens
-            picked = picks.get(key)
-            broken = picked is not None and not picked.finite
-            if broken or (fine is not None and not all(fine[begin:end])):
+            begin, end = end, end + run.tokens
+            if sequence not in self._roster:
+                continue  # its request has failed in this step
+            forks = self._new_forks(sequence)
+            taken = [picks[fork.job.key] for fork in (sequence, *forks) if fork.job.key in picks]
+            if not all(picked.finite for picked in taken) or (fine is not None and not all(fine[begin:end])):
                 error = StageFailed("the model gave NaN or infinity for this request", stage=sequence.request.stage)
-                outputs.append(self._fail(sequence, error, scrub=True))
-                begin = end
+                outputs.append(self._fail(sequence.request.request_id, error, scrub=True))
                 continue
-            if picked is not None and picked.stuck:
-                outputs.append(self._fail(sequence, _nothing_left(sequence)))
-                begin = end
+            if any(picked.stuck for picked in taken):
+                outputs.append(self._fail(sequence.request.request_id, _nothing_left(sequence)))
                 continue
             if captured is None and self._store.rows is not None:
                 sequence.shareable = False  # without captured rows a block is no hit for those who want them
             self._scheduler.advance(sequence.job, run.stop, publish=sequence.shareable)
-            output = StageOutput(key)
-            new = self._announce(sequence, run, output)
-            if captured is not None and sequence.wants_rows:
-                new |= self._give_rows(sequence, run, captured[begin:end], output)
-            if picked is not None:
-                self._tell_prompt(sequence, output)
-                self._accept(sequence, picked, output)
-                new = True
             self._prefill_tokens += max(0, min(run.stop, sequence.prompt_length) - run.start)
-            if new:
-                outputs.append(output)
-            if output.finished:
-                self._remove(sequence)
-            begin = end
+            for fork in forks:
+                self._roster.fork(sequence, fork)
+            for branch in (sequence, *forks):
+                output = StageOutput(branch.request.request_id, index=branch.index)
+                new = self._announce(branch, run, output)
+                if captured is not None and branch.wants_rows:
+                    new |= self._give_rows(branch, run, captured[begin:end], output)
+                if branch.job.key in picks:
+                    if branch.index == 0 and branch.generated == 0:
+                        branch.tell_prompt(output)
+                    self._accept(branch, picks[branch.job.key], output)
+                    new = True
+                if new:
+                    outputs += branch.branches.give(output) if isinstance(branch.branches, Forks) else [output]
+                if output.finished:
+                    self._remove(branch)
         return outputs
+
+    def _new_forks(self, sequence: Sequence) -> list[Sequence]:
+        """The forks of a sequence that has computed its prompt in this step."""
+        forks: list[Sequence] = []
+        if isinstance(sequence.branches, Forks):
+            forks, sequence.branches.new = sequence.branches.new, []
+        return forks
+
+    def _advance(self, searches: list[BeamGroup]) -> list[StageOutput]:
+        """The beams of the next step, or the outputs of searches that are over."""
+        outputs: list[StageOutput] = []
+        for search in searches:
+            request_id = search.root.request.request_id
+            if not self._roster.of(request_id):
+                continue  # it has failed in this step
+            try:
+                ended = search.advance(self._roster, self._share_size)
+            except SegueError as error:
+                outputs.append(self._fail(request_id, error, scrub=True))
+            else:
+                outputs += ended
+                self._generated_tokens += sum(len(output.token_ids) for output in ended)
+                self._stalled = False
+        return outputs
+
+    def _put_aside(self, preempted: Seq[Job]) -> None:
+        """Beams that were preempted wait as one sequence."""
+        groups = dict.fromkeys(self._roster[job.key].branches for job in preempted if job.gang)
+        for group in groups:
+            assert isinstance(group, BeamGroup)
+            group.put_aside(self._roster, self._share_size)
 
     def _announce(self, sequence: Sequence, run: Run, output: StageOutput) -> bool:
         """The first output of a request: counts, and what an earlier attempt had generated."""
@@ -236,9 +292,10 @@ class AutoregressiveEngine:
             return False
         assert sequence.prompt is not None
         sequence.announced = True
-        output.prompt_tokens = sequence.prompt_length
-        output.cached_tokens = min(run.start, sequence.prompt_length)
-        output.modality_tokens = dict(sequence.prompt.modality_tokens)
+        if sequence.index == 0:
+            output.prompt_tokens = sequence.prompt_length
+            output.cached_tokens = min(run.start, sequence.prompt_length)
+            output.modality_tokens = dict(sequence.prompt.modality_tokens)
         output.first_index = 0
         output.token_ids = sequence.request.resume[:-1]
         if sequence.text is not None:
@@ -246,16 +303,6 @@ class AutoregressiveEngine:
                 text, _ = sequence.text.push(token, ends=False, may_stop=count >= sequence.min_tokens)
                 output.text += text
         return True
-
-    def _tell_prompt(self, sequence: Sequence, output: StageOutput) -> None:
-        """What the client asked to know of the prompt goes with the first token ever."""
-        told = sequence.prompt_logprobs
-        if told is not None:
-            output.prompt_logprobs = told.found
-            sequence.prompt_logprobs, sequence.job.fresh = None, False
-        request = sequence.request
-        if request.request.return_prompt_ids and not sequence.generated and "text" in request.to_client:
-            output.prompt_token_ids = sequence.ids[: sequence.prompt_length]
 
     def _give_rows(self, sequence: Sequence, run: Run, computed: torch.Tensor, output: StageOutput) -> bool:
         """Captured rows that are not out yet: of this step, and of blocks found in the cache."""
@@ -279,6 +326,8 @@ class AutoregressiveEngine:
 
     def _accept(self, sequence: Sequence, picked: Pick, output: StageOutput) -> None:
         """The new tokens, up to one that ends the output: their text, and whether the output ends."""
+        scores = picked.scores or [told.chosen.logprob for told in picked.logprobs]
+        sequence.logprob += sum(scores)
         for count, token in enumerate(picked.tokens, 1):
             sequence.append(token, self._share_size)
             output.token_ids = [*output.token_ids, token]
@@ -294,37 +343,43 @@ class AutoregressiveEngine:
                 continue
             output.finished = True
             output.finish_reason = "stop" if ends or found else "length"
+            if ends and token in (sequence.request.sampling.stop_token_ids or ()):
+                output.stop_reason = token
+            elif found and sequence.text is not None:
+                output.stop_reason = sequence.text.found
+            if scores and not sequence.request.resume:  # of what an earlier attempt made, nothing is known
+                output.cumulative_logprob = sequence.logprob
             if sequence.text is not None and not found:
                 output.text += sequence.text.flush(may_stop=may_stop)
             return
 
     # --- leaving -----------------------------------------------------------------------------------------------------
 
-    def _fail(self, sequence: Sequence, error: SegueError, *, scrub: bool = False) -> StageOutput:
+    def _fail(self, request_id: str, error: SegueError, *, scrub: bool = False) -> StageOutput:
         """The output of a request that fails. `scrub`: its K and V may hold NaN, which would spoil, through the masked
         part of a block, whoever gets the block next."""
         if scrub:
-            self._store.scrub(self._pool.private(sequence.job.blocks))
-        self._remove(sequence)
-        return StageOutput(sequence.job.key, error=error)
+            held = [block for sequence in self._roster.of(request_id) for block in sequence.job.blocks]
+            self._store.scrub(self._pool.private(held))
+        self._drop(request_id)
+        return StageOutput(request_id, error=error)
+
+    def _drop(self, request_id: str) -> None:
+        for sequence in self._roster.of(request_id):
+            self._remove(sequence)
 
     def _remove(self, sequence: Sequence) -> None:
-        self._scheduler.remove(sequence.job)
-        del self._sequences[sequence.job.key]
+        self._roster.remove(sequence)
         self._stalled = False
 
     def _set_paused(self, request_id: str, paused: bool) -> None:
-        sequence = self._sequences.get(request_id)
-        if sequence is not None:
+        for sequence in self._roster.of(request_id):
             sequence.job.paused = paused
             self._stalled = False
 
 
 _UNSERVED: dict[str, tuple[object, ...]] = {
     "structured_outputs": (),
-    "n": (1,),
-    "best_of": (1,),
-    "beam_width": (1,),
 }
 """Parameters this engine does not serve yet → the values that ask for nothing. (Prompts are truncated before they come
 here, by the input stage, which alone knows what may be cut.)"""

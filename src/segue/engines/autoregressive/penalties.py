@@ -7,6 +7,7 @@ All of it touches few entries of a row, so each kind is one gather and one scatt
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from copy import deepcopy
 
 import numpy as np
 import torch
@@ -97,6 +98,10 @@ class RowRules:
             self.seen.add(token)
         if self.words is not None:
             self.words.saw(token)
+
+    def have_seen(self, other: RowRules) -> None:
+        """Take over the output of another sequence of the same request."""
+        self.seen, self.words = deepcopy(other.seen), None if other.words is None else other.words.copy()
 
     def forbidden(self, generated: int) -> Ids:
         """Tokens that may not come now, `allowed` apart."""

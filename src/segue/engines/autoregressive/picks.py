@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from segue.engines.autoregressive.branches import BeamGroup, Forks, scored
 from segue.engines.autoregressive.contract import Vocabulary
 from segue.engines.autoregressive.inputs import Scheduled
 from segue.engines.autoregressive.logprobs import Likelihoods
@@ -37,6 +38,8 @@ class Pick:
     """True where what the request forbids leaves no token to choose: then there are no tokens."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Beside `tokens`, where the request asks for them."""
+    scores: list[float] = field(default_factory=list)
+    """Log-probabilities of `tokens` by the model's own distribution, where they decide which outputs are given."""
 
 
 def targets(scheduled: Seq[Scheduled]) -> list[Target]:
@@ -49,12 +52,37 @@ def targets(scheduled: Seq[Scheduled]) -> list[Target]:
     return found
 
 
+def branched(wanted: Seq[Target], block_size: int) -> tuple[list[Target], dict[BeamGroup, list[int]]]:
+    """(the sequences that draw tokens, by beam search the rows of its beams, best first).
+
+    A request whose prompt is computed with this step is forked here: its forks all draw from the same row.
+    """
+    drawing: list[Target] = []
+    searches: dict[BeamGroup, list[int]] = {}
+    of_beam = {target.sequence.job.key: target.rows.start for target in wanted}
+    for target in wanted:
+        sequence, branches = target.sequence, target.sequence.branches
+        if isinstance(branches, Forks) and not branches.forked:
+            # one with several tokens of an earlier attempt has those to compute first
+            now = [fork for fork in branches.fork(block_size) if fork.job.length == sequence.prompt_length]
+            drawing += [Target(fork, target.rows) for fork in now]
+        elif not isinstance(branches, BeamGroup):
+            drawing.append(target)
+        elif sequence in branches.beams:
+            searches.setdefault(branches, [of_beam[beam.job.key] for beam in branches.beams])
+        elif not branches.beams:
+            searches[branches] = list(target.rows)
+    return drawing, searches
+
+
 def pick(wanted: Seq[Target], logits: torch.Tensor, vocabulary: Vocabulary | None) -> dict[str, Pick]:
     """By request. `logits` [rows of all targets, vocab] float32, which may be changed."""
     finite = torch.isfinite(logits.sum(dim=-1)).tolist()
     sequences = [target.sequence for target in wanted]
     telling = [row for row, sequence in enumerate(sequences) if sequence.logprobs is not None]
     likely = _likelihoods(sequences, telling, logits)
+    places = scored(sequences)
+    before = logits[places].log_softmax(dim=-1) if places else logits[:0]
     samplers = [sequence.sampler for sequence in sequences if sequence.sampler is not None]
     generated = [sequence.generated for sequence in sequences]
     if not all(sampler.rules.plain for sampler in samplers):
@@ -67,6 +95,9 @@ def pick(wanted: Seq[Target], logits: torch.Tensor, vocabulary: Vocabulary | Non
         known = token if sequence.forced is None else sequence.forced
         fine = finite[row] and row not in stuck
         picks[sequence.job.key] = Pick([known] if fine else [], finite[row], stuck=row in stuck)
+    for row, place in zip(before, places, strict=True):
+        picked = picks[sequences[place].job.key]
+        picked.scores = [row[token].item() for token in picked.tokens]
     if likely is not None:
         told = [picks[sequences[row].job.key] for row in telling]
         found = likely.of([one.tokens[0] if one.tokens else 0 for one in told], vocabulary)

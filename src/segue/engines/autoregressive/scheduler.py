@@ -11,6 +11,10 @@ sequence that can run always does, whatever the others hold: with finite outputs
 sequence may push out paused ones only, and the first one that does not fit ends the admission: none is overtaken for
 ever by smaller ones. A waiting sequence whose next block is being computed by a running one waits for it: equal
 prompts that arrive together are computed once.
+
+A sequence that was forked holds blocks with its copies. Its next token goes to a block that others hold too, unless
+they have all moved on: it takes a copy of that block first. The beams of one request form a gang: they take their next
+tokens in one step, all or none, and are preempted together.
 """
 
 from __future__ import annotations
@@ -59,6 +63,10 @@ class Job:
     tenant: str = ""
     charged: int = 0
     """Tokens its tenant was charged for (`policies.Accounts`)."""
+    width: int = 1
+    """How many sequences it will be in a step, once its prompt is computed and it has been forked."""
+    gang: list[Job] = field(default_factory=list, repr=False)
+    """The beams of its request, itself among them; empty where it has none."""
 
     @property
     def runnable(self) -> bool:
@@ -75,6 +83,17 @@ class Job:
         if len(self.tables) == 1:
             return self.tables[0].blocks
         return [block for table in self.tables for block in table.blocks]
+
+    @property
+    def unit(self) -> list[Job]:
+        """Those that run in one step or not at all: a gang whose last tokens are ready. Before that, after a
+        preemption, each of them catches up by itself."""
+        return self.gang if self.gang and self.ready == self.length else [self]
+
+    @property
+    def together(self) -> list[Job]:
+        """Those that are preempted with it, itself among them."""
+        return self.gang or [self]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +128,12 @@ class Limits:
         """The most tokens, up to `most`, that a sequence can have where there are so many blocks."""
         return bisect_right(range(most + 1), num_blocks, key=self.need) - 1
 
+    def tails(self, job: Job) -> list[int]:
+        """Per group: the block with computed tokens that its next one goes to as well; none where they fill theirs."""
+        if not job.computed % self.block_size:
+            return []
+        return [table.blocks[job.computed // self.block_size - table.first] for table in job.tables]
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -122,6 +147,8 @@ class Run:
     """New blocks it needs in each group."""
     hit: tuple[tuple[int, ...], ...] = ()
     """Published blocks found for a sequence that is admitted, per group: those before `start` that can be seen."""
+    copy: bool = False
+    """Others hold the blocks that its first token goes to: it gets its own, with the same content."""
 
     @property
     def stop(self) -> int:
@@ -148,6 +175,13 @@ class _Ledger:
         for block in blocks:
             self._change[block] -= 1
             self.available += self._references[block] + self._change[block] == 0
+
+    def holders(self, block: int) -> int:
+        return self._references[block] + self._change[block]
+
+    def shared(self, tails: Seq[int]) -> bool:
+        """Whether several hold these blocks of a sequence: where one group's is shared, all groups' are."""
+        return bool(tails) and self.holders(tails[0]) > 1
 
     def unused(self, blocks: Seq[int]) -> int:
         """How many of these blocks would leave `available` when shared."""
@@ -183,34 +217,68 @@ def _continue(running: Seq[Job], ledger: _Ledger, limits: Limits, preempted: lis
     for place, job in enumerate(able):
         if budget == 0 or len(runs) == limits.max_batch:
             break
-        if id(job) in settled:
+        unit = job.unit
+        if id(job) in settled or len(unit) > min(budget, limits.max_batch - len(runs)):
             continue
         # a long prefill leaves one token to each of those behind it, so that their decoding does not stall
         behind = min(len(able) - place - 1, limits.max_batch - len(runs) - 1)
         tokens = min(job.ready - job.computed, max(1, budget - behind))
-        settled.add(id(job))
-        groups = len(limits.windows)
-        while groups * (limits.blocks(job.computed + tokens) - job.end) > ledger.available:
+        settled.update(map(id, unit))
+        while _needed(unit, tokens, ledger, limits) > ledger.available:
             victim = _victim(running, job, settled)
             if victim is None:
                 break
-            settled.add(id(victim))
-            preempted.append(victim)
-            ledger.drop(victim.blocks)
-        room = (job.end + ledger.available // groups) * limits.block_size - job.computed
-        tokens = min(tokens, room)
+            settled.update(map(id, victim.together))
+            preempted += victim.together
+            for other in victim.together:
+                ledger.drop(other.blocks)
+        if len(unit) == 1:
+            tokens = min(tokens, _room(job, ledger, limits))
+        elif _needed(unit, tokens, ledger, limits) > ledger.available:
+            tokens = 0
         if tokens <= 0:
             continue  # all others hold what they are about to use: wait a step
-        new = max(0, limits.blocks(job.computed + tokens) - job.end)
-        ledger.take(groups * new)
-        budget -= tokens
-        runs.append(Run(job, job.computed, tokens, new))
+        for one in unit:
+            runs.append(_run(one, tokens, ledger, limits))
+            budget -= tokens
     return runs
+
+
+def _needed(unit: Seq[Job], tokens: int, ledger: _Ledger, limits: Limits) -> int:
+    """Blocks for so many more tokens of each, copies of blocks that they share among them or with others included."""
+    new = sum(max(0, limits.blocks(job.computed + tokens) - job.end) for job in unit)
+    tails = Counter(tail for job in unit for tail in limits.tails(job))
+    # where nobody else holds it, the last one keeps the block itself
+    copies = sum(min(count, ledger.holders(tail) - 1) for tail, count in tails.items())
+    return len(limits.windows) * new + copies
+
+
+def _room(job: Job, ledger: _Ledger, limits: Limits) -> int:
+    """How many tokens more it can take."""
+    groups, tails = len(limits.windows), limits.tails(job)
+    free = ledger.available - (len(tails) if ledger.shared(tails) else 0)
+    return 0 if free < 0 else (job.end + free // groups) * limits.block_size - job.computed
+
+
+def _run(job: Job, tokens: int, ledger: _Ledger, limits: Limits) -> Run:
+    """The next tokens of a running sequence, entered in the ledger."""
+    tails = limits.tails(job)
+    copy = ledger.shared(tails)
+    if copy:
+        ledger.drop(tails)
+        ledger.take(len(tails))
+    new = max(0, limits.blocks(job.computed + tokens) - job.end)
+    ledger.take(len(limits.windows) * new)
+    return Run(job, job.computed, tokens, new, copy=copy)
 
 
 def _victim(running: Seq[Job], job: Job, settled: set[int]) -> Job | None:
     """Who gives its blocks to `job`: a paused one, else one of lower rank, else one that waits for input."""
-    others = [other for other in reversed(running) if other.tables and id(other) not in settled]
+    others = [
+        other
+        for other in reversed(running)
+        if other.tables and job not in other.gang and settled.isdisjoint(map(id, other.together))
+    ]
     for kind in (
         lambda other: other.paused,
         lambda other: other.rank > job.rank,
@@ -237,7 +305,7 @@ def _admit(
     if not waiting:
         return admitted
     budget = limits.max_tokens - sum(run.tokens for run in runs)
-    room = limits.max_batch - sum(not job.paused for job in running)
+    room = limits.max_batch - sum(job.width for job in running if not job.paused)
     planned = {id(run.job): run.allocate for run in runs}
     groups = len(limits.windows)
     # what running prefills will still take: not to be given away
@@ -254,6 +322,8 @@ def _admit(
             break
         if not job.runnable:
             continue
+        if job.width > room:
+            break
         # at least one token is always computed: the logits of the last one are wanted
         chain = [] if job.fresh else job.hashes[: (job.ready - 1) // limits.block_size]
         length, hit = find_hit(pool, chain, limits.windows, limits.block_size)
@@ -264,14 +334,16 @@ def _admit(
             if whole + promised > ledger.available and not paused:
                 break
             promised += whole
-            room -= 1
+            room -= job.width
             continue
         found = [block for blocks in hit for block in blocks]
         whole = _missing(limits, job.length, [len(blocks) for blocks in hit])
         while whole + ledger.unused(found) + promised > ledger.available and paused:
-            victim = paused.pop()
-            preempted.append(victim)
-            ledger.drop(victim.blocks)
+            victim = paused.pop().together
+            paused = [other for other in paused if other not in victim]
+            preempted += victim
+            for other in victim:
+                ledger.drop(other.blocks)
         spare = ledger.available - ledger.unused(found) - promised
         if whole > spare:
             break
@@ -282,7 +354,7 @@ def _admit(
         ledger.take(groups * new)
         promised += _missing(limits, job.length, [len(blocks) + new for blocks in hit])
         budget -= tokens
-        room -= 1
+        room -= job.width
         admitted.append(Run(job, start, tokens, new, hit))
         last = job
     return admitted
@@ -330,8 +402,12 @@ class Scheduler:
             self.accounts.notice(self.waiting, self.running)
         return schedule(self.running, self.waiting, self.pool, self.limits, self.accounts)
 
-    def apply(self, decision: Decision) -> None:
-        """Preempt, then share what was found, then allocate: sharing first keeps hits from being evicted."""
+    def apply(self, decision: Decision) -> list[tuple[int, int]]:
+        """Preempt, then share what was found, then allocate: sharing first keeps hits from being evicted.
+
+        Returns the copies to make before the step, (from block, to block) each. A block may be in two of them: all are
+        read before any is written.
+        """
         for job in decision.preempt:
             self._release(job)
             self.running.remove(job)
@@ -352,10 +428,36 @@ class Scheduler:
                 self.hit_tokens += run.start
                 self.waiting.remove(run.job)
                 insort(self.running, run.job, key=_rank)
+        copies = []
         for run in decision.runs:
+            if run.copy:
+                for table, tail in zip(run.job.tables, self.limits.tails(run.job), strict=True):
+                    self.pool.release([tail])
+                    [fresh] = self.pool.allocate(1)
+                    table.blocks[run.start // self.limits.block_size - table.first] = fresh
+                    copies.append((tail, fresh))
             if run.allocate:
                 for table in run.job.tables:
                     table.blocks += self.pool.allocate(run.allocate)
+        return copies
+
+    def fork(self, job: Job, child: Job) -> None:
+        """`child` runs from now on, with all that `job` has in the cache."""
+        child.running = True
+        child.charged = job.charged
+        self._copy(job, child)
+        insort(self.running, child, key=_rank)
+
+    def replace(self, job: Job, by: Job) -> None:
+        """`job` gives up what it has in the cache for what `by` has there. Both run."""
+        held = job.blocks
+        self._copy(by, job)
+        self.pool.release(held)
+
+    def _copy(self, job: Job, into: Job) -> None:
+        self.pool.share(job.blocks)
+        into.tables = [Table(table.first, table.blocks[:]) for table in job.tables]
+        into.computed = job.computed
 
     def advance(self, job: Job, computed: int, *, publish: bool) -> None:
         """Tokens up to `computed` are in the cache now. `publish`: let others find the blocks that are full. Blocks
@@ -402,6 +504,7 @@ class Scheduler:
                 assert table.first == seen, f"{job.key}: has blocks from {table.first} on, sees from {seen} on"
             assert job.computed <= held, f"{job.key}: {job.computed} tokens in blocks of {held}"
             assert job.computed <= job.length, f"{job.key}: {job.computed} tokens computed of {job.length}"
+            assert all(other.running for other in job.gang), f"{job.key} runs without its gang"
         for queue in (self.running, self.waiting):
             assert queue == sorted(queue, key=_rank), "a queue is out of order"
 

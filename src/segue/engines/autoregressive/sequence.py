@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,8 +17,11 @@ from segue.engines.autoregressive.policies import Rank
 from segue.engines.autoregressive.sampler import RowSampler
 from segue.engines.autoregressive.scheduler import Job
 from segue.engines.autoregressive.words import bad_words, truncated
-from segue.engines.contract import StageRequest
+from segue.engines.contract import StageOutput, StageRequest
 from segue.messages.errors import InvalidRequest, StageFailed, TooLong
+
+if TYPE_CHECKING:
+    from segue.engines.autoregressive.branches import BeamGroup, Forks
 
 
 class Conditioning:
@@ -70,6 +75,11 @@ class TextOutput:
         text, found = self._stops.push(self._detokenizer.push(token), may_stop=may_stop)
         return (text if self._wanted else ""), found
 
+    @property
+    def found(self) -> str | None:
+        """The stop string that was found."""
+        return self._stops.found
+
     def flush(self, *, may_stop: bool) -> str:
         """What was held back; the output has ended without a stop string."""
         text, found = self._stops.push(self._detokenizer.flush(), may_stop=may_stop)
@@ -80,11 +90,25 @@ class TextOutput:
 class Sequence:
     """A request between `add` and its end. Its `job` is what the scheduler sees."""
 
-    def __init__(self, request: StageRequest, adapter: AutoregressiveAdapter, rank: Rank) -> None:
+    def __init__(
+        self,
+        request: StageRequest,
+        adapter: AutoregressiveAdapter,
+        rank: Rank,
+        *,
+        parent: Sequence | None = None,
+        number: int = 0,
+    ) -> None:
+        """`parent`: the sequence of the same request that this one goes on from, and which of those it is."""
         self.request = request
         self.adapter = adapter
-        self.state = adapter.begin(request)
-        self.job = Job(request.request_id, rank, tenant=request.request.tenant)
+        self.state: Any = adapter.begin(request) if parent is None else parent.state
+        self.index = 0
+        """Which of the request's outputs it makes."""
+        self.branches: Forks | BeamGroup | None = None
+        """Where the request gets several outputs, or one of several: what becomes of it."""
+        key = request.request_id if parent is None else f"{request.request_id}\0{number}"
+        self.job = Job(key, rank, tenant=request.request.tenant)
         self.prompt: Prompt | None = None
         self.prompt_length = 0
         self._positions: np.ndarray | None = None
@@ -100,7 +124,8 @@ class Sequence:
         self.logprobs = output_wanted(sampling, adapter.vocab_size)
         self.words = bad_words(request, adapter.vocabulary, adapter.vocab_size)
         # an earlier attempt that had emitted a token had told of the prompt with it
-        self.prompt_logprobs = None if request.resume else prompt_wanted(sampling, adapter.vocab_size)
+        told = bool(request.resume) or parent is not None
+        self.prompt_logprobs = None if told else prompt_wanted(sampling, adapter.vocab_size)
         self.job.fresh = self.prompt_logprobs is not None
         self.min_tokens = sampling.min_tokens or 0
         self.most = 0
@@ -113,8 +138,15 @@ class Sequence:
         """Captured rows of tokens [0, rows_given) are out."""
         self.wants_rows = bool(request.downstreams) and adapter.kv.capture_width > 0
         self.shareable = True
+        self.logprob = 0.0
+        """Of its generated tokens together, where that is asked for."""
         self._unused: deque[int] = deque()
         """By chunk that brought rows nobody has used yet: the number of rows with and before it."""
+
+    def rank_of(self, number: int) -> Rank:
+        """Of the `number`-th sequence that goes on from this one: right behind it."""
+        priority, arrival, serial = self.job.rank
+        return (priority, arrival, serial + number)
 
     @property
     def generated(self) -> int:
@@ -163,15 +195,55 @@ class Sequence:
         self.most = longest - length
         if self.request.sampling.max_tokens is not None:
             self.most = min(self.most, self.request.sampling.max_tokens)
-        self.shareable = prompt.identity is None or bool(prompt.identity)
+        self.shareable = self.shareable and (prompt.identity is None or bool(prompt.identity))
         adapter, request = self.adapter, self.request
         self.sampler = RowSampler.of(
             request.sampling, request.seed, prompt.token_ids, adapter.vocab_size, adapter.end_token_ids, self.words
         )
-        self.ids = [*prompt.token_ids, *request.resume[:-1]]
-        for token in request.resume[:-1]:
+        self.ids = list(prompt.token_ids)
+        if self.branches is None:
+            self.go_on(request.resume)
+
+    def go_on(self, resume: Seq[int]) -> None:
+        """Take what an earlier attempt had generated, but for the last of it, which is taken as if it were drawn."""
+        assert self.sampler is not None
+        self.ids += resume[:-1]
+        for token in resume[:-1]:
             self.sampler.saw(token)
-        self.forced = request.resume[-1] if request.resume else None
+        self.forced = resume[-1] if resume else None
+
+    def follow(self, parent: Sequence, block_size: int) -> None:
+        """Go on from where the prompt of `parent` ends, which both have."""
+        assert parent.prompt is not None
+        self.shareable = parent.shareable
+        self._begin(parent.prompt, parent.most + parent.prompt_length)
+        self.job.hashes = parent.job.hashes[:]
+        self.job.paused = parent.job.paused
+        self.refresh(block_size)
+
+    def tell_prompt(self, output: StageOutput) -> None:
+        """What the client asked to know of the prompt goes with the first token ever."""
+        told, request = self.prompt_logprobs, self.request
+        if told is not None:
+            output.prompt_logprobs = told.found
+            self.prompt_logprobs, self.job.fresh = None, False
+        if request.request.return_prompt_ids and "text" in request.to_client:
+            output.prompt_token_ids = self.ids[: self.prompt_length]
+
+    def become(self, other: Sequence) -> None:
+        """Drop the own tokens for those of `other`, which has the same prompt."""
+        assert self.sampler is not None
+        assert other.sampler is not None
+        self.ids = other.ids[:]
+        self.shareable = other.shareable
+        self.sampler.rules.have_seen(other.sampler.rules)
+        self.job.hashes = other.job.hashes[:]
+
+    def cut(self, ids: list[int], block_size: int) -> None:
+        """Have these tokens, which begin with the prompt; nothing of them is in the cache."""
+        self.ids = ids
+        self.job.hashes = []
+        self.refresh(block_size)
 
     def append(self, token: int, block_size: int) -> None:
         """One more generated token."""

@@ -28,6 +28,12 @@ class BadWords:
         longest = max((len(prefix) for prefix in self._by_prefix), default=0)
         self._tail: deque[int] = deque(maxlen=longest)
 
+    def copy(self) -> BadWords:
+        """The same texts, after the same output."""
+        other = BadWords(())
+        other._by_prefix, other._tail = self._by_prefix, self._tail.copy()
+        return other
+
     def saw(self, token: int) -> None:
         """One more output token."""
         self._tail.append(token)

@@ -1,0 +1,214 @@
+"""The beams of one request as sequences: they share blocks, are dropped and copied with each step, and go on together.
+
+    prompt ─▶ one sequence ─▶ `width` beams, a step at a time ─▶ the best that have ended
+                  ▲                      │
+                  ╰──── preempted ───────╯
+
+Beams are preempted together. They come back as one sequence of what all of them begin with; when that is computed, it
+is forked into the beams again, and each catches up with its own tokens. So a search that fits into the pool once still
+does, whatever the prefix cache has lost.
+"""
+
+from __future__ import annotations
+
+from itertools import takewhile
+
+import torch
+
+from segue.engines.autoregressive.beams import BeamSearch, End, Step
+from segue.engines.autoregressive.penalties import apply_rules
+from segue.engines.autoregressive.roster import Roster
+from segue.engines.autoregressive.scheduler import Limits
+from segue.engines.autoregressive.sequence import Sequence, TextOutput
+from segue.engines.contract import StageOutput
+from segue.messages.errors import InvalidRequest, StageFailed, TooLong
+
+
+class BeamGroup:
+    """A beam search. Either its root is in the roster (the prompt, or what the beams begin with), or its beams are."""
+
+    def __init__(self, root: Sequence) -> None:
+        params = root.request.sampling
+        assert params.beam_width is not None
+        self.root = root
+        self.width = params.beam_width
+        self._shown = params.n or 1
+        self.beams: list[Sequence] = []
+        """The best first; none before the prompt is computed."""
+        self._search = BeamSearch(
+            self.width,
+            max(2, 1 + len(root.end_ids)) * self.width,
+            length_penalty=1.0 if params.length_penalty is None else params.length_penalty,
+            early_stopping=bool(params.early_stopping),
+        )
+        root.job.width = self.width
+        self._picked = False
+        self._finite = True
+        self._step: Step | None = None
+
+    def limit(self, num_blocks: int, limits: Limits) -> None:
+        """The prompt is there: see that the search fits into the pool at its end, when its beams share no more than
+        that. Raises `TooLong`."""
+        root, size = self.root, limits.block_size
+
+        def blocks(tokens: int) -> int:
+            shared = root.prompt_length // size  # in groups whose layers see everything
+            return sum(
+                shared + self.width * (limits.blocks(root.prompt_length + tokens) - shared)
+                if window is None
+                else self.width * least
+                for window, least in zip(limits.windows, limits.least(root.prompt_length + tokens), strict=True)
+            )
+
+        fit = root.most
+        while fit > 0 and blocks(fit) > num_blocks:
+            fit -= 1
+        if fit < (root.most if root.request.sampling.max_tokens is not None else 1):
+            raise TooLong(
+                f"{self.width} beams of {root.most} tokens after a prompt of {root.prompt_length} do not fit into the "
+                f"{num_blocks * size} tokens that stage {root.request.stage!r} can hold; give fewer beams or a "
+                f"lower max_tokens",
+                field=f"sampling.{root.request.stage}.beam_width",
+            )
+        root.most = fit
+
+    def pick(self, logits: torch.Tensor) -> None:
+        """Decide how the beams go on. `logits` [width, vocab] float32, best beam first; one row after the prompt."""
+        beams = self.beams or [self.root] * self.width
+        log_probs = logits.log_softmax(dim=-1)
+        if len(log_probs) < self.width:
+            log_probs = log_probs.repeat(self.width, 1)
+        self._picked, self._finite = True, bool(torch.isfinite(logits.sum(dim=-1)).all())
+        if not self._finite:
+            return
+        rules = [beam.sampler.rules for beam in beams if beam.sampler is not None]
+        if not all(rule.plain for rule in rules):
+            apply_rules(log_probs, rules, [beam.generated for beam in beams])
+        generated = [beam.ids[beam.prompt_length :] for beam in beams]
+        self._step = self._search.step(log_probs, generated, lambda beam, token: self._end([*generated[beam], token]))
+
+    def advance(self, roster: Roster, block_size: int) -> list[StageOutput]:
+        """After a step in which sequences of this group were computed: take what was picked, or catch up."""
+        if self._picked and not self._finite:
+            raise StageFailed("the model gave NaN or infinity for this request", stage=self.root.request.stage)
+        if self._picked and self._step is None:
+            return self._finish(roster)
+        if self._picked:
+            assert self._step is not None
+            self._take(self._step, roster, block_size)
+        elif self.root in roster and self.beams and self.root.job.computed == self.root.job.length:
+            for beam in self.beams:
+                beam.job.paused = self.root.job.paused
+                roster.fork(self.root, beam)
+            roster.remove(self.root)
+        self._picked = False
+        self._set_ready()
+        return []
+
+    def put_aside(self, roster: Roster, block_size: int) -> None:
+        """The beams were preempted: wait as one sequence of what they have in common, but for the token that each has
+        yet to compute."""
+        first, *others = (beam.ids[:-1] for beam in self.beams)
+        common = sum(1 for _ in takewhile(lambda place: len(set(place)) == 1, zip(first, *others, strict=True)))
+        self.root.job.paused = self.beams[0].job.paused
+        for beam in self.beams:
+            roster.remove(beam)
+        self.root.cut(first[:common], block_size)
+        roster.add(self.root)
+
+    def _take(self, step: Step, roster: Roster, block_size: int) -> None:
+        """The beams of the next step: the first child of a beam is the beam itself, others take over a dropped one."""
+        if not self.beams:
+            self._branch(roster, block_size)
+        parents = [self.beams[place] for place in step.parents]
+        dropped = [beam for beam in self.beams if beam not in parents]
+        following: list[Sequence] = []
+        for parent in parents:
+            beam = parent
+            if parent in following:
+                beam = dropped.pop()
+                beam.become(parent)
+                roster.replace(beam, parent)
+            following.append(beam)
+        self.beams = following
+        for beam, token in zip(following, step.tokens, strict=True):
+            beam.append(token, block_size)
+
+    def _branch(self, roster: Roster, block_size: int) -> None:
+        root = self.root
+        for number in range(1, self.width + 1):
+            beam = Sequence(root.request, root.adapter, root.rank_of(number), parent=root, number=number)
+            beam.branches, beam.announced = self, True
+            beam.follow(root, block_size)
+            roster.fork(root, beam)
+            self.beams.append(beam)
+        root.job.fresh = False  # all that is to be known of the prompt is known
+        gang = [beam.job for beam in self.beams]
+        for job in gang:
+            job.gang = gang
+        roster.remove(root)
+
+    def _set_ready(self) -> None:
+        """All have computed what is before their last token: they take that one in the same step."""
+        for beam in self.beams:
+            beam.job.ready = beam.job.length - 1
+        if all(beam.job.computed == beam.job.ready for beam in self.beams):
+            for beam in self.beams:
+                beam.job.ready = beam.job.length
+
+    def _end(self, generated: list[int]) -> End | None:
+        """Whether a beam with these tokens can go on."""
+        root, params = self.root, self.root.request.sampling
+        token = generated[-1]
+        if token in root.end_ids:
+            return End("stop", token if token in (params.stop_token_ids or ()) else None)
+        if params.stop and len(generated) >= root.min_tokens and (stop := self._stop_string(generated)):
+            return End("stop", stop)
+        return End("length") if len(generated) >= root.most else None
+
+    def _stop_string(self, generated: list[int]) -> str | None:
+        """The stop string that is complete first in the text of the tokens that may stop."""
+        params, decode = self.root.request.sampling, self.root.adapter.decode_text
+        skip = params.skip_special_tokens is not False
+        text = decode(generated, skip_special_tokens=skip)
+        before = generated[: max(0, self.root.min_tokens - 1)]
+        text = text[len(decode(before, skip_special_tokens=skip)) :]
+        found = [(at + len(stop), at, stop) for stop in params.stop or () if (at := text.find(stop)) >= 0]
+        return min(found)[2] if found else None
+
+    def _finish(self, roster: Roster) -> list[StageOutput]:
+        request = self.root.request
+        best = self._search.best(self._shown)
+        if len(best) < self._shown:
+            raise InvalidRequest(
+                f"what the sampling of stage {request.stage!r} forbids leaves {len(best)} outputs of {self._shown}; "
+                "see its allowed_token_ids, suppress_tokens, bad_words and min_tokens",
+                field=f"sampling.{request.stage}",
+            )
+        for sequence in roster.of(request.request_id):
+            roster.remove(sequence)
+        outputs = [
+            StageOutput(
+                request.request_id,
+                token_ids=list(ended.token_ids),
+                text=self._text(ended.token_ids),
+                index=index,
+                finished=True,
+                finish_reason=ended.end.reason,
+                stop_reason=ended.end.stop_reason,
+                cumulative_logprob=ended.logprob,
+            )
+            for index, ended in enumerate(best)
+        ]
+        self.root.tell_prompt(outputs[0])
+        return outputs
+
+    def _text(self, token_ids: tuple[int, ...]) -> str:
+        root = self.root
+        if root.text is None:
+            return ""
+        output, text, found = TextOutput(root.adapter, root.request), "", False
+        for count, token in enumerate(token_ids, 1):
+            piece, found = output.push(token, ends=token in root.end_ids, may_stop=count >= root.min_tokens)
+            text += piece
+        return text if found else text + output.flush(may_stop=len(token_ids) >= root.min_tokens)
