@@ -316,7 +316,8 @@ class Scheduler:
         for run in decision.runs:
             if run.allocate:
                 for table in run.job.tables:
-                    table.blocks += self.pool.allocate(run.allocate)
+                    last = table.blocks[-1] if table.blocks else None
+                    table.blocks += self.pool.allocate(run.allocate, last)
 
     def advance(self, job: Job, computed: int, *, publish: bool) -> None:
         """Tokens up to `computed` are in the cache now. `publish`: let others find the blocks that are full. Blocks
