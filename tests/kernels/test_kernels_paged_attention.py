@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +25,7 @@ from segue.kernels.paged_attention import (
     paged_mask,
 )
 from segue.kernels.paged_step import Part, additive, paged_step, step_order
+from segue.kernels.spans import SPAN_BYTES, slot_runs
 from segue.messages.errors import ConfigError
 
 SIZE, DIM = 4, 8
@@ -39,9 +41,10 @@ def store(kv_heads: int, device: str = "cpu", num_blocks: int = 64) -> KVStore:
     )
 
 
-def layout(spans: list[tuple[int, int]]) -> list[Part]:
-    """Parts with scattered, disjoint block tables, in the order of a step."""
-    order = torch.randperm(64, generator=torch.Generator().manual_seed(1)).tolist()
+def layout(spans: list[tuple[int, int]], pieces: int = 64) -> list[Part]:
+    """Parts with disjoint block tables, in the order of a step; the pool is cut into so many consecutive pieces."""
+    order = torch.arange(64).view(pieces, -1)[torch.randperm(pieces, generator=torch.Generator().manual_seed(1))]
+    order = order.flatten().flip(0).tolist()
     parts = []
     for start, tokens in spans:
         need = -(-(start + tokens) // SIZE)
@@ -63,9 +66,29 @@ forms = st.builds(
     st.sampled_from([(1, 1), (2, 1), (6, 2), (4, 4)]),
     forms,
     st.integers(0, 100),
+    st.sampled_from([1, 4, 16, 64]),
+    st.sampled_from([0, 100, 10**9]),
 )
-def test_equals_the_reference(spans, heads, form, seed):
-    compare("cpu", spans, heads, form, seed)
+def test_equals_the_reference(spans, heads, form, seed, pieces, span_bytes):
+    """Whether blocks are scattered or not, read in place or gathered."""
+    compare("cpu", spans, heads, form, seed, pieces, span_bytes)
+
+
+@given(st.permutations(range(12)), st.integers(0, 40), st.integers(1, 8))
+def test_runs_of_slots_are_those_of_the_tokens(blocks, start, tokens):
+    stop = min(start + tokens, len(blocks) * SIZE)
+    runs = slot_runs(blocks, start, stop, SIZE)
+    found = [slot for begin, end in runs for slot in range(begin, end)]
+    assert found == [blocks[token // SIZE] * SIZE + token % SIZE for token in range(start, stop)]
+    assert all(end != begin for (_, end), (begin, _) in pairwise(runs)), "two runs should be one"
+
+
+def test_long_sequences_in_one_piece_are_read_in_place_and_others_gathered():
+    own = store(2)
+    whole, scattered = list(range(10)), [3, 1, 7, 30, 20, 11, 13, 15, 17, 19]
+    for blocks, window, wanted in ((whole, None, [(0, 0, 38)]), (whole, 5, [(0, 33, 38)]), (scattered, None, None)):
+        [group] = paged_step(own, [Part(blocks, 37, 38)]).decodes
+        assert group.spans(window, SIZE, least=4 * SIZE) == wanted
 
 
 @pytest.mark.gpu
@@ -76,17 +99,17 @@ def test_equals_the_reference_on_a_gpu(form):
     compare("cuda", [(0, 7), (3, 1), (30, 1), (9, 5)], (6, 2), form, 0)
 
 
-def compare(device, spans, heads, form, seed) -> None:
+def compare(device, spans, heads, form, seed, pieces=64, span_bytes=SPAN_BYTES) -> None:
     generator = torch.Generator().manual_seed(seed)
     window, softcap, with_sinks = form
     sinks = torch.randn(heads[0], generator=generator).to(device) if with_sinks else None
     wanted = Form(0.3, window, softcap, sinks)
-    parts = layout(spans)
+    parts = layout(spans, pieces)
     tokens = sum(part.stop - part.start for part in parts)
     q = torch.randn(heads[0], tokens, DIM, generator=generator).to(device)
     k, v = (torch.randn(heads[1], tokens, DIM, generator=generator).to(device) for _ in range(2))
     results, stores = [], []
-    for backend in (TorchAttention(), ReferenceAttention()):
+    for backend in (TorchAttention(span_bytes), ReferenceAttention()):
         own = store(heads[1], device)
         past = torch.Generator().manual_seed(seed)
         for layer in (*own.keys, *own.values):

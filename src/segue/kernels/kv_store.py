@@ -92,6 +92,15 @@ class KVStore:
         for blocks in tensors:
             blocks.index_copy_(0, target, blocks.index_select(0, source))
 
+    def slots(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """All K and V of a layer, `[slots, kv_heads, head_dim]` (`value_dim`), in place."""
+        return self._key_slots[layer], self._value_slots[layer]
+
+    def token_bytes(self, layer: int) -> int:
+        """Of the K and V of one token in one layer."""
+        heads, key, value = self.layout.shapes[layer]
+        return heads * (key + value) * self.keys[layer].element_size()
+
     def scrub(self, blocks: list[int]) -> None:
         """Zero the K and V of these blocks."""
         where = torch.tensor(blocks, dtype=torch.long, device=self.device)

@@ -23,7 +23,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from segue.kernels.kv_layout import LayerShape
-from segue.kernels.paged_step import HybridStep, PagedStep, additive
+from segue.kernels.kv_store import KVStore
+from segue.kernels.paged_step import Chunk, HybridStep, PagedStep, additive
+from segue.kernels.spans import SPAN_BYTES, Weighted, attend, attend_spans, slot_runs, together
 from segue.messages.errors import ConfigError
 
 NAME = "segue_paged"
@@ -57,7 +59,12 @@ class AttentionBackend(Protocol):
 
 
 class TorchAttention:
-    """Gather and `scaled_dot_product_attention`; K and V are never repeated for the query heads that share them."""
+    """`scaled_dot_product_attention` over gathered K and V, or in place where that is quicker (`segue.kernels.spans`);
+    K and V are never repeated for the query heads that share them."""
+
+    def __init__(self, span_bytes: int = SPAN_BYTES) -> None:
+        """`span_bytes`: what one more span of a decoding sequence may save of gathering, to be read in place."""
+        self._span_bytes = span_bytes
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: PagedStep, form: Form
@@ -73,14 +80,20 @@ class TorchAttention:
         for chunk in step.chunks:
             part = slice(chunk.begin, chunk.end)
             queries = q[:, part].unflatten(0, (kv_heads, -1))  # [kv_heads, heads per kv head, queries, dim]
-            causal = chunk.start == 0 and form.plain and (form.window is None or form.window >= chunk.end - chunk.begin)
-            if chunk.start == 0:
-                keys, values = k[:, part], v[:, part]
+            stop = chunk.start + chunk.end - chunk.begin
+            causal = form.plain and (form.window is None or form.window >= stop)
+            if causal and chunk.start and _in_place(step.store, layer, form):
+                own = attend(
+                    queries, _spread(k[:, part], queries), _spread(v[:, part], queries), form.scaling, causal=True
+                )
+                mixed, _ = together(own, _before(layer, queries, step.store, chunk, form))
             else:
-                stop = chunk.start + chunk.end - chunk.begin
-                keys, values = (kv[0, :, :stop] for kv in step.store.read(layer, chunk.blocks, 1))
-            mask = None if causal else chunk.mask(form.window, q.dtype)
-            mixed = _attend(queries, _spread(keys, queries), _spread(values, queries), mask, form, causal=causal)
+                causal = causal and chunk.start == 0
+                keys, values = k[:, part], v[:, part]
+                if chunk.start:
+                    keys, values = (kv[0, :, :stop] for kv in step.store.read(layer, chunk.blocks, 1))
+                mask = None if causal else chunk.mask(form.window, q.dtype)
+                mixed = _attend(queries, _spread(keys, queries), _spread(values, queries), mask, form, causal=causal)
             out[part] = mixed.flatten(0, 1).transpose(0, 1)
         return out
 
@@ -89,9 +102,30 @@ class TorchAttention:
         group = step.decodes[index]
         store = step.store
         queries = q[:, group.begin : group.end].transpose(0, 1).unflatten(1, (store.layout.shapes[layer].kv_heads, -1))
+        if _in_place(store, layer, form):
+            spans = group.spans(form.window, store.block_size, self._span_bytes // store.token_bytes(layer))
+            if spans is not None:
+                return attend_spans(queries, *store.slots(layer), spans, form.scaling).contiguous()
         keys, values = store.read(layer, group.blocks, group.end - group.begin)
         mask = group.mask(form.window, q.dtype, store.block_size)
         return _attend(queries, keys, values, mask, form, causal=False, heads_as_queries=True).contiguous()
+
+
+def _in_place(store: KVStore, layer: int, form: Form) -> bool:
+    """Whether attention in views of the store can do this form, on this device."""
+    shape = store.layout.shapes[layer]
+    return form.plain and store.device.type == "cpu" and shape.head_dim == shape.value_dim
+
+
+def _before(layer: int, queries: torch.Tensor, store: KVStore, chunk: Chunk, form: Form) -> Weighted:
+    """All queries of a chunk [kv_heads, heads per kv head, queries, dim] over all that lies before it."""
+    runs = slot_runs(chunk.part.blocks, 0, chunk.start, store.block_size)
+    if len(runs) == 1:
+        [(begin, end)] = runs
+        keys, values = (kv[begin:end].transpose(0, 1) for kv in store.slots(layer))
+    else:
+        keys, values = (kv[0, :, : chunk.start] for kv in store.read(layer, chunk.blocks, 1))
+    return attend(queries, _spread(keys, queries), _spread(values, queries), form.scaling)
 
 
 class ReferenceAttention:

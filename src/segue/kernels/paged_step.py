@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from segue.kernels.kv_store import KVStore
+from segue.kernels.spans import SlotSpan, slot_runs
 
 
 class Part(NamedTuple):
@@ -39,7 +40,21 @@ class DecodeGroup:
     """[(end - begin) * n] long; padded with a sequence's own last block, so that none ever reads another's."""
     lengths: torch.Tensor
     """[end - begin] long: tokens each query sees, itself included."""
+    parts: list[Part]
     _masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)
+    _spans: dict[int | None, list[SlotSpan] | None] = field(default_factory=dict)
+
+    def spans(self, window: int | None, block_size: int, least: int) -> list[SlotSpan] | None:
+        """What the queries see, as spans of slots; None where gathering is quicker, because the blocks are scattered or
+        the sequences short: a span must save gathering of `least` tokens."""
+        if window not in self._spans:
+            found = [
+                SlotSpan(row, *run)
+                for row, part in enumerate(self.parts)
+                for run in slot_runs(part.blocks, max(0, part.stop - window) if window else 0, part.stop, block_size)
+            ]
+            self._spans[window] = found if len(found) * least <= len(self.blocks) * block_size else None
+        return self._spans[window]
 
     def mask(self, window: int | None, dtype: torch.dtype, block_size: int) -> torch.Tensor:
         """[end - begin, 1, 1, n * block_size], 0 where the query sees a key and -inf elsewhere."""
@@ -65,6 +80,7 @@ class Chunk:
     """Tokens of the sequence before this chunk."""
     blocks: torch.Tensor
     """[n] long: the blocks of its tokens, those before the chunk included."""
+    part: Part
     _masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
@@ -157,9 +173,8 @@ def paged_step(store: KVStore, parts: list[Part]) -> PagedStep:
             row[:count] = part.blocks[:count]
             row[count:] = part.blocks[count - 1]
         lengths = np.array([part.stop for part in group])
-        decodes.append(
-            DecodeGroup(begin, end, torch.from_numpy(table.ravel()).to(device), torch.from_numpy(lengths).to(device))
-        )
+        tensors = torch.from_numpy(table.ravel()).to(device), torch.from_numpy(lengths).to(device)
+        decodes.append(DecodeGroup(begin, end, *tensors, group))
         begin = end
     chunks = []
     for part in parts[len(singles) :]:
@@ -167,7 +182,7 @@ def paged_step(store: KVStore, parts: list[Part]) -> PagedStep:
         position = np.arange(part.start, part.stop)
         slots.append(table[position // size] * size + position % size)
         end = begin + part.stop - part.start
-        chunks.append(Chunk(begin, end, part.start, torch.from_numpy(table).to(device)))
+        chunks.append(Chunk(begin, end, part.start, torch.from_numpy(table).to(device), part))
         begin = end
     return PagedStep(store, parts, torch.from_numpy(np.concatenate(slots)).to(device), decodes, chunks)
 

@@ -21,6 +21,8 @@ from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
+from segue.engines.autoregressive.free_runs import FreeRuns
+
 ROOT = b""
 """Parent hash of the first block."""
 
@@ -88,7 +90,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.total = num_blocks
         self.references = [0] * num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._free = FreeRuns(num_blocks)
         self._cached: OrderedDict[int, None] = OrderedDict()  # published, unreferenced; least recently used first
         self._by_hash: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
@@ -102,18 +104,19 @@ class BlockPool:
     def used(self) -> int:
         return self.total - self.available
 
-    def allocate(self, count: int) -> list[int]:
-        """`count` blocks with one reference each. The caller has checked `available`."""
+    def allocate(self, count: int, after: int | None = None) -> list[int]:
+        """`count` blocks with one reference each, the one that follows `after` first where it is free.
+
+        The caller has checked `available`.
+        """
         assert count <= self.available, f"{count} blocks wanted, {self.available} available"
-        blocks = []
-        for _ in range(count):
-            if self._free:
-                block = self._free.pop()
-            else:
-                block, _ = self._cached.popitem(last=False)
-                del self._by_hash[self._hash_of.pop(block)]
+        while len(self._free) < count:
+            block, _ = self._cached.popitem(last=False)
+            del self._by_hash[self._hash_of.pop(block)]
+            self._free.give(block)
+        blocks = self._free.take(count, after)
+        for block in blocks:
             self.references[block] = 1
-            blocks.append(block)
         return blocks
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
@@ -146,7 +149,7 @@ class BlockPool:
                 if block in self._hash_of:
                     self._cached[block] = None
                 else:
-                    self._free.append(block)
+                    self._free.give(block)
 
     def private(self, blocks: Iterable[int]) -> list[int]:
         """Of the blocks that some sequences hold (each as often as they hold it): those that no other sequence has or

@@ -438,7 +438,8 @@ class Scheduler:
                     copies.append((tail, fresh))
             if run.allocate:
                 for table in run.job.tables:
-                    table.blocks += self.pool.allocate(run.allocate)
+                    last = table.blocks[-1] if table.blocks else None
+                    table.blocks += self.pool.allocate(run.allocate, last)
         return copies
 
     def fork(self, job: Job, child: Job) -> None:
