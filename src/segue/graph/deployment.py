@@ -22,6 +22,8 @@ text such as `64MiB` and `1GB`.
         kv_blocks: null                   # null: what memory_share holds
         prefix_caching: true
         max_logprobs: 20                  # most tokens a request may ask logprobs of in one place; -1: any number
+        attention: auto                   # auto, torch, triton, flashinfer, flash_attn
+        enforce_eager: false              # true: no CUDA graphs
         scheduling: priority              # priority (then arrival), fcfs (arrival), fair (equal shares between tenants)
         sampling: {temperature: 0.7}      # before the family's own defaults, after the request's
     edges:
@@ -59,6 +61,7 @@ from segue.messages.sampling import SamplingParams
 MiB = 1 << 20
 
 ConnectorKind = Literal["inproc", "shm"]
+ATTENTIONS = ("auto", "torch", "triton", "flashinfer", "flash_attn")
 SCHEDULINGS = ("priority", "fcfs", "fair")
 """Who runs first in an autoregressive stage."""
 
@@ -105,6 +108,8 @@ class StagePlan:
     max_logprobs: int = 20
     """Most tokens whose log-probabilities a request may ask for in one place; -1: any number."""
     scheduling: str = "priority"
+    attention: str = "auto"
+    enforce_eager: bool = False
     """`priority`, `fcfs` or `fair`."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """Fields the deployment sets; the others are None."""

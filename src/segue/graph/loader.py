@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from segue.graph.deployment import SCHEDULINGS, Hardware, Limits, Plan, StagePlan
+from segue.graph.deployment import ATTENTIONS, SCHEDULINGS, Hardware, Limits, Plan, StagePlan
 from segue.graph.hardware import detect_hardware
 from segue.graph.placement import CPU, Place, place
 from segue.graph.section import Section
@@ -107,6 +107,8 @@ def _stage(stage: Stage, written: Written, where: Place) -> StagePlan:
         prefix_caching=section.flag("prefix_caching", True),
         max_logprobs=section.integer("max_logprobs", 20, least=-1),
         scheduling=section.choice("scheduling", "priority", SCHEDULINGS),
+        attention=section.choice("attention", "auto", ATTENTIONS),
+        enforce_eager=section.flag("enforce_eager", False),
         sampling=_sampling(section) if stage.engine == "autoregressive" else SamplingParams(),
     )
 

@@ -21,6 +21,8 @@ AUTOREGRESSIVE_KEYS = (
     "prefix_caching",
     "max_logprobs",
     "scheduling",
+    "attention",
+    "enforce_eager",
     "sampling",
 )
 STAGE_KEYS = (

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from segue.kernels.kv_layout import KVLayout
+
+if TYPE_CHECKING:
+    from segue.kernels.paged_step import AttentionBackend
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -37,8 +41,12 @@ class KVStore:
         device: torch.device,
         capture_width: int = 0,
         capture_dtype: torch.dtype = torch.float32,
+        backend: AttentionBackend | None = None,
     ) -> None:
+        """`backend`: what reads it; None: gathering and `scaled_dot_product_attention`."""
         self.layout = layout
+        self.backend = backend
+        self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
         widths = [layout.widths(tensor) for tensor in range(layout.tensors)]

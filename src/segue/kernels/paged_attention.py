@@ -15,16 +15,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from segue.kernels.form import Form
 from segue.kernels.kv_layout import LayerShape
 from segue.kernels.kv_store import KVStore
-from segue.kernels.paged_step import Chunk, HybridStep, PagedStep, additive
+from segue.kernels.paged_step import AttentionBackend, Chunk, HybridStep, PagedStep, additive
 from segue.kernels.spans import SPAN_BYTES, Weighted, attend, attend_spans, slot_runs, together
 from segue.messages.errors import ConfigError
 
@@ -32,35 +33,11 @@ NAME = "segue_paged"
 """The `attn_implementation` a decoder is set to."""
 
 
-class Form(NamedTuple):
-    """What a layer asks of attention, besides being causal."""
-
-    scaling: float
-    window: int | None = None
-    """A query sees this many keys, itself included (Mistral, §2.1)."""
-    softcap: float | None = None
-    """Scores are `softcap * tanh(scores / softcap)` (Gemma 2, §2)."""
-    sinks: torch.Tensor | None = None
-    """[heads]: one more logit per head in the softmax, with no value (gpt-oss)."""
-
-    @property
-    def plain(self) -> bool:
-        return self.softcap is None and self.sinks is None
-
-
-class AttentionBackend(Protocol):
-    """Writes a step's K and V to the store and attends to what its sequences see."""
-
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: PagedStep, form: Form
-    ) -> torch.Tensor:
-        """q [heads, tokens, head_dim], k [kv_heads, tokens, head_dim], v [kv_heads, tokens, value_dim] →
-        [tokens, heads, value_dim]. `step` is that of the layer's group."""
-
-
 class TorchAttention:
     """`scaled_dot_product_attention` over gathered K and V, or in place where that is quicker (`segue.kernels.spans`);
     K and V are never repeated for the query heads that share them."""
+
+    recordable = False
 
     def __init__(self, span_bytes: int = SPAN_BYTES) -> None:
         """`span_bytes`: what one more span of a decoding sequence may save of gathering, to be read in place."""
@@ -130,6 +107,8 @@ def _before(layer: int, queries: torch.Tensor, store: KVStore, chunk: Chunk, for
 
 class ReferenceAttention:
     """One sequence after the other, one dense softmax each: what the others are tested against."""
+
+    recordable = False
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: PagedStep, form: Form
@@ -201,7 +180,7 @@ _HARMLESS = frozenset(
 )
 """Keyword arguments of a decoder's forward that say nothing about attention."""
 
-_TORCH = TorchAttention()
+TORCH: AttentionBackend = TorchAttention()
 
 
 @dataclass(slots=True)
@@ -264,7 +243,9 @@ def paged_attention(
         return _under_library_mask(layer, query, key, value, attention_mask, form), None
     if attention_mask is not None:
         raise ConfigError("paged attention takes no mask: sequences are told apart by their block tables")
-    return _TORCH.attend(layer, query[0], key[0], value[0], paged.of(layer), form)[None], None
+    step = paged.of(layer)
+    backend = step.store.backend or TORCH
+    return backend.attend(layer, query[0], key[0], value[0], step, form)[None], None
 
 
 def _under_library_mask(

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
+from segue.kernels.form import Form
 from segue.kernels.kv_store import KVStore
 from segue.kernels.spans import SlotSpan, slot_runs
+from segue.kernels.step_tables import StepTables, step_tables
 
 
 class Part(NamedTuple):
@@ -97,21 +100,52 @@ class Chunk:
         return mask
 
 
-@dataclass(slots=True)
+@dataclass
 class PagedStep:
     """The keyword argument `paged` of a decoder's forward whose layers all look back equally far; else that of a group
-    of its layers."""
+    of its layers. What a backend needs besides is worked out when it asks for it, once per step."""
 
     store: KVStore
     parts: list[Part]
     slots: torch.Tensor
     """[tokens] long: where each token's K, V and captured row go."""
-    decodes: list[DecodeGroup]
-    chunks: list[Chunk]
 
     def of(self, layer: int) -> PagedStep:
         """The step as this layer sees it."""
         return self
+
+    @cached_property
+    def decodes(self) -> list[DecodeGroup]:
+        """The sequences with a single query, in groups."""
+        return decode_groups(self.parts, self.store.block_size, self.store.device)
+
+    @cached_property
+    def chunks(self) -> list[Chunk]:
+        """The others."""
+        return prefill_chunks(self.parts, self.store.block_size, self.store.device)
+
+    @cached_property
+    def tables(self) -> StepTables:
+        """For kernels that read K and V where they lie."""
+        return step_tables(self.parts, self.store.block_size, self.store.device)
+
+    @cached_property
+    def plans(self) -> dict[Any, Any]:
+        """What a backend keeps from one layer of this step to the next."""
+        return {}
+
+
+class AttentionBackend(Protocol):
+    """Writes a step's K and V to the store and attends to what its sequences see."""
+
+    recordable: bool
+    """It looks at no value on the host while it runs: steps of single queries can be CUDA graphs."""
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: PagedStep, form: Form
+    ) -> torch.Tensor:
+        """q [heads, tokens, head_dim], k [kv_heads, tokens, head_dim], v [kv_heads, tokens, value_dim] →
+        [tokens, heads, value_dim]. `step` is that of the layer's group."""
 
 
 @dataclass(slots=True)
@@ -154,37 +188,52 @@ def step_order(part: Span) -> tuple[bool, int]:
 
 def paged_step(store: KVStore, parts: list[Part]) -> PagedStep:
     """Plan a step. `parts`: those with a single query first; sorted by `step_order` they are padded least."""
-    size, device = store.block_size, store.device
+    size = store.block_size
     slots: list[np.ndarray] = []
     singles = [part for part in parts if part.stop - part.start == 1]
     if singles:
         last = np.array([part.stop - 1 for part in singles])
         blocks = np.array([part.blocks[(part.stop - 1) // size] for part in singles])
         slots.append(blocks * size + last % size)
-    decodes = []
-    begin = 0
-    while begin < len(singles):
-        end = _similar(singles, begin, size)
-        group = singles[begin:end]
-        width = -(-max(part.stop for part in group) // size)
-        table = np.empty((len(group), width), dtype=np.int64)
-        for row, part in zip(table, group, strict=True):
-            count = -(-part.stop // size)
-            row[:count] = part.blocks[:count]
-            row[count:] = part.blocks[count - 1]
-        lengths = np.array([part.stop for part in group])
-        tensors = torch.from_numpy(table.ravel()).to(device), torch.from_numpy(lengths).to(device)
-        decodes.append(DecodeGroup(begin, end, *tensors, group))
-        begin = end
-    chunks = []
     for part in parts[len(singles) :]:
         table = np.array(part.blocks[: -(-part.stop // size)])
         position = np.arange(part.start, part.stop)
         slots.append(table[position // size] * size + position % size)
-        end = begin + part.stop - part.start
-        chunks.append(Chunk(begin, end, part.start, torch.from_numpy(table).to(device), part))
+    return PagedStep(store, parts, torch.from_numpy(np.concatenate(slots)).to(store.device))
+
+
+def decode_groups(parts: list[Part], block_size: int, device: torch.device) -> list[DecodeGroup]:
+    """The sequences with a single query, which come first."""
+    singles = [part for part in parts if part.stop - part.start == 1]
+    groups = []
+    begin = 0
+    while begin < len(singles):
+        end = _similar(singles, begin, block_size)
+        group = singles[begin:end]
+        width = -(-max(part.stop for part in group) // block_size)
+        table = np.empty((len(group), width), dtype=np.int64)
+        for row, part in zip(table, group, strict=True):
+            count = -(-part.stop // block_size)
+            row[:count] = part.blocks[:count]
+            row[count:] = part.blocks[count - 1]
+        lengths = np.array([part.stop for part in group])
+        tensors = torch.from_numpy(table.ravel()).to(device), torch.from_numpy(lengths).to(device)
+        groups.append(DecodeGroup(begin, end, *tensors, group))
         begin = end
-    return PagedStep(store, parts, torch.from_numpy(np.concatenate(slots)).to(device), decodes, chunks)
+    return groups
+
+
+def prefill_chunks(parts: list[Part], block_size: int, device: torch.device) -> list[Chunk]:
+    """The sequences with several queries, which come last."""
+    chunks = []
+    begin = 0
+    for part in parts:
+        end = begin + part.stop - part.start
+        if end - begin > 1:
+            table = np.array(part.blocks[: -(-part.stop // block_size)])
+            chunks.append(Chunk(begin, end, part.start, torch.from_numpy(table).to(device), part))
+        begin = end
+    return chunks
 
 
 def _similar(singles: list[Part], begin: int, block_size: int) -> int:

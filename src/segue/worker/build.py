@@ -115,6 +115,8 @@ def _engine(plan: StagePlan, adapter: Adapter) -> Engine:
                     prefix_caching=plan.prefix_caching,
                     max_logprobs=plan.max_logprobs,
                     scheduling=plan.scheduling,
+                    attention=plan.attention,
+                    enforce_eager=plan.enforce_eager,
                 ),
             )
         case "module":

@@ -15,7 +15,7 @@ import torch
 from segue.engines.autoregressive.contract import AutoregressiveAdapter, FlatBatch
 from segue.kernels.kv_store import KVStore
 from segue.kernels.paged_attention import LibraryRecord, library_attention
-from segue.kernels.paged_step import PagedStep, Part, paged_step, step_order
+from segue.kernels.paged_step import AttentionBackend, PagedStep, Part, paged_step, step_order
 from segue.messages.errors import ConfigError
 
 _LENGTHS = (21, 40)
@@ -28,7 +28,7 @@ _TOLERANCE = {torch.float32: 2e-3, torch.float64: 1e-6}
 """Largest difference over largest value; 16-bit types: 0.1 (a mask that is wrong gives about 1)."""
 
 
-def check_attention(adapter: AutoregressiveAdapter) -> None:
+def check_attention(adapter: AutoregressiveAdapter, backend: AttentionBackend | None = None) -> None:
     """Raise `ConfigError` where two short sequences differ flat and apart, or a mask is one we cannot do."""
     limit = min(adapter.max_model_len, max(_LENGTHS))
     if limit < max(_LENGTHS):
@@ -40,7 +40,7 @@ def check_attention(adapter: AutoregressiveAdapter) -> None:
         _check_masks(record, adapter.max_model_len)
         _check_windows(record, adapter.kv.windows)
         for name, steps in (("flat", _WHOLE), ("in pieces", _PIECES)):
-            flat = _run_flat(adapter, sequences, steps)
+            flat = _run_flat(adapter, backend, sequences, steps)
             for ours, theirs in zip(flat, apart, strict=True):
                 _compare(name, ours, theirs)
 
@@ -62,13 +62,19 @@ def _forward(
 
 def _run_flat(
     adapter: AutoregressiveAdapter,
+    backend: AttentionBackend | None,
     sequences: list[torch.Tensor],
     steps: tuple[tuple[tuple[int, int] | None, ...], ...],
 ) -> list[torch.Tensor]:
     # no sequence outgrows a window here, as far as the layout goes: all layers in one group, nothing is given back
     layout = adapter.kv.layout(max_model_len=1)
     store = KVStore(
-        layout, num_blocks=sum(map(len, _BLOCKS)), block_size=_SIZE, dtype=adapter.kv.dtype, device=adapter.device
+        layout,
+        num_blocks=sum(map(len, _BLOCKS)),
+        block_size=_SIZE,
+        dtype=adapter.kv.dtype,
+        device=adapter.device,
+        backend=backend,
     )
     pieces: list[list[torch.Tensor]] = [[] for _ in sequences]
     for step in steps:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from segue.graph.deployment import SCHEDULINGS
+from segue.graph.deployment import ATTENTIONS, SCHEDULINGS
 from segue.messages.errors import ConfigError
 
 
@@ -25,6 +25,10 @@ class AutoregressiveConfig:
     """Most tokens whose log-probabilities a request may ask for in one place; -1: any number."""
     scheduling: str = "priority"
     """Who runs first: `policies`."""
+    attention: str = "auto"
+    """What computes attention: `segue.kernels.backends`."""
+    enforce_eager: bool = False
+    """Launch every kernel by itself: no CUDA graphs."""
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_batch", "max_tokens_per_step"):
@@ -33,7 +37,7 @@ class AutoregressiveConfig:
                 raise ConfigError(f"{name} is {value}; it must be at least 1", field=name)
         if self.max_logprobs < -1:
             raise ConfigError(f"max_logprobs is {self.max_logprobs}; it must be at least -1", field="max_logprobs")
-        if self.scheduling not in SCHEDULINGS:
-            raise ConfigError(
-                f"scheduling is {self.scheduling!r}; it must be one of {', '.join(SCHEDULINGS)}", field="scheduling"
-            )
+        for name, allowed in (("scheduling", SCHEDULINGS), ("attention", ATTENTIONS)):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}", field=name)

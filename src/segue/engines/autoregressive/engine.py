@@ -12,6 +12,7 @@ from segue.engines.autoregressive.branches import BeamGroup, Forks
 from segue.engines.autoregressive.check import check_attention
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.contract import AutoregressiveAdapter
+from segue.engines.autoregressive.decode_graphs import DecodeGraphs, batch_sizes, cuda_capture, run_again
 from segue.engines.autoregressive.inputs import Scheduled, flat_batch
 from segue.engines.autoregressive.logprobs import check_logprobs, gather_prompt_logprobs
 from segue.engines.autoregressive.picks import Pick, branched, pick, targets
@@ -20,6 +21,7 @@ from segue.engines.autoregressive.roster import Roster
 from segue.engines.autoregressive.scheduler import Job, Limits, Run, Scheduler
 from segue.engines.autoregressive.sequence import Sequence
 from segue.engines.contract import Payload, Rows, StageOutput, StageRequest
+from segue.kernels.backends import attention_backend
 from segue.kernels.kv_store import KVStore
 from segue.kernels.paged_step import HybridStep, PagedStep, Part, paged_step, step_order
 from segue.messages.errors import InvalidRequest, SegueError, StageFailed
@@ -30,24 +32,28 @@ class AutoregressiveEngine:
 
     def __init__(self, adapter: AutoregressiveAdapter, config: AutoregressiveConfig) -> None:
         """Allocates the KV cache. Raises `ConfigError` for a model that cannot be served in flat batches."""
-        check_attention(adapter)
+        backend = attention_backend(config.attention, adapter.device, config.block_size)
+        check_attention(adapter, backend)
         self._adapter = adapter
         self._config = config
         spec = adapter.kv
         layout = spec.layout(adapter.max_model_len)
+        recorded = backend is not None and backend.recordable and not config.enforce_eager
         self._store = KVStore(
             layout,
-            num_blocks=config.num_blocks,
+            num_blocks=config.num_blocks + recorded,  # recordings pad their batches with rows of a block of nobody
             block_size=config.block_size,
             dtype=spec.dtype,
             device=adapter.device,
             capture_width=spec.capture_width,
             capture_dtype=spec.capture_dtype,
+            backend=backend,
         )
         self._pool = BlockPool(config.num_blocks)
         limits = Limits(config.block_size, config.max_batch, config.max_tokens_per_step, layout.windows)
         self._scheduler = Scheduler(self._pool, limits, Accounts() if config.scheduling == "fair" else None)
         self._longest = limits.longest(config.num_blocks, adapter.max_model_len)
+        self._graphs = self._recorded_decodes() if recorded else None
         self._share_size = config.block_size if config.prefix_caching else 0
         self._roster = Roster(self._scheduler)
         self._between: list[StageOutput] = []
@@ -167,6 +173,11 @@ class AutoregressiveEngine:
         self._scheduler.audit()
         assert len(self._roster) == len(self._scheduler.running) + len(self._scheduler.waiting), "a sequence is lost"
 
+    def _recorded_decodes(self) -> DecodeGraphs:
+        device = self._adapter.device
+        capture = cuda_capture(device) if device.type == "cuda" else run_again
+        return DecodeGraphs(self._adapter, self._store, batch_sizes(self._config.max_batch), self._longest, capture)
+
     # --- a step ------------------------------------------------------------------------------------------------------
 
     def _plan(self, runs: Seq[Run]) -> tuple[list[Scheduled], PagedStep | HybridStep]:
@@ -186,7 +197,8 @@ class AutoregressiveEngine:
         searches that have sequences in this step)."""
         adapter = self._adapter
         embeds, batch = flat_batch(adapter, scheduled, attention)
-        hidden, captured = adapter.forward(embeds, batch)
+        ran = None if self._graphs is None else self._graphs.run(embeds, batch)
+        hidden, captured = ran or adapter.forward(embeds, batch)
         if captured is not None and self._store.rows is not None:
             captured = captured.to(self._store.rows.dtype)
             self._store.rows.index_copy_(0, attention.slots, captured)
