@@ -132,6 +132,29 @@ def test_who_cannot_open_the_memory_gets_it_through_the_host(consumer_kind: str)
         producer.audit()
 
 
+def test_a_consumer_whose_device_is_full_gets_host_tensors() -> None:
+    class Full:
+        handle = b""
+
+        def read(self, offset: int, size: int) -> None:
+            return None
+
+        def close(self) -> None:
+            pass
+
+    class Opens(MemfdMemory):
+        def open(self, handle: bytes) -> Any:
+            return Full()
+
+    with connector("memfd") as producer:
+        consumer = SharedMemoryConnector(f"full-{os.getpid()}", pool_bytes=MIB, max_bytes=MIB, device=Opens())
+        found = consumer.get("a", "b", "r", put(producer, numbers(300_000, 3)))
+        consumer.close()
+        assert found is not None
+        assert right(found[0], 3)
+        assert producer.bytes_in_use == 0
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_consumer_without_a_gpu_gets_host_tensors() -> None:

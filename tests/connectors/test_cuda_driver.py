@@ -94,6 +94,8 @@ def test_what_is_exported_is_opened_and_both_are_given_back(driver: FakeDriver) 
     assert imported is not None
     assert list(driver.opened.values()) == [exported.handle]
     imported.close()
+    driver.failing = {"cuIpcCloseMemHandle": INVALID_VALUE}  # its exporter has died
+    imported.close()
     exported.close()
     assert not driver.opened
     assert not driver.allocated

@@ -217,6 +217,7 @@ def test_nothing_else_is_read(root: Path, path: str) -> None:
     error = refused_part(url_part(path.format(root=root)), MediaPolicy(media_root=root))
     assert error.field == "messages[0].content[0].image_url.url"
     assert "outside" not in error.message
+    assert error.message.count("image_url.url is") == 1, "said once"
 
 
 def test_what_lies_outside_is_refused_alike_whether_it_exists_or_not(root: Path) -> None:

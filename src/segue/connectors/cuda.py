@@ -115,15 +115,19 @@ class _Imported:
         self._driver = driver
         self._address = address
 
-    def read(self, offset: int, size: int) -> Tensor:
-        target = torch.empty(size, dtype=torch.uint8, device=self._driver.device)
+    def read(self, offset: int, size: int) -> Tensor | None:
+        try:
+            target = torch.empty(size, dtype=torch.uint8, device=self._driver.device)
+        except torch.OutOfMemoryError:
+            return None
         self._driver.copy(target.data_ptr(), self._address + offset, size)
         self._driver.settle()
         return target
 
     def close(self) -> None:
+        """Whatever the driver says: the process that allocated it may be gone."""
         with self._driver.current():
-            self._driver.call("cuIpcCloseMemHandle", ctypes.c_uint64(self._address))
+            self._driver.status("cuIpcCloseMemHandle", ctypes.c_uint64(self._address))
 
 
 class CudaMemory:

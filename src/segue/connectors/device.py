@@ -35,8 +35,8 @@ class Exported(Protocol):
 class Imported(Protocol):
     """Another process's `Exported`, opened in this one."""
 
-    def read(self, offset: int, size: int) -> Tensor:
-        """[size] uint8 in this process's own memory, on its device: a copy, complete on return."""
+    def read(self, offset: int, size: int) -> Tensor | None:
+        """[size] uint8 in this process's own memory, on its device: a copy, complete on return. None: no room there."""
 
     def close(self) -> None: ...
 

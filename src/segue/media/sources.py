@@ -131,6 +131,8 @@ def read_path(path: str | os.PathLike[str], policy: MediaPolicy, field: str) -> 
         real = _resolved(name, policy, field)
         # not blocking: a FIFO must not hang the reader; no link: it was resolved already
         descriptor = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except InvalidRequest:
+        raise  # a ValueError too, and says what it is
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise NotFound(f"{field} is {shown(name)}, which cannot be read: {reason}", field=field) from error

@@ -176,7 +176,7 @@ class AsyncOmni:
 
         `modalities`: what should come out (default: what the main stage gives). `deadline`: Unix time.
         """
-        given = self._written(prompt) if isinstance(prompt, str) else dict(prompt)
+        given = self._written(prompt) if isinstance(prompt, str) else dict(_mapping(prompt, "the prompt"))
         for key in given:
             if key not in _PROMPT_KEYS:
                 raise InvalidRequest(f"a request has no key {key!r}{nearest(key, _PROMPT_KEYS)}", field=key)
