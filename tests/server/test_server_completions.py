@@ -340,6 +340,34 @@ def test_a_wrong_parameter_is_named(server: Live, body: dict[str, Any], param: s
     assert server.service.requests == []
 
 
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.just(10**400) | st.floats(allow_nan=False) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
+    max_leaves=5,
+)
+_FUZZED = {
+    "/v1/completions": ("prompt", "echo", "logprobs", "max_tokens", "n", "best_of", "stream", "suffix", "seed", "stop"),
+    "/v1/chat/completions": ("tools", "tool_choice", "chat_template_kwargs", "reasoning_effort", "messages"),
+    "/tokenize": ("prompt", "messages", "tools", "add_special_tokens", "continue_final_message"),
+    "/detokenize": ("tokens",),
+}
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(path=st.sampled_from(sorted(_FUZZED)), data=st.data())
+def test_no_body_makes_a_500(running: Live, path: str, data: st.DataObject) -> None:
+    running.service.script = speak
+    body: dict[str, Any] = {"model": "fake-omni"}
+    if path == "/v1/completions":
+        body["prompt"] = "a"
+    elif path == "/v1/chat/completions":
+        body["messages"] = [{"role": "user", "content": "x"}]
+    body |= data.draw(st.dictionaries(st.sampled_from(_FUZZED[path]), _JSON, max_size=3))
+    content = json.dumps(body).encode()
+    answer = httpx.post(running.url + path, content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code < 500, answer.text
+
+
 def test_another_model_is_404_and_a_model_without_text_is_refused(server: Live) -> None:
     body = {"model": "other", "prompt": "a"}
     assert httpx.post(server.url + PATH, json=body).json()["error"]["code"] == "model_not_found"
