@@ -15,6 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 from markdown_blocks import ALL, PAGES, ROOT, Block, anchors, links, names, of, rows
@@ -32,16 +33,22 @@ from segue.graph.written import AUTOREGRESSIVE_KEYS, LIMIT_KEYS, STAGE_KEYS, TOP
 from segue.messages import errors, wire
 from segue.messages.errors import ConfigError, SegueError
 from segue.messages.sampling import FALLBACK, SamplingParams
+from segue.models.chat_template import ChatTemplate
+from segue.models.dialects.dialect import CALL_FORMATS, Dialect
 from segue.models.qwen2_5_omni.graph import graph as omni_graph
 from segue.orchestrator.outputs import RequestOutput
 from segue.orchestrator.service import ModelCard
 from segue.server import errors as server_errors
 from segue.server.chat_request import ChatBody, chat_request
+from segue.server.completion_request import CompletionBody
+from segue.server.parameters import CommonBody
 from segue.server.settings import ServerSettings
 
 DOCS = ROOT / "docs"
 MODEL = "out/qwen2.5-omni-tiny"
 """The checkpoint as the documentation calls it."""
+POSTED = ("/v1/completions", "/tokenize", "/detokenize")
+"""Where a request shown goes that is no chat completion."""
 TWO_GPUS = Hardware(cpus=16, memory_bytes=64 << 30, gpus=(80 << 30, 80 << 30))
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -126,7 +133,7 @@ def test_marks_are_known(block: Block) -> None:
     known: dict[str, set[tuple[str, ...]]] = {
         "python": {(), ("run",), ("run", "server")},
         "yaml": {("deployment",)},
-        "json": {("request",), ("answer",), ("error",)},
+        "json": {("request",), *(("request", path) for path in POSTED), ("answer",), ("error",)},
         "sh": {()},
         "toml": {()},
         "": {()},
@@ -260,6 +267,9 @@ CARD = ModelCard(
 )
 
 
+TOOL_CARD = msgspec.structs.replace(CARD, dialect=Dialect(ChatTemplate("{{ tools }}"), CALL_FORMATS["hermes"]))
+
+
 def curl_body(block: Block) -> dict[str, Any]:
     words = shlex.split(block.body.replace("\\\n", " "))
     return json.loads(words[words.index("-d") + 1])
@@ -274,9 +284,9 @@ def shape(value: Any) -> Any:
     return "number" if isinstance(value, int | float) and not isinstance(value, bool) else type(value).__name__
 
 
-@each(of("json", "request"))
+@each([block for block in of("json", "request") if block.marks == ("request",)])
 def test_request_bodies_are_accepted(block: Block) -> None:
-    assert chat_request(json.loads(block.body), CARD, ServerSettings()).requests
+    assert chat_request(json.loads(block.body), TOOL_CARD, ServerSettings()).requests
 
 
 def test_curl_bodies_are_answered(server: str) -> None:
@@ -287,27 +297,40 @@ def test_curl_bodies_are_answered(server: str) -> None:
         assert fetch(server + path, curl_body(block))["choices"][0]["message"]["content"]
 
 
-def answered() -> list[tuple[Block, dict[str, Any] | None]]:
-    """Answers with the request they belong to: the one shown before them, or none where they name a path."""
-    last: dict[str, Any] | None = None
-    found = []
+def answered() -> list[tuple[Block, str, dict[str, Any] | None]]:
+    """Answers with what they answer: the path they name, or the request shown before them (of chat, or of its path)."""
+    path, last = "", None
+    found: list[tuple[Block, str, dict[str, Any] | None]] = []
     for block in ALL:
-        if block.language == "json" and block.marks == ("request",):
-            last = json.loads(block.body)
-        elif block.language == "json" and block.marks[0] == "answer":
-            found.append((block, None if len(block.marks) > 1 else last))
+        if block.language == "json" and block.marks[:1] == ("request",):
+            path, last = (*block.marks[1:], "/v1/chat/completions")[0], json.loads(block.body)
+        elif block.language == "json" and block.marks[:1] == ("answer",):
+            found.append((block, block.marks[1], None) if len(block.marks) > 1 else (block, path, last))
     return found
 
 
-@pytest.mark.parametrize(("block", "request_body"), answered(), ids=lambda value: str(value)[:20])
-def test_answers_have_the_documented_form(server: str, block: Block, request_body: dict[str, Any] | None) -> None:
-    path = "/v1/chat/completions" if request_body else block.marks[1]
+@pytest.mark.parametrize(("block", "path", "request_body"), answered(), ids=lambda value: str(value)[:20])
+def test_answers_have_the_documented_form(
+    server: str, block: Block, path: str, request_body: dict[str, Any] | None
+) -> None:
     assert shape(fetch(server + path, request_body)) == shape(json.loads(block.body))
 
 
 def test_every_parameter_is_documented() -> None:
     listed = [name for row in rows(DOCS / "api.md", "### Parameters") for name in names(row[0])]
     assert sorted(listed) == sorted(ChatBody.__struct_fields__)
+
+
+def test_every_parameter_of_completions_is_documented() -> None:
+    listed = [name for row in rows(DOCS / "api.md", "## Completions") for name in names(row[0])]
+    own = set(CompletionBody.__struct_fields__) - set(CommonBody.__struct_fields__)
+    assert sorted(listed) == sorted(own | {"max_tokens"})
+
+
+def test_every_endpoint_is_documented(server: str) -> None:
+    listed = {tuple(name.split()) for row in rows(DOCS / "api.md", "## Endpoints") for name in names(row[0])}
+    paths = fetch(f"{server}/openapi.json")["paths"]
+    assert listed == {(method.upper(), path) for path, operations in paths.items() for method in operations}
 
 
 def subclasses(kind: type[SegueError]) -> set[type[SegueError]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -18,10 +17,12 @@ from segue.server.body import read_json
 from segue.server.chat_logprobs import prompt_logprobs_object
 from segue.server.chat_reply import WholeChoice
 from segue.server.chat_request import ChatRequest, chat_request
-from segue.server.chat_stream import chat_events
+from segue.server.chat_stream import chat_chunks
 from segue.server.disconnect import EventStream, while_connected
 from segue.server.errors import json_response
+from segue.server.events import events
 from segue.server.generations import by_choice, run_generations
+from segue.server.parameters import with_metrics
 from segue.server.settings import ServerSettings
 
 _CHECKING_THREADS = 8
@@ -37,11 +38,10 @@ def add_chat_completions(app: FastAPI, service: Service, settings: ServerSetting
         values = await read_json(request, settings.max_body_bytes)
         loop = asyncio.get_running_loop()
         chat = await loop.run_in_executor(checking, chat_request, values, service.card, settings)
-        if request.headers.get("x-return-metrics", "").lower() in ("1", "true"):
-            chat = replace(chat, return_metrics=True)
+        chat = with_metrics(chat, request)
         if chat.stream:
             deltas = by_choice(run_generations(service, chat.requests, metrics), service.card.text_stage)
-            return EventStream(chat_events(chat, deltas), settings.stall_seconds)
+            return EventStream(events(chat_chunks(chat, deltas)), settings.stall_seconds)
         return json_response(await while_connected(request.receive, _whole(chat, service, metrics)))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +18,10 @@ from segue.orchestrator.service import ModelCard
 from segue.server.chat_logprobs import asked_logprobs
 from segue.server.chat_template import begins_in_thought, chat_options, dialect_for
 from segue.server.parameters import (
+    Answering,
     CommonBody,
     StreamOptions,
+    answering_fields,
     check_model,
     checked_token_ids,
     choices_of,
@@ -78,23 +79,14 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
 """OpenAI's parameters that cannot be honoured → the values that ask for nothing (null always does)."""
 
 
-@dataclass(frozen=True)
-class ChatRequest:
+@dataclass(frozen=True, kw_only=True)
+class ChatRequest(Answering):
     """A checked request: its generations and how to answer."""
 
-    completion_id: str
-    created: int
-    model: str
-    """As the client named it."""
     requests: list[Request]
     """One per choice; or one that makes all of them."""
     choices: int
-    stream: bool
-    include_usage: bool
     audio_format: str
-    return_token_ids: bool
-    return_metrics: bool
-    wants_prompt_logprobs: bool
     dialect: Dialect
     tools: ToolPlan
     in_thought: bool
@@ -141,7 +133,8 @@ def chat_request(values: dict[str, Any], card: ModelCard, settings: ServerSettin
     messages = _messages(body, card, settings)
     options = chat_options(body, dialect, tools)
 
-    completion_id = f"chatcmpl-{uuid.uuid4().hex}"
+    answering = answering_fields(body, "chatcmpl", now)
+    completion_id = answering["completion_id"]
     requests = [
         Request(
             request_id=completion_id if len(seeds) == 1 else f"{completion_id}-{index}",
@@ -158,17 +151,10 @@ def chat_request(values: dict[str, Any], card: ModelCard, settings: ServerSettin
         for index, seed in enumerate(seeds)
     ]
     return ChatRequest(
-        completion_id=completion_id,
-        created=int(now),
-        model=body.model,
+        **answering,
         requests=requests,
         choices=choices,
-        stream=bool(body.stream),
-        include_usage=bool(body.stream_options and body.stream_options.include_usage),
         audio_format=audio_format,
-        return_token_ids=bool(body.return_token_ids),
-        return_metrics=bool(body.return_metrics),
-        wants_prompt_logprobs=body.prompt_logprobs is not None,
         dialect=dialect,
         tools=tools,
         in_thought=begins_in_thought(messages, options, dialect),

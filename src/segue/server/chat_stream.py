@@ -10,14 +10,11 @@ from typing import Any
 
 from segue.media.encode import AudioEncoder, audio_encoder
 from segue.messages.deltas import AudioDelta, Delta, Finished, ImageDelta, TextDelta
-from segue.messages.errors import SegueError
 from segue.models.dialects.pieces import Piece, Said
 from segue.server.accounts import usage_object
 from segue.server.chat_logprobs import logprobs_object
 from segue.server.chat_reply import audio_id, ending, expiry, image_object, samples_of
 from segue.server.chat_request import ChatRequest
-from segue.server.errors import error_body
-from segue.server.events import DONE, sse
 from segue.server.reply_reader import ReplyReader, delta_of
 
 
@@ -96,8 +93,10 @@ class _StreamedChoice:
         return {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-async def chat_events(chat: ChatRequest, deltas: AsyncGenerator[tuple[int, Delta]]) -> AsyncGenerator[bytes]:
-    """Events up to `[DONE]`. An error before the first event is raised; after it, it is the last event."""
+async def chat_chunks(
+    chat: ChatRequest, deltas: AsyncGenerator[tuple[int, Delta]]
+) -> AsyncGenerator[dict[str, object]]:
+    """The chunks of a streamed completion, the usage, where it is asked for, last."""
     head: dict[str, Any] = {
         "id": chat.completion_id,
         "object": "chat.completion.chunk",
@@ -107,20 +106,11 @@ async def chat_events(chat: ChatRequest, deltas: AsyncGenerator[tuple[int, Delta
     usage = {"usage": None} if chat.include_usage else {}
     choices = [_StreamedChoice(index, chat) for index in range(chat.choices)]
     finished: list[Finished] = []
-    begun = False
     async with aclosing(deltas):
-        try:
-            async for index, delta in deltas:
-                if isinstance(delta, Finished):
-                    finished.append(delta)
-                for entry in await choices[index].chunks(delta):
-                    begun = True
-                    yield sse({**head, "choices": [entry], **usage})
-        except SegueError as error:
-            if not begun:
-                raise
-            yield sse(error_body(error))
-            return
-        if chat.include_usage:
-            yield sse({**head, "choices": [], "usage": usage_object(finished)})
-        yield DONE
+        async for index, delta in deltas:
+            if isinstance(delta, Finished):
+                finished.append(delta)
+            for entry in await choices[index].chunks(delta):
+                yield {**head, "choices": [entry], **usage}
+    if chat.include_usage:
+        yield {**head, "choices": [], "usage": usage_object(finished)}

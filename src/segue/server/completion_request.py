@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +13,10 @@ from segue.messages.request import Request
 from segue.orchestrator.service import ModelCard
 from segue.server.errors import Unsupported
 from segue.server.parameters import (
+    Answering,
     CommonBody,
     StreamOptions,
+    answering_fields,
     check_model,
     checked_token_ids,
     choices_of,
@@ -54,13 +55,10 @@ class Slot:
     first: int
 
 
-@dataclass(frozen=True)
-class CompletionRequest:
+@dataclass(frozen=True, kw_only=True)
+class CompletionRequest(Answering):
     """A checked request: a `Request` for each prompt (or for each choice, where the model makes one at a time)."""
 
-    completion_id: str
-    created: int
-    model: str
     requests: list[Request]
     slots: list[Slot]
     """Beside `requests`."""
@@ -71,11 +69,6 @@ class CompletionRequest:
     generates: bool
     """False: only the prompt was asked for (`max_tokens` 0); the one token made for that is not shown."""
     logprobs: int | None
-    stream: bool
-    include_usage: bool
-    return_token_ids: bool
-    return_metrics: bool
-    wants_prompt_logprobs: bool
 
 
 def completion_request(values: dict[str, Any], card: ModelCard, settings: ServerSettings) -> CompletionRequest:
@@ -107,7 +100,8 @@ def completion_request(values: dict[str, Any], card: ModelCard, settings: Server
     if as_one:
         sampling = together(sampling, each, card)
     seeds = seeds_of(body, 1 if as_one else each)
-    completion_id = f"cmpl-{uuid.uuid4().hex}"
+    answering = answering_fields(body, "cmpl", now)
+    completion_id = answering["completion_id"]
     slots = [Slot(prompt, first) for prompt in range(len(prompts)) for first in range(len(seeds))]
     requests = []
     for number, slot in enumerate(slots):
@@ -128,9 +122,7 @@ def completion_request(values: dict[str, Any], card: ModelCard, settings: Server
             )
         )
     return CompletionRequest(
-        completion_id=completion_id,
-        created=int(now),
-        model=body.model,
+        **answering,
         requests=requests,
         slots=slots,
         prompts=prompts,
@@ -138,11 +130,6 @@ def completion_request(values: dict[str, Any], card: ModelCard, settings: Server
         echo=echo,
         generates=body.max_tokens != 0,
         logprobs=logprobs,
-        stream=bool(body.stream),
-        include_usage=bool(body.stream_options and body.stream_options.include_usage),
-        return_token_ids=bool(body.return_token_ids),
-        return_metrics=bool(body.return_metrics),
-        wants_prompt_logprobs=body.prompt_logprobs is not None,
     )
 
 

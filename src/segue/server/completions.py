@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from segue.messages.errors import SegueError
 from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import Service
 from segue.server.accounts import usage_object
@@ -18,9 +16,10 @@ from segue.server.body import read_json
 from segue.server.completion_reply import CompletionReader, joined
 from segue.server.completion_request import CompletionRequest, completion_request
 from segue.server.disconnect import EventStream, while_connected
-from segue.server.errors import error_body, json_response
-from segue.server.events import DONE, sse
+from segue.server.errors import json_response
+from segue.server.events import events
 from segue.server.generations import run_generations
+from segue.server.parameters import with_metrics
 from segue.server.settings import ServerSettings
 
 
@@ -30,11 +29,9 @@ def add_completions(app: FastAPI, service: Service, settings: ServerSettings, me
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
         values = await read_json(request, settings.max_body_bytes)
-        completion = completion_request(values, service.card, settings)
-        if request.headers.get("x-return-metrics", "").lower() in ("1", "true"):
-            completion = replace(completion, return_metrics=True)
+        completion = with_metrics(completion_request(values, service.card, settings), request)
         if completion.stream:
-            return EventStream(_events(completion, service, metrics), settings.stall_seconds)
+            return EventStream(events(_chunks(completion, service, metrics)), settings.stall_seconds)
         return json_response(await while_connected(request.receive, _whole(completion, service, metrics)))
 
 
@@ -61,22 +58,14 @@ async def _whole(completion: CompletionRequest, service: Service, metrics: Serve
     }
 
 
-async def _events(completion: CompletionRequest, service: Service, metrics: ServerMetrics) -> AsyncGenerator[bytes]:
-    """Events up to `[DONE]`. An error before the first event is raised; after it, it is the last event."""
+async def _chunks(
+    completion: CompletionRequest, service: Service, metrics: ServerMetrics
+) -> AsyncGenerator[dict[str, object]]:
     reader = CompletionReader(completion)
     usage = {"usage": None} if completion.include_usage else {}
-    begun = False
     async with aclosing(run_generations(service, completion.requests, metrics)) as deltas:
-        try:
-            async for number, delta in deltas:
-                for entry in reader.read(number, delta):
-                    begun = True
-                    yield sse({**_head(completion), "choices": [entry], **usage})
-        except SegueError as error:
-            if not begun:
-                raise
-            yield sse(error_body(error))
-            return
-        if completion.include_usage:
-            yield sse({**_head(completion), "choices": [], "usage": usage_object(reader.finished, reader.prompts)})
-        yield DONE
+        async for number, delta in deltas:
+            for entry in reader.read(number, delta):
+                yield {**_head(completion), "choices": [entry], **usage}
+    if completion.include_usage:
+        yield {**_head(completion), "choices": [], "usage": usage_object(reader.finished, reader.prompts)}

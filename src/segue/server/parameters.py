@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
+from fastapi import Request as HttpRequest
 
 from segue.media.sources import shown
 from segue.messages.carried import check_carried
@@ -87,6 +90,44 @@ _TO_TEXT_STAGE = tuple(
 requests, or set where one makes all."""
 
 B = TypeVar("B", bound=CommonBody)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answering:
+    """How a checked request is to be answered, as far as all endpoints do it alike."""
+
+    completion_id: str
+    created: int
+    model: str
+    """As the client named it."""
+    stream: bool
+    include_usage: bool
+    return_token_ids: bool
+    return_metrics: bool
+    wants_prompt_logprobs: bool
+
+
+A = TypeVar("A", bound=Answering)
+
+
+def answering_fields(body: CommonBody, prefix: str, now: float) -> dict[str, Any]:
+    """The fields of `Answering`, under a new id."""
+    return {
+        "completion_id": f"{prefix}-{uuid.uuid4().hex}",
+        "created": int(now),
+        "model": body.model,
+        "stream": bool(body.stream),
+        "include_usage": bool(body.stream_options and body.stream_options.include_usage),
+        "return_token_ids": bool(body.return_token_ids),
+        "return_metrics": bool(body.return_metrics),
+        "wants_prompt_logprobs": body.prompt_logprobs is not None,
+    }
+
+
+def with_metrics(answering: A, http: HttpRequest) -> A:
+    """The header `X-Return-Metrics` does what the parameter does."""
+    asked = http.headers.get("x-return-metrics", "").lower() in ("1", "true")
+    return replace(answering, return_metrics=True) if asked else answering
 
 
 def parse_body(

@@ -1,0 +1,126 @@
+"""A language model over HTTP: log-probabilities, tokens and prompts are those of transformers and its tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+from server_process import segue, served
+
+from segue.models.dialects.dialect import dialect_of
+from segue.models.library import AutoModelForCausalLM, AutoTokenizer
+
+TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+ASKED: Any = [{"role": "user", "content": "What is at sea?"}]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("language") / "tiny"
+    made = segue("tiny", "qwen3", str(directory))
+    assert made.returncode == 0, made.stderr
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoint: Path) -> Any:
+    return AutoTokenizer.from_pretrained(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def http(checkpoint: Path) -> Iterator[httpx.Client]:
+    with served(checkpoint, "--log-level", "warning") as server, server.client() as http:
+        yield http
+
+
+def post(http: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
+    answer = http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def likelihood(http: httpx.Client, model: str, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+    """As lm-eval's `local-completions` asks for it and reads it."""
+    answer = post(
+        http, "/v1/completions", model=model, prompt=[context + continuation], temperature=0, max_tokens=1, logprobs=1,
+        seed=1234, echo=True,
+    )  # fmt: skip
+    logprobs = answer["choices"][0]["logprobs"]
+    scores = logprobs["token_logprobs"][len(context) : -1]
+    tops = logprobs["top_logprobs"][len(context) : -1]
+    assert len(scores) == len(continuation)
+    return sum(scores), all(score == max(top.values()) for score, top in zip(scores, tops, strict=True))
+
+
+def test_log_likelihoods_are_the_library_s(http: httpx.Client, checkpoint: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    name = http.get("/v1/models").json()["data"][0]["id"]
+    context = list(range(40, 60))
+    with torch.no_grad():
+        best = model.generate(torch.tensor([context]), max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    found = []
+    for continuation in ([70, 71, 72], [70, 71, 73], best[0, len(context) :].tolist()):
+        ids = context + continuation
+        with torch.no_grad():
+            scores = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        expected = sum(scores[place - 1, ids[place]].item() for place in range(len(context), len(ids)))
+        score, greedy = likelihood(http, name, context, continuation)
+        assert score == pytest.approx(expected, abs=1e-3)
+        found.append((round(score, 2), greedy))
+    assert [greedy for _, greedy in found] == [False, False, True]
+    assert found[0][0] != found[1][0], "another token, another number"
+
+
+def test_tokens_are_the_tokenizer_s(http: httpx.Client, tokenizer: Any) -> None:
+    text = "The small boat — left\nthe harbour"
+    ids = tokenizer(text)["input_ids"]
+    told = post(http, "/tokenize", prompt=text, return_token_strs=True)
+    assert (told["tokens"], told["token_strs"]) == (ids, tokenizer.convert_ids_to_tokens(ids))
+    assert post(http, "/detokenize", tokens=ids)["prompt"] == text
+    expected = tokenizer.apply_chat_template(ASKED, tools=[TOOL], add_generation_prompt=True, tokenize=False)
+    told = post(http, "/tokenize", messages=ASKED, tools=[TOOL])
+    assert told["tokens"] == tokenizer(expected, add_special_tokens=False)["input_ids"]
+    assert told["count"] != post(http, "/tokenize", messages=ASKED)["count"], "the model is shown the tools"
+
+
+def test_a_prompt_as_text_or_as_ids_is_one(http: httpx.Client, tokenizer: Any) -> None:
+    name = http.get("/v1/models").json()["data"][0]["id"]
+    text = "The small boat"
+    ids = tokenizer(text)["input_ids"]
+    common = {"model": name, "max_tokens": 6, "temperature": 0, "echo": True, "return_token_ids": True, "logprobs": 2}
+    both = post(http, "/v1/completions", prompt=[text, text], **common)["choices"]
+    [alone] = post(http, "/v1/completions", prompt=ids, **common)["choices"]
+    for choice in (*both, alone):
+        assert {**choice, "index": 0} == {**both[0], "index": 0}
+    assert alone["prompt_token_ids"] == ids
+    assert "".join(alone["logprobs"]["tokens"][: len(ids)]) == text
+    assert alone["text"].startswith(text)
+
+
+def test_the_official_client_drives_it(http: httpx.Client) -> None:
+    with openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client:
+        name = client.models.list().data[0].id
+        reply = client.completions.create(model=name, prompt=["a", "b"], n=2, max_tokens=4, temperature=1.0, seed=1)
+        assert [choice.index for choice in reply.choices] == [0, 1, 2, 3]
+        streamed = ["", "", "", ""]
+        for chunk in client.completions.create(
+            model=name, prompt=["a", "b"], n=2, max_tokens=4, temperature=1.0, seed=1, stream=True
+        ):
+            for choice in chunk.choices:
+                streamed[choice.index] += choice.text
+        assert streamed == [choice.text for choice in reply.choices]
+        answer = client.chat.completions.create(model=name, messages=ASKED, tools=[TOOL], max_tokens=4, temperature=0)
+        assert answer.choices[0].finish_reason in ("length", "stop")
+        assert answer.choices[0].message.tool_calls is None
+
+
+def test_the_dialect_is_the_family_s(checkpoint: Path) -> None:
+    dialect = dialect_of(checkpoint, json.loads((checkpoint / "config.json").read_text()))
+    assert dialect.calls is not None
+    assert (dialect.calls.name, dialect.template_variables) == ("hermes", {"enable_thinking"})
