@@ -73,6 +73,18 @@ class ImageDelta(msgspec.Struct, frozen=True, tag="image"):
         return np.frombuffer(self.data, dtype=np.uint8).reshape(self.height, self.width, 3)
 
 
+class EmbeddingDelta(msgspec.Struct, frozen=True, tag="embedding"):
+    """What a text means, as one vector: little-endian float32."""
+
+    stage: str
+    data: bytes
+
+    @property
+    def array(self) -> np.ndarray:
+        """[dimensions] float32."""
+        return np.frombuffer(self.data, dtype="<f4")
+
+
 class TokensDelta(msgspec.Struct, frozen=True, tag="tokens"):
     """The prompt as the model sees it: what the input stage gives where a request asks for the modality `tokens`."""
 
@@ -144,4 +156,4 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
     """The outputs of the main stage, where it is autoregressive, by index."""
 
 
-Delta = TextDelta | AudioDelta | ImageDelta | TokensDelta | Finished
+Delta = TextDelta | AudioDelta | ImageDelta | EmbeddingDelta | TokensDelta | Finished

@@ -14,11 +14,11 @@ from typing import Any
 
 import msgspec
 
-from segue.messages.deltas import AudioDelta, ImageDelta, TextDelta, TokensDelta
+from segue.messages.deltas import AudioDelta, EmbeddingDelta, ImageDelta, TextDelta, TokensDelta
 from segue.messages.request import Request
 from segue.messages.stats import WorkerStats
 
-ClientDelta = TextDelta | AudioDelta | ImageDelta | TokensDelta
+ClientDelta = TextDelta | AudioDelta | ImageDelta | EmbeddingDelta | TokensDelta
 
 
 class Peer(msgspec.Struct, frozen=True):

@@ -14,6 +14,7 @@ from segue.messages.deltas import (
     AudioDelta,
     Choice,
     Delta,
+    EmbeddingDelta,
     Finished,
     ImageDelta,
     RequestMetrics,
@@ -156,7 +157,7 @@ def _after(delta: ClientDelta, skip: int, fresh_ids: list[int]) -> tuple[ClientD
     if isinstance(delta, AudioDelta):
         samples = delta.samples[4 * skip :]
         return (AudioDelta(delta.stage, samples, delta.sample_rate) if samples else None), len(delta.samples) // 4
-    assert isinstance(delta, ImageDelta | TokensDelta)
+    assert isinstance(delta, ImageDelta | EmbeddingDelta | TokensDelta)
     return (None if skip else delta), 1
 
 

@@ -11,6 +11,7 @@ from segue.messages.deltas import (
     AudioDelta,
     Choice,
     Delta,
+    EmbeddingDelta,
     Finished,
     ImageDelta,
     RequestMetrics,
@@ -56,6 +57,8 @@ class RequestOutput:
     audio: Audio | None = None
     images: list[Any] = field(default_factory=list)
     """PIL images."""
+    embedding: np.ndarray | None = None
+    """[dimensions] float32, from a model of embeddings."""
     finish_reason: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Beside the ids of the stage that talks, where asked for."""
@@ -94,6 +97,8 @@ class Collector:
                 from PIL import Image
 
                 self._output.images.append(Image.fromarray(delta.array))
+            case EmbeddingDelta():
+                self._output.embedding = delta.array
             case Finished():
                 self._output.finish_reason = delta.finish_reason
                 self._output.token_ids = delta.token_ids

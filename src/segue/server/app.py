@@ -8,6 +8,7 @@ from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import Service
 from segue.server.chat_completions import add_chat_completions
 from segue.server.completions import add_completions
+from segue.server.embeddings import add_embeddings
 from segue.server.errors import install_error_handlers
 from segue.server.health import add_health
 from segue.server.metrics import add_metrics
@@ -27,6 +28,7 @@ def create_app(service: Service, settings: ServerSettings | None = None) -> Fast
     add_chat_completions(app, service, settings, own)
     add_completions(app, service, settings, own)
     add_tokenize(app, service, settings)
+    add_embeddings(app, service, settings, own)
     add_models(app, service, settings)
     add_health(app, service)
     add_metrics(app, service, own)

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from segue.server.chat_request import ChatBody
 from segue.server.completion_request import CompletionBody
+from segue.server.embeddings import EmbeddingsBody
 from segue.server.errors import json_response
 from segue.server.tokenize import DetokenizeBody, TokenizeBody
 
@@ -35,6 +36,7 @@ class ErrorAnswer(msgspec.Struct, kw_only=True):
 _POST: dict[str, tuple[type[msgspec.Struct], str, bool]] = {
     "/v1/chat/completions": (ChatBody, "An answer to messages, whole or streamed.", True),
     "/v1/completions": (CompletionBody, "What a prompt goes on with, whole or streamed.", True),
+    "/v1/embeddings": (EmbeddingsBody, "The vectors of texts.", False),
     "/tokenize": (TokenizeBody, "A prompt or messages as token ids.", False),
     "/detokenize": (DetokenizeBody, "The text of token ids.", False),
 }

@@ -89,7 +89,7 @@ _TO_TEXT_STAGE = tuple(
 """Top-level parameters that are the text stage's sampling as they stand. The seed is the request's own; n: as many
 requests, or set where one makes all."""
 
-B = TypeVar("B", bound=CommonBody)
+B = TypeVar("B", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, kw_only=True)

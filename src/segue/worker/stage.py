@@ -11,7 +11,7 @@ from segue.connectors.base import Connector
 from segue.engines.contract import Engine, StageOutput, StageRequest, Transfer
 from segue.graph.deployment import StagePlan
 from segue.graph.parts import TOKENS
-from segue.messages.deltas import AudioDelta, ImageDelta, TextDelta, TokensDelta
+from segue.messages.deltas import AudioDelta, EmbeddingDelta, ImageDelta, TextDelta, TokensDelta
 from segue.messages.errors import StageFailed
 from segue.messages.sampling import FALLBACK, SamplingParams
 from segue.messages.wire import Begin, ClientDelta, Emission, OutputEnd, Peer
@@ -112,7 +112,7 @@ class StageRunner:
 
 
 def units(delta: ClientDelta) -> int:
-    """Length of a delta in its stream's units: characters, samples, pictures, prompts."""
+    """Length of a delta in its stream's units: characters, samples, pictures, vectors, prompts."""
     if isinstance(delta, TextDelta):
         return len(delta.text)
     if isinstance(delta, AudioDelta):
@@ -141,6 +141,9 @@ def client_deltas(request: StageRequest, output: StageOutput) -> list[ClientDelt
         if samples.numel():
             data = samples.detach().float().cpu().contiguous().numpy().astype("<f4", copy=False).tobytes()
             deltas.append(AudioDelta(request.stage, data, int(payload["sample_rate"])))
+    if "embedding" in request.to_client and "embedding" in payload:
+        data = payload["embedding"].detach().float().cpu().contiguous().numpy().astype("<f4", copy=False).tobytes()
+        deltas.append(EmbeddingDelta(request.stage, data))
     if TOKENS in request.to_client and TOKENS in payload:
         tokens = payload.pop(TOKENS)
         deltas.append(TokensDelta(request.stage, tokens["token_ids"], tokens["token_strs"], tokens["text"]))

@@ -215,7 +215,12 @@ class ModuleEngine:
         if work.last:
             self._adapter.end(self._entries.pop(work.request_id).state)
         return StageOutput(
-            work.request_id, payload=result.payload, finished=work.last, finish_reason="stop" if work.last else ""
+            work.request_id,
+            payload=result.payload,
+            finished=work.last,
+            finish_reason="stop" if work.last else "",
+            prompt_tokens=result.prompt_tokens,
+            modality_tokens={"text": result.prompt_tokens} if result.prompt_tokens else {},
         )
 
     def _fail(self, request_id: str, error: Exception) -> StageOutput:

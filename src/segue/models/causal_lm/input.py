@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from segue.engines.contract import LoadContext, Payload, StageRequest
-from segue.engines.module.contract import Result, Work
+from segue.engines.contract import LoadContext, Payload
 from segue.graph.parts import TOKENS
-from segue.messages.errors import InvalidRequest, SegueError
+from segue.messages.errors import InvalidRequest
 from segue.messages.request import Request
-from segue.models.causal_lm.loading import load_config
 from segue.models.chat_template import read_chat_template
 from segue.models.decoder import context_length
+from segue.models.input_stage import InputStage
+from segue.models.pretrained import load_config
 from segue.models.prompt import (
     check_length,
     checked_ids,
@@ -28,8 +28,8 @@ from segue.models.tokenizer import load_tokenizer
 _TEXT_STAGE = "llm"
 
 
-class InputProcessor:
-    """`ModuleAdapter` that works on the request itself: one item per request."""
+class InputProcessor(InputStage):
+    """Messages, a bare prompt or ids."""
 
     def __init__(self, ctx: LoadContext) -> None:
         config = load_config(ctx)
@@ -38,26 +38,6 @@ class InputProcessor:
         self._tokenizer = load_tokenizer(ctx.model_dir)
         template = read_chat_template(ctx.model_dir)
         self._template = None if template is None else template.text
-
-    def begin(self, request: StageRequest) -> tuple[None, list[Work]]:
-        return None, [Work(request.request_id, request.request, last=True)]
-
-    def feed(self, state: None, upstream: str, payload: Payload, *, final: bool) -> list[Work]:
-        """Nothing is upstream of the input stage."""
-        return []
-
-    def end(self, state: None) -> None:
-        """Nothing is kept per request."""
-
-    def run(self, works: list[Work]) -> list[Result]:
-        """Requests → payloads, or the error of each that is wrong."""
-        return [self._result(work.item) for work in works]
-
-    def _result(self, request: Request) -> Result:
-        try:
-            return Result(self.process(request))
-        except SegueError as error:
-            return Result(error=error)
 
     def process(self, request: Request) -> Payload:
         """The payload of one request. Raises `InvalidRequest` naming the field, the value and what would be right."""

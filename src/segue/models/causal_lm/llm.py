@@ -9,9 +9,9 @@ import torch
 from segue.engines.autoregressive.contract import Fed, FlatBatch, KVSpec, Prompt
 from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.messages.sampling import SamplingParams
-from segue.models.causal_lm.loading import load_config, load_model
 from segue.models.decoder import PagedDecoder, context_length
 from segue.models.generation import default_sampling, end_tokens, generation_of
+from segue.models.pretrained import load_config, load_model
 from segue.models.tokenizer import decode, load_tokenizer
 from segue.models.vocabulary import vocabulary_of
 

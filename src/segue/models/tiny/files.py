@@ -22,9 +22,9 @@ def write_json(directory: Path, name: str, value: Any) -> None:
     (directory / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
-def train_tokenizer(special_tokens: Sequence[str], *, begin: str | None = None) -> Tokenizer:
-    """A byte-level BPE tokenizer; the special tokens have the ids from `BASE_VOCAB` on. `begin`: the special token it
-    puts before a text."""
+def train_tokenizer(special_tokens: Sequence[str], *, begin: str | None = None, end: str | None = None) -> Tokenizer:
+    """A byte-level BPE tokenizer; the special tokens have the ids from `BASE_VOCAB` on. `begin`, `end`: the special
+    tokens it puts before and behind a text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -42,13 +42,14 @@ def train_tokenizer(special_tokens: Sequence[str], *, begin: str | None = None) 
         raise RuntimeError(f"the corpus gives {tokenizer.get_vocab_size()} tokens, not {BASE_VOCAB}")
     tokenizer.add_special_tokens(list(special_tokens))
     as_bytes = processors.ByteLevel(trim_offsets=False)
-    if begin is None:
-        tokenizer.post_processor = as_bytes
+    around = [(token, tokenizer.token_to_id(token)) for token in (begin, end) if token is not None]
+    if around:
+        single = " ".join(filter(None, (begin, "$A", end)))
+        pair = " ".join(filter(None, (begin, "$A", end, begin, "$B", end)))
+        template = processors.TemplateProcessing(single=single, pair=pair, special_tokens=around)
+        tokenizer.post_processor = processors.Sequence([as_bytes, template])
     else:
-        first = processors.TemplateProcessing(
-            single=f"{begin} $A", pair=f"{begin} $A {begin} $B", special_tokens=[(begin, tokenizer.token_to_id(begin))]
-        )
-        tokenizer.post_processor = processors.Sequence([as_bytes, first])
+        tokenizer.post_processor = as_bytes
     return tokenizer
 
 

@@ -45,7 +45,7 @@ def randomise(model: PreTrainedModel, seed: int, *, embedding_std: float = 1.0) 
             elif parameter.ndim > 1:
                 fan_in = math.sqrt(math.prod(parameter.shape[1:])) if parameter.ndim > 2 else _fan_in(model, name)
                 parameter.copy_(noise * _gain(_GAINS, name) / math.sqrt(fan_in))
-            elif re.search(r"(norm|ln_\w+)\.weight$", name):
+            elif re.search(r"(?i)(norm|ln_\w+)\.weight$", name):
                 # the library starts norms at what leaves their input as it is: 1, or 0 where 1 is added
                 gain = _gain(_NORM_GAINS, name)
                 parameter.copy_(parameter + (gain - 1.0) + 0.1 * noise)

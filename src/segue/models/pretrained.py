@@ -1,4 +1,4 @@
-"""A causal LM of transformers from its checkpoint, by the library's own loader.
+"""A whole model of transformers from its checkpoint, by the library's own loader: for the generic families.
 
 `from_pretrained` and not `segue.models.checkpoint`: the whole model is in one stage, so that the drawbacks named there
 do not apply, and it does what differs from model to model: names of older versions, experts that are stored one by one
@@ -43,10 +43,13 @@ def load_config(ctx: LoadContext) -> PreTrainedConfig:
         raise ConfigError(f"{path}: {error}", field="model") from error
 
 
-def load_model(ctx: LoadContext, config: PreTrainedConfig, auto: Any = AutoModelForCausalLM) -> PreTrainedModel:
+def load_model(
+    ctx: LoadContext, config: PreTrainedConfig, auto: Any = AutoModelForCausalLM, *, unused: tuple[str, ...] = ()
+) -> PreTrainedModel:
     """The model on `ctx.device` in `ctx.dtype`, with the checkpoint's weights or random ones (`load_format`).
 
-    `auto`: the library's class that knows which model a config means. Raises `ConfigError`.
+    `auto`: the library's class that knows which model a config means. `unused`: beginnings of the names of tensors that
+    the checkpoint need not have, because what they are for does not run. Raises `ConfigError`.
     """
     if ctx.load_format not in LOAD_FORMATS:
         raise ConfigError(
@@ -63,11 +66,11 @@ def load_model(ctx: LoadContext, config: PreTrainedConfig, auto: Any = AutoModel
         )
         model.tie_weights()
     else:
-        model = _read(ctx, config, auto)
+        model = _read(ctx, config, auto, unused)
     return model.eval().requires_grad_(False)
 
 
-def _read(ctx: LoadContext, config: PreTrainedConfig, auto: Any) -> PreTrainedModel:
+def _read(ctx: LoadContext, config: PreTrainedConfig, auto: Any, unused: tuple[str, ...]) -> PreTrainedModel:
     where: dict[str, Any] = {} if ctx.device.type == "cpu" else {"device_map": {"": ctx.device}}
     try:
         with _without_bars():
@@ -82,7 +85,8 @@ def _read(ctx: LoadContext, config: PreTrainedConfig, auto: Any) -> PreTrainedMo
             )
     except (*_UNREADABLE, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"{ctx.model_dir}: the weights cannot be loaded: {error}", field="model") from error
-    if missing := sorted(info["missing_keys"]):  # the library would go on with random ones
+    missing = sorted(name for name in info["missing_keys"] if not name.startswith(unused))
+    if missing:  # the library would go on with random ones
         raise ConfigError(
             f"{ctx.model_dir}: {len(missing)} tensors of the model are not in the checkpoint, the first is "
             f"{missing[0]!r}",

@@ -1,0 +1,39 @@
+"""What the input stages of the generic families have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from segue.engines.contract import Payload, StageRequest
+from segue.engines.module.contract import Result, Work
+from segue.messages.errors import SegueError
+from segue.messages.request import Request
+
+
+class InputStage(ABC):
+    """`ModuleAdapter` that works on the request itself: one item per request."""
+
+    @abstractmethod
+    def process(self, request: Request) -> Payload:
+        """The payload of one request. Raises `InvalidRequest` naming the field, the value and what would be right."""
+
+    def begin(self, request: StageRequest) -> tuple[None, list[Work]]:
+        """All of it is there."""
+        return None, [Work(request.request_id, request.request, last=True)]
+
+    def feed(self, state: None, upstream: str, payload: Payload, *, final: bool) -> list[Work]:
+        """Nothing is upstream of the input stage."""
+        return []
+
+    def end(self, state: None) -> None:  # noqa: B027 there is nothing to do, in any family
+        """Nothing is kept per request."""
+
+    def run(self, works: list[Work]) -> list[Result]:
+        """Requests → payloads, or the error of each that is wrong."""
+        return [self._result(work.item) for work in works]
+
+    def _result(self, request: Request) -> Result:
+        try:
+            return Result(self.process(request))
+        except SegueError as error:
+            return Result(error=error)
