@@ -87,6 +87,15 @@ def test_the_prompt_is_computed_once(adapter):
     assert [count for count in counts if count != (0, 0)] == [(33, 0)]
 
 
+def test_a_tenant_pays_for_the_prompt_once_and_for_every_token(adapter):
+    for num_blocks in (160, 16):
+        drive = driver(adapter, scheduling="fair", num_blocks=num_blocks)
+        together(drive, PROMPTS[2:], 4)
+        assert drive.engine._scheduler.accounts is not None
+        [service] = drive.engine._scheduler.accounts.counters.values()
+        assert service == 33 + 2 * 4 * TOKENS
+
+
 def test_another_seed_gives_other_outputs(adapter, expected):
     drive = driver(adapter)
     params = SamplingParams(**SAMPLED, n=8)
