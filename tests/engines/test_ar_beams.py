@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 import torch
-from ar_adapter import VOCAB, Driver, TinyAdapter, branch, generate, prompts, stage_request, tiny_model
+from ar_adapter import Driver, TinyAdapter, branch, generate, prompts, stage_request, tiny_model
+from test_ar_windows import Windowed, tiny
 
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.engine import AutoregressiveEngine
@@ -189,9 +190,6 @@ def test_stop_strings(adapter):
     [ids] = reference(adapter, PROMPTS[0], 4, 1, ends=())
     stop = "".join(chr(ord("A") + token) for token in ids[4:6])
 
-    class Tokenizer:
-        """What the library needs to look for a stop string."""
-
     drive = driver(adapter)
     drive.add(
         stage_request("it", sampling=beams(4, 1, stop_token_ids=[], stop=[stop], early_stopping=True), to_client=TEXT),
@@ -199,13 +197,11 @@ def test_stop_strings(adapter):
     )
     last = drive.run()["it"].last
     assert last.finished
-    if last.finish_reason == "stop":
-        assert last.stop_reason == stop
-        assert stop not in last.text
-        assert len(last.text) == len(last.token_ids) - 2
+    assert (last.finish_reason, last.stop_reason) == ("stop", stop)
+    assert stop not in last.text
+    assert len(last.text) == len(last.token_ids) - 2
     # with the text of every end token as a stop string, the search is the one with end tokens
     letters = [chr(ord("A") + token) for token in ENDS]
-    assert Tokenizer
     found = serve(driver(adapter), beams(4, 4, stop_token_ids=[], stop=letters))
     assert found == serve(driver(adapter), beams(4, 4))
 
@@ -297,5 +293,39 @@ def test_cancelled_at_every_moment(adapter):
         assert drive.engine.stats()["blocks_used"] == 0
 
 
-def test_the_vocabulary_of_these_tests():
-    assert max(ENDS) < VOCAB
+@pytest.mark.parametrize("kind", ["mistral", "gemma 3"])
+def test_layers_with_windows(kind):
+    adapter = Windowed(tiny(kind))
+    with torch.no_grad():
+        adapter.model.lm_head.weight *= 0.4
+    expected = [reference(adapter, prompt, 4, 4) for prompt in PROMPTS]
+    assert serve(driver(adapter), beams(4, 4)) == expected
+    assert serve(driver(adapter, num_blocks=60, prefix_caching=False, max_tokens_per_step=16), beams(4, 4)) == expected
+
+
+def test_what_is_asked_of_the_prompt_comes_with_the_best(adapter):
+    drive = driver(adapter)
+    drive.add(stage_request("it", sampling=beams(4, 2, prompt_logprobs=1), to_client=TEXT), PROMPTS[1])
+    results = drive.run()
+    assert len(results["it"].last.prompt_logprobs) == 16
+    assert results[branch("it", 1)].last.prompt_logprobs == []
+
+
+def test_bad_words(adapter, expected):
+    """What a beam may not produce now depends on what that very beam has produced."""
+    pairs = [expected[0][0][1:3], expected[1][0][2:4], expected[2][0][3:5]]
+    banned = [reference(adapter, prompt, 4, 4, bad_words_ids=pairs) for prompt in PROMPTS]
+    assert banned != expected
+    words = ["".join(chr(ord("A") + token) for token in pair) for pair in pairs]
+    assert serve(driver(adapter), beams(4, 4, bad_words=words)) == banned
+
+
+def test_few_tokens_allowed(adapter):
+    allowed = [5, 9, 52, *ENDS]
+    found = serve(driver(adapter), beams(4, 4, allowed_token_ids=allowed))
+    assert {token for best in found for ids in best for token in ids} <= set(allowed)
+    drive = driver(adapter)
+    drive.add(stage_request("it", sampling=beams(4, 4, allowed_token_ids=[5], stop_token_ids=[])), PROMPTS[0])
+    error = drive.run()["it"].last.error
+    assert isinstance(error, InvalidRequest)
+    assert "leaves 1 outputs of 4" in error.message

@@ -9,6 +9,7 @@ import torch
 from ar_adapter import ConditionedAdapter, Driver, TinyAdapter, branch, prompts, stage_request, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_ar_windows import Windowed, tiny
 
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.engine import AutoregressiveEngine
@@ -84,6 +85,15 @@ def test_the_prompt_is_computed_once(adapter):
     assert drive.engine.stats()["prefill_tokens_total"] == 33
     counts = [(out.prompt_tokens, out.cached_tokens) for result in drive.results.values() for out in result.outputs]
     assert [count for count in counts if count != (0, 0)] == [(33, 0)]
+
+
+def test_a_tenant_pays_for_the_prompt_once_and_for_every_token(adapter):
+    for num_blocks in (160, 16):
+        drive = driver(adapter, scheduling="fair", num_blocks=num_blocks)
+        together(drive, PROMPTS[2:], 4)
+        assert drive.engine._scheduler.accounts is not None
+        [service] = drive.engine._scheduler.accounts.counters.values()
+        assert service == 33 + 2 * 4 * TOKENS
 
 
 def test_another_seed_gives_other_outputs(adapter, expected):
@@ -192,6 +202,63 @@ def test_a_shared_block_is_copied_when_it_is_written_to(adapter):
     assert drive.engine.stats()["blocks_used"] == 1
     drive.step()
     assert drive.engine.stats()["blocks_used"] == 4
+
+
+def test_captured_rows_are_copied_with_their_block():
+    """Blocks that a fork filled hold the captured rows of the prompt's end, too: who finds them is given those."""
+    adapter = TinyAdapter(tiny_model("qwen2", seed=7), capture=True)
+    drive = driver(adapter, max_batch=8)
+    outputs = together(drive, PROMPTS[:1], 4)[0]
+    for number, ids in enumerate(outputs):
+        longer = [*PROMPTS[0], *ids[:-1], 3]
+        params = SamplingParams(temperature=0.0, max_tokens=2)
+        down = frozenset({"talker"})
+        drive.add(stage_request(f"hit{number}", sampling=params, downstreams=down), longer)
+        hit = drive.run()[f"hit{number}"]
+        assert hit.outputs[0].cached_tokens == 16
+        fresh = driver(adapter)
+        fresh.add(stage_request("it", sampling=params, downstreams=down), longer)
+        torch.testing.assert_close(hit.rows(), fresh.run()["it"].rows(), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "mistral, two tokens", "gemma 3"])
+def test_layers_with_windows(kind):
+    """Each group of layers has its own table, and its own copy of the last block."""
+    adapter = Windowed(tiny(kind))
+    small = driver(adapter).engine._scheduler.limits.need(33 + TOKENS)
+    for prompt in PROMPTS:
+        answers = apart(adapter, prompt, 4)
+        assert together(driver(adapter), [prompt], 4) == [answers]
+        squeezed = driver(adapter, num_blocks=small + 8, prefix_caching=False, max_tokens_per_step=16)
+        assert together(squeezed, [prompt], 4) == [answers]
+
+
+# --- log-probabilities -----------------------------------------------------------------------------------------------
+
+
+def test_log_probabilities_of_each_output(adapter):
+    drive = driver(adapter)
+    asked = SamplingParams(**SAMPLED, n=3, logprobs=2, prompt_logprobs=1)
+    drive.add(stage_request("it", sampling=asked, seed=SEED, to_client=TEXT), PROMPTS[1])
+    results = drive.run()
+    for index in range(3):
+        result = results[branch("it", index)]
+        told = [one.chosen for out in result.outputs for one in out.logprobs]
+        assert [one.token_id for one in told] == result.token_ids
+        assert result.last.cumulative_logprob == pytest.approx(sum(one.logprob for one in told))
+        of_prompt = [out.prompt_logprobs for out in result.outputs if out.prompt_logprobs]
+        assert [len(one) for one in of_prompt] == ([16] if index == 0 else [])
+
+
+def test_log_probabilities_of_the_best(adapter):
+    drive = driver(adapter)
+    asked = SamplingParams(**SAMPLED, n=2, best_of=5, logprobs=0, prompt_logprobs=1)
+    drive.add(stage_request("it", sampling=asked, seed=SEED, to_client=TEXT), PROMPTS[1])
+    results = drive.run()
+    for index in range(2):
+        result = results[branch("it", index)]
+        assert [one.chosen.token_id for one in result.last.logprobs] == result.token_ids
+        assert len(result.last.prompt_logprobs) == (16 if index == 0 else 0)
 
 
 # --- what does not go ------------------------------------------------------------------------------------------------

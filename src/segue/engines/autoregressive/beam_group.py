@@ -114,6 +114,7 @@ class BeamGroup:
         for beam in self.beams:
             roster.remove(beam)
         self.root.cut(first[:common], block_size)
+        self.root.job.charged = max(self.root.job.charged, common + 1)  # its beams have paid for these tokens
         roster.add(self.root)
 
     def _take(self, step: Step, roster: Roster, block_size: int) -> None:

@@ -87,8 +87,9 @@ class BeamSearch:
         return Step([beams[place] for place in best.tolist()], [tokens[place] for place in best.tolist()])
 
     def best(self, count: int) -> list[Ended]:
-        """The `count` best that have ended, best first."""
-        return [ended for ended in self._ended if ended is not None][:count]
+        """The `count` best that have ended, best first; fewer where what is forbidden leaves no more (`transformers`
+        then repeats some)."""
+        return [ended for ended in self._ended if ended is not None and ended.logprob > _NEVER / 2][:count]
 
     def _keep_ended(self, scores: torch.Tensor, over: torch.Tensor, candidates: list[Ended | None]) -> None:
         """The best `width` of those that had ended and those that end now, which must be among the first `width`."""

@@ -41,7 +41,7 @@ class Table:
 @dataclass(slots=True, eq=False)
 class Job:
     """A sequence as the scheduler sees it. The engine owns `length`, `ready`, `hashes`, `fresh` and `paused`; the
-    scheduler owns `computed`, `tables` and `running`."""
+    scheduler owns `computed`, `tables`, `forked` and `running`."""
 
     key: str
     rank: Rank
@@ -65,6 +65,8 @@ class Job:
     """Tokens its tenant was charged for (`policies.Accounts`)."""
     width: int = 1
     """How many sequences it will be in a step, once its prompt is computed and it has been forked."""
+    forked: bool = False
+    """It may hold blocks that are not full together with others."""
     gang: list[Job] = field(default_factory=list, repr=False)
     """The beams of its request, itself among them; empty where it has none."""
 
@@ -129,8 +131,8 @@ class Limits:
         return bisect_right(range(most + 1), num_blocks, key=self.need) - 1
 
     def tails(self, job: Job) -> list[int]:
-        """Per group: the block with computed tokens that its next one goes to as well; none where they fill theirs."""
-        if not job.computed % self.block_size:
+        """Per group: the block with computed tokens that its next one goes to as well, where others may hold it too."""
+        if not job.forked or not job.computed % self.block_size:
             return []
         return [table.blocks[job.computed // self.block_size - table.first] for table in job.tables]
 
@@ -246,11 +248,10 @@ def _continue(running: Seq[Job], ledger: _Ledger, limits: Limits, preempted: lis
 
 def _needed(unit: Seq[Job], tokens: int, ledger: _Ledger, limits: Limits) -> int:
     """Blocks for so many more tokens of each, copies of blocks that they share among them or with others included."""
-    new = sum(max(0, limits.blocks(job.computed + tokens) - job.end) for job in unit)
-    tails = Counter(tail for job in unit for tail in limits.tails(job))
+    new = len(limits.windows) * sum(max(0, limits.blocks(job.computed + tokens) - job.end) for job in unit)
+    tails = [tail for job in unit for tail in limits.tails(job)]
     # where nobody else holds it, the last one keeps the block itself
-    copies = sum(min(count, ledger.holders(tail) - 1) for tail, count in tails.items())
-    return len(limits.windows) * new + copies
+    return new + sum(min(count, ledger.holders(tail) - 1) for tail, count in Counter(tails).items()) if tails else new
 
 
 def _room(job: Job, ledger: _Ledger, limits: Limits) -> int:
@@ -445,7 +446,6 @@ class Scheduler:
     def fork(self, job: Job, child: Job) -> None:
         """`child` runs from now on, with all that `job` has in the cache."""
         child.running = True
-        child.charged = job.charged
         self._copy(job, child)
         insort(self.running, child, key=_rank)
 
@@ -457,6 +457,8 @@ class Scheduler:
 
     def _copy(self, job: Job, into: Job) -> None:
         self.pool.share(job.blocks)
+        job.forked = into.forked = True
+        into.charged = max(into.charged, job.computed)  # what they share was paid for once
         into.tables = [Table(table.first, table.blocks[:]) for table in job.tables]
         into.computed = job.computed
 
@@ -488,6 +490,7 @@ class Scheduler:
             self.pool.release(table.blocks)
         job.tables = []
         job.computed = 0
+        job.forked = False
 
     def audit(self) -> None:
         """Check the books: blocks against owners, and each sequence against its interval."""

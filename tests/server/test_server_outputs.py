@@ -1,0 +1,141 @@
+"""`n` of a chat completion as one request with several outputs, where the text stage feeds no other."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from fake_service import FakeService, Live, finished, live
+
+from segue.messages.deltas import Choice, Delta, Finished, RequestMetrics, TextDelta, Usage
+from segue.messages.request import Request
+from segue.messages.sampling import SamplingParams
+
+HELLO = [{"role": "user", "content": "Say hello"}]
+LENGTHS = {0: 2, 1: 3, 2: 1}
+
+
+async def several(request: Request) -> AsyncGenerator[Delta]:
+    """Outputs of different lengths, in turns."""
+    n = request.sampling["thinker"].n or 1
+    for word in range(3):
+        for index in range(n):
+            if word < LENGTHS[index]:
+                yield TextDelta("thinker", f"{index}{'abc'[word]}", [10 * index + word], index=index)
+    ids = [[10 * index + word for word in range(LENGTHS[index])] for index in range(n)]
+    yield Finished(
+        "stop",
+        {"thinker": ids[0]},
+        Usage(prompt_tokens=9, prompt_modalities={"text": 9}, completion_modalities={"text": sum(map(len, ids))}),
+        RequestMetrics(jct=1.0),
+        choices=[Choice(index, "length" if index == 1 else "stop", ids[index]) for index in range(n)],
+    )
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Live]:
+    service = FakeService()
+    service.card.several_texts = True
+    with live(service) as server:
+        yield server
+
+
+@pytest.fixture
+def server(running: Live) -> Live:
+    running.service.script = several
+    running.service.requests.clear()
+    return running
+
+
+@pytest.fixture
+def client(server: Live) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_n_choices_are_one_request(client: openai.OpenAI, server: Live) -> None:
+    reply = client.chat.completions.create(
+        model="fake-omni", messages=HELLO, n=3, seed=2**64 - 2, extra_body={"return_token_ids": True}
+    )
+    assert [(one.index, one.message.content, one.finish_reason) for one in reply.choices] == [
+        (0, "0a0b", "stop"), (1, "1a1b1c", "length"), (2, "2a", "stop"),
+    ]  # fmt: skip
+    ids = [one.model_extra["token_ids"]["thinker"] for one in reply.choices if one.model_extra]
+    assert ids == [[0, 1], [10, 11, 12], [20]]
+    [request] = server.service.requests
+    assert (request.seed, request.sampling["thinker"].n) == (2**64 - 2, 3)
+    assert reply.usage is not None
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (9, 6)
+
+
+def test_n_choices_stream_with_their_index(client: openai.OpenAI, server: Live) -> None:
+    stream = client.chat.completions.create(
+        model="fake-omni", messages=HELLO, n=3, stream=True, stream_options={"include_usage": True}
+    )
+    texts: dict[int, str] = {}
+    order: list[int] = []
+    roles: list[int] = []
+    ends: dict[int, str] = {}
+    usage = None
+    for chunk in stream:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            if choice.delta.role:
+                roles.append(choice.index)
+            if choice.delta.content:
+                texts[choice.index] = texts.get(choice.index, "") + choice.delta.content
+                order.append(choice.index)
+            if choice.finish_reason:
+                ends[choice.index] = choice.finish_reason
+    assert texts == {0: "0a0b", 1: "1a1b1c", 2: "2a"}
+    assert order[:3] == [0, 1, 2]
+    assert sorted(roles) == [0, 1, 2]
+    assert ends == {0: "stop", 1: "length", 2: "stop"}
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens) == (9, 6)
+
+
+def test_with_sound_each_choice_is_a_request(client: openai.OpenAI, server: Live) -> None:
+    async def one(request: Request) -> AsyncGenerator[Delta]:
+        yield TextDelta("thinker", "x")
+        yield finished()
+
+    server.service.script = one
+    client.chat.completions.create(
+        model="fake-omni", messages=HELLO, n=2, modalities=["text", "audio"], audio={"voice": "Anna", "format": "wav"}
+    )
+    assert len(server.service.requests) == 2
+    assert all(request.sampling == {} for request in server.service.requests)
+
+
+def test_best_of_and_beams_are_sampling_of_the_text(client: openai.OpenAI, server: Live) -> None:
+    asked: dict[str, Any] = {"beam_width": 4, "length_penalty": 0.5, "early_stopping": True}
+    client.chat.completions.create(model="fake-omni", messages=HELLO, n=2, extra_body=asked)
+    client.chat.completions.create(model="fake-omni", messages=HELLO, extra_body={"best_of": 3})
+    first, second = server.service.requests
+    assert first.sampling == {"thinker": SamplingParams(n=2, **asked)}
+    assert second.sampling == {"thinker": SamplingParams(best_of=3)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "message"),
+    [
+        ({"n": 3, "best_of": 2}, "best_of", "best_of is 2; it must be at least n (3)"),
+        ({"n": 3, "beam_width": 2}, "beam_width", "beam_width is 2; it must be at least n (3)"),
+        ({"beam_width": 17}, "beam_width", "beam_width is 17; it must be an integer from 1 to 16"),
+        ({"beam_width": 4, "temperature": 0.7}, "temperature", "temperature is 0.7, but beam search"),
+        ({"n": 17}, "n", "from 1 to 16"),
+        ({"sampling": {"thinker": {"n": 2}}}, "sampling.thinker.n", "give n at the top of the request"),
+    ],
+)
+def test_what_does_not_go_together(server: Live, fields: dict[str, Any], field: str, message: str) -> None:
+    body = {"model": "fake-omni", "messages": HELLO, **fields}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == field
+    assert message in error["message"]
+    assert not server.service.requests
