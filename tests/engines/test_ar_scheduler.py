@@ -38,8 +38,10 @@ def job(key: str, length: int, *, priority: int = 0, arrival: float = 0.0, seria
     return Job(key, (priority, arrival, serial), length, length, hashes=hashes(prompt))
 
 
-def make(num_blocks: int, *, max_batch: int = 4, max_tokens: int = 16, windows=(None,)) -> Scheduler:
-    return Scheduler(BlockPool(num_blocks), Limits(SIZE, max_batch, max_tokens, windows))
+def make(
+    num_blocks: int, *, max_batch: int = 4, max_tokens: int = 16, windows=(None,), prefill_chunk: int | None = None
+) -> Scheduler:
+    return Scheduler(BlockPool(num_blocks), Limits(SIZE, max_batch, max_tokens, windows, prefill_chunk))
 
 
 def advance(scheduler: Scheduler) -> Decision:
@@ -77,7 +79,7 @@ requests = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     requests,
     st.integers(0, 8),
@@ -85,10 +87,11 @@ requests = st.lists(
     st.integers(1, 24),
     st.sampled_from([(None,), (None,), (None, 5), (None, 1, 9, 9), (4,), (7, 20)]),
     st.sampled_from(SCHEDULINGS),
+    st.sampled_from([None, None, 1, 5]),
 )
-def test_everyone_finishes_within_budget(wanted, spare, max_batch, max_tokens, windows, scheduling):
+def test_everyone_finishes_within_budget(wanted, spare, max_batch, max_tokens, windows, scheduling, chunk):
     need = Limits(SIZE, max_batch, max_tokens, windows).need(32)  # of the longest request there can be
-    scheduler = make(need + spare, max_batch=max_batch, max_tokens=max_tokens, windows=windows)
+    scheduler = make(need + spare, max_batch=max_batch, max_tokens=max_tokens, windows=windows, prefill_chunk=chunk)
     scheduler.accounts = Accounts() if scheduling == "fair" else None
     live: dict[str, Sim] = {}
     later = sorted(enumerate(wanted), key=lambda entry: entry[1]["start"])
@@ -227,3 +230,50 @@ def test_a_decision_is_a_value():
     assert decision == schedule([], waiting, pool, limits)
     assert decision.runs[0].allocate == 2
     assert pool.available == 8
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 20)), min_size=1, max_size=6),
+    st.integers(1, 300),
+    st.integers(8, 300),
+)
+def test_a_very_long_prompt_stalls_nobody_longer_than_a_chunk(chats, chunk, max_tokens):
+    """While 16,000 tokens are prefilled, each that decodes gets its token in every step, and the step is bounded."""
+    scheduler = make(4200, max_batch=8, max_tokens=max_tokens, prefill_chunk=chunk)
+    essay = job("essay", 16_000, arrival=-1)
+    for step in range(60):
+        for index, (length, start) in enumerate(chats):
+            if start == step:
+                scheduler.add(job(f"chat{index}", length, arrival=step, serial=index))
+        if step == 5:
+            scheduler.add(essay)
+        decoding = [entry for entry in scheduler.running if entry.decoding]
+        decision = scheduler.next()
+        given = tokens(decision)
+        assert all(given.get(entry.key) == 1 for entry in decoding)
+        prefilled = sum(given.values()) - len(decoding)
+        assert prefilled <= (chunk if decoding else max_tokens)
+        if decoding and step >= 5 and essay.length - essay.computed > chunk:
+            assert prefilled >= min(chunk, max_tokens - 8), "room for the prefill was not used"
+        scheduler.apply(decision)
+        for run in decision.runs:
+            scheduler.advance(run.job, run.stop, publish=False)
+            if run.stop == run.job.length:
+                run.job.length = run.job.ready = run.job.length + 1
+    scheduler.audit()
+
+
+def test_prefills_share_the_chunk_beside_decodes():
+    scheduler = make(100, max_tokens=40, prefill_chunk=10)
+    scheduler.add(job("chat", 2))
+    advance(scheduler)
+    for index, key in enumerate("ab", 1):
+        scheduler.add(job(key, 15, arrival=index))
+    assert tokens(advance(scheduler)) == {"chat": 1, "a": 10}
+    assert tokens(advance(scheduler)) == {"chat": 1, "a": 5, "b": 5}
+    assert tokens(advance(scheduler)) == {"chat": 1, "a": 1, "b": 10}
+    scheduler.add(job("c", 30, arrival=3))
+    for entry in list(scheduler.running):
+        scheduler.remove(entry)
+    assert tokens(advance(scheduler)) == {"c": 30}  # nobody decodes

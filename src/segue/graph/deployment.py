@@ -17,6 +17,7 @@ text such as `64MiB` and `1GB`.
         options: {look_ahead: 2}          # the family's own
         # autoregressive stages only:
         max_tokens_per_step: 2048
+        prefill_chunk: 256                # of them, prompt tokens in a step in which others decode
         max_model_len: null
         block_size: 16                    # tokens per block of the KV cache
         kv_blocks: null                   # null: what memory_share holds
@@ -100,6 +101,8 @@ class StagePlan:
     """`auto` or `dummy`."""
     options: dict[str, Any] = field(default_factory=dict)
     max_tokens_per_step: int = 2048
+    prefill_chunk: int | None = None
+    """None: what `max_tokens_per_step` leaves."""
     max_model_len: int | None = None
     block_size: int = 16
     kv_blocks: int | None = None

@@ -22,6 +22,9 @@ _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _MAX_BATCH = {"autoregressive": 64, "diffusion": 8, "module": 16}
 _TOKENS_PER_STEP = {"cpu": 512, "cuda": 2048}
 """A step's tokens by default: long enough to be bound by arithmetic, short enough not to hold up who is decoding."""
+_PREFILL_CHUNK = {"cpu": 256, "cuda": None}
+"""Of them, prompt tokens where others decode: from about 256 rows on, a CPU's products are near their peak, so smaller
+steps cost little; a GPU is done with the whole step in a few tens of milliseconds."""
 
 
 def load_plan(
@@ -101,6 +104,7 @@ def _stage(stage: Stage, written: Written, where: Place) -> StagePlan:
         load_format=section.choice("load_format", "auto", ("auto", "dummy")),
         options=section.mapping("options"),
         max_tokens_per_step=section.integer("max_tokens_per_step", _TOKENS_PER_STEP[device]),
+        prefill_chunk=section.integer("prefill_chunk", _PREFILL_CHUNK[device]),
         max_model_len=section.integer("max_model_len", None),
         block_size=section.integer("block_size", 16),
         kv_blocks=section.integer("kv_blocks", None),

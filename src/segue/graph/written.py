@@ -15,6 +15,7 @@ TOP_KEYS = ("defaults", "stages", "stage_args", "edges", "connectors", "runtime"
 LIMIT_KEYS = tuple(field.name for field in fields(Limits))
 AUTOREGRESSIVE_KEYS = (
     "max_tokens_per_step",
+    "prefill_chunk",
     "max_model_len",
     "block_size",
     "kv_blocks",

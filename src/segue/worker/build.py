@@ -112,6 +112,7 @@ def _engine(plan: StagePlan, adapter: Adapter) -> Engine:
                     block_size=plan.block_size,
                     max_batch=plan.max_batch,
                     max_tokens_per_step=plan.max_tokens_per_step,
+                    prefill_chunk=plan.prefill_chunk,
                     prefix_caching=plan.prefix_caching,
                     max_logprobs=plan.max_logprobs,
                     scheduling=plan.scheduling,

@@ -20,6 +20,8 @@ class AutoregressiveConfig:
     """Most requests in one step."""
     max_tokens_per_step: int = 2048
     """Most tokens in one step, over all requests; a longer prompt is prefilled in chunks."""
+    prefill_chunk: int | None = None
+    """Most prompt tokens in a step in which other requests decode; None: what `max_tokens_per_step` leaves."""
     prefix_caching: bool = True
     max_logprobs: int = 20
     """Most tokens whose log-probabilities a request may ask for in one place; -1: any number."""
@@ -35,6 +37,8 @@ class AutoregressiveConfig:
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1", field=name)
+        if self.prefill_chunk is not None and self.prefill_chunk < 1:
+            raise ConfigError(f"prefill_chunk is {self.prefill_chunk}; it must be at least 1", field="prefill_chunk")
         if self.max_logprobs < -1:
             raise ConfigError(f"max_logprobs is {self.max_logprobs}; it must be at least -1", field="max_logprobs")
         for name, allowed in (("scheduling", SCHEDULINGS), ("attention", ATTENTIONS)):

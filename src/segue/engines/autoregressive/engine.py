@@ -50,7 +50,9 @@ class AutoregressiveEngine:
             backend=backend,
         )
         self._pool = BlockPool(config.num_blocks)
-        limits = Limits(config.block_size, config.max_batch, config.max_tokens_per_step, layout.windows)
+        limits = Limits(
+            config.block_size, config.max_batch, config.max_tokens_per_step, layout.windows, config.prefill_chunk
+        )
         self._scheduler = Scheduler(self._pool, limits, Accounts() if config.scheduling == "fair" else None)
         self._longest = limits.longest(config.num_blocks, adapter.max_model_len)
         self._graphs = self._recorded_decodes() if recorded else None
@@ -161,6 +163,7 @@ class AutoregressiveEngine:
             "batch": self._batch,
             "blocks_used": self._pool.used,
             "blocks": self._pool.total,
+            "kv_waste": scheduler.waste(),
             "preemptions_total": scheduler.preemptions,
             "prefix_hit_tokens_total": scheduler.hit_tokens,
             "prefix_query_tokens_total": scheduler.query_tokens,

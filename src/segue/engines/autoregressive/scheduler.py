@@ -3,7 +3,8 @@
 One rule covers prefill, chunked prefill, decode and recomputation: a sequence has `length` known tokens, `computed` of
 them are in the KV cache, and the inputs of `ready` of them are there; it wants `ready - computed` tokens. Running
 sequences come first, in order of rank (priority, then arrival), then waiting ones: by rank too, or in fair shares
-between tenants (`policies`).
+between tenants (`policies`). Where some decode, prefills share `prefill_chunk` tokens of the step: so long prompts hold
+up nobody's next token for longer than one chunk takes.
 
 When blocks run short, sequences are preempted and later computed again: paused ones first (their downstream is full,
 they cannot use their blocks), then those of lower rank, then those of higher rank that wait for an input. So the first
@@ -75,6 +76,11 @@ class Job:
         return not self.paused and self.ready > self.computed
 
     @property
+    def decoding(self) -> bool:
+        """It wants its next token, and nothing before it is left to compute."""
+        return self.running and self.ready - self.computed == 1
+
+    @property
     def end(self) -> int:
         """Its tables reach up to this block."""
         return self.tables[0].first + len(self.tables[0].blocks) if self.tables else 0
@@ -107,6 +113,12 @@ class Limits:
     max_tokens: int
     windows: tuple[int | None, ...] = (None,)
     """Per group of layers: how many tokens a query sees, itself included; None: all before it."""
+    prefill_chunk: int | None = None
+    """Most tokens of prefills, together, in a step in which others decode; None: what `max_tokens` leaves."""
+
+    def prefill(self, decoding: bool) -> int:
+        """Tokens for prefills in a step."""
+        return self.max_tokens if self.prefill_chunk is None or not decoding else self.prefill_chunk
 
     def blocks(self, tokens: int) -> int:
         """Blocks that hold so many tokens, in one group."""
@@ -216,15 +228,20 @@ def _continue(running: Seq[Job], ledger: _Ledger, limits: Limits, preempted: lis
     able = [job for job in running if job.runnable]
     settled: set[int] = set()  # scheduled or preempted: no longer victims
     budget = limits.max_tokens
+    prefill = limits.prefill(any(job.decoding for job in able))
     for place, job in enumerate(able):
         if budget == 0 or len(runs) == limits.max_batch:
             break
         unit = job.unit
         if id(job) in settled or len(unit) > min(budget, limits.max_batch - len(runs)):
             continue
+        if not job.decoding and prefill <= 0:
+            continue
         # a long prefill leaves one token to each of those behind it, so that their decoding does not stall
         behind = min(len(able) - place - 1, limits.max_batch - len(runs) - 1)
         tokens = min(job.ready - job.computed, max(1, budget - behind))
+        if not job.decoding:
+            tokens = min(tokens, prefill)
         settled.update(map(id, unit))
         while _needed(unit, tokens, ledger, limits) > ledger.available:
             victim = _victim(running, job, settled)
@@ -243,6 +260,7 @@ def _continue(running: Seq[Job], ledger: _Ledger, limits: Limits, preempted: lis
         for one in unit:
             runs.append(_run(one, tokens, ledger, limits))
             budget -= tokens
+            prefill -= 0 if job.decoding else tokens
     return runs
 
 
@@ -305,7 +323,9 @@ def _admit(
     admitted: list[Run] = []
     if not waiting:
         return admitted
-    budget = limits.max_tokens - sum(run.tokens for run in runs)
+    prefill = limits.prefill(any(run.job.decoding for run in runs))
+    prefill -= sum(run.tokens for run in runs if not run.job.decoding)
+    budget = min(limits.max_tokens - sum(run.tokens for run in runs), prefill)
     room = limits.max_batch - sum(job.width for job in running if not job.paused)
     planned = {id(run.job): run.allocate for run in runs}
     groups = len(limits.windows)
@@ -491,6 +511,19 @@ class Scheduler:
         job.tables = []
         job.computed = 0
         job.forked = False
+
+    def waste(self) -> float:
+        """Share of the slots of allocated blocks, over all groups, that hold no computed token (Kwon et al., *Efficient
+        Memory Management for Large Language Model Serving with PagedAttention*, SOSP 2023, §3.1); 0 where none is
+        allocated. Only the last blocks of a sequence can have empty slots; one that several share counts once."""
+        size = self.limits.block_size
+        empty: dict[int, int] = {}
+        for job in self.running:
+            for table in job.tables:
+                for index in range(job.computed // size, job.end):
+                    block, free = table.blocks[index - table.first], min(size, (index + 1) * size - job.computed)
+                    empty[block] = min(empty.get(block, size), free)
+        return sum(empty.values()) / (self.pool.used * size) if empty else 0.0
 
     def audit(self) -> None:
         """Check the books: blocks against owners, and each sequence against its interval."""
