@@ -8,7 +8,7 @@ from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.engines.module.contract import Result, Work
 from segue.graph.parts import TOKENS
 from segue.messages.errors import InvalidRequest, SegueError
-from segue.messages.request import Request
+from segue.messages.request import Message, Request, TextPart
 from segue.models.causal_lm.loading import load_config
 from segue.models.chat_template import read_chat_template
 from segue.models.decoder import context_length
@@ -38,6 +38,11 @@ class InputProcessor:
         self._tokenizer = load_tokenizer(ctx.model_dir)
         template = read_chat_template(ctx.model_dir)
         self._template = None if template is None else template.text
+
+    def warm_up(self) -> None:
+        """One short text."""
+        if self._template is not None and self._tokenizer is not None:
+            self._result(Request(request_id="warm-up", messages=[Message("user", [TextPart("Good morning!")])]))
 
     def begin(self, request: StageRequest) -> tuple[None, list[Work]]:
         return None, [Work(request.request_id, request.request, last=True)]
