@@ -6,7 +6,7 @@ import json
 import subprocess
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from segue.bench.text_workload import Shape, TextRequest, poisson, requests
 from segue.models.registry import read_config
 
 SEGUE, CACHED, VLLM = "segue", "segue with prefix cache", "vllm"
+PREFIXED, CROWD = Shape(1024, 16), Shape(64, 32)
+"""Requests that share a beginning, and those that come all at once."""
 DECODING = 4
 """Answers under way when a long prompt intrudes."""
 
@@ -105,7 +107,7 @@ async def run(bench: TextBench) -> TextResult:
                     await _scenario(bench, sides, sides.servers, shape, 0, load, bench.arrivals, rate=rate)
                 )
         if bench.shared_prefix:
-            shape = Shape(1024, 16, bench.shared_prefix)
+            shape = replace(PREFIXED, shared=bench.shared_prefix)
             pair: list[TextDriver] = [sides.cached, sides.segue]
             scenarios.append(await _scenario(bench, sides, pair, shape, 1, closed(1), 8))
         crowds: dict[str, dict[str, float]] = {}
@@ -167,12 +169,11 @@ async def _scenario(
 
 async def _crowd(bench: TextBench, sides: _Sides, size: int) -> dict[str, dict[str, float]]:
     """`size` requests at once on Segue, in a row on `transformers`; ten of them also with equal prompts."""
-    shape = Shape(64, 32)
     cases = {f"{size} different": False, **({f"{size} equal": True} if size == 10 else {})}
     found = {}
     for case, equal in cases.items():
         bench.say(f"a crowd: {case}")
-        asked = [_take(bench, sides, shape, size, equal=equal) for _ in range(bench.rounds)]
+        asked = [_take(bench, sides, CROWD, size, equal=equal) for _ in range(bench.rounds)]
         drivers: list[TextDriver] = [sides.segue, *(one for way, one in sides.references.items() if way == "one")]
         slices = await in_turn(drivers, asked, closed(size), size, bench.say)
         found[case] = {
@@ -199,7 +200,8 @@ def _take(bench: TextBench, sides: _Sides, shape: Shape, count: int, *, equal: b
 
 def _sides(bench: TextBench) -> _Sides:
     batch = max(*bench.concurrency, *bench.crowds, DECODING + 1)
-    longest = max(*(shape.prompt + shape.output for shape in bench.shapes), bench.long_prompt + 64, 1024 + 64)
+    lengths = [*bench.shapes, CROWD, *([PREFIXED] if bench.shared_prefix else []), Shape(bench.long_prompt, 1)]
+    longest = max(shape.prompt + shape.output for shape in lengths)
     common = {"OMP_NUM_THREADS": str(bench.threads)}
     if bench.preload is not None:
         common["LD_PRELOAD"] = str(bench.preload)

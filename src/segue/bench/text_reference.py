@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, BinaryIO
 
@@ -21,7 +21,7 @@ from segue.bench.text_wire import Answer, Broken, Loaded, Options, Policy, ToRef
 from segue.bench.text_workload import TextRequest
 
 Inbox = SimpleQueue[ToReference | None]
-ATTENTION = {"one": "sdpa", "static": "sdpa", "continuous": "paged|sdpa"}
+ATTENTION = {"one": "sdpa", "static": "sdpa", "continuous": "sdpa"}
 BLOCK, CACHE_TOKENS = 32, 65536
 
 
@@ -54,6 +54,7 @@ def _serve(channel: socket.socket, options: Options) -> None:
     channel.sendall(frame(Loaded(torch.get_num_threads())))
     inbox: Inbox = SimpleQueue()
     threading.Thread(target=_read, args=(channel.makefile("rb"), inbox), daemon=True).start()
+    continuous = _Continuous(model)
     policy = Policy("one", 1, 0.0)
     while (message := inbox.get()) is not None:
         if isinstance(message, Policy):
@@ -61,9 +62,7 @@ def _serve(channel: socket.socket, options: Options) -> None:
             model.set_attn_implementation(ATTENTION[policy.way])
             continue
         requests = _gather(inbox, message.request, policy)
-        serve: Callable[[Any, Sequence[TextRequest]], list[Answer]]
-        serve = _continuous if policy.way == "continuous" else _generate
-        for answer in serve(model, requests):
+        for answer in continuous(requests) if policy.way == "continuous" else _generate(model, requests):
             channel.sendall(frame(answer))
 
 
@@ -114,31 +113,41 @@ def _generate(model: Any, requests: Sequence[TextRequest]) -> list[Answer]:
     ]
 
 
-def _continuous(model: Any, requests: Sequence[TextRequest]) -> list[Answer]:
-    """One call of `generate_batch`, which must not be under `inference_mode`."""
-    from transformers import ContinuousBatchingConfig, GenerationConfig
+class _Continuous:
+    """Calls of `generate_batch`, which must not be under `inference_mode`. Its manager is kept from call to call, and
+    made anew for answers of another length."""
 
-    most = max(one.tokens for one in requests)
-    tokens = sum(len(one.prompt) + most for one in requests) + len(requests) * BLOCK
-    began = time.monotonic() - time.perf_counter()  # the library's own clock, on ours
-    outputs = model.generate_batch(
-        inputs=[one.prompt for one in requests],
-        generation_config=GenerationConfig(max_new_tokens=most, do_sample=False, eos_token_id=-1, pad_token_id=0),
-        continuous_batching_config=ContinuousBatchingConfig(
-            block_size=BLOCK, num_blocks=-(-max(tokens, CACHE_TOKENS) // BLOCK)
-        ),
-        record_timestamps=True,
-        warmup=False,
-    )
-    answers = []
-    for one, output in zip(requests, _in_order(outputs), strict=True):
-        if output.error is not None:
-            raise RuntimeError(f"generate_batch: {output.error}")
-        if output.prompt_ids != one.prompt:
-            raise RuntimeError("generate_batch gave its answers in another order than it got the prompts")
-        times = [began + at for at in output.timestamps or []]
-        answers.append(Answer(index=one.index, token_ids=output.generated_tokens[: one.tokens], times=times))
-    return answers
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._tokens = 0
+
+    def __call__(self, requests: Sequence[TextRequest]) -> list[Answer]:
+        from transformers import ContinuousBatchingConfig, GenerationConfig
+
+        most = max(one.tokens for one in requests)
+        if most != self._tokens:
+            self._model.destroy_cached_continuous_batching_manager()
+            self._tokens = most
+        began = time.monotonic() - time.perf_counter()  # the library's own clock, on ours
+        outputs = self._model.generate_batch(
+            inputs=[one.prompt for one in requests],
+            generation_config=GenerationConfig(max_new_tokens=most, do_sample=False, eos_token_id=-1, pad_token_id=0),
+            continuous_batching_config=ContinuousBatchingConfig(block_size=BLOCK, num_blocks=CACHE_TOKENS // BLOCK),
+            record_timestamps=True,
+            warmup=False,
+            persistent_manager=True,
+        )
+        return [_answer(one, output, began) for one, output in zip(requests, _in_order(outputs), strict=True)]
+
+
+def _answer(one: TextRequest, output: Any, began: float) -> Answer:
+    """`began`: what the library's clock is behind ours."""
+    if output.error is not None:
+        raise RuntimeError(f"generate_batch: {output.error}")
+    if output.prompt_ids != one.prompt:
+        raise RuntimeError("generate_batch gave its answers in another order than it got the prompts")
+    times = [began + at for at in output.timestamps or []]
+    return Answer(index=one.index, token_ids=output.generated_tokens[: one.tokens], times=times)
 
 
 def _in_order(outputs: dict[str, Any]) -> list[Any]:
