@@ -43,6 +43,9 @@ class Echo:
     ended: list[str] = field(default_factory=list)
     made: dict[str, int] = field(default_factory=dict)
 
+    def warm_up(self) -> None:
+        self.calls.append([])
+
     def begin(self, request: StageRequest) -> tuple[str, list[Work]]:
         if request.request_id.startswith("never"):
             raise InvalidRequest("it can never run", field="request_id")
@@ -364,3 +367,13 @@ def test_a_chunk_waits_until_its_items_have_run_and_one_without_items_does_not()
         engine.step()
         seen.append(engine.backlog("r"))
     assert seen == [2, 2, 1, 0]
+
+
+def test_warming_up_is_the_adapters_and_counts_as_no_call() -> None:
+    adapter = Echo()
+    engine = ModuleEngine(adapter)
+    before = engine.stats()
+    engine.warm_up()
+    assert adapter.calls == [[]]
+    assert engine.stats() == before
+    assert not engine.has_work()

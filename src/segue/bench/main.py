@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from segue.bench.text_arguments import add_text
 from segue.messages.errors import ConfigError, SegueError, nearest
 
 BASELINES = ("one", "static")
@@ -61,6 +62,7 @@ def parser() -> argparse.ArgumentParser:
     omni.add_argument("--seed", type=int, default=0)
     omni.add_argument("--out", type=Path, default=Path("out/bench"), help="directory of the results")
     omni.set_defaults(run=_omni)
+    add_text(commands)
     return top
 
 

@@ -128,6 +128,9 @@ Transfer = Callable[[StageRequest, StageOutput], Payload | None]
 class Engine(Protocol):
     """Runs one stage. Single-threaded: the worker's loop is the only caller."""
 
+    def warm_up(self) -> None:
+        """Run the shapes of the first requests once, before there is one. Leaves nothing behind, in stats neither."""
+
     def add(self, request: StageRequest) -> None:
         """Take a request; its inputs come by `feed`. Raises `InvalidRequest` when it can never run."""
 

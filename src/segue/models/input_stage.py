@@ -17,6 +17,10 @@ class InputStage(ABC):
     def process(self, request: Request) -> Payload:
         """The payload of one request. Raises `InvalidRequest` naming the field, the value and what would be right."""
 
+    def warm_up(self) -> None:
+        """One short text; where it cannot be taken (no tokenizer), there is nothing to warm up."""
+        self._result(Request(request_id="warm-up", prompt="Good morning!"))
+
     def begin(self, request: StageRequest) -> tuple[None, list[Work]]:
         """All of it is there."""
         return None, [Work(request.request_id, request.request, last=True)]

@@ -86,7 +86,11 @@ def build(spec: WorkerSpec, report: Callable[[Loading], None]) -> Built:
         transfers = {
             edge.target: stages_module.TRANSFERS[edge.source, edge.target] for edge in edges if edge.source == plan.name
         }
-        stages[plan.name] = StageRunner(plan, _engine(plan, adapter), transfers, defaults)
+        engine = _engine(plan, adapter)
+        progress(0.9, "warming up")
+        with torch.inference_mode():
+            engine.warm_up()
+        stages[plan.name] = StageRunner(plan, engine, transfers, defaults)
     channels, inbound, connectors = _connect(spec, edges, set(stages), _device_memory(spec, plans))
     retained = RetainedStore(limits.retained_bytes, str(Path(spec.connector).parent))
     return Built(stages, channels, inbound, connectors, retained, facts)

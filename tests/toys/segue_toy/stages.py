@@ -54,6 +54,9 @@ class Input:
     def __init__(self, ctx: LoadContext) -> None:
         ctx.progress(1.0, "nothing to load")
 
+    def warm_up(self) -> None:
+        pass
+
     def begin(self, request: StageRequest) -> tuple[Any, list[Work]]:
         message = request.request
         text = "".join(part.text for turn in message.messages for part in turn.content if isinstance(part, TextPart))
@@ -134,6 +137,9 @@ class Tone:
 
     def __init__(self, ctx: LoadContext) -> None:
         self.made: dict[str, int] = {}
+
+    def warm_up(self) -> None:
+        pass
 
     def begin(self, request: StageRequest) -> tuple[Any, list[Work]]:
         return {"request": request, "have": 0, "chunk": 0}, []

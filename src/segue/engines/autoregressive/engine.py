@@ -20,6 +20,7 @@ from segue.engines.autoregressive.policies import Accounts, rank
 from segue.engines.autoregressive.roster import Roster
 from segue.engines.autoregressive.scheduler import Job, Limits, Run, Scheduler
 from segue.engines.autoregressive.sequence import Sequence
+from segue.engines.autoregressive.warm_up import warm_up
 from segue.engines.contract import Payload, Rows, StageOutput, StageRequest
 from segue.kernels.backends import attention_backend
 from segue.kernels.kv_store import KVStore
@@ -67,6 +68,10 @@ class AutoregressiveEngine:
         self._batch = 0
 
     # --- the contract ------------------------------------------------------------------------------------------------
+
+    def warm_up(self) -> None:
+        """Run small steps once, on a store of their own."""
+        warm_up(self._adapter, self._config, self._store.backend)
 
     def add(self, request: StageRequest) -> None:
         """Take a request. Raises `InvalidRequest` where the adapter does, or when its id is in use."""

@@ -39,6 +39,10 @@ class Result:
 class ModuleAdapter(Protocol):
     """An encoder, decoder, processor or vocoder as the engine sees it."""
 
+    def warm_up(self) -> None:
+        """Run what a first request would run, on small inputs, so that it need not wait for kernels to be built. Leaves
+        nothing behind that a request could see."""
+
     def begin(self, request: StageRequest) -> tuple[Any, list[Work]]:
         """State of a request and what can run at once (the input stage runs on the request itself)."""
 

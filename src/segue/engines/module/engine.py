@@ -74,6 +74,10 @@ class ModuleEngine:
         self._calls = 0
         self._retries = 0
 
+    def warm_up(self) -> None:
+        """The adapter's own calls."""
+        self._adapter.warm_up()
+
     def add(self, request: StageRequest) -> None:
         if request.request_id in self._entries:
             raise InvalidRequest(f"request {request.request_id!r} is already in this stage", field="request_id")

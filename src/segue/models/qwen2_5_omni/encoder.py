@@ -6,6 +6,7 @@ Shapes: p patches, f mel frames, m mel bins, n rows of a medium, H the thinker's
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,6 +65,8 @@ class EncoderCache:
             self.bytes -= oldest.nbytes
 
 
+FRAMES_PER_SECOND = 100
+"""Of the mel spectrum of a recording."""
 PATCHES = 256
 """Rows per call of an encoder on a CPU, roughly: what its weights are laid out for."""
 
@@ -85,6 +88,13 @@ class Encoder:
         self.cache = EncoderCache(capacity)
         self._net: Encoders = load_encoders(ctx, config)
         pack_linears(self._net, PATCHES)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """A small picture and a second of sound; the cache does not see them."""
+        side = 2 * math.isqrt(self.merged)
+        self._see([Medium("image", b"", torch.zeros(side * side, self.patch_values), (1, side, side))])
+        self._hear([Medium("audio", b"", torch.zeros(self.mel_bins, FRAMES_PER_SECOND, dtype=self.dtype))])
 
     def begin(self, request: StageRequest) -> tuple[str, list[Work]]:
         return request.request_id, []

@@ -56,6 +56,11 @@ class InputProcessor:
         speakers = ctx.model_dir / "spk_dict.pt"
         self._voices = frozenset(torch.load(speakers, weights_only=True)) if speakers.is_file() else frozenset()
 
+    def warm_up(self) -> None:
+        """One short text."""
+        if self._chat is not None:
+            self.process(Request(request_id="warm-up", messages=[Message("user", [TextPart("Good morning!")])]))
+
     def begin(self, request: StageRequest) -> tuple[None, list[Work]]:
         # a bucket of its own: no request waits for the media of another to be decoded
         return None, [Work(request.request_id, request.request, bucket=request.request_id, last=True)]

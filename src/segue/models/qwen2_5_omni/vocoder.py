@@ -121,16 +121,25 @@ class Token2Wav:
         self._codes_per_block = dit.block_size // dit.repeats
         self._voices: dict[str, Voice] = {}
 
+    def warm_up(self) -> None:
+        """The first windows of an utterance in the default voice, whose conditions are kept for all others."""
+        utterance = self._open("warm-up", next(iter(self._speakers)), seed=0)
+        codes = torch.zeros(GROUPS[0] * self._codes_per_block, dtype=torch.long)
+        self.run(self.feed(utterance, "", {"codes": codes, "start": 0}, final=True))
+
     def begin(self, request: StageRequest) -> tuple[Utterance, list[Work]]:
-        utterance = Utterance(
-            request_id=request.request_id,
-            voice=self._known(request.request.voice or next(iter(self._speakers))),
-            noise=BlockNoise(request.seed, self._flow.block, self._flow.mel_dim),
+        voice = self._known(request.request.voice or next(iter(self._speakers)))
+        return self._open(request.request_id, voice, request.seed), []
+
+    def _open(self, request_id: str, voice: str, seed: int) -> Utterance:
+        return Utterance(
+            request_id=request_id,
+            voice=voice,
+            noise=BlockNoise(seed, self._flow.block, self._flow.mel_dim),
             wave=self._bigvgan.open(),
             codes=torch.empty(0, dtype=torch.long),
             drawn=torch.empty(0, self._flow.mel_dim),
         )
-        return utterance, []
 
     def feed(self, state: Utterance, upstream: str, payload: Payload, *, final: bool) -> list[Work]:
         """Codes that were here before (a talker that started again) are dropped by their index.

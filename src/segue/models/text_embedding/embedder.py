@@ -56,6 +56,11 @@ class Embedder:
         self._pad: int = config.pad_token_id if isinstance(config.pad_token_id, int) else 0
         self._device = ctx.device
 
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """One short text."""
+        self._embed([torch.zeros(bucket(1), dtype=torch.long)])
+
     def begin(self, request: StageRequest) -> tuple[_Asked, list[Work]]:
         """Raises `InvalidRequest` where the model's vectors cannot be cut to the length asked for."""
         asked = request.request.options.get("dimensions")

@@ -1,0 +1,241 @@
+"""`segue bench text`: Segue against `transformers` and vLLM on plain text. `docs/benchmarks.md` says how to read it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from segue.bench.hardware import machine
+from segue.bench.stats import summary
+from segue.bench.text_baseline import ReferenceDriver, ReferenceProcess
+from segue.bench.text_http import HttpDriver, segue_command, segue_deployment, vllm_command, vllm_environment
+from segue.bench.text_load import Load, TextDriver, arriving, closed, in_turn, intrude
+from segue.bench.text_results import Scenario, TextResult, TextSettings, side_of
+from segue.bench.text_wire import Options
+from segue.bench.text_workload import Shape, TextRequest, poisson, requests
+from segue.models.registry import read_config
+
+SEGUE, CACHED, VLLM = "segue", "segue with prefix cache", "vllm"
+PREFIXED, CROWD = Shape(1024, 16), Shape(64, 32)
+"""Requests that share a beginning, and those that come all at once."""
+DECODING = 4
+"""Answers under way when a long prompt intrudes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextBench:
+    """What to run."""
+
+    model_dir: Path
+    out: Path
+    shapes: Sequence[Shape]
+    concurrency: Sequence[int]
+    waves: int
+    """Requests per client, round and side."""
+    rounds: int
+    baselines: Sequence[str]
+    """Of `one`, `static`, `continuous`."""
+    vllm: Path | None
+    """Its Python."""
+    vllm_cache_gib: int
+    preload: Path | None
+    threads: int
+    dtype: str
+    seed: int
+    rates: Sequence[float]
+    """Of Poisson arrivals, per second."""
+    arrivals: int
+    objective: tuple[float, float]
+    shared_prefix: float
+    """0: not measured."""
+    long_prompt: int
+    """0: not measured."""
+    crowds: Sequence[int]
+    """Sizes of crowds of simultaneous requests; none: not measured."""
+    say: Callable[[str], None] = print
+
+
+@dataclass
+class _Sides:
+    """Who takes part, in the order of a turn; the first is the one compared."""
+
+    segue: HttpDriver
+    cached: HttpDriver
+    vllm: HttpDriver | None
+    references: dict[str, ReferenceDriver]
+    index: int = 0
+    started: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def servers(self) -> list[TextDriver]:
+        return [self.segue, *([self.vllm] if self.vllm is not None else [])]
+
+    def everyone(self, clients: int) -> list[TextDriver]:
+        """With one client a static batch is one request: it is left out."""
+        ways = [driver for way, driver in self.references.items() if clients > 1 or way != "static"]
+        return [*self.servers, *ways]
+
+
+async def run(bench: TextBench) -> TextResult:
+    """Start every side, measure, stop every side."""
+    found = machine()
+    bench.out.mkdir(parents=True, exist_ok=True)
+    sides = _sides(bench)
+    scenarios: list[Scenario] = []
+    async with AsyncExitStack() as stack:
+        starting: list[TextDriver] = [*sides.servers, *sides.references.values()]
+        if bench.shared_prefix:
+            starting.append(sides.cached)
+        for driver in starting:
+            bench.say(f"starting {driver.name}")
+            stack.push_async_callback(driver.stop)
+            await driver.start()
+            sides.started[driver.name] = driver.startup
+        for shape in bench.shapes:
+            for clients in bench.concurrency:
+                load = closed(clients)
+                drivers = sides.everyone(clients)
+                scenarios.append(await _scenario(bench, sides, drivers, shape, clients, load, bench.waves * clients))
+            for rate in bench.rates:
+                load = arriving(poisson(rate, bench.arrivals, bench.seed))
+                scenarios.append(
+                    await _scenario(bench, sides, sides.servers, shape, 0, load, bench.arrivals, rate=rate)
+                )
+        if bench.shared_prefix:
+            shape = replace(PREFIXED, shared=bench.shared_prefix)
+            pair: list[TextDriver] = [sides.cached, sides.segue]
+            scenarios.append(await _scenario(bench, sides, pair, shape, 1, closed(1), 8))
+        crowds: dict[str, dict[str, float]] = {}
+        for size in bench.crowds:
+            crowds |= await _crowd(bench, sides, size)
+        intrusion = {}
+        if bench.long_prompt:
+            for driver in sides.servers:
+                bench.say(f"a prompt of {bench.long_prompt} tokens while {driver.name} decodes {DECODING}")
+                intrusion[driver.name] = summary(await _intrusion(bench, sides, driver))
+    return TextResult(
+        finished=datetime.now(UTC).isoformat(timespec="seconds"),
+        machine=found,
+        settings=_settings(bench),
+        startup=sides.started,
+        scenarios=scenarios,
+        intrusion=intrusion,
+        intrusion_prompt=bench.long_prompt,
+        crowds=crowds,
+    )
+
+
+async def _scenario(
+    bench: TextBench,
+    sides: _Sides,
+    drivers: Sequence[TextDriver],
+    shape: Shape,
+    clients: int,
+    load: Load,
+    count: int,
+    *,
+    rate: float = 0.0,
+) -> Scenario:
+    shared = f", {shape.shared:.0%} of the prompt shared" if shape.shared else ""
+    name = f"{shape}, {f'{clients} clients' if clients else f'{rate:g} arrivals/s'}{shared}"
+    bench.say(name)
+    warm = _take(bench, sides, shape, 2)
+    for driver in drivers:
+        await driver.take_over(max(clients, 2))
+        await closed(2)(driver, warm)
+    rounds = [_take(bench, sides, shape, count) for _ in range(bench.rounds)]
+    slices = await in_turn(drivers, rounds, load, clients or max(bench.concurrency), bench.say)
+    own = {driver.name: [taken for taken in slices if taken.side == driver.name] for driver in drivers}
+    objective = [] if clients else list(bench.objective)
+    first = own[drivers[0].name]
+    made = {side: side_of(taken, first, objective) for side, taken in own.items()}
+    speed = made[drivers[0].name].tokens_per_second
+    return Scenario(
+        name=name,
+        prompt=shape.prompt,
+        output=shape.output,
+        clients=clients,
+        rate=rate,
+        objective=objective,
+        sides=made,
+        ratios={side: speed / figures.tokens_per_second for side, figures in made.items() if side != drivers[0].name},
+    )
+
+
+async def _crowd(bench: TextBench, sides: _Sides, size: int) -> dict[str, dict[str, float]]:
+    """`size` requests at once on Segue, in a row on `transformers`; ten of them also with equal prompts."""
+    cases = {f"{size} different": False, **({f"{size} equal": True} if size == 10 else {})}
+    found = {}
+    for case, equal in cases.items():
+        bench.say(f"a crowd: {case}")
+        asked = [_take(bench, sides, CROWD, size, equal=equal) for _ in range(bench.rounds)]
+        drivers: list[TextDriver] = [sides.segue, *(one for way, one in sides.references.items() if way == "one")]
+        slices = await in_turn(drivers, asked, closed(size), size, bench.say)
+        found[case] = {
+            driver.name: min(taken.wall for taken in slices if taken.side == driver.name) for driver in drivers
+        }
+    return found
+
+
+async def _intrusion(bench: TextBench, sides: _Sides, driver: TextDriver) -> list[float]:
+    # so long that they outlast the prefill: a step for every token of theirs, a chunk of the prompt in each
+    lasting = Shape(32, max(64, bench.long_prompt // 64))
+    decoding = _take(bench, sides, lasting, DECODING)
+    [long] = _take(bench, sides, Shape(bench.long_prompt, 1), 1)
+    sides.index += 2
+    return await intrude(driver, decoding, long)
+
+
+def _take(bench: TextBench, sides: _Sides, shape: Shape, count: int, *, equal: bool = False) -> list[TextRequest]:
+    """Requests nobody has seen."""
+    start, sides.index = sides.index, sides.index + count
+    vocab = int(read_config(bench.model_dir)["vocab_size"])
+    return requests(shape, start, count, vocab, bench.seed, equal=equal)
+
+
+def _sides(bench: TextBench) -> _Sides:
+    batch = max(*bench.concurrency, *bench.crowds, DECODING + 1)
+    lengths = [*bench.shapes, CROWD, *([PREFIXED] if bench.shared_prefix else []), Shape(bench.long_prompt, 1)]
+    longest = max(shape.prompt + shape.output for shape in lengths)
+    common = {"OMP_NUM_THREADS": str(bench.threads)}
+    if bench.preload is not None:
+        common["LD_PRELOAD"] = str(bench.preload)
+
+    def served(name: str, *, cache: bool) -> HttpDriver:
+        deployment = segue_deployment(
+            threads=bench.threads, max_batch=batch, max_model_len=longest, prefix_caching=cache
+        )
+        path = bench.out / f"{name.replace(' ', '-')}.yaml"
+        path.write_text(json.dumps(deployment))  # YAML as well
+        return HttpDriver(name, segue_command(bench.model_dir, bench.dtype, path), common, path.with_suffix(".log"))
+
+    vllm = None
+    if bench.vllm is not None:
+        command = vllm_command(bench.vllm, bench.model_dir, bench.dtype, max_batch=batch, max_model_len=longest)
+        environment = {**common, **vllm_environment(bench.threads, bench.vllm_cache_gib)}
+        vllm = HttpDriver(VLLM, command, environment, bench.out / "vllm.log")
+    options = Options(model_dir=str(bench.model_dir), dtype=bench.dtype, threads=bench.threads)
+    process = ReferenceProcess(options, common)
+    references = {way: ReferenceDriver(process, way) for way in bench.baselines}
+    return _Sides(served(SEGUE, cache=False), served(CACHED, cache=True), vllm, references)
+
+
+def _settings(bench: TextBench) -> TextSettings:
+    version = ""
+    if bench.vllm is not None:
+        command = [str(bench.vllm), "-c", "from importlib.metadata import version; print(version('vllm'))"]
+        version = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return TextSettings(
+        model=bench.model_dir.name,
+        dtype=bench.dtype,
+        seed=bench.seed,
+        rounds=bench.rounds,
+        threads=bench.threads,
+        preload="" if bench.preload is None else bench.preload.name,
+        vllm=version,
+    )

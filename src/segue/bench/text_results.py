@@ -1,0 +1,118 @@
+"""The result of `segue bench text`, as its JSON file holds it, and how it is made from outcomes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from segue.bench.hardware import Machine
+from segue.bench.stats import Summary, summary
+from segue.bench.text_load import TextSlice
+from segue.bench.text_workload import TextOutcome
+
+VERSION = 1
+
+
+class TextSettings(msgspec.Struct, kw_only=True):
+    """What was run."""
+
+    model: str
+    dtype: str
+    seed: int
+    rounds: int
+    threads: int
+    preload: str
+    """Library preloaded on every side; empty: none."""
+    vllm: str
+    """Version; empty: it did not take part."""
+
+
+class TextSide(msgspec.Struct, kw_only=True):
+    """One side in one scenario, all rounds together. Times in seconds."""
+
+    requests: int
+    wall: float
+    tokens_per_second: float
+    """Output tokens over wall time."""
+    by_round: list[float]
+    """The same, of each round."""
+    ttft: Summary
+    tpot: Summary
+    itl: Summary | None
+    jct: Summary
+    goodput: float | None = None
+    """Requests per second that kept the objective."""
+    kept: float | None = None
+    """Share of requests that kept it."""
+    same_tokens: float = 1.0
+    """Share of requests with the tokens of the first side. Random weights have near ties: below 1 is no error."""
+
+
+class Scenario(msgspec.Struct, kw_only=True):
+    """One load on every side."""
+
+    name: str
+    prompt: int
+    output: int
+    clients: int
+    """0: arrivals of a Poisson process."""
+    rate: float = 0.0
+    """Of those, per second."""
+    objective: list[float] = []
+    """[TTFT, TPOT] of goodput."""
+    sides: dict[str, TextSide]
+    ratios: dict[str, float]
+    """Side → output tokens per second of the first side over its own."""
+
+
+class TextResult(msgspec.Struct, kw_only=True):
+    version: int = VERSION
+    benchmark: str = "text"
+    finished: str
+    """ISO 8601, UTC."""
+    machine: Machine
+    settings: TextSettings
+    startup: dict[str, float]
+    """Side → seconds from the start of its process until it served."""
+    scenarios: list[Scenario]
+    intrusion: dict[str, Summary] = {}
+    """Side → times between tokens of running decodes while a long prompt was read."""
+    intrusion_prompt: int = 0
+    crowds: dict[str, dict[str, float]] = {}
+    """Case → side → seconds until the last answer: one prompt, equal ones, different ones, more and more."""
+
+
+def side_of(slices: Sequence[TextSlice], first: Sequence[TextSlice], objective: Sequence[float]) -> TextSide:
+    """Of the slices of one side; `first`: those of the side it is compared with."""
+    outcomes = [outcome for taken in slices for outcome in taken.outcomes]
+    wall = sum(taken.wall for taken in slices)
+    speeds = [sum(len(one.times) for one in taken.outcomes) / taken.wall for taken in slices]
+    gaps = [gap for outcome in outcomes for gap in outcome.itls]
+    theirs = [outcome for taken in first for outcome in taken.outcomes]
+    same = [a.token_ids == b.token_ids for a, b in zip(outcomes, theirs, strict=True)]
+    kept = [keeps(outcome, objective) for outcome in outcomes] if objective else []
+    return TextSide(
+        requests=len(outcomes),
+        wall=wall,
+        tokens_per_second=sum(len(outcome.times) for outcome in outcomes) / wall,
+        by_round=speeds,
+        ttft=summary([outcome.ttft for outcome in outcomes]),
+        tpot=summary([outcome.tpot for outcome in outcomes]),
+        itl=summary(gaps) if gaps else None,
+        jct=summary([outcome.jct for outcome in outcomes]),
+        goodput=sum(kept) / wall if kept else None,
+        kept=sum(kept) / len(kept) if kept else None,
+        same_tokens=sum(same) / len(same),
+    )
+
+
+def keeps(outcome: TextOutcome, objective: Sequence[float]) -> bool:
+    """Whether a request came within (TTFT, TPOT)."""
+    ttft, tpot = objective
+    return outcome.ttft <= ttft and outcome.tpot <= tpot
+
+
+def write(result: TextResult, path: Path) -> None:
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
