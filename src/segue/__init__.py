@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from segue.messages.sampling import SamplingParams
+from segue.messages.sampling import SamplingParams, StructuredOutput
 
 if TYPE_CHECKING:
     from segue.orchestrator.omni import AsyncOmni, Omni
 
-__all__ = ["AsyncOmni", "Omni", "SamplingParams"]
+__all__ = ["AsyncOmni", "Omni", "SamplingParams", "StructuredOutput"]
 
 
 def __getattr__(name: str) -> Any:

@@ -23,7 +23,7 @@ from segue.messages.errors import (
     StageFailed,
     StageLost,
 )
-from segue.messages.sampling import SamplingParams
+from segue.messages.sampling import SamplingParams, StructuredOutput
 from segue.orchestrator.omni import AsyncOmni, Omni
 from segue.orchestrator.outputs import Collector, RequestOutput
 from segue.orchestrator.service import Health
@@ -563,5 +563,23 @@ def test_what_is_told_of_tokens_is_told_once_though_a_worker_dies(system: System
         assert len(output.prompt_token_ids) == 5
         of_prompt = [one and one.chosen.token_id for one in output.prompt_logprobs]
         assert of_prompt == [None, *output.prompt_token_ids[1:]]
+
+    system.run(body)
+
+
+def test_a_worker_wakes_up_when_a_grammar_is_there(system: System) -> None:
+    """No message comes while it is compiled: without being woken, the worker would wait for ever."""
+
+    async def body() -> None:
+        async with system.shared() as omni:
+            sampling = SamplingParams(max_tokens=9, structured_outputs=StructuredOutput(regex="[p-s]{4}"))
+            output = await omni.generate({**both("hello"), "modalities": ["text"], "sampling": {"counter": sampling}})
+            assert len(output.text) == 4
+            assert set(output.text) <= set("pqrs")
+            assert output.finish_reason == "stop"
+
+            with pytest.raises(InvalidRequest, match="parenthesis") as caught:
+                await omni.generate({**both("hello"), "sampling": {"counter": {"structured_outputs": {"regex": "(p"}}}})
+            assert caught.value.field == "sampling.counter.structured_outputs"
 
     system.run(body)

@@ -117,7 +117,7 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
         ({"reasoning_effort": "high"}, "reasoning_effort", "does not support"),
         ({"chat_template_kwargs": {"mood": 1}}, "chat_template_kwargs.mood", "unknown parameter"),
         ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message", "both true"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "does not support"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "json_object"),
         ({"store": True}, "store", "does not support"),
         ({"prediction": {"type": "content"}}, "prediction", "leave it out"),
         # media

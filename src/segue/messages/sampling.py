@@ -147,7 +147,9 @@ def misfit(error: Exception, field: str = "") -> InvalidRequest:
 def check_sampling(params: SamplingParams, field: str) -> None:
     """Raise `InvalidRequest` naming field, value and what would be right."""
     try:
-        msgspec.convert(msgspec.to_builtins(params), SamplingParams)  # nothing holds Python callers to the types
+        typed = msgspec.convert(
+            msgspec.to_builtins(params), SamplingParams
+        )  # nothing holds Python callers to the types
     except (msgspec.ValidationError, TypeError) as error:
         raise misfit(error, field) from error
     for name, (low, high, right) in _RANGES.items():
@@ -175,8 +177,8 @@ def check_sampling(params: SamplingParams, field: str) -> None:
             )
     _check_lists(params, field)
     _check_outputs(params, field)
-    if params.structured_outputs is not None:
-        check_structured(params.structured_outputs, f"{field}.structured_outputs")
+    if typed.structured_outputs is not None:
+        check_structured(typed.structured_outputs, f"{field}.structured_outputs")
 
 
 def _check_lists(params: SamplingParams, field: str) -> None:

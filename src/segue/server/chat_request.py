@@ -68,7 +68,6 @@ class ChatBody(CommonBody, kw_only=True):
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "prediction": (),
     "verbosity": ("medium",),
     "web_search_options": (),

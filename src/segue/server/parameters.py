@@ -13,9 +13,10 @@ from fastapi import Request as HttpRequest
 from segue.media.sources import shown
 from segue.messages.carried import check_carried
 from segue.messages.errors import InvalidRequest, nearest
-from segue.messages.sampling import SamplingParams, check_sampling, check_token_ids, sampling_from
+from segue.messages.sampling import SamplingParams, StructuredOutput, check_sampling, check_token_ids, sampling_from
 from segue.orchestrator.service import ModelCard
 from segue.server.body import check_names, convert
+from segue.server.chat_format import GUIDED, structured_output
 from segue.server.errors import ModelNotFound, Unsupported
 from segue.server.settings import ServerSettings
 
@@ -66,6 +67,12 @@ class CommonBody(msgspec.Struct, kw_only=True):
     logprob_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     sampling: dict[str, dict[str, Any]] | None = None
     return_token_ids: bool | None = None
     return_metrics: bool | None = None
@@ -84,7 +91,7 @@ IGNORED = frozenset(
 _TO_TEXT_STAGE = tuple(
     name
     for name in SamplingParams.__struct_fields__
-    if name in CommonBody.__struct_fields__ and name not in ("seed", "n")
+    if name in CommonBody.__struct_fields__ and name not in ("seed", "n", "structured_outputs")
 )
 """Top-level parameters that are the text stage's sampling as they stand. The seed is the request's own; n: as many
 requests, or set where one makes all."""
@@ -221,6 +228,8 @@ def _top_level(body: CommonBody, card: ModelCard, own: dict[str, Any]) -> Sampli
     """The text stage's parameters as they stand at the top of the body; None where there are none."""
     stated = {name: getattr(body, name) for name in _TO_TEXT_STAGE} | own
     given = {name: value for name, value in stated.items() if value is not None}
+    if (form := _form(body, own.get("structured_outputs"))) is not None:
+        given["structured_outputs"] = msgspec.to_builtins(form)
     for token in body.logit_bias or {}:
         if not (token.isascii() and token.isdecimal() and len(token) <= 10):
             raise InvalidRequest(f"logit_bias has {shown(token)}, which is no token id", field="logit_bias")
@@ -233,6 +242,18 @@ def _top_level(body: CommonBody, card: ModelCard, own: dict[str, Any]) -> Sampli
     params = _checked_at_top(given)
     check_token_ids(params, card.vocab_sizes.get(card.text_stage or "", _MAX_VOCAB), "")
     return params
+
+
+def _form(body: CommonBody, of_tools: StructuredOutput | None) -> StructuredOutput | None:
+    """The form of the text, as the body asks for it or as a tool call has it."""
+    guided = {name: value for name in GUIDED if (value := getattr(body, name)) is not None}
+    form = structured_output(body.response_format, body.structured_outputs, guided)
+    if form is not None and of_tools is not None:
+        raise InvalidRequest(
+            "tool_choice asks for a call, and another parameter for another form of the text; give one",
+            field="tool_choice",
+        )
+    return of_tools or form
 
 
 def _checked_at_top(given: SamplingParams | dict[str, Any]) -> SamplingParams:

@@ -18,6 +18,7 @@ from segue.connectors.segment import PAGE
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.contract import AutoregressiveAdapter
 from segue.engines.autoregressive.engine import AutoregressiveEngine
+from segue.engines.autoregressive.grammar import Grammars
 from segue.engines.autoregressive.memory import blocks_for
 from segue.engines.contract import Adapter, Engine, LoadContext
 from segue.engines.module.engine import ModuleConfig, ModuleEngine
@@ -51,8 +52,11 @@ class Built:
     facts: dict[str, StageFacts]
 
 
-def build(spec: WorkerSpec, report: Callable[[Loading], None]) -> Built:
-    """Load every stage of this worker. Raises what loading raises; the caller reports it."""
+def build(spec: WorkerSpec, report: Callable[[Loading], None], wake: Callable[[], None]) -> Built:
+    """Load every stage of this worker. Raises what loading raises; the caller reports it.
+
+    `wake` is called from another thread when an engine has work that no message brought.
+    """
     family = families()[spec.family]
     plans = [msgspec.convert(stage, StagePlan) for stage in spec.stages]
     edges = [msgspec.convert(edge, EdgePlan) for edge in spec.edges]
@@ -86,7 +90,7 @@ def build(spec: WorkerSpec, report: Callable[[Loading], None]) -> Built:
         transfers = {
             edge.target: stages_module.TRANSFERS[edge.source, edge.target] for edge in edges if edge.source == plan.name
         }
-        engine = _engine(plan, adapter)
+        engine = _engine(plan, adapter, wake)
         progress(0.9, "warming up")
         with torch.inference_mode():
             engine.warm_up()
@@ -106,7 +110,7 @@ def _media_limits(limits: Limits) -> dict[str, float]:
     }
 
 
-def _engine(plan: StagePlan, adapter: Adapter) -> Engine:
+def _engine(plan: StagePlan, adapter: Adapter, wake: Callable[[], None]) -> Engine:
     match plan.engine:
         case "autoregressive":
             return AutoregressiveEngine(
@@ -123,6 +127,7 @@ def _engine(plan: StagePlan, adapter: Adapter) -> Engine:
                     attention=plan.attention,
                     enforce_eager=plan.enforce_eager,
                 ),
+                Grammars.of(adapter, wake),
             )
         case "module":
             return ModuleEngine(adapter, ModuleConfig(max_batch=plan.max_batch))

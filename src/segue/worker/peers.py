@@ -15,6 +15,7 @@ class Peers:
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.set_hwm(0)
         self._inbox.bind(inbox)
+        self._address = inbox
         self._out: dict[str, zmq.Socket[bytes]] = {}
         self._dead: set[str] = set()
         """Addresses of incarnations are never used again; a socket to one would look for it for ever."""
@@ -38,14 +39,26 @@ class Peers:
             socket.close(linger=0)
 
     def receive(self, *, wait: bool) -> Iterator[bytes]:
-        """Everything that has arrived; with `wait`, at least one message."""
-        if wait:
-            yield self._inbox.recv()
+        """Everything that has arrived; with `wait`, at least one message, or nothing where `wake` was called."""
+        if wait and (data := self._inbox.recv()):
+            yield data
         while True:
             try:
-                yield self._inbox.recv(zmq.NOBLOCK)
+                if data := self._inbox.recv(zmq.NOBLOCK):
+                    yield data
             except zmq.Again:
                 return
+
+    def wake(self) -> None:
+        """End a `receive` that waits. May be called from any thread: sockets belong to one, so it has its own."""
+        try:
+            with self._context.socket(zmq.PUSH) as socket:
+                socket.linger = 1000
+                socket.connect(self._address)
+                socket.send(b"")
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.ETERM, zmq.EFAULT):  # closed meanwhile: nobody waits any more
+                raise
 
     def close(self) -> None:
         """Hand over what was sent (a last `StartFailed`, say), but do not wait for peers that are gone."""

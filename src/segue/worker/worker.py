@@ -62,7 +62,7 @@ def run(spec: WorkerSpec) -> None:
     peers = Peers(spec.inbox)
     try:
         try:
-            built = build(spec, lambda message: peers.send(spec.orchestrator, encode(message)))
+            built = build(spec, lambda message: peers.send(spec.orchestrator, encode(message)), peers.wake)
         except Exception as error:
             # whatever loading raises is the answer to "why did it not start?"
             if not isinstance(error, SegueError):

@@ -13,6 +13,7 @@ from segue.engines.autoregressive.check import check_attention
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.contract import AutoregressiveAdapter
 from segue.engines.autoregressive.decode_graphs import DecodeGraphs, batch_sizes, cuda_capture, run_again
+from segue.engines.autoregressive.grammar import Grammars
 from segue.engines.autoregressive.inputs import Scheduled, flat_batch
 from segue.engines.autoregressive.logprobs import check_logprobs, gather_prompt_logprobs
 from segue.engines.autoregressive.picks import Pick, branched, pick, targets
@@ -31,8 +32,13 @@ from segue.messages.errors import InvalidRequest, SegueError, StageFailed
 class AutoregressiveEngine:
     """Implements `segue.engines.contract.Engine` for a decoder behind an `AutoregressiveAdapter`."""
 
-    def __init__(self, adapter: AutoregressiveAdapter, config: AutoregressiveConfig) -> None:
-        """Allocates the KV cache. Raises `ConfigError` for a model that cannot be served in flat batches."""
+    def __init__(
+        self, adapter: AutoregressiveAdapter, config: AutoregressiveConfig, grammars: Grammars | None = None
+    ) -> None:
+        """Allocates the KV cache. Raises `ConfigError` for a model that cannot be served in flat batches.
+
+        `grammars` wakes whoever waits for work when a grammar is there; None: nobody does.
+        """
         backend = attention_backend(config.attention, adapter.device, config.block_size)
         check_attention(adapter, backend)
         self._adapter = adapter
@@ -58,6 +64,7 @@ class AutoregressiveEngine:
         self._longest = limits.longest(config.num_blocks, adapter.max_model_len)
         self._graphs = self._recorded_decodes() if recorded else None
         self._share_size = config.block_size if config.prefix_caching else 0
+        self._grammars = grammars or Grammars.of(adapter)
         self._roster = Roster(self._scheduler)
         self._between: list[StageOutput] = []
         """Ends that came of a chunk, not of a step: emitted by the next step."""
@@ -77,10 +84,10 @@ class AutoregressiveEngine:
         """Take a request. Raises `InvalidRequest` where the adapter does, or when its id is in use."""
         if self._roster.of(request.request_id):
             raise InvalidRequest(f"request {request.request_id!r} is running already", field="request_id")
-        _check_served(request)
         check_logprobs(request, self._config.max_logprobs)
         order = rank(self._config.scheduling, request.priority, request.arrival, self._serial)
         sequence = Sequence(branches.prepared(request, self._adapter, self._config), self._adapter, order)
+        sequence.compiling = self._grammars.ask(request)
         branches.begin(sequence)
         self._serial += branches.SERIALS
         self._roster.add(sequence)
@@ -128,13 +135,14 @@ class AutoregressiveEngine:
 
     def has_work(self) -> bool:
         """True if `step` would do something now."""
-        if self._between:
+        if self._between or any(map(_compiled, self._roster)):
             return True
         return not self._stalled and any(sequence.job.runnable for sequence in self._roster)
 
     @torch.inference_mode()
     def step(self) -> list[StageOutput]:
         """Schedule, run, postprocess."""
+        self._take_grammars()
         outputs, self._between = self._between, []
         decision = self._scheduler.next()
         copies = self._scheduler.apply(decision)
@@ -185,6 +193,21 @@ class AutoregressiveEngine:
         device = self._adapter.device
         capture = cuda_capture(device) if device.type == "cuda" else run_again
         return DecodeGraphs(self._adapter, self._store, batch_sizes(self._config.max_batch), self._longest, capture)
+
+    def _take_grammars(self) -> None:
+        """Let those run whose grammars are there, and fail those whose grammars cannot be had."""
+        for sequence in [sequence for sequence in self._roster if _compiled(sequence)]:
+            compilation, request = sequence.compiling, sequence.request
+            assert compilation is not None
+            try:
+                if compilation.error is not None:
+                    field = f"sampling.{request.stage}.structured_outputs"
+                    raise type(compilation.error)(f"{field} {compilation.error.message}", field=field)
+                sequence.take_grammar(self._grammars.grammar(compilation, request.sampling.stop_token_ids or ()))
+                sequence.refresh(self._share_size)
+            except SegueError as error:
+                self._between.append(self._fail(request.request_id, error))
+            self._stalled = False
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -268,6 +291,9 @@ class AutoregressiveEngine:
                         branch.tell_prompt(output)
                     self._accept(branch, picks[branch.job.key], output)
                     new = True
+                if output.error is not None:
+                    outputs.append(self._fail(output.request_id, output.error))
+                    break
                 if new:
                     outputs += branch.branches.give(output) if isinstance(branch.branches, Forks) else [output]
                 if output.finished:
@@ -354,15 +380,19 @@ class AutoregressiveEngine:
             output.logprobs = picked.logprobs[:count]
             self._generated_tokens += 1
             may_stop = sequence.generated >= sequence.min_tokens
-            ends = token in sequence.end_ids
+            if sequence.grammar is not None and not sequence.grammar.accept(token):
+                output.error = StageFailed("a token that the grammar forbids was drawn", stage=sequence.request.stage)
+                return
+            ends = token in sequence.end_ids or (sequence.grammar is not None and sequence.grammar.over)
             found = False
             if sequence.text is not None:
                 text, found = sequence.text.push(token, ends=ends, may_stop=may_stop)
                 output.text += text
-            if not (ends or found or sequence.generated >= sequence.most):
+            whole = ends or found or (sequence.grammar is not None and sequence.grammar.exhausted)
+            if not (whole or sequence.generated >= sequence.most):
                 continue
             output.finished = True
-            output.finish_reason = "stop" if ends or found else "length"
+            output.finish_reason = "stop" if whole else "length"
             if ends and token in (sequence.request.sampling.stop_token_ids or ()):
                 output.stop_reason = token
             elif found and sequence.text is not None:
@@ -398,19 +428,9 @@ class AutoregressiveEngine:
             self._stalled = False
 
 
-_UNSERVED: dict[str, tuple[object, ...]] = {
-    "structured_outputs": (),
-}
-"""Parameters this engine does not serve yet → the values that ask for nothing. (Prompts are truncated before they come
-here, by the input stage, which alone knows what may be cut.)"""
-
-
-def _check_served(request: StageRequest) -> None:
-    for name, nothing in _UNSERVED.items():
-        value = getattr(request.sampling, name)
-        if value is not None and value not in nothing:
-            field = f"sampling.{request.stage}.{name}"
-            raise InvalidRequest(f"{field} is {value!r}; this engine does not serve that yet", field=field)
+def _compiled(sequence: Sequence) -> bool:
+    """The grammar it waits for is there, or has failed."""
+    return sequence.compiling is not None and sequence.compiling.done
 
 
 def _nothing_left(sequence: Sequence) -> InvalidRequest:

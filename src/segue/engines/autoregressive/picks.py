@@ -9,6 +9,7 @@ import torch
 
 from segue.engines.autoregressive.branches import BeamGroup, Forks, scored
 from segue.engines.autoregressive.contract import Vocabulary
+from segue.engines.autoregressive.grammar import apply_grammars
 from segue.engines.autoregressive.inputs import Scheduled
 from segue.engines.autoregressive.logprobs import Likelihoods
 from segue.engines.autoregressive.penalties import apply_rules
@@ -87,6 +88,8 @@ def pick(wanted: Seq[Target], logits: torch.Tensor, vocabulary: Vocabulary | Non
     generated = [sequence.generated for sequence in sequences]
     if not all(sampler.rules.plain for sampler in samplers):
         apply_rules(logits, [sampler.rules for sampler in samplers], generated)
+    # a token of an earlier attempt is taken anyway
+    apply_grammars(logits, [None if sequence.forced is not None else sequence.grammar for sequence in sequences])
     stuck = _stuck(sequences, logits)
     drawn = choose(logits, samplers, generated)
     picks = {}

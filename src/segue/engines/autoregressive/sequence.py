@@ -12,6 +12,7 @@ import torch
 from segue.engines.autoregressive.blocks import ROOT, block_hash
 from segue.engines.autoregressive.contract import AutoregressiveAdapter, Fed, Prompt
 from segue.engines.autoregressive.detokenize import Detokenizer, StopStrings
+from segue.engines.autoregressive.grammar import Compilation, Grammar
 from segue.engines.autoregressive.logprobs import output_wanted, prompt_wanted
 from segue.engines.autoregressive.policies import Rank
 from segue.engines.autoregressive.sampler import RowSampler
@@ -122,6 +123,11 @@ class Sequence:
         spoken = "text" in request.to_client and sampling.detokenize is not False
         self.text = TextOutput(adapter, request) if spoken or sampling.stop else None
         self.logprobs = output_wanted(sampling, adapter.vocab_size)
+        self._start: Grammar | None = None if parent is None else parent._start
+        self.grammar: Grammar | None = None
+        """Where it is in the form its text must have."""
+        self.compiling: Compilation | None = None
+        """The grammar it waits for: until then it does not run."""
         self.words = bad_words(request, adapter.vocabulary, adapter.vocab_size)
         # an earlier attempt that had emitted a token had told of the prompt with it
         told = bool(request.resume) or parent is not None
@@ -155,7 +161,23 @@ class Sequence:
     @property
     def restricted(self) -> bool:
         """Tokens may be forbidden: it can happen that none is left."""
-        return self.sampler is not None and self.sampler.rules.forbids
+        return self.grammar is not None or (self.sampler is not None and self.sampler.rules.forbids)
+
+    def take_grammar(self, start: Grammar) -> None:
+        """The grammar it waited for is there: go to where an earlier attempt had come to."""
+        self.compiling, self._start = None, start
+        for resumed in (self.request.resume, *self.request.resume_others):
+            place = start.fork()
+            if not all(place.accept(token) for token in resumed):
+                raise StageFailed("what an earlier attempt had written does not fit structured_outputs any more")
+        self._replay(self.request.resume)
+
+    def _replay(self, resume: Seq[int]) -> None:
+        """The last of what an earlier attempt had generated is accepted when it is taken."""
+        if self._start is not None:
+            self.grammar = self._start.fork()
+            for token in resume[:-1]:
+                self.grammar.accept(token)
 
     def feed(self, fed: Fed, longest: int, block_size: int) -> None:
         """Take what a chunk meant. `longest`: the most tokens a sequence can have; `block_size` 0: nothing is shared.
@@ -211,6 +233,7 @@ class Sequence:
         for token in resume[:-1]:
             self.sampler.saw(token)
         self.forced = resume[-1] if resume else None
+        self._replay(resume)
 
     def follow(self, parent: Sequence, block_size: int) -> None:
         """Go on from where the prompt of `parent` ends, which both have."""
@@ -259,6 +282,9 @@ class Sequence:
             return
         job = self.job
         job.length = job.ready = len(self.ids)
+        if self.compiling is not None:
+            job.ready = 0
+            return
         shared = job.length
         if self.adapter.conditioned:
             # what a generated token is depends on its row, so only the prompt is shared

@@ -1,0 +1,76 @@
+"""What form a chat completion's text must have, in the ways clients write it: OpenAI's `response_format`, vLLM's
+`structured_outputs`, and the `guided_*` parameters that came before it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from segue.media.sources import shown
+from segue.messages.errors import InvalidRequest, nearest
+from segue.messages.sampling import StructuredOutput, check_structured
+from segue.server.body import check_names
+
+GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+"""vLLM's earlier names → the fields of `StructuredOutput`."""
+_TYPES = ("text", "json_object", "json_schema")
+
+
+def structured_output(
+    response_format: dict[str, Any] | None, structured: dict[str, Any] | None, guided: dict[str, Any]
+) -> StructuredOutput | None:
+    """None where no form is asked for. `guided`: by parameter. Raises `InvalidRequest`, also where forms are mixed."""
+    found: dict[str, StructuredOutput] = {}
+    if response_format is not None and (form := _response_format(response_format)) is not None:
+        found["response_format"] = form
+    if structured is not None:
+        check_names(structured, StructuredOutput.__struct_fields__, "structured_outputs")
+        found["structured_outputs"] = _converted(structured, "structured_outputs")
+    for name, value in guided.items():
+        found[name] = _converted({GUIDED[name]: value}, name)
+    if len(found) > 1:
+        last = list(found)[-1]
+        raise InvalidRequest(f"{' and '.join(found)} are given; give one", field=last)
+    return next(iter(found.values()), None)
+
+
+def _response_format(values: dict[str, Any]) -> StructuredOutput | None:
+    kind = values.get("type")
+    if kind not in _TYPES:
+        hint = nearest(kind, _TYPES) if isinstance(kind, str) else f"; it is one of {', '.join(_TYPES)}"
+        raise InvalidRequest(f"response_format.type is {shown(kind)}{hint}", field="response_format.type")
+    if kind != "json_schema":
+        check_names(values, ("type",), "response_format")
+        return StructuredOutput(json_object=True) if kind == "json_object" else None
+    check_names(values, ("type", "json_schema"), "response_format")
+    described = values.get("json_schema")
+    if not isinstance(described, dict):
+        raise InvalidRequest(
+            f'response_format.json_schema is {shown(described)}; it must be {{"name": …, "schema": …}}',
+            field="response_format.json_schema",
+        )
+    check_names(described, ("name", "description", "schema", "strict"), "response_format.json_schema")
+    schema = described.get("schema")
+    if schema is None:
+        return StructuredOutput(json_object=True)
+    if not isinstance(schema, dict):
+        raise InvalidRequest(
+            f"response_format.json_schema.schema is {shown(schema)}; it must be an object",
+            field="response_format.json_schema.schema",
+        )
+    return StructuredOutput(json=schema)
+
+
+def _converted(values: dict[str, Any], field: str) -> StructuredOutput:
+    try:
+        asked = msgspec.convert(values, StructuredOutput)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"{field} is {shown(values)}: {error}", field=field) from error
+    check_structured(asked, field)
+    return asked
