@@ -118,6 +118,9 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, help="deployment file (YAML)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--load-format", choices=["auto", "dummy"], default="auto")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="the same logits to the bit whatever else is in the batch"
+    )
     parser.add_argument("--name", help="the name clients call the model by")
 
 
@@ -155,6 +158,7 @@ async def _serve_until_told(arguments: argparse.Namespace, settings: ServerSetti
         config=arguments.config,
         dtype=arguments.dtype,
         load_format=arguments.load_format,
+        deterministic=arguments.deterministic,
         name=arguments.name,
         on_progress=bars.show,
     )
@@ -199,6 +203,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         config=arguments.config,
         dtype=arguments.dtype,
         load_format=arguments.load_format,
+        deterministic=arguments.deterministic,
         name=arguments.name,
     ) as omni:
         [output] = omni.generate(
@@ -227,13 +232,15 @@ def _speech_format(path: Path) -> str:
 
 
 def _graph(arguments: argparse.Namespace) -> int:
-    from segue.graph.loader import load_plan
+    from segue.graph.loader import load_plan, stage_overrides
     from segue.graph.render import as_mermaid, as_text
     from segue.models.registry import family_of, read_config
 
     config = read_config(arguments.model)
     graph = family_of(config, arguments.model).graph(config)
-    plan = load_plan(graph, arguments.config, overrides={"dtype": arguments.dtype} if arguments.dtype else None)
+    plan = load_plan(
+        graph, arguments.config, overrides=stage_overrides(arguments.dtype, deterministic=arguments.deterministic)
+    )
     print(as_mermaid(graph) if arguments.mermaid else as_text(plan))
     return 0
 

@@ -103,6 +103,7 @@ class TinyAdapter:
         self.end_token_ids: frozenset[int] = frozenset()
         self.default_sampling = SamplingParams(temperature=0.0)
         self.vocabulary: Vocabulary | None = Letters()
+        self.weight_bytes = 0
         self.forwards: list[int] = []
         self.fail_next = False
         self.poison: int | None = None

@@ -22,6 +22,7 @@ text such as `64MiB` and `1GB`.
         block_size: 16                    # tokens per block of the KV cache
         kv_blocks: null                   # null: what memory_share holds
         prefix_caching: true
+        deterministic: false              # the same logits to the bit whatever the batch
         max_logprobs: 20                  # most tokens a request may ask logprobs of in one place; -1: any number
         attention: auto                   # auto, torch, triton, flashinfer, flash_attn
         enforce_eager: false              # true: no CUDA graphs
@@ -108,6 +109,8 @@ class StagePlan:
     kv_blocks: int | None = None
     """None: what `memory_bytes` holds."""
     prefix_caching: bool = True
+    deterministic: bool = False
+    """The same logits to the bit whatever the batch."""
     max_logprobs: int = 20
     """Most tokens whose log-probabilities a request may ask for in one place; -1: any number."""
     scheduling: str = "priority"

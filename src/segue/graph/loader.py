@@ -85,6 +85,11 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def stage_overrides(dtype: str | None, *, deterministic: bool) -> dict[str, Any]:
+    """Keys of a stage that a caller may set for all stages; what is unset is left to the file."""
+    return {**({"dtype": dtype} if dtype else {}), **({"deterministic": True} if deterministic else {})}
+
+
 def _stage(stage: Stage, written: Written, where: Place) -> StagePlan:
     section = written.stages[stage.name]
     device = CPU if CPU in where.devices else "cuda"
@@ -109,6 +114,7 @@ def _stage(stage: Stage, written: Written, where: Place) -> StagePlan:
         block_size=section.integer("block_size", 16),
         kv_blocks=section.integer("kv_blocks", None),
         prefix_caching=section.flag("prefix_caching", True),
+        deterministic=section.flag("deterministic", False),
         max_logprobs=section.integer("max_logprobs", 20, least=-1),
         scheduling=section.choice("scheduling", "priority", SCHEDULINGS),
         attention=section.choice("attention", "auto", ATTENTIONS),

@@ -23,6 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from segue.kernels.form import Form
+from segue.kernels.invariant_attention import InvariantStep, invariant_attention
 from segue.kernels.kv_layout import LayerShape
 from segue.kernels.kv_store import KVStore
 from segue.kernels.paged_step import AttentionBackend, Chunk, HybridStep, PagedStep, additive
@@ -224,7 +225,7 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    paged: PagedStep | HybridStep | None = None,
+    paged: PagedStep | HybridStep | InvariantStep | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function `transformers` calls: query [1, heads, tokens, dim] → ([1, tokens, heads, dim], None).
@@ -243,6 +244,8 @@ def paged_attention(
         return _under_library_mask(layer, query, key, value, attention_mask, form), None
     if attention_mask is not None:
         raise ConfigError("paged attention takes no mask: sequences are told apart by their block tables")
+    if isinstance(paged, InvariantStep):
+        return invariant_attention(layer, query[0], key[0], value[0], paged, form)[None], None
     step = paged.of(layer)
     backend = step.store.backend or TORCH
     return backend.attend(layer, query[0], key[0], value[0], step, form)[None], None

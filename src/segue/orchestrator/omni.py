@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
-from segue.graph.loader import load_plan
+from segue.graph.loader import load_plan, stage_overrides
 from segue.graph.parts import INPUT, TOKENS
 from segue.graph.stage_graph import StageGraph
 from segue.media.parts import messages_from
@@ -57,6 +57,7 @@ class AsyncOmni:
         config: str | Path | Mapping[str, Any] | None = None,
         dtype: str | None = None,
         load_format: str = "auto",
+        deterministic: bool = False,
         name: str | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
@@ -68,7 +69,7 @@ class AsyncOmni:
         checkpoint = read_config(model_dir)
         family = family_of(checkpoint, model_dir)
         graph = family.graph(checkpoint)
-        self.plan = load_plan(graph, config, overrides={"dtype": dtype} if dtype else None)
+        self.plan = load_plan(graph, config, overrides=stage_overrides(dtype, deterministic=deterministic))
         text_stage = graph.main
         self.card = ModelCard(
             name=name or model_dir.name,

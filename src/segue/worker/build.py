@@ -19,6 +19,7 @@ from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.contract import AutoregressiveAdapter
 from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.autoregressive.grammar import Grammars
+from segue.engines.autoregressive.invariant import whole_kv
 from segue.engines.autoregressive.memory import blocks_for
 from segue.engines.contract import Adapter, Engine, LoadContext
 from segue.engines.module.engine import ModuleConfig, ModuleEngine
@@ -122,6 +123,7 @@ def _engine(plan: StagePlan, adapter: Adapter, wake: Callable[[], None]) -> Engi
                     max_tokens_per_step=plan.max_tokens_per_step,
                     prefill_chunk=plan.prefill_chunk,
                     prefix_caching=plan.prefix_caching,
+                    deterministic=plan.deterministic,
                     max_logprobs=plan.max_logprobs,
                     scheduling=plan.scheduling,
                     attention=plan.attention,
@@ -139,7 +141,8 @@ def _kv_blocks(plan: StagePlan, adapter: AutoregressiveAdapter) -> int:
     """What the deployment says; else what its memory holds beside the weights, but no more than can ever be used."""
     if plan.kv_blocks is not None:
         return plan.kv_blocks
-    layout = adapter.kv.layout(adapter.max_model_len)
+    spec = whole_kv(adapter.kv) if plan.deterministic else adapter.kv
+    layout = spec.layout(adapter.max_model_len)
     most = layout.groups * plan.max_batch * -(-adapter.max_model_len // plan.block_size)
     if not plan.memory_bytes:
         return most
@@ -150,7 +153,7 @@ def _kv_blocks(plan: StagePlan, adapter: AutoregressiveAdapter) -> int:
             f"{plan.memory_share} ({plan.memory_bytes} bytes); nothing is left for the KV cache",
             field=f"stages.{plan.name}.memory_share",
         )
-    return min(most, blocks_for(int(room * CACHE_SHARE), adapter.kv, layout, plan.block_size))
+    return min(most, blocks_for(int(room * CACHE_SHARE), spec, layout, plan.block_size))
 
 
 def _device_memory(spec: WorkerSpec, plans: list[StagePlan]) -> DeviceMemory | None:

@@ -23,6 +23,8 @@ class AutoregressiveConfig:
     prefill_chunk: int | None = None
     """Most prompt tokens in a step in which other requests decode; None: what `max_tokens_per_step` leaves."""
     prefix_caching: bool = True
+    deterministic: bool = False
+    """The same logits to the bit whatever the batch (`invariant`)."""
     max_logprobs: int = 20
     """Most tokens whose log-probabilities a request may ask for in one place; -1: any number."""
     scheduling: str = "priority"
@@ -39,6 +41,11 @@ class AutoregressiveConfig:
                 raise ConfigError(f"{name} is {value}; it must be at least 1", field=name)
         if self.prefill_chunk is not None and self.prefill_chunk < 1:
             raise ConfigError(f"prefill_chunk is {self.prefill_chunk}; it must be at least 1", field="prefill_chunk")
+        if self.deterministic and self.attention not in ("auto", "torch"):
+            raise ConfigError(
+                f"attention is {self.attention!r}, but a deterministic stage has its own; leave it out",
+                field="attention",
+            )
         if self.max_logprobs < -1:
             raise ConfigError(f"max_logprobs is {self.max_logprobs}; it must be at least -1", field="max_logprobs")
         for name, allowed in (("scheduling", SCHEDULINGS), ("attention", ATTENTIONS)):

@@ -15,6 +15,7 @@ from segue.engines.autoregressive.contract import AutoregressiveAdapter
 from segue.engines.autoregressive.decode_graphs import DecodeGraphs, batch_sizes, cuda_capture, run_again
 from segue.engines.autoregressive.grammar import Grammars
 from segue.engines.autoregressive.inputs import Scheduled, flat_batch
+from segue.engines.autoregressive.invariant import InvariantAdapter, check_invariant
 from segue.engines.autoregressive.logprobs import check_logprobs, gather_prompt_logprobs
 from segue.engines.autoregressive.picks import Pick, branched, pick, targets
 from segue.engines.autoregressive.policies import Accounts, rank
@@ -39,8 +40,12 @@ class AutoregressiveEngine:
 
         `grammars` wakes whoever waits for work when a grammar is there; None: nobody does.
         """
-        backend = attention_backend(config.attention, adapter.device, config.block_size)
+        kernel = "torch" if config.deterministic else config.attention
+        backend = attention_backend(kernel, adapter.device, config.block_size)
         check_attention(adapter, backend)
+        if config.deterministic:
+            adapter = InvariantAdapter(adapter)
+            check_invariant(adapter)
         self._adapter = adapter
         self._config = config
         spec = adapter.kv

@@ -1,0 +1,190 @@
+"""Batch invariance: the same logits to the bit, whatever else is in the batch and however a prompt is cut.
+
+What changes bits is shape: a product over 3 rows takes another path than one over 4, a padded group another sum than a
+lone sequence, the last elements of a buffer the scalar way where the others take the vector's. So the decoder only ever
+runs on exactly 16 rows, the last of them padding; attention is `invariant_attention`; the head and the embedding run on
+16 rows as well. What then still depends on the neighbours (experts, whose rows are gathered by what the router says; a
+kernel whose rows are not alike) shows in `check_invariant`, and the model is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from segue.engines.autoregressive.contract import AutoregressiveAdapter, Fed, FlatBatch, KVSpec
+from segue.engines.contract import Payload, StageRequest
+from segue.kernels.invariant_attention import invariant_step
+from segue.kernels.kv_store import KVStore
+from segue.kernels.paged_step import PagedStep, Part, paged_step
+from segue.messages.errors import ConfigError
+
+ROWS = 16
+"""Rows of every call of the model."""
+
+
+def whole_kv(spec: KVSpec) -> KVSpec:
+    """The same, with no blocks given back behind windows: tiles lie at absolute positions."""
+    return replace(spec, windows=())
+
+
+class InvariantAdapter:
+    """`AutoregressiveAdapter` over another, whose network it runs on 16 rows at a time."""
+
+    def __init__(self, inner: AutoregressiveAdapter) -> None:
+        self._inner = inner
+        self.device = inner.device
+        self.kv = whole_kv(inner.kv)
+        self.axes = inner.axes
+        self.vocab_size = inner.vocab_size
+        self.max_model_len = inner.max_model_len
+        self.weight_bytes = inner.weight_bytes
+        self.conditioned = inner.conditioned
+        self.end_token_ids = inner.end_token_ids
+        self.default_sampling = inner.default_sampling
+        self.vocabulary = inner.vocabulary
+
+    def begin(self, request: StageRequest) -> Any:
+        return self._inner.begin(request)
+
+    def feed(self, state: Any, upstream: str, payload: Payload, *, final: bool) -> Fed:
+        return self._inner.feed(state, upstream, payload, final=final)
+
+    def decode_text(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return self._inner.decode_text(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def embed(self, token_ids: torch.Tensor, conditioning: torch.Tensor | None) -> torch.Tensor:
+        """[n] ids, [n, width] rows → [n, hidden]."""
+        pieces = []
+        for begin in range(0, len(token_ids), ROWS):
+            end = min(begin + ROWS, len(token_ids))
+            rows = None if conditioning is None else _padded(conditioning[begin:end], 0)
+            pieces.append(self._inner.embed(_padded(token_ids[begin:end], 0), rows)[: end - begin])
+        return torch.cat(pieces) if pieces else self._inner.embed(token_ids, conditioning)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] → [rows, vocab] float32."""
+        ends = [(begin, min(begin + ROWS, len(hidden))) for begin in range(0, len(hidden), ROWS)]
+        return torch.cat([self._inner.logits(_padded(hidden[begin:end], 0))[: end - begin] for begin, end in ends])
+
+    def forward(self, embeds: torch.Tensor, batch: FlatBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[tokens, hidden] → (final hidden states, captured rows or None), tile after tile: what a tile writes to the
+        cache the next ones see."""
+        step = batch.attention
+        assert isinstance(step, PagedStep), "the check under the library's own masks runs on the adapter itself"
+        states, rows = [], []
+        for begin in range(0, len(embeds), ROWS):
+            end = min(begin + ROWS, len(embeds))
+            tile = _tile(batch, step, begin, end)
+            hidden, captured = self._inner.forward(_padded(embeds[begin:end], 0), tile)
+            states.append(hidden[: end - begin])
+            if captured is not None:
+                rows.append(captured[: end - begin])
+        return torch.cat(states), torch.cat(rows) if rows else None
+
+
+def _tile(batch: FlatBatch, step: PagedStep, begin: int, end: int) -> FlatBatch:
+    """The flat tokens [begin, end) of a batch, and padding."""
+    parts: list[Part] = []
+    prompts = []
+    at = 0
+    for part, (prompt, _, _) in zip(step.parts, batch.prompts, strict=True):
+        start, stop = max(begin - at, 0) + part.start, min(end - at, part.stop - part.start) + part.start
+        if start < stop:
+            parts.append(Part(part.blocks, start, stop))
+            prompts.append((prompt, start, stop))
+        at += part.stop - part.start
+    if end - begin < ROWS:
+        prompts.append((None, 0, ROWS - (end - begin)))
+    return FlatBatch(
+        _padded(batch.token_ids[begin:end], 0),
+        None if batch.embeds is None else _padded(batch.embeds[begin:end], 0),
+        _padded(batch.positions[:, begin:end], 1),
+        invariant_step(step.store, parts),
+        prompts,
+    )
+
+
+def _padded(tensor: torch.Tensor, axis: int) -> torch.Tensor:
+    """A copy with 16 entries along `axis`, zeros behind; always fresh, so that its address is aligned alike."""
+    shape = list(tensor.shape)
+    shape[axis] = ROWS
+    padded = tensor.new_zeros(shape)
+    padded.narrow(axis, 0, tensor.shape[axis]).copy_(tensor)
+    return padded
+
+
+# --- the check at load -----------------------------------------------------------------------------------------------
+
+_LENGTH = 37
+_BLOCK = 8
+_BLOCKS = -(-_LENGTH // _BLOCK)
+
+
+def check_invariant(adapter: InvariantAdapter) -> None:
+    """Raise `ConfigError` for a model whose hidden states or logits differ in a bit with the neighbours, with the place
+    in the batch, or with how the prompt is cut."""
+    probe = _ids(adapter, 1)
+    with torch.inference_mode():
+        alone = _run(adapter, probe, [], [(0, _LENGTH)])
+        logits = adapter.logits(alone[-3:])
+        trials: list[tuple[str, list[torch.Tensor], list[tuple[int, int]]]] = [
+            ("in pieces", [], [(0, 5), (5, 21), (21, 36), (36, 37)]),
+            ("behind a cached prefix", [], [(0, 16), (16, 37)]),
+            ("beside its equals", [probe] * 4, [(0, 30), (30, 37)]),
+        ]
+        # every place in the tile, once each
+        trials += [(f"behind {rows} others", [_ids(adapter, 2 + rows)[:rows]], [(0, ROWS)]) for rows in range(1, ROWS)]
+        for name, others, spans in trials:
+            found = _run(adapter, probe, others, spans)
+            same = torch.equal(found, alone[: len(found)])
+            if same and len(found) == _LENGTH:
+                # the head's rows, in other places of its tile
+                same = torch.equal(adapter.logits(found[-5:])[-3:], logits)
+            if not same:
+                raise ConfigError(
+                    f"deterministic: this model cannot be served so: a sequence run {name} differs from the same one "
+                    "alone; a mixture of experts does, as its products depend on the neighbours",
+                    field="deterministic",
+                )
+
+
+def _ids(adapter: InvariantAdapter, seed: int) -> torch.Tensor:
+    return (torch.arange(_LENGTH, device=adapter.device) * 7919 + 104729 * seed) % adapter.vocab_size
+
+
+def _run(
+    adapter: InvariantAdapter, probe: torch.Tensor, others: list[torch.Tensor], spans: list[tuple[int, int]]
+) -> torch.Tensor:
+    """[tokens, hidden] of `probe`, computed span by span, each behind the same span of `others`."""
+    store = KVStore(
+        adapter.kv.layout(adapter.max_model_len),
+        num_blocks=(1 + len(others)) * _BLOCKS,
+        block_size=_BLOCK,
+        dtype=adapter.kv.dtype,
+        device=adapter.device,
+    )
+    sequences = [*others, probe]
+    found = []
+    for start, stop in spans:
+        parts = []
+        for index, ids in enumerate(sequences):
+            part = Part(range(index * _BLOCKS, (index + 1) * _BLOCKS), start, min(stop, len(ids)))
+            if part.start < part.stop:
+                parts.append((ids, part))
+        # a step has its single tokens first; the probe is the last of those of its length
+        parts.sort(key=lambda entry: entry[1].stop - entry[1].start > 1)
+        at = next(i for i in reversed(range(len(parts))) if parts[i][1].blocks[0] == len(others) * _BLOCKS)
+        begin = sum(part.stop - part.start for _, part in parts[:at])
+        ids = torch.cat([ids[part.start : part.stop] for ids, part in parts])
+        places = torch.cat([torch.arange(part.start, part.stop, device=adapter.device) for _, part in parts])
+        step = paged_step(store, [part for _, part in parts])
+        batch = FlatBatch(
+            ids, None, places.expand(adapter.axes, -1), step, [(None, part.start, part.stop) for _, part in parts]
+        )
+        hidden, _ = adapter.forward(adapter.embed(ids, None), batch)
+        found.append(hidden[begin : begin + stop - start])
+    return torch.cat(found)
