@@ -57,7 +57,7 @@ class Peers:
                 socket.connect(self._address)
                 socket.send(b"")
         except zmq.ZMQError as error:
-            if error.errno not in (zmq.ETERM, zmq.EFAULT):  # closed meanwhile: nobody waits any more
+            if error.errno not in (zmq.ETERM, zmq.ENOTSUP):  # closed meanwhile: nobody waits any more
                 raise
 
     def close(self) -> None:
