@@ -91,7 +91,10 @@ def silent_main(g: StageGraph) -> None:
         (dead_end, "stage 'vocoder' gives nothing and leads to no stage that does"),
         (lambda g: g.stage("talker", "autoregresive"), "has engine 'autoregresive'; did you mean 'autoregressive'?"),
         (lambda g: g.stage("talker", "module", takes={"imgae"}), "takes 'imgae'; did you mean 'image'?"),
-        (lambda g: g.stage("talker", "module", gives={"speech"}), "gives 'speech'; known: audio, image, text, video"),
+        (
+            lambda g: g.stage("talker", "module", gives={"speech"}),
+            "gives 'speech'; known: audio, embedding, image, text, video",
+        ),
         (lambda g: g.stage("talker", "module", fuse_with="thinkr"), "fuse_with 'thinkr'; did you mean 'thinker'?"),
         (lambda g: g.stage("talker", "module", fuse_with="talker"), "fuse_with 'talker', itself"),
         (lambda g: g.stage("0", "module"), "stage '0': a name must be a letter, then"),

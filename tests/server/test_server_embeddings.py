@@ -113,7 +113,7 @@ def test_ours(http: httpx.Client, server: Live) -> None:
         ({"input": [1, [2]]}, "input[0]", "all entries must be"),
         ({"input": ["a"] * (MAX_INPUTS + 1)}, "input", "there may be 2048"),
         ({"input": {"a": 1}}, "input", "input is"),
-        ({"input": None}, "input", "missing"),
+        ({"input": None}, "input", "got null"),
         ({"encoding_format": "hex"}, "encoding_format", "float or base64"),
         ({"dimensions": "many"}, "dimensions", "dimensions is"),
         ({"dimension": 3}, "dimension", "did you mean 'dimensions'"),
