@@ -243,18 +243,15 @@ def _continue(running: Seq[Job], ledger: _Ledger, limits: Limits, preempted: lis
         if not job.decoding:
             tokens = min(tokens, prefill)
         settled.update(map(id, unit))
-        while _needed(unit, tokens, ledger, limits) > ledger.available:
-            victim = _victim(running, job, settled)
-            if victim is None:
-                break
+        while (short := _needed(unit, tokens, ledger, limits) > ledger.available) and (
+            victim := _victim(running, job, settled)
+        ):
             settled.update(map(id, victim.together))
             preempted += victim.together
             for other in victim.together:
                 ledger.drop(other.blocks)
-        if len(unit) == 1:
-            tokens = min(tokens, _room(job, ledger, limits))
-        elif _needed(unit, tokens, ledger, limits) > ledger.available:
-            tokens = 0
+        if short:
+            tokens = min(tokens, _room(job, ledger, limits)) if len(unit) == 1 else 0
         if tokens <= 0:
             continue  # all others hold what they are about to use: wait a step
         for one in unit:
@@ -266,10 +263,15 @@ def _continue(running: Seq[Job], ledger: _Ledger, limits: Limits, preempted: lis
 
 def _needed(unit: Seq[Job], tokens: int, ledger: _Ledger, limits: Limits) -> int:
     """Blocks for so many more tokens of each, copies of blocks that they share among them or with others included."""
-    new = len(limits.windows) * sum(max(0, limits.blocks(job.computed + tokens) - job.end) for job in unit)
-    tails = [tail for job in unit for tail in limits.tails(job)]
+    new, tails = 0, []
+    for job in unit:
+        new += len(limits.windows) * max(0, limits.blocks(job.computed + tokens) - job.end)
+        if job.forked:
+            tails += limits.tails(job)
+    if not tails:
+        return new
     # where nobody else holds it, the last one keeps the block itself
-    return new + sum(min(count, ledger.holders(tail) - 1) for tail, count in Counter(tails).items()) if tails else new
+    return new + sum(min(count, ledger.holders(tail) - 1) for tail, count in Counter(tails).items())
 
 
 def _room(job: Job, ledger: _Ledger, limits: Limits) -> int:
@@ -281,9 +283,9 @@ def _room(job: Job, ledger: _Ledger, limits: Limits) -> int:
 
 def _run(job: Job, tokens: int, ledger: _Ledger, limits: Limits) -> Run:
     """The next tokens of a running sequence, entered in the ledger."""
-    tails = limits.tails(job)
-    copy = ledger.shared(tails)
-    if copy:
+    copy = False
+    if job.forked and ledger.shared(tails := limits.tails(job)):
+        copy = True
         ledger.drop(tails)
         ledger.take(len(tails))
     new = max(0, limits.blocks(job.computed + tokens) - job.end)
