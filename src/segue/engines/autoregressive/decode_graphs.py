@@ -92,7 +92,7 @@ class DecodeGraphs:
         self._sizes = sorted(sizes)
 
     def run(self, embeds: torch.Tensor, batch: FlatBatch) -> Forward | None:
-        """What `adapter.forward` gives, valid until the next call; None where the step has more than one token of a
+        """What `adapter.forward` gives (hidden states: valid until the next call); None where the step has more than one token of a
         sequence, prompts with extras, or too many sequences."""
         attention: PagedStep | HybridStep = batch.attention
         groups = attention.groups if isinstance(attention, HybridStep) else [attention]
@@ -106,7 +106,8 @@ class DecodeGraphs:
             self._fill(fixed, step)
         recorded.replay()
         hidden, rows = recorded.result
-        return hidden[:count], None if rows is None else rows[:count]
+        # hidden states are used up within the step; captured rows go on to others, who keep them
+        return hidden[:count], None if rows is None else rows[:count].clone()
 
     def _record(self, adapter: AutoregressiveAdapter, size: int, capture: Capture) -> _Recorded:
         device = self._store.device
