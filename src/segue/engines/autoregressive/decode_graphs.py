@@ -92,8 +92,8 @@ class DecodeGraphs:
         self._sizes = sorted(sizes)
 
     def run(self, embeds: torch.Tensor, batch: FlatBatch) -> Forward | None:
-        """What `adapter.forward` gives (hidden states: valid until the next call); None where the step has more than one token of a
-        sequence, prompts with extras, or too many sequences."""
+        """What `adapter.forward` gives (hidden states: valid until the next call); None where the step has more
+        than one token of a sequence, prompts with extras, or too many sequences."""
         attention: PagedStep | HybridStep = batch.attention
         groups = attention.groups if isinstance(attention, HybridStep) else [attention]
         count = len(groups[0].parts)
