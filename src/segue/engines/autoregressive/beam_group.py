@@ -11,6 +11,7 @@ does, whatever the prefix cache has lost.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from itertools import takewhile
 
 import torch
@@ -60,9 +61,7 @@ class BeamGroup:
                 for window, least in zip(limits.windows, limits.least(root.prompt_length + tokens), strict=True)
             )
 
-        fit = root.most
-        while fit > 0 and blocks(fit) > num_blocks:
-            fit -= 1
+        fit = bisect_right(range(root.most + 1), num_blocks, key=blocks) - 1
         if fit < (root.most if root.request.sampling.max_tokens is not None else 1):
             raise TooLong(
                 f"{self.width} beams of {root.most} tokens after a prompt of {root.prompt_length} do not fit into the "
