@@ -40,12 +40,6 @@ def server(running: Live) -> Live:
     return running
 
 
-@pytest.fixture
-def client(server: Live) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 # ---- whole
 
 

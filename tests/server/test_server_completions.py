@@ -73,12 +73,6 @@ def server(running: Live) -> Live:
     return running
 
 
-@pytest.fixture
-def client(server: Live) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def ask(server: Live, **body: Any) -> dict[str, Any]:
     answer = httpx.post(server.url + PATH, json={"model": "fake-omni", **body})
     assert answer.status_code == 200, answer.text

@@ -46,12 +46,6 @@ def server() -> Iterator[Live]:
         yield server
 
 
-@pytest.fixture
-def client(server: Live) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def test_whole(client: openai.OpenAI, server: Live) -> None:
     reply = client.chat.completions.create(model="fake-omni", messages=HELLO, logprobs=True, top_logprobs=2)
     assert server.service.requests[-1].sampling["thinker"].logprobs == 2

@@ -60,12 +60,6 @@ def server(running: Live) -> Live:
     return running
 
 
-@pytest.fixture
-def client(server: Live) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def test_the_model_calls_tools(client: openai.OpenAI, server: Live) -> None:
     server.service.script = says(CALLS)
     reply = client.chat.completions.create(model="fake-omni", messages=HELLO, tools=[LOOK, WAIT])
