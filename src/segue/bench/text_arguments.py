@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import signal
 import sys
+from collections.abc import Coroutine
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from segue.messages.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
+    from segue.bench.text_results import TextResult
     from segue.bench.text_workload import Shape
 
 PRESETS = {"qwen2-387m": ("qwen2", "387m"), "qwen3-33m": ("qwen3", "33m"), "qwen2-tiny": ("qwen2", "tiny")}
@@ -126,11 +129,21 @@ def _text(arguments: argparse.Namespace) -> int:
         crowds=arguments.crowds,
         say=lambda line: print(line, file=sys.stderr, flush=True),
     )
-    result = asyncio.run(run(bench))
+    try:
+        result = asyncio.run(_until_told(run(bench)))
+    except asyncio.CancelledError:
+        return 128 + signal.SIGTERM
     paths = write_report(result, arguments.out)
     print(markdown(result))
     print("\n".join(f"written: {path}" for path in paths))
     return 0
+
+
+async def _until_told(work: Coroutine[Any, Any, TextResult]) -> TextResult:
+    """Terminated, it stops the servers it has started before it ends."""
+    task = asyncio.create_task(work)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await task
 
 
 def _model(arguments: argparse.Namespace) -> Path:
