@@ -24,6 +24,7 @@ AUTOREGRESSIVE_KEYS = (
     "scheduling",
     "attention",
     "enforce_eager",
+    "speculation",
     "sampling",
 )
 STAGE_KEYS = (
@@ -51,6 +52,7 @@ _FOREIGN = {
     "max_num_seqs": "max_batch",
     "num_replicas": "replicas",
     "scheduling_policy": "scheduling",
+    "speculative_config": "speculation",
 }
 """What vllm-omni calls a key of ours (its `docs/configuration/stage_configs.md`), for the error message."""
 

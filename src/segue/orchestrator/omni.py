@@ -58,9 +58,11 @@ class AsyncOmni:
         dtype: str | None = None,
         load_format: str = "auto",
         name: str | None = None,
+        speculation: Mapping[str, Any] | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
         """`config`: a deployment file, or its content. `name`: what clients call the model (default: the directory).
+        `dtype` and `speculation` are keys of a stage that win over the deployment's `defaults`.
 
         Raises `ConfigError` for anything that cannot be served as it is written.
         """
@@ -68,7 +70,8 @@ class AsyncOmni:
         checkpoint = read_config(model_dir)
         family = family_of(checkpoint, model_dir)
         graph = family.graph(checkpoint)
-        self.plan = load_plan(graph, config, overrides={"dtype": dtype} if dtype else None)
+        given = {"dtype": dtype, "speculation": speculation}
+        self.plan = load_plan(graph, config, overrides={key: value for key, value in given.items() if value})
         text_stage = graph.main
         self.card = ModelCard(
             name=name or model_dir.name,
