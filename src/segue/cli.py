@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from segue.messages.errors import ConfigError, SegueError, nearest
 from segue.models.dialects.dialect import CALL_FORMATS
@@ -117,11 +118,25 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, help="directory of a checkpoint")
     parser.add_argument("--config", type=Path, help="deployment file (YAML)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument(
+        "--speculation", type=_mapping, metavar="JSON", help='speculative decoding, e.g. {"method": "ngram"}'
+    )
     parser.add_argument("--load-format", choices=["auto", "dummy"], default="auto")
     parser.add_argument(
         "--deterministic", action="store_true", help="the same logits to the bit whatever else is in the batch"
     )
     parser.add_argument("--name", help="the name clients call the model by")
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    """A JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return value
 
 
 def _serve(arguments: argparse.Namespace) -> int:
@@ -157,6 +172,7 @@ async def _serve_until_told(arguments: argparse.Namespace, settings: ServerSetti
         arguments.model,
         config=arguments.config,
         dtype=arguments.dtype,
+        speculation=arguments.speculation,
         load_format=arguments.load_format,
         deterministic=arguments.deterministic,
         name=arguments.name,
@@ -202,6 +218,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         arguments.model,
         config=arguments.config,
         dtype=arguments.dtype,
+        speculation=arguments.speculation,
         load_format=arguments.load_format,
         deterministic=arguments.deterministic,
         name=arguments.name,
@@ -238,9 +255,10 @@ def _graph(arguments: argparse.Namespace) -> int:
 
     config = read_config(arguments.model)
     graph = family_of(config, arguments.model).graph(config)
-    plan = load_plan(
-        graph, arguments.config, overrides=stage_overrides(arguments.dtype, deterministic=arguments.deterministic)
+    overrides = stage_overrides(
+        arguments.dtype, deterministic=arguments.deterministic, speculation=arguments.speculation
     )
+    plan = load_plan(graph, arguments.config, overrides=overrides)
     print(as_mermaid(graph) if arguments.mermaid else as_text(plan))
     return 0
 

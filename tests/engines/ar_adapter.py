@@ -97,6 +97,7 @@ class TinyAdapter:
             dtype=torch.float32,
             capture_width=config.hidden_size if capture else 0,
         )
+        self.library_decoder = model.model
         self.axes = 1
         self.vocab_size = config.vocab_size
         self.max_model_len = max_model_len

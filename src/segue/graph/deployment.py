@@ -27,6 +27,7 @@ text such as `64MiB` and `1GB`.
         attention: auto                   # auto, torch, triton, flashinfer, flash_attn
         enforce_eager: false              # true: no CUDA graphs
         scheduling: priority              # priority (then arrival), fcfs (arrival), fair (equal shares between tenants)
+        speculation: {method: ngram, tokens: 4}     # or draft, eagle, medusa with a model; or mtp
         sampling: {temperature: 0.7}      # before the family's own defaults, after the request's
     edges:
       - {from: thinker, to: talker, connector: shm, budget: 64MiB}     # budget: bytes sent and not yet consumed
@@ -57,6 +58,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from segue.graph.speculation import SpeculationPlan
 from segue.graph.stage_graph import StageGraph
 from segue.messages.sampling import SamplingParams
 
@@ -117,6 +119,7 @@ class StagePlan:
     attention: str = "auto"
     enforce_eager: bool = False
     """`priority`, `fcfs` or `fair`."""
+    speculation: SpeculationPlan | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """Fields the deployment sets; the others are None."""
 

@@ -12,6 +12,7 @@ from segue.graph.deployment import ATTENTIONS, SCHEDULINGS, Hardware, Limits, Pl
 from segue.graph.hardware import detect_hardware
 from segue.graph.placement import CPU, Place, place
 from segue.graph.section import Section
+from segue.graph.speculation import speculation_of
 from segue.graph.stage_graph import Stage, StageGraph
 from segue.graph.wiring import define, plan_edges
 from segue.graph.written import Written, read
@@ -85,9 +86,12 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def stage_overrides(dtype: str | None, *, deterministic: bool) -> dict[str, Any]:
+def stage_overrides(
+    dtype: str | None, *, deterministic: bool = False, speculation: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Keys of a stage that a caller may set for all stages; what is unset is left to the file."""
-    return {**({"dtype": dtype} if dtype else {}), **({"deterministic": True} if deterministic else {})}
+    given = {"dtype": dtype, "deterministic": deterministic, "speculation": speculation}
+    return {key: value for key, value in given.items() if value}
 
 
 def _stage(stage: Stage, written: Written, where: Place) -> StagePlan:
@@ -119,6 +123,7 @@ def _stage(stage: Stage, written: Written, where: Place) -> StagePlan:
         scheduling=section.choice("scheduling", "priority", SCHEDULINGS),
         attention=section.choice("attention", "auto", ATTENTIONS),
         enforce_eager=section.flag("enforce_eager", False),
+        speculation=speculation_of(section) if stage.engine == "autoregressive" else None,
         sampling=_sampling(section) if stage.engine == "autoregressive" else SamplingParams(),
     )
 

@@ -25,6 +25,7 @@ AUTOREGRESSIVE_KEYS = (
     "attention",
     "enforce_eager",
     "deterministic",
+    "speculation",
     "sampling",
 )
 STAGE_KEYS = (
@@ -52,6 +53,7 @@ _FOREIGN = {
     "max_num_seqs": "max_batch",
     "num_replicas": "replicas",
     "scheduling_policy": "scheduling",
+    "speculative_config": "speculation",
 }
 """What vllm-omni calls a key of ours (its `docs/configuration/stage_configs.md`), for the error message."""
 

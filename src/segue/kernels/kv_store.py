@@ -109,6 +109,12 @@ class KVStore:
         heads, key, value = self.layout.shapes[layer]
         return heads * (key + value) * self.keys[layer].element_size()
 
+    def scrub_slots(self, slots: torch.Tensor) -> None:
+        """Zero the K and V of these slots [n]."""
+        for pair in self._tensors:
+            for tensor in pair:
+                tensor.flatten(0, 1).index_fill_(0, slots, 0)
+
     def scrub(self, blocks: list[int]) -> None:
         """Zero the K and V of these blocks."""
         where = torch.tensor(blocks, dtype=torch.long, device=self.device)

@@ -77,6 +77,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     """Beam search with so many beams; the `n` best are given (transformers' `num_beams`)."""
     length_penalty: float | None = None
     """Of beam search: scores are divided by length to this power (Wu et al., 2016, §7 in transformers' form)."""
+    speculate: bool | None = None
+    """False: no speculative decoding for this request, where the deployment has it. The tokens are the same."""
     early_stopping: bool | None = None
     """Of beam search: end as soon as there are `beam_width` finished candidates."""
 
@@ -114,6 +116,7 @@ FALLBACK = SamplingParams(
     n=1,
     length_penalty=1.0,
     early_stopping=False,
+    speculate=True,
 )
 """What a field means where neither the request nor the family says anything (`max_tokens`: up to the context)."""
 

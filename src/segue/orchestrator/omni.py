@@ -59,9 +59,11 @@ class AsyncOmni:
         load_format: str = "auto",
         deterministic: bool = False,
         name: str | None = None,
+        speculation: Mapping[str, Any] | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
         """`config`: a deployment file, or its content. `name`: what clients call the model (default: the directory).
+        `dtype` and `speculation` are keys of a stage that win over the deployment's `defaults`.
 
         Raises `ConfigError` for anything that cannot be served as it is written.
         """
@@ -69,7 +71,8 @@ class AsyncOmni:
         checkpoint = read_config(model_dir)
         family = family_of(checkpoint, model_dir)
         graph = family.graph(checkpoint)
-        self.plan = load_plan(graph, config, overrides=stage_overrides(dtype, deterministic=deterministic))
+        overrides = stage_overrides(dtype, deterministic=deterministic, speculation=speculation)
+        self.plan = load_plan(graph, config, overrides=overrides)
         text_stage = graph.main
         self.card = ModelCard(
             name=name or model_dir.name,

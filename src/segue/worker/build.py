@@ -30,6 +30,7 @@ from segue.messages.process import WorkerSpec
 from segue.messages.sampling import SamplingParams
 from segue.messages.wire import Loading, StageFacts
 from segue.models.registry import families
+from segue.worker.drafters import LoadedDrafter, load_drafter
 from segue.worker.outbox import Channel
 from segue.worker.retained import RetainedStore
 from segue.worker.stage import StageRunner
@@ -91,7 +92,7 @@ def build(spec: WorkerSpec, report: Callable[[Loading], None], wake: Callable[[]
         transfers = {
             edge.target: stages_module.TRANSFERS[edge.source, edge.target] for edge in edges if edge.source == plan.name
         }
-        engine = _engine(plan, adapter, wake)
+        engine = _engine(plan, adapter, context, wake)
         progress(0.9, "warming up")
         with torch.inference_mode():
             engine.warm_up()
@@ -111,13 +112,19 @@ def _media_limits(limits: Limits) -> dict[str, float]:
     }
 
 
-def _engine(plan: StagePlan, adapter: Adapter, wake: Callable[[], None]) -> Engine:
+def _engine(plan: StagePlan, adapter: Adapter, context: LoadContext, wake: Callable[[], None]) -> Engine:
     match plan.engine:
         case "autoregressive":
+            drafter = load_drafter(plan, adapter, context)
+            num_blocks = _kv_blocks(plan, adapter, drafter)
+            speculation = None
+            if drafter is not None and plan.speculation is not None:
+                groups = adapter.kv.layout(adapter.max_model_len).groups
+                speculation = drafter.speculation(plan.speculation, -(-num_blocks // groups))
             return AutoregressiveEngine(
                 adapter,
                 AutoregressiveConfig(
-                    num_blocks=_kv_blocks(plan, adapter),
+                    num_blocks=num_blocks,
                     block_size=plan.block_size,
                     max_batch=plan.max_batch,
                     max_tokens_per_step=plan.max_tokens_per_step,
@@ -127,9 +134,10 @@ def _engine(plan: StagePlan, adapter: Adapter, wake: Callable[[], None]) -> Engi
                     max_logprobs=plan.max_logprobs,
                     scheduling=plan.scheduling,
                     attention=plan.attention,
-                    enforce_eager=plan.enforce_eager,
+                    enforce_eager=plan.enforce_eager or (drafter is not None and drafter.eager),
                 ),
                 Grammars.of(adapter, wake),
+                speculation,
             )
         case "module":
             return ModuleEngine(adapter, ModuleConfig(max_batch=plan.max_batch))
@@ -137,8 +145,11 @@ def _engine(plan: StagePlan, adapter: Adapter, wake: Callable[[], None]) -> Engi
             raise ConfigError(f"stage {plan.name!r}: there is no {other} engine in this version", stage=plan.name)
 
 
-def _kv_blocks(plan: StagePlan, adapter: AutoregressiveAdapter) -> int:
-    """What the deployment says; else what its memory holds beside the weights, but no more than can ever be used."""
+def _kv_blocks(plan: StagePlan, adapter: AutoregressiveAdapter, drafter: LoadedDrafter | None) -> int:
+    """What the deployment says; else what its memory holds beside the weights, but no more than can ever be used.
+
+    A drafter with a cache of its own has room for as many tokens.
+    """
     if plan.kv_blocks is not None:
         return plan.kv_blocks
     spec = whole_kv(adapter.kv) if plan.deterministic else adapter.kv
@@ -146,14 +157,16 @@ def _kv_blocks(plan: StagePlan, adapter: AutoregressiveAdapter) -> int:
     most = layout.groups * plan.max_batch * -(-adapter.max_model_len // plan.block_size)
     if not plan.memory_bytes:
         return most
-    room = plan.memory_bytes - adapter.weight_bytes
+    weights = adapter.weight_bytes + (drafter.weight_bytes if drafter is not None else 0)
+    room = plan.memory_bytes - weights
     if room <= 0:
         raise ConfigError(
-            f"stage {plan.name!r}: its weights take {adapter.weight_bytes} bytes, its memory_share is "
+            f"stage {plan.name!r}: its weights take {weights} bytes, its memory_share is "
             f"{plan.memory_share} ({plan.memory_bytes} bytes); nothing is left for the KV cache",
             field=f"stages.{plan.name}.memory_share",
         )
-    return min(most, blocks_for(int(room * CACHE_SHARE), spec, layout, plan.block_size))
+    beside = drafter.bytes_per_block(plan.block_size) if drafter is not None else 0
+    return min(most, blocks_for(int(room * CACHE_SHARE), spec, layout, plan.block_size, beside))
 
 
 def _device_memory(spec: WorkerSpec, plans: list[StagePlan]) -> DeviceMemory | None:

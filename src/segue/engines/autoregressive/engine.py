@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,6 +24,7 @@ from segue.engines.autoregressive.policies import Accounts, rank
 from segue.engines.autoregressive.roster import Roster
 from segue.engines.autoregressive.scheduler import Job, Limits, Run, Scheduler
 from segue.engines.autoregressive.sequence import Sequence
+from segue.engines.autoregressive.speculation.speculation import NO_SPECULATION, Speculation
 from segue.engines.autoregressive.warm_up import warm_up
 from segue.engines.contract import Payload, Rows, StageOutput, StageRequest
 from segue.kernels.backends import attention_backend
@@ -30,11 +33,34 @@ from segue.kernels.paged_step import HybridStep, PagedStep, Part, paged_step, st
 from segue.messages.errors import InvalidRequest, SegueError, StageFailed
 
 
+@dataclass(slots=True)
+class Ran:
+    """What the model gave for a flat batch."""
+
+    hidden: torch.Tensor
+    """[tokens, hidden]"""
+    captured: torch.Tensor | None
+    """[tokens, width]"""
+    finite: torch.Tensor
+    """[tokens] bool"""
+    attention: PagedStep | HybridStep
+    positions: torch.Tensor
+    """[tokens] on the first rotary axis."""
+    picks: dict[str, Pick] = field(default_factory=dict)
+    """By sequence."""
+    searches: list[BeamGroup] = field(default_factory=list)
+    """The beam searches that have sequences in this step."""
+
+
 class AutoregressiveEngine:
     """Implements `segue.engines.contract.Engine` for a decoder behind an `AutoregressiveAdapter`."""
 
     def __init__(
-        self, adapter: AutoregressiveAdapter, config: AutoregressiveConfig, grammars: Grammars | None = None
+        self,
+        adapter: AutoregressiveAdapter,
+        config: AutoregressiveConfig,
+        grammars: Grammars | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         """Allocates the KV cache. Raises `ConfigError` for a model that cannot be served in flat batches.
 
@@ -48,6 +74,7 @@ class AutoregressiveEngine:
             check_invariant(adapter)
         self._adapter = adapter
         self._config = config
+        self._speculation = speculation
         spec = adapter.kv
         layout = spec.layout(adapter.max_model_len)
         recorded = backend is not None and backend.recordable and not config.enforce_eager
@@ -146,9 +173,12 @@ class AutoregressiveEngine:
 
     @torch.inference_mode()
     def step(self) -> list[StageOutput]:
-        """Schedule, run, postprocess."""
+        """Draft, schedule, run, postprocess."""
         self._take_grammars()
         outputs, self._between = self._between, []
+        if self._speculation is not None:
+            self._speculation.propose(self._roster, self._scheduler.limits, self._adapter.vocab_size)
+        start = time.perf_counter()
         decision = self._scheduler.next()
         copies = self._scheduler.apply(decision)
         self._put_aside(decision.preempt)
@@ -158,7 +188,7 @@ class AutoregressiveEngine:
             scheduled, attention = self._plan(decision.runs)
             try:
                 self._store.copy(copies)
-                hidden, captured, picks, searches = self._forward(scheduled, attention)
+                ran = self._forward(scheduled, attention)
             # whatever a model raises is the failure of this batch, and of nothing else
             except Exception as error:
                 failed = StageFailed(f"forward failed: {type(error).__name__}: {error}", stage=_stage(scheduled))
@@ -166,8 +196,12 @@ class AutoregressiveEngine:
                 ids = dict.fromkeys(sequence.request.request_id for sequence, _ in scheduled)
                 outputs += [self._fail(request_id, failed, scrub=True) for request_id in ids]
             else:
-                outputs += self._postprocess(scheduled, hidden, captured, picks)
-                outputs += self._advance(searches)
+                outputs += self._postprocess(scheduled, ran)
+                outputs += self._advance(ran.searches)
+                if self._speculation is not None:
+                    alive = {sequence.job.key for sequence, _ in scheduled if sequence in self._roster}
+                    seconds = time.perf_counter() - start
+                    self._speculation.learn(scheduled, alive, ran.hidden, ran.positions, seconds)
         if not self._roster:
             self._pool.audit_idle()
         return outputs
@@ -187,12 +221,15 @@ class AutoregressiveEngine:
             "prefix_query_tokens_total": scheduler.query_tokens,
             "generated_tokens_total": self._generated_tokens,
             "prefill_tokens_total": self._prefill_tokens,
+            **(self._speculation.stats() if self._speculation is not None else NO_SPECULATION),
         }
 
     def audit(self) -> None:
         """Check all books; an `AssertionError` says what is off. For tests, after every step."""
         self._scheduler.audit()
         assert len(self._roster) == len(self._scheduler.running) + len(self._scheduler.waiting), "a sequence is lost"
+        if self._speculation is not None:
+            self._speculation.audit()
 
     def _recorded_decodes(self) -> DecodeGraphs:
         device = self._adapter.device
@@ -226,84 +263,95 @@ class AutoregressiveEngine:
         ]
         return scheduled, groups[0] if len(groups) == 1 else HybridStep(groups, self._store.layout.group_of)
 
-    def _forward(
-        self, scheduled: list[Scheduled], attention: PagedStep | HybridStep
-    ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, Pick], list[BeamGroup]]:
-        """(is each flat token finite [tokens], captured rows [tokens, width], what was picked by sequence, the beam
-        searches that have sequences in this step)."""
+    def _forward(self, scheduled: list[Scheduled], attention: PagedStep | HybridStep) -> Ran:
         adapter = self._adapter
         embeds, batch = flat_batch(adapter, scheduled, attention)
-        ran = None if self._graphs is None else self._graphs.run(embeds, batch)
-        hidden, captured = ran or adapter.forward(embeds, batch)
+        recorded = None if self._graphs is None else self._graphs.run(embeds, batch)
+        hidden, captured = recorded or adapter.forward(embeds, batch)
         if captured is not None and self._store.rows is not None:
             captured = captured.to(self._store.rows.dtype)
             self._store.rows.index_copy_(0, attention.slots, captured)
         finite = torch.isfinite(hidden.sum(dim=-1, dtype=torch.float32))
         gather_prompt_logprobs(adapter, scheduled, hidden)
-        searches = list(
+        ran = Ran(hidden, captured, finite, attention, batch.positions[0])
+        ran.searches = list(
             dict.fromkeys(sequence.branches for sequence, _ in scheduled if isinstance(sequence.branches, BeamGroup))
         )
         wanted, of_beams = branched(targets(scheduled), self._share_size)
         drawn = [row for target in wanted for row in target.rows]
         rows = [*drawn, *(row for beams in of_beams.values() for row in beams)]
         if not rows:
-            return finite, captured, {}, searches
+            return ran
         alike = rows == list(range(len(hidden)))
         logits = adapter.logits(hidden if alike else hidden[torch.tensor(rows, device=hidden.device)])
-        picks = pick(wanted, logits[: len(drawn)], adapter.vocabulary) if wanted else {}
+        ran.picks = pick(wanted, logits[: len(drawn)], adapter.vocabulary) if wanted else {}
         at = len(drawn)
         for search, beams in of_beams.items():
             search.pick(logits[at : at + len(beams)])
             at += len(beams)
-        return finite, captured, picks, searches
+        return ran
 
-    def _postprocess(
-        self,
-        scheduled: list[Scheduled],
-        finite: torch.Tensor,
-        captured: torch.Tensor | None,
-        picks: dict[str, Pick],
-    ) -> list[StageOutput]:
+    def _postprocess(self, scheduled: list[Scheduled], ran: Ran) -> list[StageOutput]:
         outputs: list[StageOutput] = []
-        fine = None if bool(finite.all()) else finite.tolist()
+        fine = None if bool(ran.finite.all()) else ran.finite.tolist()
         begin = end = 0
         for sequence, run in scheduled:
             begin, end = end, end + run.tokens
             if sequence not in self._roster:
                 continue  # its request has failed in this step
             forks = self._new_forks(sequence)
-            taken = [picks[fork.job.key] for fork in (sequence, *forks) if fork.job.key in picks]
-            if not all(picked.finite for picked in taken) or (fine is not None and not all(fine[begin:end])):
+            taken = [ran.picks[fork.job.key] for fork in (sequence, *forks) if fork.job.key in ran.picks]
+            broken = not all(picked.finite for picked in taken) or (fine is not None and not all(fine[begin:end]))
+            if broken and run.drafts:
+                self._undo(sequence, run, ran.attention, slice(begin, end))
+                continue
+            if broken:
                 error = StageFailed("the model gave NaN or infinity for this request", stage=sequence.request.stage)
                 outputs.append(self._fail(sequence.request.request_id, error, scrub=True))
                 continue
             if any(picked.stuck for picked in taken):
                 outputs.append(self._fail(sequence.request.request_id, _nothing_left(sequence)))
                 continue
-            if captured is None and self._store.rows is not None:
+            if ran.captured is None and self._store.rows is not None:
                 sequence.shareable = False  # without captured rows a block is no hit for those who want them
-            self._scheduler.advance(sequence.job, run.stop, publish=sequence.shareable)
             self._prefill_tokens += max(0, min(run.stop, sequence.prompt_length) - run.start)
+            if forks:  # they take over what it has computed
+                self._scheduler.advance(sequence.job, run.stop, publish=sequence.shareable)
             for fork in forks:
                 self._roster.fork(sequence, fork)
             for branch in (sequence, *forks):
                 output = StageOutput(branch.request.request_id, index=branch.index)
                 new = self._announce(branch, run, output)
-                if captured is not None and branch.wants_rows:
-                    new |= self._give_rows(branch, run, captured[begin:end], output)
-                if branch.job.key in picks:
+                picked = ran.picks.get(branch.job.key)
+                if picked is not None:
                     if branch.index == 0 and branch.generated == 0:
                         branch.tell_prompt(output)
-                    self._accept(branch, picks[branch.job.key], output)
+                    self._accept(branch, run, picked, output)
                     new = True
                 if output.error is not None:
                     outputs.append(self._fail(output.request_id, output.error))
                     break
+                if not forks:
+                    # the newest token is never computed: rejected drafts come after it, and what follows an end
+                    computed = run.stop if picked is None else sequence.job.length - 1
+                    self._scheduler.advance(sequence.job, computed, publish=sequence.shareable)
+                if ran.captured is not None and branch.wants_rows:
+                    rows = ran.captured[begin : begin + branch.job.computed - run.start]
+                    new |= self._give_rows(branch, run, rows, output)
                 if new:
                     outputs += branch.branches.give(output) if isinstance(branch.branches, Forks) else [output]
                 if output.finished:
                     self._remove(branch)
         return outputs
+
+    def _undo(self, sequence: Sequence, run: Run, attention: PagedStep | HybridStep, rows: slice) -> None:
+        """NaN in a run with drafts: it may come of a wrong one, and masked it spoils those before it all the same. The
+        next step computes the tokens again, without drafts. `rows`: of the flat batch."""
+        for group in attention.groups if isinstance(attention, HybridStep) else [attention]:
+            self._store.scrub_slots(group.slots[rows])
+        self._scheduler.advance(sequence.job, run.start, publish=False)
+        sequence.propose([])
+        sequence.wary = True
 
     def _new_forks(self, sequence: Sequence) -> list[Sequence]:
         """The forks of a sequence that has computed its prompt in this step."""
@@ -357,8 +405,8 @@ class AutoregressiveEngine:
 
     def _give_rows(self, sequence: Sequence, run: Run, computed: torch.Tensor, output: StageOutput) -> bool:
         """Captured rows that are not out yet: of this step, and of blocks found in the cache."""
-        start = sequence.rows_given
-        if start >= run.stop:
+        start, stop = sequence.rows_given, sequence.job.computed
+        if start >= stop:
             return False
         if start >= run.start:
             data = computed[start - run.start :]
@@ -366,23 +414,29 @@ class AutoregressiveEngine:
             rows = self._store.rows
             assert rows is not None
             size = self._config.block_size
-            where = torch.arange(start, run.stop, device=rows.device)
+            where = torch.arange(start, stop, device=rows.device)
             blocks = torch.tensor(sequence.job.tables[0].blocks, device=rows.device)  # group 0 keeps all of them
             data = rows[blocks[where // size] * size + where % size]
         output.captured = Rows(start, data)
         if start == 0:
             output.prompt = sequence.prompt
-        sequence.rows_given = run.stop
+        sequence.rows_given = stop
         return True
 
-    def _accept(self, sequence: Sequence, picked: Pick, output: StageOutput) -> None:
+    def _accept(self, sequence: Sequence, run: Run, picked: Pick, output: StageOutput) -> None:
         """The new tokens, up to one that ends the output: their text, and whether the output ends."""
+        known = sequence.generated
+        self._append(sequence, picked, output)
+        if self._speculation is not None:
+            self._speculation.verified(sequence, run.drafts, picked.accepted, sequence.generated - known)
+
+    def _append(self, sequence: Sequence, picked: Pick, output: StageOutput) -> None:
         scores = picked.scores or [told.chosen.logprob for told in picked.logprobs]
-        sequence.logprob += sum(scores)
         for count, token in enumerate(picked.tokens, 1):
             sequence.append(token, self._share_size)
             output.token_ids = [*output.token_ids, token]
             output.logprobs = picked.logprobs[:count]
+            sequence.logprob += sum(scores[count - 1 : count])
             self._generated_tokens += 1
             may_stop = sequence.generated >= sequence.min_tokens
             if sequence.grammar is not None and not sequence.grammar.accept(token):
@@ -426,6 +480,8 @@ class AutoregressiveEngine:
     def _remove(self, sequence: Sequence) -> None:
         self._roster.remove(sequence)
         self._stalled = False
+        if self._speculation is not None:
+            self._speculation.forget(sequence.job.key)
 
     def _set_paused(self, request_id: str, paused: bool) -> None:
         for sequence in self._roster.of(request_id):

@@ -13,7 +13,7 @@ import queue
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -123,18 +123,40 @@ def blank_mask(rows: int, vocab_size: int) -> torch.Tensor:
     return torch.full((rows, -(-vocab_size // 32)), -1, dtype=torch.int32)
 
 
-def apply_grammars(logits: torch.Tensor, grammars: Sequence[Grammar | None]) -> None:
-    """-inf for what may not come, in `logits` [rows, vocab] float32; one entry per row, None: nothing is forbidden."""
-    rows = [row for row, grammar in enumerate(grammars) if grammar is not None]
-    if not rows:
+class Place(NamedTuple):
+    """Rows of logits that follow each other in one output."""
+
+    grammar: Grammar
+    row: int
+    """The first."""
+    drafts: Sequence[int] = ()
+    """Guesses: row `row + j` comes after `drafts[:j]`."""
+
+
+def apply_grammars(logits: torch.Tensor, places: Sequence[Place]) -> None:
+    """-inf for what may not come, in `logits` [rows, vocab] float32; rows that are in no place may be anything.
+
+    Behind a guess that may not come, or that ends the output, nothing is forbidden: nobody gets there.
+    """
+    if not places:
         return
     from xgrammar import apply_token_bitmask_inplace  # see _Compiler
 
-    bitmask = blank_mask(len(grammars), logits.shape[-1])
-    for row in rows:
-        grammar = grammars[row]
-        assert grammar is not None
-        grammar.mask(bitmask, row)
+    bitmask = blank_mask(len(logits), logits.shape[-1])
+    rows = []
+    for grammar, first, drafts in places:
+        grammar.mask(bitmask, first)
+        rows.append(first)
+        taken = 0
+        for draft in drafts:
+            if not grammar.accept(draft):
+                break
+            taken += 1
+            if grammar.over:
+                break
+            grammar.mask(bitmask, first + taken)
+            rows.append(first + taken)
+        grammar.rollback(taken)
     apply_token_bitmask_inplace(logits, bitmask.to(logits.device), vocab_size=logits.shape[-1], indices=rows)
 
 

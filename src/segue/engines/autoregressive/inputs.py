@@ -33,7 +33,7 @@ def flat_batch(
     conditioned: list[tuple[int, int, torch.Tensor]] = []
     for sequence, run in scheduled:
         begin = len(ids)
-        ids += sequence.ids[run.start : run.stop]
+        ids += sequence.tokens(run.start, run.stop)
         places.append(sequence.positions(run.start, run.stop))
         border = min(max(sequence.prompt_length, run.start), run.stop)
         middle = begin + border - run.start

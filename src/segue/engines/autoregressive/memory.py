@@ -12,13 +12,15 @@ def bytes_per_block(spec: KVSpec, layout: KVLayout, block_size: int) -> int:
     return block_size * (layout.token_width * spec.dtype.itemsize + spec.capture_width * spec.capture_dtype.itemsize)
 
 
-def blocks_for(budget: int, spec: KVSpec, layout: KVLayout, block_size: int) -> int:
-    """Blocks that fit `budget` bytes. Raises `ConfigError` where not one for each group does."""
-    each = bytes_per_block(spec, layout, block_size)
-    least = layout.groups * each
+def blocks_for(budget: int, spec: KVSpec, layout: KVLayout, block_size: int, beside: int = 0) -> int:
+    """Blocks that fit `budget` bytes, where `block_size` tokens take `beside` bytes elsewhere (a drafter's cache).
+
+    Raises `ConfigError` where not one for each group does.
+    """
+    least = layout.groups * bytes_per_block(spec, layout, block_size) + beside
     if budget < least:
         raise ConfigError(
             f"kv_cache_bytes is {budget}, but {block_size} tokens take {least} bytes; give at least that",
             field="kv_cache_bytes",
         )
-    return budget // each
+    return budget * layout.groups // least

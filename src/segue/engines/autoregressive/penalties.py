@@ -7,7 +7,7 @@ All of it touches few entries of a row, so each kind is one gather and one scatt
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 
 import numpy as np
 import torch
@@ -43,6 +43,15 @@ class SeenTokens:
             self._ids[place] = token
             self._size += 1
         self._counts[place] += 1
+
+    def after(self, tokens: Iterable[int]) -> SeenTokens:
+        """A copy with these output tokens more."""
+        other = copy(self)
+        other._place = dict(self._place)
+        other._ids, other._counts = self._ids.copy(), self._counts.copy()
+        for token in tokens:
+            other.add(token)
+        return other
 
     @property
     def ids(self) -> Ids:
@@ -80,6 +89,18 @@ class RowRules:
         self.bias = np.array([bias[int(token)] for token in self.bias_ids], dtype=np.float32)
         counted = self.repetition != 1.0 or self.presence != 0.0 or self.frequency != 0.0
         self.seen = SeenTokens(prompt, vocab_size) if counted else None
+
+    def after(self, tokens: Sequence[int]) -> RowRules:
+        """These rules as they would be after these output tokens more."""
+        other = copy(self)
+        other.seen = None if self.seen is None else self.seen.after(tokens)
+        other.words = None if self.words is None else self.words.after(tokens)
+        return other
+
+    @property
+    def remember(self) -> bool:
+        """What they do depends on which tokens came before."""
+        return self.seen is not None or self.words is not None
 
     @property
     def plain(self) -> bool:

@@ -9,12 +9,13 @@ import torch
 
 from segue.engines.autoregressive.branches import BeamGroup, Forks, scored
 from segue.engines.autoregressive.contract import Vocabulary
-from segue.engines.autoregressive.grammar import apply_grammars
+from segue.engines.autoregressive.grammar import Place, apply_grammars
 from segue.engines.autoregressive.inputs import Scheduled
 from segue.engines.autoregressive.logprobs import Likelihoods
 from segue.engines.autoregressive.penalties import apply_rules
-from segue.engines.autoregressive.sampler import choose
+from segue.engines.autoregressive.sampler import RowSampler, choose
 from segue.engines.autoregressive.sequence import Sequence
+from segue.engines.autoregressive.speculation.acceptance import accepted
 from segue.messages.deltas import TokenLogprobs
 
 
@@ -24,7 +25,9 @@ class Target:
 
     sequence: Sequence
     rows: range
-    """One: that of its last token."""
+    """That of its last known token, and one per draft after it."""
+    drafts: list[int] = field(default_factory=list)
+    """Guesses that are verified: `rows[j]` sees drafts[:j]."""
 
 
 @dataclass(slots=True)
@@ -41,6 +44,8 @@ class Pick:
     """Beside `tokens`, where the request asks for them."""
     scores: list[float] = field(default_factory=list)
     """Log-probabilities of `tokens` by the model's own distribution, where they decide which outputs are given."""
+    accepted: int = 0
+    """How many drafts are among `tokens`."""
 
 
 def targets(scheduled: Seq[Scheduled]) -> list[Target]:
@@ -48,8 +53,8 @@ def targets(scheduled: Seq[Scheduled]) -> list[Target]:
     found, end = [], 0
     for sequence, run in scheduled:
         end += run.tokens
-        if run.stop == sequence.job.length:
-            found.append(Target(sequence, range(end - 1, end)))
+        if run.stop - run.drafts == sequence.job.length:
+            found.append(Target(sequence, range(end - 1 - run.drafts, end), sequence.drafts[: run.drafts]))
     return found
 
 
@@ -79,34 +84,57 @@ def branched(wanted: Seq[Target], block_size: int) -> tuple[list[Target], dict[B
 def pick(wanted: Seq[Target], logits: torch.Tensor, vocabulary: Vocabulary | None) -> dict[str, Pick]:
     """By request. `logits` [rows of all targets, vocab] float32, which may be changed."""
     finite = torch.isfinite(logits.sum(dim=-1)).tolist()
-    sequences = [target.sequence for target in wanted]
+    sequences = [target.sequence for target in wanted for _ in target.rows]
     telling = [row for row, sequence in enumerate(sequences) if sequence.logprobs is not None]
     likely = _likelihoods(sequences, telling, logits)
     places = scored(sequences)
     before = logits[places].log_softmax(dim=-1) if places else logits[:0]
-    samplers = [sequence.sampler for sequence in sequences if sequence.sampler is not None]
-    generated = [sequence.generated for sequence in sequences]
+    samplers: list[RowSampler] = []
+    generated: list[int] = []
+    held: list[Place] = []
+    for target in wanted:
+        assert target.sequence.sampler is not None
+        # a token of an earlier attempt is taken anyway
+        if target.sequence.grammar is not None and target.sequence.forced is None:
+            held.append(Place(target.sequence.grammar, len(samplers), target.drafts))
+        for place in range(len(target.rows)):
+            samplers.append(target.sequence.sampler.after(target.drafts[:place]))
+            generated.append(target.sequence.generated + place)
     if not all(sampler.rules.plain for sampler in samplers):
         apply_rules(logits, [sampler.rules for sampler in samplers], generated)
-    # a token of an earlier attempt is taken anyway
-    apply_grammars(logits, [None if sequence.forced is not None else sequence.grammar for sequence in sequences])
+    apply_grammars(logits, held)
     stuck = _stuck(sequences, logits)
-    drawn = choose(logits, samplers, generated)
-    picks = {}
-    for row, (sequence, token) in enumerate(zip(sequences, drawn, strict=True)):
-        # the last token of an earlier attempt is taken, whatever is drawn now
-        known = token if sequence.forced is None else sequence.forced
-        fine = finite[row] and row not in stuck
-        picks[sequence.job.key] = Pick([known] if fine else [], finite[row], stuck=row in stuck)
-    for row, place in zip(before, places, strict=True):
-        picked = picks[sequences[place].job.key]
-        picked.scores = [row[token].item() for token in picked.tokens]
-    if likely is not None:
-        told = [picks[sequences[row].job.key] for row in telling]
-        found = likely.of([one.tokens[0] if one.tokens else 0 for one in told], vocabulary)
-        for one, logprobs in zip(told, found, strict=True):
-            one.logprobs = [logprobs] if one.tokens else []
+    # the last token of an earlier attempt is taken, whatever is drawn now
+    drawn = [
+        token if sequence.forced is None else sequence.forced
+        for sequence, token in zip(sequences, choose(logits, samplers, generated), strict=True)
+    ]
+    scores = {place: row[drawn[place]].item() for row, place in zip(before, places, strict=True)}
+    told = dict(zip(telling, likely.of([drawn[row] for row in telling], vocabulary) if likely else (), strict=True))
+    picks, begin = {}, 0
+    for target in wanted:
+        rows = range(begin, begin + len(target.rows))
+        begin = rows.stop
+        picked = _settle(target.drafts, [drawn[row] for row in rows], all(finite[row] for row in rows), rows, stuck)
+        kept = rows[: len(picked.tokens)]
+        picked.logprobs = [told[row] for row in kept if row in told]
+        picked.scores = [scores[row] for row in kept if row in scores]
+        picks[target.sequence.job.key] = picked
     return picks
+
+
+def _settle(drafts: list[int], drawn: list[int], finite: bool, rows: range, stuck: set[int]) -> Pick:
+    """What the draws of one target come to: `drawn` of the `rows` of the logits, `stuck` among them.
+
+    A place after drafts where nothing is left to choose ends them: the next step comes to it, and says so.
+    """
+    if not finite:
+        return Pick(finite=False)
+    choosable = next((place for place, row in enumerate(rows) if row in stuck), len(rows))
+    if not choosable:
+        return Pick(stuck=True)
+    count = accepted(drafts[: choosable - 1], drawn[:choosable])
+    return Pick(drawn[: count + 1], accepted=count)
 
 
 def _likelihoods(sequences: Seq[Sequence], telling: Seq[int], logits: torch.Tensor) -> Likelihoods | None:

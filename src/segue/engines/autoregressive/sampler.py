@@ -8,7 +8,7 @@ any batch, after a preemption and after a resume.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -59,6 +59,12 @@ class RowSampler:
     def saw(self, token: int) -> None:
         """One more output token of this request."""
         self.rules.saw(token)
+
+    def after(self, tokens: Sequence[int]) -> RowSampler:
+        """This sampler as it would be had it seen these output tokens too; itself where they would change nothing."""
+        if not tokens or not self.rules.remember:
+            return self
+        return replace(self, rules=self.rules.after(tokens))
 
 
 def uniform(seed: int, index: int) -> float:

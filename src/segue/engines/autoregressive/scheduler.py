@@ -1,10 +1,11 @@
 """Who runs how many tokens in the next step. `schedule` is pure; `Scheduler.apply` does what it says.
 
-One rule covers prefill, chunked prefill, decode and recomputation: a sequence has `length` known tokens, `computed` of
-them are in the KV cache, and the inputs of `ready` of them are there; it wants `ready - computed` tokens. Running
-sequences come first, in order of rank (priority, then arrival), then waiting ones: by rank too, or in fair shares
-between tenants (`policies`). Where some decode, prefills share `prefill_chunk` tokens of the step: so long prompts hold
-up nobody's next token for longer than one chunk takes.
+One rule covers prefill, chunked prefill, decode, recomputation and speculation: a sequence has `length` known tokens,
+`computed` of them are in the KV cache, the inputs of `ready` of them are there, and `drafts` guessed ones may follow:
+it wants `ready + drafts - computed` tokens. Running sequences come first, in order of rank (priority, then arrival),
+then waiting ones: by rank too, or in fair shares between tenants (`policies`). Drafts come last: they get what budget
+and free blocks are left, and nobody is preempted for them. Where some decode, prefills share `prefill_chunk` tokens of
+the step: so long prompts hold up nobody's next token for longer than one chunk takes.
 
 When blocks run short, sequences are preempted and later computed again: paused ones first (their downstream is full,
 they cannot use their blocks), then those of lower rank, then those of higher rank that wait for an input. So the first
@@ -23,7 +24,7 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections import Counter
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from segue.engines.autoregressive.blocks import BlockPool, common, find_hit, first_visible, group_key, visible
 from segue.engines.autoregressive.policies import Accounts, Rank
@@ -41,8 +42,8 @@ class Table:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A sequence as the scheduler sees it. The engine owns `length`, `ready`, `hashes`, `fresh` and `paused`; the
-    scheduler owns `computed`, `tables`, `forked` and `running`."""
+    """A sequence as the scheduler sees it. The engine owns `length`, `ready`, `drafts`, `hashes`, `fresh` and `paused`;
+    the scheduler owns `computed`, `tables`, `forked` and `running`."""
 
     key: str
     rank: Rank
@@ -51,6 +52,8 @@ class Job:
     """Known tokens: prompt and generated. 0: the prompt is not there yet."""
     ready: int = 0
     """Tokens whose inputs are there: all known ones, but for conditioning that has not arrived."""
+    drafts: int = 0
+    """Guessed tokens after the known ones, to be verified in the step that computes the last known one."""
     computed: int = 0
     """Tokens in the KV cache."""
     tables: list[Table] = field(default_factory=list)
@@ -163,6 +166,8 @@ class Run:
     """Published blocks found for a sequence that is admitted, per group: those before `start` that can be seen."""
     copy: bool = False
     """Others hold the blocks that its first token goes to: it gets its own, with the same content."""
+    drafts: int = 0
+    """How many of `tokens` are drafts: the last ones."""
 
     @property
     def stop(self) -> int:
@@ -219,6 +224,8 @@ def schedule(
     runs = _continue(running, ledger, limits, preempted)
     if not preempted:
         runs += _admit(running, waiting, runs, ledger, limits, pool, preempted, accounts)
+    if not preempted and any(run.job.drafts for run in runs):
+        runs = _widen(running, runs, ledger, limits)
     return Decision(tuple(preempted), tuple(runs))
 
 
@@ -404,6 +411,32 @@ def _missing(limits: Limits, length: int, held: Seq[int]) -> int:
     return sum(max(0, least - have) for least, have in zip(limits.least(length), held, strict=True))
 
 
+def _widen(running: Seq[Job], runs: Seq[Run], ledger: _Ledger, limits: Limits) -> list[Run]:
+    """The runs, with drafts where they fit into what is left: blocks that prefills will still take are not for them."""
+    planned = {id(run.job): run.allocate for run in runs}
+    under_way = [(job, [len(table.blocks) for table in job.tables]) for job in running if not job.paused]
+    under_way += [(run.job, [len(blocks) for blocks in run.hit]) for run in runs if not run.job.running]
+    promised = sum(
+        _missing(limits, job.length, [held + planned.get(id(job), 0) for held in tables]) for job, tables in under_way
+    )
+    groups = len(limits.windows)
+    spare = max(0, ledger.available - promised) // groups
+    budget = limits.max_tokens - sum(run.tokens for run in runs)
+    widened = []
+    for run in runs:
+        job = run.job
+        end = (job.end if job.running else run.start // limits.block_size) + run.allocate
+        room = (end + spare) * limits.block_size - run.stop
+        drafts = min(job.drafts, budget, room) if run.stop == job.length else 0
+        if drafts > 0:
+            new = max(0, limits.blocks(run.stop + drafts) - end)
+            budget -= drafts
+            spare -= new
+            run = replace(run, tokens=run.tokens + drafts, allocate=run.allocate + new, drafts=drafts)
+        widened.append(run)
+    return widened
+
+
 class Scheduler:
     """The two queues, the pool and the accounts; changes them as a `Decision` says."""
 
@@ -486,11 +519,12 @@ class Scheduler:
 
     def advance(self, job: Job, computed: int, *, publish: bool) -> None:
         """Tokens up to `computed` are in the cache now. `publish`: let others find the blocks that are full. Blocks
-        that no later token sees are given back."""
+        that no later token sees are given back, and those that only rejected drafts had."""
         size = self.limits.block_size
         full = range(job.computed // size, min(computed // size, len(job.hashes))) if publish else range(0)
         if self.accounts is not None:
-            self.accounts.generated(job, computed + (computed == job.length))
+            # the token drawn in this step counts, be it appended already or not
+            self.accounts.generated(job, computed + (computed >= job.length - 1))
         job.computed = computed
         for group, (table, window) in enumerate(zip(job.tables, self.limits.windows, strict=True)):
             for index in full:
@@ -500,6 +534,9 @@ class Scheduler:
                 self.pool.release(table.blocks[:behind])
                 del table.blocks[:behind]
                 table.first += behind
+            keep = self.limits.blocks(computed) - table.first
+            self.pool.release(table.blocks[keep:])
+            del table.blocks[keep:]
 
     def remove(self, job: Job) -> None:
         """The sequence is finished, failed or cancelled: give back what it holds."""

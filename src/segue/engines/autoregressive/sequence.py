@@ -115,6 +115,10 @@ class Sequence:
         self._positions: np.ndarray | None = None
         self.ids: list[int] = []
         """Prompt and generated tokens."""
+        self.drafts: list[int] = []
+        """Guesses at the tokens after `ids`, to be verified in its next step."""
+        self.wary = False
+        """Its last step gave NaN with drafts: the next one has none."""
         self.forced: int | None = None
         """The last token of an earlier attempt: taken instead of a drawn one."""
         self.conditioning = Conditioning()
@@ -274,7 +278,20 @@ class Sequence:
         self.ids.append(token)
         self.sampler.saw(token)
         self.forced = None
+        self.wary = False
+        self.propose([])
         self.refresh(block_size)
+
+    def propose(self, drafts: list[int]) -> None:
+        """Guesses at the next tokens; they hold until there is a token more."""
+        self.drafts = drafts
+        self.job.drafts = len(drafts)
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Ids of tokens [start, stop), drafts among them."""
+        known = self.ids[start:stop]
+        after = len(self.ids)
+        return known + self.drafts[max(0, start - after) : stop - after] if stop > after else known
 
     def refresh(self, block_size: int) -> None:
         """Bring `job` up to date after tokens or rows arrived."""

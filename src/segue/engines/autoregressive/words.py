@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import replace
 
 import torch
@@ -37,6 +38,12 @@ class BadWords:
     def saw(self, token: int) -> None:
         """One more output token."""
         self._tail.append(token)
+
+    def after(self, tokens: Iterable[int]) -> BadWords:
+        """A copy that has seen these output tokens too."""
+        other = copy(self)
+        other._tail = deque([*self._tail, *tokens], maxlen=self._tail.maxlen)
+        return other
 
     def forbidden(self) -> set[int]:
         """The tokens that would end one of the texts now."""

@@ -29,6 +29,7 @@ class LLM:
         self._decoder = PagedDecoder(load_model(ctx, config))
         self._tokenizer = load_tokenizer(ctx.model_dir)
         self.vocabulary = vocabulary_of(self._tokenizer)
+        self.library_decoder = self._decoder.model
         self.device = self._decoder.device
         self.kv: KVSpec = self._decoder.kv
         self.vocab_size: int = self._decoder.vocab_size

@@ -61,6 +61,7 @@ class Thinker:
         decoder.model.set_attn_implementation(PAGED)
         pack_linears(decoder, DECODE_ROWS)
         self._model, self._head = decoder.model, decoder.lm_head
+        self.library_decoder = decoder.model
         self._positions = Positions(thinker)
         self._tokenizer = load_tokenizer(ctx.model_dir)
         self.vocabulary = vocabulary_of(self._tokenizer)

@@ -1,0 +1,176 @@
+"""From `speculation` in a deployment to a drafter: what it loads, and what it takes of the stage's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from segue.engines.autoregressive.contract import AutoregressiveAdapter, KVSpec
+from segue.engines.autoregressive.speculation.cache import keeping
+from segue.engines.autoregressive.speculation.chain import ChainDrafter
+from segue.engines.autoregressive.speculation.contract import ChainHead
+from segue.engines.autoregressive.speculation.drafter import Drafter
+from segue.engines.autoregressive.speculation.heads import HeadsDrafter
+from segue.engines.autoregressive.speculation.model import ModelDrafter
+from segue.engines.autoregressive.speculation.ngram import NgramDrafter
+from segue.engines.autoregressive.speculation.speculation import Speculation
+from segue.engines.contract import LoadContext
+from segue.graph.deployment import StagePlan
+from segue.graph.speculation import SpeculationPlan
+from segue.messages.errors import ConfigError
+from segue.models.registry import family_of, read_config
+
+if TYPE_CHECKING:
+    from segue.models.speculators.eagle import Eagle
+
+
+@dataclass(slots=True)
+class LoadedDrafter:
+    """A drafter whose weights are there; its cache is made when the number of blocks is known."""
+
+    make: Callable[[int], Drafter]
+    """From the number of KV blocks."""
+    weight_bytes: int = 0
+    kv: KVSpec | None = None
+    """Of its own cache, where it has one: room for as many tokens as the target's."""
+
+    eager: bool = False
+    """It looks at inner layers while they run, which they do not where a recorded step is replayed."""
+
+    def bytes_per_block(self, block_size: int) -> int:
+        """Bytes that so many tokens take in its cache."""
+        return block_size * keeping(self.kv).token_width * self.kv.dtype.itemsize if self.kv is not None else 0
+
+    def speculation(self, plan: SpeculationPlan, num_blocks: int) -> Speculation:
+        """What the engine takes."""
+        return Speculation(self.make(num_blocks), plan.tokens, adaptive=plan.adaptive)
+
+
+def load_drafter(stage: StagePlan, target: AutoregressiveAdapter, context: LoadContext) -> LoadedDrafter | None:
+    """The stage's drafter; None where it has none, or is driven by another stage, which rules out guessing.
+
+    Raises `ConfigError` naming the key under `stages.<name>.speculation`.
+    """
+    plan = stage.speculation
+    if plan is None or target.conditioned:
+        return None
+    try:
+        match plan.method:
+            case "ngram":
+                return LoadedDrafter(lambda num_blocks: NgramDrafter(plan.ngram_min, plan.ngram_max))
+            case "draft":
+                return _draft_model(stage, _directory(plan), target, context)
+            case "medusa":
+                return _medusa(_directory(plan), target, context)
+            case "eagle":
+                head = _eagle(_directory(plan), target, context)
+                return replace(_chain(head, stage, target), eager=head.inner)
+            case _:
+                return _chain(_multi_token(target, context), stage, target)
+    except ConfigError as error:
+        field = f"stages.{stage.name}.{error.field}" if (error.field or "").startswith("speculation") else error.field
+        raise ConfigError(f"stage {stage.name!r}: speculation: {error.message}", field=field) from error
+
+
+def _directory(plan: SpeculationPlan) -> Path:
+    directory = Path(plan.model or "")
+    if not directory.is_dir():
+        raise ConfigError(f"speculation.model is {plan.model!r}, which is no directory", field="speculation.model")
+    return directory
+
+
+def _draft_model(
+    stage: StagePlan, directory: Path, target: AutoregressiveAdapter, context: LoadContext
+) -> LoadedDrafter:
+    config = read_config(directory)
+    family = family_of(config, directory)
+    graph = family.graph(config)
+    name = next((name for name in graph.topological() if graph.stages[name].engine == "autoregressive"), None)
+    if name is None:
+        raise ConfigError(f"{directory}: {graph.name!r} has no language model to draft with", field="speculation.model")
+    # without the stage's own options: those are the target's family's
+    own = replace(context, model_dir=directory, stage=name, options={})
+    adapter = family.load_stages().ADAPTERS[name](own)
+    _check_vocabularies(context.model_dir, directory, target, adapter)
+
+    def make(num_blocks: int) -> Drafter:
+        return ModelDrafter(adapter, target.vocab_size, num_blocks, stage.block_size, stage.max_tokens_per_step)
+
+    return LoadedDrafter(make, adapter.weight_bytes, adapter.kv)
+
+
+def _medusa(directory: Path, target: AutoregressiveAdapter, context: LoadContext) -> LoadedDrafter:
+    from segue.models.speculators.medusa import Medusa
+
+    heads = Medusa(directory, target, context.dtype)
+    return LoadedDrafter(lambda num_blocks: HeadsDrafter(heads), heads.weight_bytes)
+
+
+def _eagle(directory: Path, target: AutoregressiveAdapter, context: LoadContext) -> Eagle:
+    from segue.models.speculators.eagle import Eagle
+
+    return Eagle(directory, target, context.dtype)
+
+
+def _multi_token(target: AutoregressiveAdapter, context: LoadContext) -> ChainHead:
+    from segue.models.speculators.mtp import MultiToken
+
+    return MultiToken(context.model_dir, target, context.dtype)
+
+
+def _chain(head: ChainHead, stage: StagePlan, target: AutoregressiveAdapter) -> LoadedDrafter:
+    def make(num_blocks: int) -> Drafter:
+        return ChainDrafter(head, num_blocks, stage.block_size, target.device, target.vocab_size)
+
+    return LoadedDrafter(make, head.weight_bytes, head.kv)
+
+
+def _check_vocabularies(
+    model_dir: Path, directory: Path, target: AutoregressiveAdapter, draft: AutoregressiveAdapter
+) -> None:
+    """An id must mean the same token to both. Sizes may differ by unused ids at the end where the tokenizers agree."""
+    ours, theirs = _tokens(model_dir), _tokens(directory)
+    if ours is not None and theirs is not None:
+        if ours != theirs:
+            raise ConfigError(
+                f"speculation.model is {str(directory)!r}, whose tokenizer has other tokens than the model's",
+                field="speculation.model",
+            )
+    elif target.vocab_size != draft.vocab_size:
+        raise ConfigError(
+            f"speculation.model is {str(directory)!r}, which has {draft.vocab_size} tokens; the model has "
+            f"{target.vocab_size}",
+            field="speculation.model",
+        )
+
+
+def _tokens(directory: Path) -> Any:
+    """The vocabulary of `tokenizer.json`, for comparison; None where there is no such file."""
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        return None
+    try:
+        written = msgspec.json.decode(path.read_bytes(), type=_TokenizerFile)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path}: not a tokenizer: {error}", field="speculation.model") from error
+    return written.model.vocab, {token.id: token.content for token in written.added_tokens}
+
+
+class _Added(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _TokenizerModel(msgspec.Struct):
+    vocab: Any = None
+
+
+class _TokenizerFile(msgspec.Struct):
+    """What of a `tokenizer.json` says which id is which token."""
+
+    model: _TokenizerModel
+    added_tokens: list[_Added] = []

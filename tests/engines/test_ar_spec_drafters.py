@@ -1,0 +1,499 @@
+"""Drafters with a network: read in their published layouts, trained on the spot, serving what plain steps serve."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from ar_adapter import HIDDEN, VOCAB, TinyAdapter, generate, prompts, stage_request, tiny_model
+from ar_speculation import CONDITIONS, PROMPTS, SAMPLINGS, TOKENS, batched, plainly, preempted, serve, speculating
+from spec_heads import (
+    eagle_config,
+    hidden_states,
+    layer_shapes,
+    random_tensors,
+    renamed,
+    train_chain,
+    train_parallel,
+    whole,
+    write,
+)
+
+from segue.engines.autoregressive.speculation.cache import DraftCache, Span
+from segue.engines.autoregressive.speculation.chain import ChainDrafter
+from segue.engines.autoregressive.speculation.drafter import Drafter
+from segue.engines.autoregressive.speculation.heads import HeadsDrafter
+from segue.engines.autoregressive.speculation.model import ModelDrafter
+from segue.engines.autoregressive.speculation.ngram import NgramDrafter
+from segue.messages.errors import ConfigError
+from segue.messages.sampling import SamplingParams
+from segue.models.speculators.eagle import Eagle
+from segue.models.speculators.medusa import Medusa
+from segue.models.speculators.mtp import MultiToken, layouts
+
+GREEDY = SAMPLINGS["greedy"]
+BIAS = re.compile(r"self_attn\.o_proj\.bias")
+
+
+@pytest.fixture(scope="module")
+def adapter():
+    return TinyAdapter(tiny_model("qwen2", seed=7))
+
+
+@pytest.fixture(scope="module")
+def answers(adapter):
+    return [generate(adapter.model, prompt, TOKENS) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def texts(answers):
+    return [[*prompt, *answer] for prompt, answer in zip(PROMPTS, answers, strict=True)]
+
+
+def chain(adapter, head, blocks: int = 64) -> ChainDrafter:
+    return ChainDrafter(head, blocks, 8, adapter.device, adapter.vocab_size)
+
+
+# --- one of each kind ------------------------------------------------------------------------------------------------
+
+
+def medusa_tensors(heads: int = 3) -> dict[str, torch.Tensor]:
+    shapes = {}
+    for head in range(heads):
+        shapes |= {
+            f"{head}.0.linear.weight": [HIDDEN, HIDDEN],
+            f"{head}.0.linear.bias": [HIDDEN],
+            f"{head}.1.weight": [VOCAB, HIDDEN],
+        }
+    return random_tensors(shapes)
+
+
+@pytest.fixture(scope="module")
+def medusa(adapter, texts, tmp_path_factory):
+    """The authors' layout, in the file they publish."""
+    path = tmp_path_factory.mktemp("medusa")
+    tensors = medusa_tensors()
+    torch.save(tensors, path / "medusa_lm_head.pt")
+    heads = Medusa(path, adapter, torch.float32)
+    parts = [part for head in heads._heads for part in (*head.blocks[0], head.out)]
+    weights = dict(zip(tensors, parts, strict=True))
+    train_parallel(heads, weights, adapter, texts)
+    torch.save(weights, path / "medusa_lm_head.pt")
+    trained = Medusa(path, adapter, torch.float32)
+    assert (trained.count, trained.weight_bytes) == (3, sum(tensor.nbytes for tensor in tensors.values()))
+    return lambda: HeadsDrafter(trained)
+
+
+def eagle1_tensors() -> dict[str, torch.Tensor]:
+    shapes = layer_shapes("layers.0.", HIDDEN, norm=False)
+    shapes |= {"fc.weight": [HIDDEN, 2 * HIDDEN], "fc.bias": [HIDDEN]}
+    return random_tensors(shapes)
+
+
+@pytest.fixture(scope="module")
+def eagle1(adapter, texts, tmp_path_factory):
+    path = write(tmp_path_factory.mktemp("eagle1"), eagle1_tensors(), eagle_config(HIDDEN, VOCAB))
+    head = Eagle(path, adapter, torch.float32)
+    train_chain(head, head._network, adapter, texts)
+    write(path, renamed(head._network, lambda name: name))
+    trained = Eagle(path, adapter, torch.float32)
+    return lambda: chain(adapter, trained)
+
+
+DRAFT_VOCAB = 90
+
+
+def eagle3_tensors() -> dict[str, torch.Tensor]:
+    """`d2t`: ids from 7 on are told by an offset, the others by none; `t2d`, which only training needs."""
+    shapes = layer_shapes("midlayer.", HIDDEN, wide=2)
+    shapes |= {
+        "midlayer.hidden_norm.weight": [HIDDEN],
+        "fc.weight": [HIDDEN, 3 * HIDDEN],
+        "norm.weight": [HIDDEN],
+        "lm_head.weight": [DRAFT_VOCAB, HIDDEN],
+    }
+    shift = torch.where(torch.arange(DRAFT_VOCAB) < 7, 0, VOCAB - DRAFT_VOCAB)
+    known = torch.zeros(VOCAB, dtype=torch.bool)
+    known[torch.arange(DRAFT_VOCAB) + shift] = True
+    return {**random_tensors(shapes), "d2t": shift, "t2d": known}
+
+
+@pytest.fixture(scope="module")
+def eagle3(adapter, texts, tmp_path_factory):
+    tensors = eagle3_tensors()
+    config = eagle_config(HIDDEN, VOCAB, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2]})
+    path = write(tmp_path_factory.mktemp("eagle3"), tensors, {**config, "draft_vocab_size": DRAFT_VOCAB})
+    head = Eagle(path, adapter, torch.float32)
+    train_chain(head, head._network, adapter, texts)
+    trained = renamed(head._network, lambda name: name.replace("layers.0.", "midlayer."))
+    write(path, {**trained, "d2t": tensors["d2t"], "t2d": tensors["t2d"]})
+    again = Eagle(path, adapter, torch.float32)
+    return lambda: chain(adapter, again)
+
+
+def mtp_tensors(adapter: TinyAdapter, which: int) -> tuple[dict[str, torch.Tensor], Callable[[str], str]]:
+    """A module in one of the published layouts, and names in our network → names in it."""
+    way = layouts(len(adapter.model.model.layers))[which]
+    ours = {"embed_norm": way.embed_norm, "hidden_norm": way.hidden_norm, "join": way.join, "norm": way.norm}
+    if way.head is not None:
+        ours["head"] = way.head
+
+    def name(key: str) -> str:
+        module, _, rest = key.partition(".")
+        return f"{way.prefix}{way.layer}{rest}" if module == "layer" else f"{way.prefix}{ours[module]}.{rest}"
+
+    shapes: dict[str, list[int]] = {f"{key}.weight": [HIDDEN] for key in ("embed_norm", "hidden_norm", "norm")}
+    shapes["join.weight"] = [HIDDEN, 2 * HIDDEN]
+    if way.head is not None:
+        shapes["head.weight"] = [VOCAB, HIDDEN]
+    for key, tensor in adapter.model.model.layers[0].state_dict().items():
+        shapes[f"layer.{key}"] = list(tensor.shape)
+    return {name(key): tensor for key, tensor in random_tensors(shapes).items()}, name
+
+
+@pytest.fixture(scope="module")
+def mtp(adapter, texts, tmp_path_factory):
+    path = tmp_path_factory.mktemp("mtp")
+    tensors, name = mtp_tensors(adapter, 0)
+    write(path, tensors)
+    head = MultiToken(path, adapter, torch.float32)
+    train_chain(head, head._network, adapter, texts)
+    write(path, renamed(head._network, name))
+    trained = MultiToken(path, adapter, torch.float32)
+    return lambda: chain(adapter, trained)
+
+
+@pytest.fixture(scope="module")
+def draft(adapter):
+    """The target with a little noise on its weights."""
+    other = copy.deepcopy(adapter.model)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter += 0.02 * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    small = TinyAdapter(other)
+    return lambda: ModelDrafter(small, VOCAB, 64, 8, 2048)
+
+
+@pytest.fixture(scope="module")
+def ngram():
+    return lambda: NgramDrafter(1, 3)
+
+
+@dataclass
+class Kind:
+    make: Callable[[], Drafter]
+    accepted: float
+    """At least this part of the drafts is accepted on the texts it was trained for."""
+
+
+KINDS = {"ngram": 0.02, "draft": 0.35, "medusa": 0.35, "eagle1": 0.35, "eagle3": 0.35, "mtp": 0.35}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request):
+    return Kind(request.getfixturevalue(request.param), KINDS[request.param])
+
+
+# --- the same tokens -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("condition", CONDITIONS, ids=lambda condition: condition.__name__)
+def test_greedy_tokens_equal_plain_ones(adapter, answers, kind, condition):
+    assert condition(adapter, kind.make, GREEDY) == answers
+
+
+@pytest.mark.parametrize("sampling", ["sampled", "penalised"])
+def test_other_tokens_equal_plain_ones(adapter, kind, sampling):
+    plain = serve(plainly(adapter), SAMPLINGS[sampling])
+    for condition in (batched, preempted):
+        assert condition(adapter, kind.make, SAMPLINGS[sampling]) == plain
+
+
+def test_drafts_are_accepted(adapter, answers, kind):
+    drive = speculating(adapter, kind.make(), prefix_caching=False)
+    before = len(adapter.forwards)
+    assert serve(drive, GREEDY) == answers
+    stats = drive.engine.stats()
+    assert stats["spec_active"] == 1.0
+    assert stats["spec_accepted_tokens_total"] >= kind.accepted * stats["spec_draft_tokens_total"] > 0
+    if kind.accepted > 0.3:
+        assert len(adapter.forwards) - before < TOKENS
+
+
+def test_drafts_for_text_never_seen_are_harmless(adapter, kind):
+    fresh = prompts(4, (8, 21, 40, 5), seed=99)
+    drive = speculating(adapter, kind.make(), max_tokens_per_step=20)
+    for index, prompt in enumerate(fresh):
+        drive.add(stage_request(f"r{index}", sampling=GREEDY), prompt)
+    results = drive.run()
+    for index, prompt in enumerate(fresh):
+        assert results[f"r{index}"].token_ids == generate(adapter.model, prompt, TOKENS)
+
+
+# --- a draft model ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("condition", [batched, preempted], ids=lambda condition: condition.__name__)
+def test_a_draft_model_that_is_the_target_is_always_right(adapter, sampling, condition):
+    """At any temperature, because it draws with the request's own numbers: and with its penalties."""
+    same = TinyAdapter(adapter.model)
+    held = []
+
+    def make() -> Drafter:
+        held.append(_Counting(ModelDrafter(same, VOCAB, 64, 8, 2048)))
+        return held[-1]
+
+    plain = serve(plainly(adapter), sampling)
+    assert condition(adapter, make, sampling) == plain
+    text = {f"r{index}": [*prompt, *tokens] for index, (prompt, tokens) in enumerate(zip(PROMPTS, plain, strict=True))}
+    right = [
+        text[key][place : place + len(drafts)] == drafts[: len(text[key]) - place]
+        for key, place, drafts in held[0].told
+    ]
+    assert len(right) > 10
+    assert all(right)
+
+
+class _Counting(ModelDrafter):
+    def __init__(self, inner: ModelDrafter) -> None:
+        self.inner, self.told = inner, []
+
+    def propose(self, wanted):
+        drafts = self.inner.propose(wanted)
+        self.told += [(entry.key, len(entry.ids), guess) for entry, guess in zip(wanted, drafts, strict=True) if guess]
+        return drafts
+
+    def forget(self, key):
+        self.inner.forget(key)
+
+    def audit(self):
+        self.inner.audit()
+
+
+def test_a_draft_model_computes_each_token_once(adapter, answers):
+    """Accepted drafts are not computed again: all its forwards together are the text, and what was rejected."""
+    small = TinyAdapter(adapter.model)
+    drive = speculating(adapter, ModelDrafter(small, VOCAB, 64, 8, 2048))
+    assert serve(drive, GREEDY, which=[2]) == [answers[2]]
+    assert sum(small.forwards) <= len(PROMPTS[2]) + TOKENS
+
+
+def test_a_draft_model_catches_up_in_pieces(adapter, answers):
+    small = TinyAdapter(adapter.model)
+    drive = speculating(adapter, ModelDrafter(small, VOCAB, 64, 8, 16))
+    assert serve(drive, GREEDY) == answers
+    assert max(small.forwards) <= 16
+    assert drive.engine.stats()["spec_accepted_tokens_total"] > 10
+
+
+@pytest.mark.parametrize("blocks", [1, 4, 9])
+def test_a_small_cache_drafts_for_fewer(adapter, answers, draft, blocks):
+    small = draft()._adapter
+    drive = speculating(adapter, ModelDrafter(small, VOCAB, blocks, 8, 2048))
+    assert serve(drive, GREEDY) == answers
+    assert drive.engine.stats()["spec_active"] == 1.0
+
+
+@pytest.mark.parametrize("blocks", [1, 4, 9])
+def test_a_small_cache_of_a_chain_drafts_for_fewer(adapter, answers, eagle1, blocks):
+    drive = speculating(adapter, chain(adapter, eagle1()._head, blocks))
+    assert serve(drive, GREEDY) == answers
+    assert drive.engine.stats()["spec_active"] == 1.0
+
+
+@pytest.mark.parametrize("vocab", [60, 120])
+def test_a_draft_model_with_fewer_or_more_ids(adapter, answers, vocab):
+    small = TinyAdapter(tiny_model("llama", vocab_size=vocab))
+    drive = speculating(adapter, ModelDrafter(small, VOCAB, 64, 8, 2048))
+    assert serve(drive, GREEDY) == answers
+    assert drive.engine.stats()["spec_active"] == 1.0
+
+
+def test_rules_that_leave_a_head_nothing_to_guess(adapter, kind):
+    """EAGLE-3's smaller vocabulary and the allowed tokens may have nothing in common: others draft on."""
+    few = SamplingParams(temperature=0.8, max_tokens=TOKENS, allowed_token_ids=[7, 8, 9])
+    plain = plainly(adapter)
+    drive = speculating(adapter, kind.make())
+    for each in (plain, drive):
+        each.add(stage_request("few", sampling=few, seed=3), PROMPTS[0])
+        each.add(stage_request("free", sampling=SAMPLINGS["sampled"], seed=4), PROMPTS[1])
+        each.run()
+    for key in ("few", "free"):
+        assert drive.results[key].token_ids == plain.results[key].token_ids
+    assert drive.engine.stats()["spec_active"] == 1.0
+
+
+def test_a_drafter_that_computes_nan_guesses_anything(adapter, answers):
+    small = TinyAdapter(adapter.model)
+    small.poison = answers[1][2]
+    drive = speculating(adapter, ModelDrafter(small, VOCAB, 64, 8, 2048))
+    sampled = serve(drive, SAMPLINGS["sampled"])
+    assert sampled == serve(plainly(adapter), SAMPLINGS["sampled"])
+    assert drive.engine.stats()["spec_active"] == 1.0
+
+
+def test_least_recently_used_tables_give_way():
+    spec = TinyAdapter(tiny_model("llama")).kv
+    cache = DraftCache(spec, 4, 8, torch.device("cpu"))
+    assert cache.reserve("a", 16, set())
+    assert cache.reserve("b", 9, set())
+    assert not cache.reserve("c", 8, {"a", "b"})
+    assert cache.reserve("a", 16, set())
+    assert cache.reserve("c", 16, {"c"})
+    assert ("a" in cache, "b" in cache) == (True, False)
+    order, _ = cache.step([Span("a", 0, 9), Span("c", 3, 4)])
+    assert order == [1, 0]
+    cache.audit()
+
+
+# --- published layouts -----------------------------------------------------------------------------------------------
+
+
+def test_medusa_in_the_layout_of_vllm(adapter, texts, tmp_path):
+    theirs = medusa_tensors()
+    torch.save(theirs, tmp_path / "medusa_lm_head.pt")
+    first = Medusa(tmp_path, adapter, torch.float32)
+    names = {"0.linear.weight": "layers.0.weight", "0.linear.bias": "layers.0.bias"}
+    other = {}
+    for name, tensor in theirs.items():
+        head, _, rest = name.partition(".")
+        other[f"lm_heads.{head}.weight" if rest == "1.weight" else f"blocks.{head}.{names[rest]}"] = tensor
+    states = hidden_states(adapter, texts[0])
+    second = Medusa(write(tmp_path / "vllm", other), adapter, torch.float32)
+    torch.testing.assert_close(first.logits(states), second.logits(states))
+    few = torch.arange(3, VOCAB, 2)
+    mapped = {name: tensor[few] if name.startswith("lm_heads") else tensor for name, tensor in other.items()}
+    third = Medusa(write(tmp_path / "mapped", {**mapped, "token_map": few}), adapter, torch.float32)
+    logits = third.logits(states)
+    torch.testing.assert_close(logits[..., few], first.logits(states)[..., few])
+    assert int(logits.isfinite().sum()) == logits.shape[0] * 3 * len(few)
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_layouts_of_multi_token_prediction(adapter, texts, tmp_path, which):
+    """All of them make the same network: only what is joined first, and what is carried on, differs."""
+    tensors, _ = mtp_tensors(adapter, which)
+    head = MultiToken(write(tmp_path, tensors), adapter, torch.float32)
+    ids = torch.tensor(texts[1])
+    states = hidden_states(adapter, texts[1])[:-1]
+    count = len(states)
+    own, out = head.forward(head.rows(states), ids[1:], torch.arange(count), whole(head.kv, count))
+    way, network = layouts(3)[which], head._network
+    assert torch.equal(own, out) == way.normed_on
+    pair = [network.embed_norm(adapter.embed(ids[1:], None)), network.hidden_norm(states)]
+    joined = network.join(torch.cat(pair[::-1] if which == 2 else pair, dim=-1))
+    again = network.layer(
+        joined[None],
+        position_embeddings=adapter.model.model.rotary_emb(joined, torch.arange(count)[None]),
+        attention_mask=None,
+        paged=whole(head.kv, count),
+    )[0]
+    torch.testing.assert_close(network.norm(again), out)
+    assert head.logits(out).shape == (count, VOCAB)
+
+
+def test_a_prefix_of_names_and_a_file_of_torch(adapter, texts, tmp_path):
+    """EAGLE heads are published as `pytorch_model.bin` too, and with `model.` before their names."""
+    config = eagle_config(HIDDEN, VOCAB)
+    write(tmp_path / "one", eagle1_tensors(), config)
+    write(tmp_path / "two", {}, config)
+    (tmp_path / "two" / "model.safetensors").unlink()
+    torch.save(
+        {f"model.{name}": tensor for name, tensor in eagle1_tensors().items()}, tmp_path / "two/pytorch_model.bin"
+    )
+    one, two = (Eagle(tmp_path / name, adapter, torch.float32) for name in ("one", "two"))
+    assert one.weight_bytes == two.weight_bytes
+    ids, states = torch.tensor(texts[0]), hidden_states(adapter, texts[0])
+    count = len(ids) - 1
+    outs = [head.forward(states[:-1], ids[1:], torch.arange(count), whole(head.kv, count))[1] for head in (one, two)]
+    assert torch.equal(*outs)
+
+
+def test_biases_of_q_k_and_v_only(adapter, texts, tmp_path):
+    tensors = eagle1_tensors()
+    for name in ("q", "k", "v"):
+        rows = len(tensors[f"layers.0.self_attn.{name}_proj.weight"])
+        tensors[f"layers.0.self_attn.{name}_proj.bias"] = torch.full((rows,), 0.5)
+    head = Eagle(write(tmp_path, tensors, eagle_config(HIDDEN, VOCAB)), adapter, torch.float32)
+    biases = {name: tensor for name, tensor in head._network.state_dict().items() if BIAS.search(name)}
+    assert [float(tensor.abs().max()) for tensor in biases.values()] == [0.0]
+
+
+def test_embeddings_of_its_own(adapter, tmp_path):
+    tensors = {**eagle1_tensors(), "embed_tokens.weight": torch.zeros(VOCAB, HIDDEN)}
+    head = Eagle(write(tmp_path / "own", tensors, eagle_config(HIDDEN, VOCAB)), adapter, torch.float32)
+    shared = Eagle(write(tmp_path / "shared", eagle1_tensors(), eagle_config(HIDDEN, VOCAB)), adapter, torch.float32)
+    ids, states = torch.tensor([3, 4]), torch.ones(2, HIDDEN)
+    outs = [each.forward(states, ids, torch.arange(2), whole(each.kv, 2))[1] for each in (head, shared)]
+    assert not torch.allclose(*outs)
+
+
+# --- checkpoints that do not fit -------------------------------------------------------------------------------------
+
+
+def broken_eagle(path, adapter, change, **config):
+    tensors = eagle3_tensors()
+    change(tensors)
+    values = eagle_config(HIDDEN, VOCAB, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2]})
+    Eagle(write(path, tensors, {**values, **config}), adapter, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "message"),
+    [
+        (lambda tensors: tensors.pop("fc.weight"), {}, "no tensor 'fc.weight'"),
+        (lambda tensors: tensors.pop("norm.weight"), {}, "no tensor 'norm.weight'"),
+        (lambda tensors: tensors.update({"norm.weight": torch.ones(4)}), {}, r"'norm.weight' is \[4\]; .* \[48\]"),
+        (lambda tensors: tensors["d2t"].add_(50), {}, "guesses tokens up to 146; the model has 97"),
+        (lambda tensors: None, {"eagle_config": None}, r"wants layers \[2, 1, 0\]"),
+        (lambda tensors: None, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3]}}, r"wants layers \[3\]"),
+    ],
+)
+def test_eagle_checkpoints_that_do_not_fit(adapter, tmp_path, change, config, message):
+    if "2, 1, 0" in message:  # three layers are enough for the published default
+        broken_eagle(tmp_path, adapter, change, **config)
+        return
+    with pytest.raises(ConfigError, match=message):
+        broken_eagle(tmp_path, adapter, change, **config)
+
+
+def test_an_eagle_head_for_another_width(adapter, tmp_path):
+    shapes = layer_shapes("layers.0.", 32, norm=False) | {"fc.weight": [32, 64]}
+    write(tmp_path, random_tensors(shapes), eagle_config(32, VOCAB))
+    with pytest.raises(ConfigError, match="hidden_size of this EAGLE head is 32; the model's is 48"):
+        Eagle(tmp_path, adapter, torch.float32)
+
+
+def test_medusa_checkpoints_that_do_not_fit(adapter, tmp_path):
+    with pytest.raises(ConfigError, match=r"none of medusa_lm_head.safetensors, .* is there"):
+        Medusa(tmp_path, adapter, torch.float32)
+    write(tmp_path, {"something": torch.zeros(2)})
+    with pytest.raises(ConfigError, match="no Medusa heads"):
+        Medusa(tmp_path, adapter, torch.float32)
+    write(tmp_path, {"0.0.weight": torch.zeros(VOCAB, 32)})
+    with pytest.raises(ConfigError, match=r"a projection \[97, 32\]; this model has hidden states of 48"):
+        Medusa(tmp_path, adapter, torch.float32)
+    (tmp_path / "medusa_lm_head.pt").write_bytes(b"nothing of torch's")
+    with pytest.raises(ConfigError, match=r"medusa_lm_head\.pt: cannot be read"):
+        Medusa(tmp_path, adapter, torch.float32)
+
+
+def test_a_model_without_multi_token_prediction(adapter, tmp_path):
+    write(tmp_path, {"model.norm.weight": torch.ones(HIDDEN)})
+    with pytest.raises(ConfigError, match="has no multi-token-prediction module"):
+        MultiToken(tmp_path, adapter, torch.float32)
+
+
+def test_a_head_that_was_trained_on_others_drafts_in_vain(adapter, answers, tmp_path):
+    """Acceptance proves training only if it is missing without it."""
+    path = write(tmp_path, eagle1_tensors(), eagle_config(HIDDEN, VOCAB))
+    drive = speculating(adapter, chain(adapter, Eagle(path, adapter, torch.float32)))
+    assert serve(drive, GREEDY) == answers
+    stats = drive.engine.stats()
+    assert stats["spec_accepted_tokens_total"] < 0.2 * stats["spec_draft_tokens_total"]
