@@ -1,4 +1,4 @@
-"""Structured output with speculation: guesses are verified under the grammar, and the tokens are those of plain steps."""
+"""Structured output with speculation: guesses are verified under the grammar; the tokens are those of plain steps."""
 
 from __future__ import annotations
 

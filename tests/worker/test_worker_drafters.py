@@ -67,7 +67,7 @@ def served(
         plan = stage(method="ngram", tokens=3, adaptive=False).speculation
         assert plan is not None
         speculation = drafter.speculation(plan, 128)
-    engine = AutoregressiveEngine(adapter, AutoregressiveConfig(num_blocks=128, block_size=8), speculation)
+    engine = AutoregressiveEngine(adapter, AutoregressiveConfig(num_blocks=128, block_size=8), speculation=speculation)
     tokens: dict[str, list[int]] = {}
     for index, length in enumerate((5, 40, 23)):
         ids = (torch.arange(length) * 37 + index) % 600
