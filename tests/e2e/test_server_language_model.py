@@ -120,6 +120,27 @@ def test_the_official_client_drives_it(http: httpx.Client) -> None:
         assert answer.choices[0].message.tool_calls is None
 
 
+def test_a_grammar_holds_the_reply_to_a_call(http: httpx.Client) -> None:
+    """Random weights never call by themselves; held to it they must, with arguments that the schema allows."""
+    at = {"type": "object", "properties": {"at": {"enum": ["sea", "sky"]}}, "required": ["at"]}
+    tool: Any = {"type": "function", "function": {"name": "look", "parameters": {**at, "additionalProperties": False}}}
+    named: Any = {"type": "function", "function": {"name": "look"}}
+    with openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client:
+        name = client.models.list().data[0].id
+        for choice in ("required", named):
+            reply = client.chat.completions.create(
+                model=name, messages=ASKED, tools=[tool], tool_choice=choice, parallel_tool_calls=False, max_tokens=200,
+                temperature=0,
+            )  # fmt: skip
+            assert reply.choices[0].finish_reason == "tool_calls"
+            assert reply.choices[0].message.content is None
+            calls = reply.choices[0].message.tool_calls
+            assert calls is not None
+            [call] = calls
+            assert call.function.name == "look"
+            assert json.loads(call.function.arguments)["at"] in ("sea", "sky")
+
+
 def test_the_dialect_is_the_family_s(checkpoint: Path) -> None:
     dialect = dialect_of(checkpoint, json.loads((checkpoint / "config.json").read_text()))
     assert dialect.calls is not None
