@@ -115,7 +115,8 @@ def prompts() -> list[list[int]]:
 def generate(directory: Path, given: Sequence[Sequence[int]], tokens: int, **options: Any) -> list[list[int]]:
     """The library's own answers, greedy; prompts of one length in one call, so that nothing is padded."""
     with torch.inference_mode():
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        # eager: in some versions the library's sdpa leaves soft caps out (Gemma 2)
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
         answers: dict[int, list[int]] = {}
         for length in {len(prompt) for prompt in given}:
             which = [index for index, prompt in enumerate(given) if len(prompt) == length]
