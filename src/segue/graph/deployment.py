@@ -26,6 +26,7 @@ text such as `64MiB` and `1GB`.
         max_logprobs: 20                  # most tokens a request may ask logprobs of in one place; -1: any number
         attention: auto                   # auto, torch, triton, flashinfer, flash_attn
         enforce_eager: false              # true: no CUDA graphs
+        compile: false                    # torch.compile for the layers of the decoder
         scheduling: priority              # priority (then arrival), fcfs (arrival), fair (equal shares between tenants)
         speculation: {method: ngram, tokens: 4}     # or draft, eagle, medusa with a model; or mtp
         sampling: {temperature: 0.7}      # before the family's own defaults, after the request's
@@ -118,6 +119,7 @@ class StagePlan:
     scheduling: str = "priority"
     attention: str = "auto"
     enforce_eager: bool = False
+    compile: bool = False
     """`priority`, `fcfs` or `fair`."""
     speculation: SpeculationPlan | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)

@@ -123,6 +123,7 @@ def _stage(stage: Stage, written: Written, where: Place) -> StagePlan:
         scheduling=section.choice("scheduling", "priority", SCHEDULINGS),
         attention=section.choice("attention", "auto", ATTENTIONS),
         enforce_eager=section.flag("enforce_eager", False),
+        compile=section.flag("compile", False),
         speculation=speculation_of(section) if stage.engine == "autoregressive" else None,
         sampling=_sampling(section) if stage.engine == "autoregressive" else SamplingParams(),
     )

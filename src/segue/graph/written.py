@@ -24,6 +24,7 @@ AUTOREGRESSIVE_KEYS = (
     "scheduling",
     "attention",
     "enforce_eager",
+    "compile",
     "deterministic",
     "speculation",
     "sampling",

@@ -15,6 +15,17 @@ DECODE_ROWS = 8
 """Rows per call of a decoder on a CPU, most of the time: what its weights are laid out for."""
 
 
+@torch.library.custom_op("segue::packed_linear", mutates_args=())
+def packed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_features: int) -> torch.Tensor:
+    """The product as one operator of compiled code, which knows no packed weights: [..., in] → [..., out]."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], None)
+
+
+@packed_linear.register_fake
+def _packed_shape(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_features: int) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], out_features)
+
+
 class PackedLinear(nn.Module):
     """`nn.Linear` for inference on a CPU in float32. Weight tying is lost: each one holds its own packed copy."""
 
@@ -32,6 +43,8 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] → [..., out_features], float32."""
+        if torch.compiler.is_compiling():
+            return packed_linear(x, self.weight, self.bias, self.out_features)
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], None)
 
 

@@ -212,6 +212,7 @@ def library_attention() -> Iterator[LibraryRecord]:
         _library.reset(token)
 
 
+@torch.compiler.disable  # it depends on the step's block tables, which compiled code would have to be made for anew
 def paged_attention(
     module: torch.nn.Module,
     query: torch.Tensor,

@@ -21,10 +21,12 @@ from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.autoregressive.grammar import Grammars
 from segue.engines.autoregressive.invariant import whole_kv
 from segue.engines.autoregressive.memory import blocks_for
+from segue.engines.autoregressive.speculation.contract import OpenTarget
 from segue.engines.contract import Adapter, Engine, LoadContext
 from segue.engines.module.engine import ModuleConfig, ModuleEngine
 from segue.graph.deployment import EdgePlan, Limits, StagePlan
 from segue.graph.stage_graph import INPUT
+from segue.kernels.compiled import compile_layers
 from segue.messages.errors import ConfigError
 from segue.messages.process import WorkerSpec
 from segue.messages.sampling import SamplingParams
@@ -92,6 +94,8 @@ def build(spec: WorkerSpec, report: Callable[[Loading], None], wake: Callable[[]
         transfers = {
             edge.target: stages_module.TRANSFERS[edge.source, edge.target] for edge in edges if edge.source == plan.name
         }
+        if plan.compile:
+            _compile(plan, adapter, context.device)
         engine = _engine(plan, adapter, context, wake)
         progress(0.9, "warming up")
         with torch.inference_mode():
@@ -100,6 +104,22 @@ def build(spec: WorkerSpec, report: Callable[[Loading], None], wake: Callable[[]
     channels, inbound, connectors = _connect(spec, edges, set(stages), _device_memory(spec, plans))
     retained = RetainedStore(limits.retained_bytes, str(Path(spec.connector).parent))
     return Built(stages, channels, inbound, connectors, retained, facts)
+
+
+def _compile(plan: StagePlan, adapter: Adapter, device: torch.device) -> None:
+    """Have the decoder compiled by the check and the warm-up that follow. Raises `ConfigError` where it cannot be."""
+    field = f"stages.{plan.name}.compile"
+    if plan.engine != "autoregressive" or not isinstance(adapter, OpenTarget):
+        raise ConfigError(f"stage {plan.name!r}: compile is true, but it shows no decoder to compile", field=field)
+    hooked = plan.speculation is not None and plan.speculation.method == "eagle"
+    for other, given in (
+        ("enforce_eager", plan.enforce_eager),
+        ("deterministic", plan.deterministic),
+        ("EAGLE", hooked),
+    ):
+        if given:
+            raise ConfigError(f"stage {plan.name!r}: compile does not go with {other}; leave one out", field=field)
+    compile_layers(adapter.library_decoder, device.type)
 
 
 def _media_limits(limits: Limits) -> dict[str, float]:
