@@ -1,8 +1,8 @@
 """`torch.compile` for the layers of a decoder: fewer and larger kernels around the linear layers and attention.
 
 A decoder is a list of equal layers, so one layer is compiled (in pieces: attention stays as it is, because what it
-reads changes with every step) and its code serves all. Batch sizes are symbols, so there are two versions: one token, and
-several. Compiled code is kept on disk between starts, where torch keeps it (`TORCHINDUCTOR_CACHE_DIR`).
+reads changes with every step) and its code serves all. Batch sizes are symbols, so there are two versions: one token,
+and several. Compiled code is kept on disk between starts, where torch keeps it (`TORCHINDUCTOR_CACHE_DIR`).
 """
 
 from __future__ import annotations
