@@ -19,8 +19,8 @@ PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 TINY = ("qwen2.5-vl", "qwen3-vl", "llava-onevision", "qwen2-audio")
 """The families that `segue tiny` knows."""
 _SUFFIXES = ("ForConditionalGeneration", "ForCausalLM")
-_BIDIRECTIONAL = frozenset(("gemma3", "gemma4", "gemma4_unified", "paligemma", "shieldgemma2", "t5gemma2"))
-_CROSS = frozenset(("mllama", "idefics", "florence2", "blip", "kosmos-2", "kosmos-2.5"))
+_BIDIRECTIONAL = frozenset(("gemma3", "paligemma", "shieldgemma2"))
+_CROSS = frozenset(("mllama", "idefics", "blip"))
 
 
 def claims(config: dict[str, Any], model_dir: Path) -> bool:
@@ -40,13 +40,13 @@ def claims(config: dict[str, Any], model_dir: Path) -> bool:
 
 
 def _unserved(config: dict[str, Any]) -> str | None:
-    kind = config.get("model_type")
-    if kind in _BIDIRECTIONAL:
+    kind, text = config.get("model_type"), config.get("text_config")
+    text = text if isinstance(text, dict) else {}
+    if kind in _BIDIRECTIONAL or text.get("use_bidirectional_attention") == "vision":
         return "the tokens of a picture see each other in both directions; attention over a paged cache is causal"
     if kind in _CROSS:
         return "its decoder looks at pictures by cross-attention, which is not in the engine"
-    text = config.get("text_config")
-    return unserved(config) or (unserved(text) if isinstance(text, dict) else None)
+    return unserved(config) or unserved(text)
 
 
 def chats(model_dir: Path) -> bool:
