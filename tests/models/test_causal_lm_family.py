@@ -69,13 +69,16 @@ def test_what_is_known_not_to_work_is_refused_with_the_reason(config: dict[str, 
         {},
         {"architectures": ["T5ForConditionalGeneration"]},
         {"architectures": ["BertForMaskedLM"]},
-        {"architectures": ["SeesForCausalLM"], "vision_config": {}},
     ],
 )
 def test_what_is_no_language_model_is_left_to_others(config: dict[str, Any]) -> None:
     assert not FAMILY.claims(config, HERE)
     with pytest.raises(ConfigError, match="no family serves"):
         family_of(config, HERE)
+
+
+def test_a_model_that_sees_is_left_to_the_multimodal_family() -> None:
+    assert not FAMILY.claims({"architectures": ["SeesForCausalLM"], "vision_config": {}}, HERE)
 
 
 def test_a_named_family_comes_first() -> None:

@@ -177,7 +177,10 @@ def _scores_softmax(
 # --- the seams of transformers ---------------------------------------------------------------------------------------
 
 _HARMLESS = frozenset(
-    ("position_ids", "cache_position", "use_cache", "output_hidden_states", "output_router_logits", "return_dict")
+    (
+        *("position_ids", "cache_position", "use_cache", "return_dict", "output_hidden_states", "output_router_logits"),
+        "logits_to_keep",
+    )
 )
 """Keyword arguments of a decoder's forward that say nothing about attention."""
 

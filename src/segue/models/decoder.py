@@ -56,29 +56,30 @@ class PagedDecoder:
         decoder = model.get_decoder() if decoder is None else decoder
         _check_interface(model, decoder)
         decoder.set_attn_implementation(PAGED)  # type: ignore[operator]
-        pack_linears(model, DECODE_ROWS)
         self.model = decoder
         self._embedding = model.get_input_embeddings()
-        inner = _name_of(decoder, model) if inner is None else inner
+        own = name_of(decoder, model)
+        inner = own if inner is None else inner
+        pack_linears(model, DECODE_ROWS, keep=_beside(model, own, inner))
         weight = next(model.parameters())
         self.device: torch.device = weight.device
         self.dtype: torch.dtype = self._embedding.weight.dtype
-        self.weight_bytes = held_bytes(model)
         config = model.config.get_text_config(decoder=True)
         self.vocab_size: int = config.vocab_size
         self._head: nn.Module
         self.kv = self._compared(model, inner, config.num_hidden_layers)
+        self.weight_bytes = held_bytes(nn.ModuleList([decoder, self._head]))
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[n] → [n, H]."""
         return self._embedding(token_ids)
 
     @torch.inference_mode()
-    def forward(self, embeds: torch.Tensor, batch: FlatBatch) -> torch.Tensor:
-        """[tokens, H] → final hidden states [tokens, H]."""
+    def forward(self, embeds: torch.Tensor, batch: FlatBatch, **others: Any) -> torch.Tensor:
+        """[tokens, H] → final hidden states [tokens, H]. `others`: what the decoder takes besides."""
         positions = batch.positions if len(batch.positions) == 1 else batch.positions[:, None]
         return self.model(
-            inputs_embeds=embeds[None], position_ids=positions, use_cache=False, paged=batch.attention
+            inputs_embeds=embeds[None], position_ids=positions, use_cache=False, paged=batch.attention, **others
         ).last_hidden_state[0]
 
     @torch.inference_mode()
@@ -171,8 +172,15 @@ def replaced(module: nn.Module, name: str, new: nn.Module) -> nn.Module:
     return clone
 
 
-def _name_of(part: nn.Module, whole: nn.Module) -> str:
+def name_of(part: nn.Module, whole: nn.Module) -> str:
+    """The dotted name of a submodule."""
     return next(name for name, module in whole.named_modules() if module is part)
+
+
+def _beside(model: nn.Module, decoder: str, inner: str) -> set[str]:
+    """What is in `inner` and not in the decoder: encoders, which do not run here."""
+    names = (name for name, _ in model.named_modules())
+    return {name for name in names if name.startswith(f"{inner}.") and not f"{name}.".startswith(f"{decoder}.")}
 
 
 def _check_interface(model: PreTrainedModel, decoder: nn.Module) -> None:

@@ -79,11 +79,15 @@ def text_conversation(messages: list[Message]) -> list[dict[str, Any]]:
                 field = part.field or f"messages[{number}].content[{index}]"
                 raise InvalidRequest(f"{field} is {part.kind}; this model takes text", field=field)
             texts.append(part.text)
-        said = turn(message, "".join(texts))
-        if isinstance(calls := said.get("tool_calls"), list):
-            said["tool_calls"] = [_call(call, f"messages[{number}].tool_calls") for call in calls]
-        conversation.append(said)
+        conversation.append(with_calls(turn(message, "".join(texts)), number))
     return conversation
+
+
+def with_calls(said: dict[str, Any], number: int) -> dict[str, Any]:
+    """Message `number` with the arguments of its tool calls as objects."""
+    if isinstance(calls := said.get("tool_calls"), list):
+        said["tool_calls"] = [_call(call, f"messages[{number}].tool_calls") for call in calls]
+    return said
 
 
 def _call(call: Any, field: str) -> Any:

@@ -18,10 +18,11 @@ from segue.models.family import Family
 def families() -> dict[str, Family]:
     """All known families by name: the house's own, then those of installed packages."""
     from segue.models.causal_lm.family import FAMILY as CAUSAL_LM
+    from segue.models.multimodal_lm.family import FAMILY as MULTIMODAL_LM
     from segue.models.qwen2_5_omni.family import FAMILY as QWEN2_5_OMNI
     from segue.models.text_embedding.family import FAMILY as TEXT_EMBEDDING
 
-    known = {family.name: family for family in (QWEN2_5_OMNI, TEXT_EMBEDDING, CAUSAL_LM)}
+    known = {family.name: family for family in (QWEN2_5_OMNI, TEXT_EMBEDDING, MULTIMODAL_LM, CAUSAL_LM)}
     for point in entry_points(group="segue.models"):
         family = point.load()
         known[family.name] = family

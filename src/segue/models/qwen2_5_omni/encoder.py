@@ -7,7 +7,6 @@ Shapes: p patches, f mel frames, m mel bins, n rows of a medium, H the thinker's
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,11 +15,10 @@ import torch
 from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.engines.module.contract import Result, Work
 from segue.kernels.linear import pack_linears
-from segue.messages.errors import ConfigError, StageFailed
+from segue.messages.errors import StageFailed
+from segue.models.encoder_cache import EncoderCache, cache_bytes
 from segue.models.qwen2_5_omni.library import Qwen2_5OmniVisionEncoderConfig
 from segue.models.qwen2_5_omni.loading import Encoders, load_config, load_encoders
-
-DEFAULT_CACHE_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,36 +33,6 @@ class Medium:
     """Pictures and clips: patches in time, height, width."""
 
 
-class EncoderCache:
-    """Embeddings by content hash, least recently used out first, within a bound of bytes."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.bytes = 0
-        self.hits = 0
-        self._rows: OrderedDict[tuple[str, bytes], torch.Tensor] = OrderedDict()
-
-    def __contains__(self, key: tuple[str, bytes]) -> bool:
-        return key in self._rows
-
-    def get(self, key: tuple[str, bytes]) -> torch.Tensor | None:
-        rows = self._rows.get(key)
-        if rows is not None:
-            self._rows.move_to_end(key)
-            self.hits += 1
-        return rows
-
-    def put(self, key: tuple[str, bytes], rows: torch.Tensor) -> None:
-        """Keep rows of their own memory; what is larger than the whole cache is not kept."""
-        if key in self._rows or rows.nbytes > self.capacity:
-            return
-        self._rows[key] = rows
-        self.bytes += rows.nbytes
-        while self.bytes > self.capacity:
-            _, oldest = self._rows.popitem(last=False)
-            self.bytes -= oldest.nbytes
-
-
 FRAMES_PER_SECOND = 100
 """Of the mel spectrum of a recording."""
 PATCHES = 256
@@ -75,9 +43,7 @@ class Encoder:
     """`ModuleAdapter` over the vision and the audio encoder."""
 
     def __init__(self, ctx: LoadContext) -> None:
-        capacity = ctx.options.get("cache_bytes", DEFAULT_CACHE_BYTES)
-        if not isinstance(capacity, int) or capacity < 0:
-            raise ConfigError(f"cache_bytes is {capacity!r}; it must be a number of bytes, 0 for no cache")
+        capacity = cache_bytes(ctx)
         config = load_config(ctx)
         self.device = ctx.device
         self.dtype = ctx.dtype

@@ -1,0 +1,212 @@
+"""The encoders of a model as a stage of their own: the library's own forward, up to its text decoder.
+
+The forward is run over the placeholder tokens of media alone; a hook sees what it would give to the decoder. So the
+same code serves every model that puts rows into the places of tokens, deep features beside them or not, and a model
+that does anything else is seen, and refused, at load.
+
+n placeholder tokens, L layers that get deep features (mostly 0), H hidden size of the language model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from segue.engines.contract import LoadContext, Payload, StageRequest
+from segue.engines.module.contract import Result, Work
+from segue.kernels.linear import pack_linears
+from segue.messages.errors import ConfigError, StageFailed
+from segue.models.encoder_cache import EncoderCache, cache_bytes
+from segue.models.library import VERSION
+from segue.models.multimodal_lm.loading import (
+    forget_embedding,
+    inner_of,
+    load_without_layers,
+    media_tokens,
+    rope_index_of,
+    taken_by,
+)
+from segue.models.multimodal_lm.processor import Processor
+from segue.models.multimodal_lm.units import units_of
+
+PATCHES = 256
+"""Rows per call of an encoder on a CPU, roughly: what its weights are laid out for."""
+_HARMLESS = frozenset(
+    ("input_ids", "inputs_embeds", "position_ids", "use_cache", "return_dict", "cache_position", "logits_to_keep")
+)
+_DEEP = frozenset(("visual_pos_masks", "deepstack_visual_embeds"))
+"""How a decoder takes features for its first layers (Qwen3-VL)."""
+
+_FAILURES = (TypeError, ValueError, AttributeError, RuntimeError, IndexError, KeyError, StageFailed)
+"""What a forward raises that wants more, or other things, than placeholders and what the processor made."""
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
+"""Largest difference over largest value; 16-bit types: 0.1."""
+
+
+class Encoder:
+    """`ModuleAdapter` over all encoders of a model."""
+
+    def __init__(self, ctx: LoadContext) -> None:
+        """Raises `ConfigError` for a model that does more with media than to put rows in the places of tokens."""
+        self.device = ctx.device
+        self.dtype = ctx.dtype
+        self.cache = EncoderCache(cache_bytes(ctx))
+        model = load_without_layers(ctx)
+        self._kind = type(model).__name__
+        self._own_positions = rope_index_of(model) is not None
+        self._decoder = model.get_decoder()
+        inner = inner_of(model)
+        holds = model.get_submodule(inner)
+        self._inner: nn.Module = model if holds is self._decoder else holds
+        forget_embedding(model)
+        pack_linears(self._inner, PATCHES)
+        self._try_out(Processor(ctx.model_dir, media_tokens(ctx)))
+
+    def warm_up(self) -> None:
+        """Media of each kind were encoded at load."""
+
+    def begin(self, request: StageRequest) -> tuple[str, list[Work]]:
+        return request.request_id, []
+
+    def feed(self, state: str, upstream: str, payload: Payload, *, final: bool) -> list[Work]:
+        """The input stage's chunk → one item per unit, in order."""
+        works = [self._work(state, unit) for unit in payload["media"]]
+        if final:
+            if not works:
+                works = [Work(state, None, bucket="none")]
+            works[-1].last = True
+        return works
+
+    @torch.inference_mode()
+    def run(self, works: list[Work]) -> list[Result]:
+        """Encode the units of one bucket together; equal ones, and those seen before, only once."""
+        rows: dict[tuple[str, bytes], torch.Tensor] = {}
+        missing: dict[tuple[str, bytes], Payload] = {}
+        for work in works:
+            if (unit := work.item) is not None:
+                key = (unit["kind"], unit["hash"])
+                if (known := self.cache.get(key)) is not None:
+                    rows[key] = known
+                else:
+                    missing[key] = unit
+        if missing:
+            for key, encoded in zip(missing, self._encode(list(missing.values())), strict=True):
+                rows[key] = encoded
+                self.cache.put(key, encoded)
+        return [Result(_payload(work.item, rows)) for work in works]
+
+    def end(self, state: str) -> None:
+        """Nothing is kept per request."""
+
+    def _work(self, request_id: str, unit: Payload) -> Work:
+        known = (unit["kind"], unit["hash"]) in self.cache
+        return Work(
+            request_id, unit, bucket=_bucket(unit), cost=1 if known else max(1, len(unit["ids"])), ordered=False
+        )
+
+    def _encode(self, units: Sequence[Payload]) -> list[torch.Tensor]:
+        """Units of one bucket in one call → [n, 1 + L, H] each."""
+        ids = torch.cat([unit["ids"] for unit in units])
+        first = units[0]["tensors"]
+        if len(units) == 1:
+            tensors = first
+        else:
+            tensors = {key: torch.cat([unit["tensors"][key] for unit in units]) for key in first}
+        rows = self._rows(ids, tensors, units[0]["kind"])
+        return [own.clone() for own in rows.split([len(unit["ids"]) for unit in units])]
+
+    def _rows(self, ids: torch.Tensor, tensors: dict[str, Any], kind: str) -> torch.Tensor:
+        """[n] placeholder ids and what the processor made → [n, 1 + L, H]."""
+        seen: list[dict[str, Any]] = []
+        hook = self._decoder.register_forward_pre_hook(
+            lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True
+        )
+        positions = torch.arange(len(ids), device=self.device)[None]
+        try:
+            self._inner(
+                input_ids=ids.to(self.device)[None],
+                position_ids=positions,
+                use_cache=False,
+                **taken_by(self._inner.forward, _moved(tensors, self.device, self.dtype)),
+            )
+        finally:
+            hook.remove()
+        given = seen[0]
+        self._check_given(given, positions)
+        rows = given["inputs_embeds"][0]
+        if int(rows.isnan().any(-1).sum()):
+            raise StageFailed(f"{self._kind} has no rows of {kind} for some of its placeholder tokens")
+        deep = given.get("deepstack_visual_embeds") or []
+        return torch.stack([rows, *(layer.to(rows.dtype) for layer in deep)], dim=1)
+
+    def _check_given(self, given: dict[str, Any], positions: torch.Tensor) -> None:
+        """The decoder is given rows, and nothing that the language model's stage would not know."""
+        if given.get("attention_mask") is not None:
+            raise ConfigError(
+                f"{self._kind} of transformers {VERSION} cannot be served: it gives its decoder masks of its own for "
+                "media (tokens of a picture that see each other in both directions)",
+                field="architectures",
+            )
+        for name in given.keys() - _HARMLESS - _DEEP:
+            if given[name] is not None and given[name] is not False:
+                raise ConfigError(
+                    f"{self._kind} of transformers {VERSION} cannot be served: it gives its decoder {name!r} along "
+                    "with media",
+                    field="architectures",
+                )
+        places = given.get("position_ids")
+        if places is not None and not self._own_positions and not bool((places == positions).all()):
+            raise ConfigError(
+                f"{self._kind} of transformers {VERSION} cannot be served: it gives media positions of its own",
+                field="architectures",
+            )
+
+    @torch.inference_mode()
+    def _try_out(self, processor: Processor) -> None:
+        """Two small media of each kind, encoded as one prompt's and each by itself. Raises `ConfigError` where the
+        model does not do the former, or the latter gives something else."""
+        for kind, placeholder in processor.placeholders.items():
+            try:
+                made = processor(2 * placeholder, {kind: [processor.example(kind, seed) for seed in range(2)]})
+                [whole] = self._encode(units_of(made, {kind: 2}, split=False))
+                alone = torch.cat([self._encode([unit])[0] for unit in units_of(made, {kind: 2})])
+            except ConfigError:
+                raise
+            except _FAILURES as error:
+                raise ConfigError(
+                    f"{self._kind} of transformers {VERSION} cannot be served: its forward does not encode {kind} by "
+                    f"itself ({error})",
+                    field="architectures",
+                ) from error
+            difference = float((alone - whole).abs().max() / whole.abs().max())
+            if not difference <= _TOLERANCE.get(self.dtype, 0.1):
+                raise ConfigError(
+                    f"{self._kind} of transformers {VERSION} cannot be served: it encodes {kind} otherwise beside "
+                    f"others than alone (by {difference:.1e})",
+                    field="architectures",
+                )
+
+
+def _bucket(unit: Payload) -> Any:
+    if unit["alone"]:
+        return unit["hash"]
+    shapes = sorted((key, str(value.dtype), tuple(value.shape[1:])) for key, value in unit["tensors"].items())
+    return unit["kind"], tuple(shapes)
+
+
+def _payload(unit: Payload | None, rows: dict[tuple[str, bytes], torch.Tensor]) -> Payload:
+    if unit is None:
+        return {"media": []}
+    return {"media": [{"kind": unit["kind"], "hash": unit["hash"], "rows": rows[unit["kind"], unit["hash"]]}]}
+
+
+def _moved(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """Tensors on the device, numbers with a point in the model's type, as `BatchFeature.to` does."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, dtype if value.is_floating_point() else value.dtype)
+    if isinstance(value, dict):
+        return {key: _moved(item, device, dtype) for key, item in value.items()}
+    return [_moved(item, device, dtype) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,185 @@
+"""The input stage of a language model that sees or hears: a request → prompt ids, positions and media tensors, by the
+checkpoint's processor and chat template. What the payload holds is written in `stages`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+
+from segue.engines.contract import LoadContext, Payload, StageRequest
+from segue.engines.module.contract import Work
+from segue.graph.parts import TOKENS
+from segue.media.audio import decode_audio
+from segue.media.image import decode_image
+from segue.media.limits import MediaLimits
+from segue.media.video import decode_video
+from segue.messages.errors import InvalidRequest
+from segue.messages.request import MediaPart, Message, Request, TextPart
+from segue.models.chat_template import read_chat_template
+from segue.models.decoder import context_length
+from segue.models.input_stage import InputStage
+from segue.models.multimodal_lm.loading import media_tokens
+from segue.models.multimodal_lm.positions import Positions
+from segue.models.multimodal_lm.processor import Medium, Processed, Processor
+from segue.models.multimodal_lm.units import units_of
+from segue.models.pretrained import load_config
+from segue.models.prompt import (
+    check_length,
+    checked_ids,
+    client_tokens,
+    given_as,
+    own_tokens_only,
+    templated,
+    tokenized,
+    truncated,
+    turn,
+    with_calls,
+)
+
+_TEXT_STAGE = "llm"
+_REFUSALS = (ValueError, TypeError, RuntimeError, IndexError, KeyError, ZeroDivisionError)
+"""What processors raise for media that they cannot take (too narrow, too short, too few frames)."""
+
+
+class InputProcessor(InputStage):
+    """Messages with media, a bare prompt or ids.
+
+    Options: `limits`, a dict of `MediaLimits` fields.
+    """
+
+    def __init__(self, ctx: LoadContext) -> None:
+        text = load_config(ctx).get_text_config(decoder=True)
+        self._vocab: int = text.vocab_size
+        self._longest = context_length(text, ctx.max_model_len)
+        self._limits = MediaLimits.from_options(ctx.options.get("limits", {}))
+        self._processor = Processor(ctx.model_dir, media_tokens(ctx))
+        template = read_chat_template(ctx.model_dir)
+        self._template = self._processor.template if template is None else template.text
+        self._positions = Positions(ctx)
+
+    def begin(self, request: StageRequest) -> tuple[None, list[Work]]:
+        # a bucket of its own: no request waits for the media of another to be decoded
+        return None, [Work(request.request_id, request.request, bucket=request.request_id, last=True)]
+
+    @torch.inference_mode()
+    def process(self, request: Request) -> Payload:
+        """The payload of one request. Raises `InvalidRequest` naming the field, the value and what would be right."""
+        form = given_as(request)
+        made: Processed | None = None
+        count: dict[str, int] = {}
+        match form:
+            case "messages":
+                text, parts = self._templated(request)
+                count = Counter(part.kind for part in parts)
+                if parts:
+                    made = self._processed(text, parts, request)
+                    ids = made.ids
+                else:
+                    ids = self._processor.plain(text, add_special_tokens=request.add_special_tokens)
+            case "prompt":
+                self._check_text(request.prompt or "", "prompt")
+                ids = tokenized(self._processor.tokenizer, request)
+            case _:
+                ids = checked_ids(request.prompt_token_ids or [], self._vocab)
+        if made is None:
+            ids = truncated(ids, request, _TEXT_STAGE, self._longest)
+        units = [] if made is None else units_of(made, count)
+        if not own_tokens_only(request):
+            check_length(len(ids), self._longest, form, _shares(units))
+        for unit in units:
+            if len(unit["places"]) < 2:  # models take a lone placeholder for one that is still to be repeated
+                raise InvalidRequest(f"the {unit['kind']} is too small or too short for this model", field=form)
+        positions = None if made is None else self._positions(made)
+        return {
+            "token_ids": torch.tensor(ids, dtype=torch.long),
+            **({} if positions is None else {"positions": positions[0], "position_delta": positions[1]}),
+            "media": units,
+            **(client_tokens(ids, self._processor.tokenizer) if TOKENS in request.modalities else {}),
+        }
+
+    def _templated(self, request: Request) -> tuple[str, list[MediaPart]]:
+        """The conversation with one placeholder per medium, and the media in their order."""
+        if self._template is None:
+            raise InvalidRequest(
+                "this checkpoint has no chat template; send a prompt or prompt_token_ids in place of messages",
+                field="messages",
+            )
+        parts = self._checked(request.messages)
+        conversation = [
+            with_calls(turn(message, [_content(part) for part in message.content]), number)
+            for number, message in enumerate(request.messages)
+        ]
+        text = templated(self._processor.tokenizer, self._template, conversation, request.chat)
+        for kind, placeholder in self._processor.placeholders.items():
+            wanted = sum(part.kind == kind for part in parts)
+            if (found := text.count(placeholder)) != wanted:
+                raise InvalidRequest(
+                    f"the chat template writes {found} places for {kind}; the messages have {wanted}", field="messages"
+                )
+        return text, parts
+
+    def _checked(self, messages: list[Message]) -> list[MediaPart]:
+        media: list[MediaPart] = []
+        for number, message in enumerate(messages):
+            for index, part in enumerate(message.content):
+                field = f"messages[{number}].content[{index}]"
+                if isinstance(part, TextPart):
+                    self._check_text(part.text, field)
+                elif part.kind not in self._processor.kinds:
+                    raise InvalidRequest(
+                        f"{part.field or field} is {part.kind}; this model takes text, "
+                        f"{', '.join(self._processor.kinds)}",
+                        field=part.field or field,
+                    )
+                else:
+                    media.append(part)
+        self._limits.check_items(len(media), "messages")
+        return media
+
+    def _check_text(self, text: str, field: str) -> None:
+        for kind, placeholder in self._processor.placeholders.items():
+            if placeholder in text:
+                raise InvalidRequest(
+                    f"{field}: the text holds {placeholder!r}, which stands for {kind}; send messages with a part of "
+                    "that kind",
+                    field=field,
+                )
+
+    def _processed(self, text: str, parts: list[MediaPart], request: Request) -> Processed:
+        media: dict[str, list[Medium]] = {}
+        for part in parts:
+            media.setdefault(part.kind, []).append(self._decoded(part))
+        try:
+            return self._processor(text, media, add_special_tokens=request.add_special_tokens)
+        except _REFUSALS as error:
+            raise InvalidRequest(f"this model's processor refuses the media: {error}", field="messages") from error
+
+    def _decoded(self, part: MediaPart) -> Medium:
+        if part.kind == "image":
+            return decode_image(part, self._limits)
+        if part.kind == "video":
+            return decode_video(part, self._processor.fps, self._limits)
+        samples = decode_audio(part, self._processor.sampling_rate, self._limits)
+        longest = self._processor.longest_audio
+        if longest is not None and len(samples) > longest:
+            rate = self._processor.sampling_rate
+            raise InvalidRequest(
+                f"{part.field or 'audio'} is {len(samples) / rate:.1f} seconds long; this model hears "
+                f"{longest / rate:g} seconds of a recording",
+                field=part.field or None,
+            )
+        return samples
+
+
+def _content(part: TextPart | MediaPart) -> dict[str, Any]:
+    return {"type": part.kind} if isinstance(part, MediaPart) else {"type": "text", "text": part.text}
+
+
+def _shares(units: list[Payload]) -> str:
+    taken = Counter[str]()
+    for unit in units:
+        taken[unit["kind"]] += len(unit["places"])
+    shares = ", ".join(f"{count} of them {kind}" for kind, count in taken.items())
+    return f" ({shares})" if shares else ""

@@ -1,0 +1,160 @@
+"""The language model of a model that sees or hears: reads a prompt with rows of media in it, writes the reply.
+
+T prompt tokens, n rows of one unit, L layers that get deep features, H hidden size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from segue.engines.autoregressive.contract import Fed, FlatBatch, KVSpec, Prompt
+from segue.engines.contract import LoadContext, Payload, StageRequest
+from segue.messages.errors import StageFailed
+from segue.messages.sampling import SamplingParams
+from segue.models.decoder import PagedDecoder, context_length
+from segue.models.generation import default_sampling, end_tokens, generation_of
+from segue.models.multimodal_lm.loading import inner_of, load_whole, rope_index_of
+from segue.models.pretrained import load_config
+from segue.models.tokenizer import decode, load_tokenizer
+from segue.models.vocabulary import vocabulary_of
+
+DEEP = "deep"
+"""`Prompt.extras`: [T, L, H] what is added behind the first L layers; where media stand, and zero elsewhere."""
+MEDIA = "media"
+"""`Prompt.extras`: [T] bool, true where a row of a medium stands."""
+
+
+@dataclass(slots=True)
+class _State:
+    """What has arrived of one request."""
+
+    from_encoder: bool
+    """The encoder stage takes part: wait for its rows."""
+    prompt: Payload | None = None
+    rows: list[Payload] = field(default_factory=list)
+    encoder_done: bool = False
+
+    @property
+    def ready(self) -> bool:
+        return self.prompt is not None and (self.encoder_done or not self.from_encoder)
+
+
+class LLM:
+    """`AutoregressiveAdapter` over the text decoder of any such model of transformers."""
+
+    conditioned = False
+
+    def __init__(self, ctx: LoadContext) -> None:
+        """Raises `ConfigError` for a checkpoint that cannot be read, or a model that cannot be served."""
+        config = load_config(ctx)
+        text = config.get_text_config(decoder=True)
+        self.max_model_len: int = context_length(text, ctx.max_model_len)
+        model = load_whole(ctx, config)
+        self.axes = 1 if rope_index_of(model) is None else 3
+        self._decoder = PagedDecoder(model, inner=inner_of(model))
+        self._tokenizer = load_tokenizer(ctx.model_dir)
+        self.vocabulary = vocabulary_of(self._tokenizer)
+        self.device = self._decoder.device
+        self.kv: KVSpec = self._decoder.kv
+        self.vocab_size: int = self._decoder.vocab_size
+        self.weight_bytes: int = self._decoder.weight_bytes
+        generation = generation_of(ctx.model_dir, config)
+        self.end_token_ids = end_tokens(generation, self._tokenizer)
+        self.default_sampling: SamplingParams = default_sampling(generation)
+
+    def begin(self, request: StageRequest) -> _State:
+        return _State(from_encoder="encoder" in request.upstreams)
+
+    def feed(self, state: _State, upstream: str, payload: Payload, *, final: bool) -> Fed:
+        """The prompt from the input stage, rows of media from the encoder; the prompt once all is there."""
+        if upstream == "encoder":
+            state.rows += payload["media"]
+            state.encoder_done = final
+        else:
+            state.prompt = payload
+        return Fed(prompt=self._prompt(state.prompt, state.rows)) if state.ready and state.prompt else Fed()
+
+    def embed(self, token_ids: torch.Tensor, conditioning: torch.Tensor | None) -> torch.Tensor:
+        """[n] → [n, H]."""
+        return self._decoder.embed(token_ids)
+
+    @torch.inference_mode()
+    def forward(self, embeds: torch.Tensor, batch: FlatBatch) -> tuple[torch.Tensor, None]:
+        """[tokens, H] → (final hidden states [tokens, H], nothing captured)."""
+        return self._decoder.forward(embeds, batch, **_deep(batch, embeds)), None
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, H] → [rows, vocab] float32."""
+        return self._decoder.logits(hidden)
+
+    def decode_text(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Text of ids; empty where the checkpoint has no tokenizer."""
+        return decode(self._tokenizer, token_ids, skip_special_tokens=skip_special_tokens)
+
+    @torch.inference_mode()
+    def _prompt(self, payload: Payload, rows: list[Payload]) -> Prompt:
+        ids, units = payload["token_ids"].cpu(), payload["media"]
+        if [unit["hash"] for unit in units] != [medium["hash"] for medium in rows]:
+            raise StageFailed(f"the prompt has {len(units)} media, but the encoder sent {len(rows)} or others")
+        counts = {"text": len(ids)}
+        if not units:
+            return Prompt(token_ids=ids.tolist(), modality_tokens=counts)
+        embeds = self._decoder.embed(ids.to(self.device))
+        media = torch.zeros(len(ids), dtype=torch.bool)
+        layers = max(medium["rows"].shape[1] for medium in rows) - 1
+        deep = embeds.new_zeros(len(ids), layers, embeds.shape[1])
+        for unit, medium in zip(units, rows, strict=True):
+            places = unit["places"].cpu()
+            own = medium["rows"].to(device=self.device, dtype=embeds.dtype)
+            embeds[places.to(self.device)] = own[:, 0]
+            deep[places.to(self.device), : own.shape[1] - 1] = own[:, 1:]
+            media[places] = True
+            counts[unit["kind"]] = counts.get(unit["kind"], 0) + len(own)
+            counts["text"] -= len(own)
+        positions = payload.get("positions")
+        return Prompt(
+            token_ids=ids.tolist(),
+            embeds=embeds,
+            positions=None if positions is None else positions.to(self.device),
+            position_delta=payload.get("position_delta", 0),
+            identity=_identity(ids, units, positions),
+            modality_tokens=counts,
+            extras={MEDIA: media, DEEP: deep} if layers else {},
+        )
+
+
+def _identity(ids: torch.Tensor, units: list[Payload], positions: torch.Tensor | None) -> list[int | bytes]:
+    """[T] the id of a text token; for a row of a medium, digest of the medium, the row's index and its position."""
+    what: list[int | bytes] = list(ids.tolist())
+    where = [()] * len(ids) if positions is None else positions.T.tolist()
+    for unit in units:
+        for row, place in enumerate(unit["places"].tolist()):
+            digest = hashlib.blake2b(unit["hash"], digest_size=16)
+            digest.update(repr((row, where[place])).encode())
+            what[place] = digest.digest()
+    return what
+
+
+def _deep(batch: FlatBatch, embeds: torch.Tensor) -> dict[str, Any]:
+    """The deep features of the media rows in a batch, as Qwen3-VL's decoder takes them."""
+    masks, features = [], []
+    for prompt, start, stop in batch.prompts:
+        mask = torch.zeros(stop - start, dtype=torch.bool)
+        if prompt is not None and (media := prompt.extras.get(MEDIA)) is not None:
+            own = media[start:stop]
+            mask[: len(own)] = own
+            if own.any():
+                features.append(prompt.extras[DEEP][start:stop][own.to(embeds.device)])
+        masks.append(mask)
+    if not features:
+        return {}
+    rows = torch.cat(features)
+    return {
+        "visual_pos_masks": torch.cat(masks).to(embeds.device)[None],
+        "deepstack_visual_embeds": list(rows.unbind(1)),
+    }

@@ -1,0 +1,109 @@
+"""Parts of a model of transformers that sees or hears.
+
+The library builds such a model as encoders, a text decoder, and one module (`inner`) that holds both: its forward
+encodes the media, puts their rows in the places of placeholder tokens and calls the decoder. The `encoder` stage runs
+`inner` without the decoder's layers; the `llm` stage runs the decoder alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from segue.engines.contract import LoadContext
+from segue.messages.errors import ConfigError
+from segue.models.decoder import name_of
+from segue.models.library import VERSION, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
+from segue.models.multimodal_lm.graph import kinds_of
+from segue.models.pretrained import load_config, load_model
+
+RopeIndex = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+"""`get_rope_index` of models whose media tokens stand in time, height and width (M-RoPE)."""
+
+
+def load_whole(ctx: LoadContext, config: PreTrainedConfig) -> PreTrainedModel:
+    """All of the model."""
+    return load_model(ctx, config, AutoModelForMultimodalLM)
+
+
+def load_without_layers(ctx: LoadContext) -> PreTrainedModel:
+    """The model without the layers of its text decoder: embedding, encoders and what joins them."""
+    return load_model(ctx, _without_layers(load_config(ctx)), AutoModelForMultimodalLM)
+
+
+def empty_model(ctx: LoadContext) -> PreTrainedModel:
+    """The model without any weights: for what its methods say of positions."""
+    config = _without_layers(load_config(ctx))
+    if type(config) not in AutoModelForMultimodalLM._model_mapping:
+        raise ConfigError(
+            f"transformers {VERSION} knows no such model of type {config.model_type!r}", field="architectures"
+        )
+    with torch.device("meta"):
+        return AutoModelForMultimodalLM.from_config(config)
+
+
+def media_tokens(ctx: LoadContext) -> dict[str, int]:
+    """By kind of the media that the model has encoders for, the id in whose places it puts rows.
+
+    Raises `ConfigError` where the config does not say.
+    """
+    config = load_config(ctx).to_dict()
+    tokens = {}
+    for kind in kinds_of(config):
+        token = config.get(f"{kind}_token_id", config.get(f"{kind}_token_index"))
+        if not isinstance(token, int):
+            raise ConfigError(
+                f"{config['model_type']} of transformers {VERSION} cannot be served: its config names no token for "
+                f"{kind}",
+                field="architectures",
+            )
+        tokens[kind] = token
+    return tokens
+
+
+def inner_of(model: PreTrainedModel) -> str:
+    """The dotted name of the module whose output the head takes: what holds encoders and decoder, or the decoder where
+    the head is in there as well."""
+    decoder = name_of(model.get_decoder(), model)
+    parent, _, _ = decoder.rpartition(".")
+    head = model.get_output_embeddings()
+    if not parent or any(module is head for module in model.get_submodule(parent).modules()):
+        return decoder
+    return parent
+
+
+def rope_index_of(model: PreTrainedModel) -> RopeIndex | None:
+    """`get_rope_index` of the first module that has one; None: positions are 0, 1, 2, …"""
+    for module in model.modules():
+        method = getattr(module, "get_rope_index", None)  # the library has no class for models that have one
+        if method is not None:
+            return method
+    return None
+
+
+def taken_by(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    """What of `given` a function names among its parameters."""
+    names = inspect.signature(function).parameters.keys()
+    return {name: value for name, value in given.items() if name in names}
+
+
+def forget_embedding(model: PreTrainedModel) -> nn.Embedding:
+    """Make every token's embedding NaN, in the memory of one number: what stands where a forward is over and is a
+    number was put there for a medium."""
+    embedding = model.get_input_embeddings()
+    weight = embedding.weight
+    empty = torch.full((1, 1), torch.nan, dtype=weight.dtype, device=weight.device)
+    embedding.weight = nn.Parameter(empty.expand(weight.shape), requires_grad=False)
+    return embedding
+
+
+def _without_layers(config: PreTrainedConfig) -> PreTrainedConfig:
+    text = config.get_text_config(decoder=True)
+    text.num_hidden_layers = 0
+    if "layer_types" in text:
+        text.layer_types = []
+    return config

@@ -1,0 +1,239 @@
+"""The checkpoint's own processor: what it takes, and what it makes of a prompt and its media.
+
+All media of a prompt go through one call, as in the library: a processor may treat a picture that is alone otherwise
+than one of several (LLaVA-OneVision cuts only the former into tiles).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from segue.media.audio import Samples
+from segue.media.video import Video
+from segue.messages.errors import ConfigError
+from segue.models.library import (
+    VERSION,
+    AutoProcessor,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    WhisperFeatureExtractor,
+)
+
+VIDEO_FPS = 2.0
+"""Frames per second of a video, for processors that do not say."""
+_TEXT_KEYS = frozenset(
+    ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
+)
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError)
+
+Medium = np.ndarray[Any, np.dtype[np.uint8]] | Samples | Video
+"""A decoded picture [height, width, 3], recording [samples] or clip."""
+
+
+@dataclass(frozen=True)
+class Processed:
+    """One prompt with its media, ready."""
+
+    ids: list[int]
+    token_ids: dict[str, int]
+    """By kind, the id in whose places the model puts rows."""
+    tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By kind, what the model's forward takes, by the library's names."""
+    counts: dict[str, list[int]] = field(default_factory=dict)
+    """By kind, the placeholder tokens of each medium; a kind is missing where the processor does not say."""
+
+    token_types: list[int] | None = None
+    """Beside each id the library's number of a kind (`mm_token_type_ids`), where the processor makes them."""
+
+    def places(self, kind: str) -> list[int]:
+        """Where rows of a kind stand."""
+        return [place for place, token in enumerate(self.ids) if token == self.token_ids[kind]]
+
+
+class Processor:
+    """`AutoProcessor` of one checkpoint."""
+
+    def __init__(self, model_dir: Path, token_ids: Mapping[str, int]) -> None:
+        """`token_ids`: for the kinds that the model has encoders for, the id in whose places it puts rows.
+
+        Raises `ConfigError` for a processor that takes none of them, or not as others do.
+        """
+        self._token_ids = dict(token_ids)
+        self._library = _load(model_dir)
+        self.tokenizer: PreTrainedTokenizerBase = self._library.tokenizer
+        self.template: str | None = self._library.chat_template
+        self._parts = {"image": "image_processor", "video": "video_processor", "audio": "feature_extractor"}
+        self.placeholders: dict[str, str] = {}
+        for kind in token_ids:
+            if self._parts[kind] not in self._library.get_attributes():
+                continue
+            token = vars(self._library).get(f"{kind}_token")
+            if not isinstance(token, str):
+                raise ConfigError(
+                    f"{type(self._library).__name__} of transformers {VERSION} cannot be used: it names no placeholder "
+                    f"for {kind}",
+                    field="architectures",
+                )
+            self.placeholders[kind] = token
+        if not self.placeholders:
+            raise ConfigError(
+                f"{type(self._library).__name__} of transformers {VERSION} cannot be used: it takes none of "
+                f"{', '.join(token_ids)}",
+                field="architectures",
+            )
+        self._keys = self._learn_keys()
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of media it takes."""
+        return tuple(self.placeholders)
+
+    @cached_property
+    def sampling_rate(self) -> int:
+        """Of the sound it takes, in samples per second."""
+        return int(self._library.feature_extractor.sampling_rate)
+
+    @cached_property
+    def longest_audio(self) -> int | None:
+        """Samples of a recording that are heard, where the library cuts off the rest without a word."""
+        extractor = self._library.feature_extractor
+        if not isinstance(extractor, WhisperFeatureExtractor):
+            return None
+        made = self(self.placeholders["audio"], {"audio": [np.zeros(2 * extractor.n_samples, np.float32)]})
+        pieces = max(len(value) for value in made.tensors["audio"].values())
+        return extractor.n_samples if pieces == 1 else None
+
+    @cached_property
+    def fps(self) -> float:
+        """Of the clips it takes, in frames per second."""
+        return float(self._library.video_processor.fps or VIDEO_FPS)
+
+    def settings(self, kind: str) -> dict[str, Any]:
+        """The settings of the part that takes a kind, as its file has them."""
+        part: Any = vars(self._library)[self._parts[kind]]
+        return part.to_dict()
+
+    def __call__(
+        self, text: str, media: dict[str, list[Medium]], *, add_special_tokens: bool | None = None
+    ) -> Processed:
+        """A prompt with one placeholder per medium, and the media of each kind in their order.
+
+        `add_special_tokens`: None for what the library does with chat templates. Raises what the library raises.
+        """
+        made = dict(
+            self._library(
+                text=[text],
+                return_tensors="pt",
+                add_special_tokens=self._adds(text) if add_special_tokens is None else add_special_tokens,
+                **self._arguments(media),
+            )
+        )
+        ids = made["input_ids"][0].tolist()
+        tensors = {kind: {key: made[key] for key in self._keys[kind]} for kind in media}
+        types = made.get("mm_token_type_ids")
+        return Processed(
+            ids,
+            self._token_ids,
+            tensors,
+            self._counts(made, media),
+            None if types is None else types[0].tolist(),
+        )
+
+    def plain(self, text: str, *, add_special_tokens: bool | None = None) -> list[int]:
+        """The ids of a chat without media."""
+        adds = self._adds(text) if add_special_tokens is None else add_special_tokens
+        return list(self.tokenizer(text, add_special_tokens=adds)["input_ids"])
+
+    def example(self, kind: str, seed: int = 0) -> Medium:
+        """A small medium, of noise."""
+        noise = np.random.default_rng(seed)
+        if kind == "audio":
+            return (0.1 * noise.standard_normal(self.sampling_rate)).astype(np.float32)
+        if kind == "image":
+            return noise.integers(0, 255, (64, 96, 3), dtype=np.uint8)
+        return Video(noise.integers(0, 255, (8, 64, 96, 3), dtype=np.uint8), self.fps)
+
+    def _adds(self, text: str) -> bool:
+        """As the library's `apply_chat_template`: unless the template has written the first one."""
+        begin = self.tokenizer.bos_token
+        return begin is None or not text.startswith(begin)
+
+    def _arguments(self, media: dict[str, list[Medium]]) -> dict[str, Any]:
+        arguments: dict[str, Any] = {}
+        if "image" in media:  # a list of its own: they belong to one prompt
+            arguments["images"] = [[Image.fromarray(np.asarray(pixels)) for pixels in media["image"]]]
+        if "video" in media:
+            clips: list[Any] = media["video"]
+            arguments["videos"] = [[clip.frames for clip in clips]]
+            arguments["video_metadata"] = [[_metadata(clip) for clip in clips]]
+            arguments["videos_kwargs"] = {"input_data_format": "channels_last"}
+        if "audio" in media:
+            arguments["audio"] = media["audio"]
+            arguments["audio_kwargs"] = {"sampling_rate": self.sampling_rate}
+        if type(self._library).__call__ is ProcessorMixin.__call__:
+            arguments |= {"return_text_replacement_offsets": True, "return_mm_token_type_ids": True}
+        return arguments
+
+    def _counts(self, made: dict[str, Any], media: dict[str, list[Medium]]) -> dict[str, list[int]]:
+        offsets = made.get("text_replacement_offsets")
+        if not offsets:
+            return {}
+        names = {kind: self.tokenizer.convert_ids_to_tokens(self._token_ids[kind]) for kind in media}
+        return {
+            kind: [entry["replacement"].count(name) for entry in offsets[0] if entry["type"] == kind]
+            for kind, name in names.items()
+        }
+
+    def _learn_keys(self) -> dict[str, list[str]]:
+        """By kind, the names under which its tensors come."""
+        keys: dict[str, list[str]] = {}
+        for kind, token in self.placeholders.items():
+            try:
+                made = self._library(text=[token], return_tensors="pt", **self._arguments({kind: [self.example(kind)]}))
+            except _UNREADABLE as error:
+                raise ConfigError(
+                    f"{type(self._library).__name__} of transformers {VERSION} cannot be used: it does not take "
+                    f"{kind} as other processors do ({error!r})",
+                    field="architectures",
+                ) from error
+            keys[kind] = [key for key in made if key not in _TEXT_KEYS]
+        for kind, own in keys.items():
+            for other, others in keys.items():
+                if kind < other and (shared := set(own) & set(others)):
+                    raise ConfigError(
+                        f"{type(self._library).__name__} of transformers {VERSION} cannot be used: {kind} and {other} "
+                        f"come under one name ({min(shared)})",
+                        field="architectures",
+                    )
+        return keys
+
+
+def _load(model_dir: Path) -> Any:
+    try:
+        processor = AutoProcessor.from_pretrained(model_dir)
+    except _UNREADABLE as error:
+        raise ConfigError(f"{model_dir}: the processor cannot be read: {error}", field="model") from error
+    if not isinstance(processor, ProcessorMixin) or "tokenizer" not in processor.get_attributes():
+        raise ConfigError(
+            f"{model_dir}: {type(processor).__name__} is no processor of text and media", field="architectures"
+        )
+    return processor
+
+
+def _metadata(clip: Video) -> dict[str, Any]:
+    count, height, width = clip.frames.shape[:3]
+    return {
+        "total_num_frames": count,
+        "fps": clip.fps,
+        "width": width,
+        "height": height,
+        "duration": count / clip.fps,
+        "frames_indices": list(range(count)),
+    }

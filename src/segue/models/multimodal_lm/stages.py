@@ -1,0 +1,60 @@
+"""The torch half of the family: what each stage is built with, and what leaves over each edge.
+
+T prompt tokens, n rows of one unit, L layers that get deep features (mostly 0), H hidden size.
+
+**input** makes of one request, one payload, final::
+
+    {
+      "token_ids": LongTensor [T],       # placeholders already repeated once per row
+      ["positions": LongTensor [3, T], "position_delta": int,]     # models with M-RoPE, prompts with media
+      "media": [                         # units (`segue.models.multimodal_lm.units`): a medium, or all of its kind
+        {"kind": str, "hash": bytes,     # equal hash means equal rows
+         "places": LongTensor [n],       # where its rows stand in the prompt
+         "ids": LongTensor [n], "tensors": {…}, "alone": bool},
+      ],
+    }
+
+and `"tokens"` (`segue.models.prompt.client_tokens`) where the client asks for them: the worker takes it out.
+
+**input → encoder** (`media_tensors`): `{"media": [as above]}`. **input → llm** (`prompt_facts`): the same payload
+without `ids`, `tensors` and `alone`.
+
+**encoder → llm** (`media_rows`): one chunk per unit, in order:
+`{"media": [{"kind": str, "hash": bytes, "rows": [n, 1 + L, H]}]}`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from segue.engines.contract import Payload, StageOutput, StageRequest, Transfer
+from segue.models.multimodal_lm.encoder import Encoder
+from segue.models.multimodal_lm.input import InputProcessor
+from segue.models.multimodal_lm.llm import LLM
+from segue.models.multimodal_lm.units import without_tensors
+
+
+def media_tensors(request: StageRequest, output: StageOutput) -> Payload | None:
+    """input → encoder: the media."""
+    return None if output.payload is None else {"media": output.payload["media"]}
+
+
+def prompt_facts(request: StageRequest, output: StageOutput) -> Payload | None:
+    """input → llm: all but the media's tensors."""
+    if output.payload is None:
+        return None
+    return {**output.payload, "media": [without_tensors(unit) for unit in output.payload["media"]]}
+
+
+def media_rows(request: StageRequest, output: StageOutput) -> Payload | None:
+    """encoder → llm: the rows of one unit."""
+    return output.payload
+
+
+ADAPTERS: dict[str, Callable[..., Any]] = {"input": InputProcessor, "encoder": Encoder, "llm": LLM}
+TRANSFERS: dict[tuple[str, str], Transfer] = {
+    ("input", "encoder"): media_tensors,
+    ("input", "llm"): prompt_facts,
+    ("encoder", "llm"): media_rows,
+}

@@ -1,0 +1,71 @@
+"""`segue tiny qwen2.5-vl | qwen3-vl | llava-onevision | qwen2-audio`: a small model that sees or hears, in a family's
+published format, made here."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from segue.messages.errors import InvalidRequest, nearest
+from segue.models.family import TinyPreset
+from segue.models.library import AutoConfig, AutoModelForMultimodalLM, GenerationConfig, PreTrainedModel
+from segue.models.multimodal_lm.tiny_config import END, PAD, SMALL, Small, config_values
+from segue.models.tiny.files import added_tokens, speakable, train_tokenizer, write_json
+from segue.models.tiny.weights import prefer, randomise
+
+SIZES = ("tiny",)
+
+
+def make(name: str, directory: Path, size: str = "tiny", seed: int = 0) -> None:
+    """Write a checkpoint of the family `name` with random weights: the same files for the same seed.
+
+    Raises `InvalidRequest` for an unknown size.
+    """
+    if size not in SIZES:
+        raise InvalidRequest(f"no size {size!r}{nearest(size, SIZES)}", field="size")
+    small = SMALL[name]
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = train_tokenizer(small.special)
+    _write_tokenizer(directory, tokenizer, small)
+    for file, values in small.files.items():
+        write_json(directory, file, dict(values))
+    config = AutoConfig.for_model(small.model_type, **config_values(small))
+    with torch.random.fork_rng(devices=[]):  # the library draws weights of its own first
+        model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32).eval()
+    randomise(model, seed)
+    _scale_rows(model, small)
+    prefer(model, speakable(tokenizer), small.id_of(END), small.end_gain)
+    model.generation_config = GenerationConfig(
+        bos_token_id=None, eos_token_id=[small.id_of(END), small.id_of(PAD)], pad_token_id=small.id_of(PAD)
+    )
+    model.save_pretrained(directory)
+
+
+def _scale_rows(model: PreTrainedModel, small: Small) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            for pattern, gain in small.rows.items():
+                if re.search(pattern, name):
+                    parameter.mul_(gain)
+
+
+def _write_tokenizer(directory: Path, tokenizer: Tokenizer, small: Small) -> None:
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {
+        "added_tokens_decoder": added_tokens(tokenizer, small.special),
+        "bos_token": None,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": END,
+        "pad_token": PAD,
+        "model_max_length": 32768,
+        "tokenizer_class": "Qwen2Tokenizer",
+    }
+    write_json(directory, "tokenizer_config.json", config)
+    write_json(directory, "chat_template.json", {"chat_template": small.template})
+
+
+PRESETS = {name: TinyPreset(SIZES, partial(make, name)) for name in SMALL}
