@@ -32,7 +32,7 @@ from segue.messages.process import (
     encode,
     to_fork_server,
 )
-from segue.worker.processes import adopt_orphans, die_with_parent, name_process
+from segue.worker.processes import adopt_orphans, die_with_parent, end_children, name_process
 
 MESSAGE_BYTES = 1 << 18
 
@@ -90,6 +90,7 @@ class _Server:
                 os.kill(pid, signal.SIGKILL)
             for pid in self.children:
                 os.waitpid(pid, 0)
+            end_children()  # what they had started is ours now
 
     def answer(self) -> bool:
         """Handle one message; False when the orchestrator is gone."""
