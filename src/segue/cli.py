@@ -125,6 +125,9 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--deterministic", action="store_true", help="the same logits to the bit whatever else is in the batch"
     )
+    parser.add_argument(
+        "--tensor-parallel", type=int, metavar="N", help="processes per replica, each with a part of the weights"
+    )
     parser.add_argument("--name", help="the name clients call the model by")
 
 
@@ -175,6 +178,7 @@ async def _serve_until_told(arguments: argparse.Namespace, settings: ServerSetti
         speculation=arguments.speculation,
         load_format=arguments.load_format,
         deterministic=arguments.deterministic,
+        tensor_parallel=arguments.tensor_parallel,
         name=arguments.name,
         on_progress=bars.show,
     )
@@ -221,6 +225,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         speculation=arguments.speculation,
         load_format=arguments.load_format,
         deterministic=arguments.deterministic,
+        tensor_parallel=arguments.tensor_parallel,
         name=arguments.name,
     ) as omni:
         [output] = omni.generate(
@@ -256,7 +261,10 @@ def _graph(arguments: argparse.Namespace) -> int:
     config = read_config(arguments.model)
     graph = family_of(config, arguments.model).graph(config)
     overrides = stage_overrides(
-        arguments.dtype, deterministic=arguments.deterministic, speculation=arguments.speculation
+        arguments.dtype,
+        deterministic=arguments.deterministic,
+        speculation=arguments.speculation,
+        tensor_parallel=arguments.tensor_parallel,
     )
     plan = load_plan(graph, arguments.config, overrides=overrides)
     print(as_mermaid(graph) if arguments.mermaid else as_text(plan))

@@ -18,6 +18,7 @@ from segue.messages.deltas import TokenLogprobs
 from segue.messages.errors import SegueError
 from segue.messages.request import Request
 from segue.messages.sampling import SamplingParams
+from segue.parallel.group import Group
 
 Payload = dict[str, Any]
 """Nested dicts and lists of tensors, bytes, numbers, strings and None: what a connector can carry."""
@@ -116,6 +117,8 @@ class LoadContext:
     """The deployment's own options for this stage, e.g. the vocoder's look-ahead."""
     progress: Callable[[float, str], None] = lambda fraction, what: None
     """Report loading: fraction done, and what is being done."""
+    group: Group | None = None
+    """The ranks among which the weights are divided; None: this process has them all."""
 
 
 Adapter = Any

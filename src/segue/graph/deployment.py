@@ -27,6 +27,7 @@ text such as `64MiB` and `1GB`.
         attention: auto                   # auto, torch, triton, flashinfer, flash_attn
         enforce_eager: false              # true: no CUDA graphs
         compile: false                    # torch.compile for the layers of the decoder
+        tensor_parallel: 1                # processes per replica, each with a part of the weights
         scheduling: priority              # priority (then arrival), fcfs (arrival), fair (equal shares between tenants)
         speculation: {method: ngram, tokens: 4}     # or draft, eagle, medusa with a model; or mtp
         sampling: {temperature: 0.7}      # before the family's own defaults, after the request's
@@ -117,17 +118,19 @@ class StagePlan:
     max_logprobs: int = 20
     """Most tokens whose log-probabilities a request may ask for in one place; -1: any number."""
     scheduling: str = "priority"
+    """`priority`, `fcfs` or `fair`."""
     attention: str = "auto"
     enforce_eager: bool = False
     compile: bool = False
-    """`priority`, `fcfs` or `fair`."""
+    tensor_parallel: int = 1
+    """Processes (ranks) of each replica."""
     speculation: SpeculationPlan | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """Fields the deployment sets; the others are None."""
 
-    def device_of(self, replica: int) -> str:
-        """Where replica number `replica` (from 0) runs."""
-        return self.devices[replica % len(self.devices)]
+    def device_of(self, replica: int, rank: int = 0) -> str:
+        """Where rank `rank` of replica number `replica` (both from 0) runs."""
+        return self.devices[(replica * self.tensor_parallel + rank) % len(self.devices)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,11 +87,20 @@ class _Loader(yaml.SafeLoader):
 
 
 def stage_overrides(
-    dtype: str | None, *, deterministic: bool = False, speculation: Mapping[str, Any] | None = None
+    dtype: str | None,
+    *,
+    deterministic: bool = False,
+    speculation: Mapping[str, Any] | None = None,
+    tensor_parallel: int | None = None,
 ) -> dict[str, Any]:
     """Keys of a stage that a caller may set for all stages; what is unset is left to the file."""
-    given = {"dtype": dtype, "deterministic": deterministic, "speculation": speculation}
-    return {key: value for key, value in given.items() if value}
+    given = {
+        "dtype": dtype or None,
+        "deterministic": deterministic or None,
+        "speculation": speculation or None,
+        "tensor_parallel": tensor_parallel,
+    }
+    return {key: value for key, value in given.items() if value is not None}
 
 
 def _stage(stage: Stage, written: Written, where: Place) -> StagePlan:
@@ -124,6 +133,7 @@ def _stage(stage: Stage, written: Written, where: Place) -> StagePlan:
         attention=section.choice("attention", "auto", ATTENTIONS),
         enforce_eager=section.flag("enforce_eager", False),
         compile=section.flag("compile", False),
+        tensor_parallel=where.ranks,
         speculation=speculation_of(section) if stage.engine == "autoregressive" else None,
         sampling=_sampling(section) if stage.engine == "autoregressive" else SamplingParams(),
     )

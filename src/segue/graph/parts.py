@@ -34,6 +34,8 @@ class Stage:
     fuse_with: str | None = None
     """The stage to share a worker with where the deployment says nothing."""
     main: bool = False
+    divisible: bool = False
+    """Its adapter takes a rank's part of the weights (`tensor_parallel`)."""
 
     @property
     def media_only(self) -> bool:

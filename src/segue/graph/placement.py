@@ -33,6 +33,8 @@ class Place:
     threads: int
     memory_share: float
     memory_bytes: int
+    ranks: int = 1
+    """Processes of each replica; `memory_bytes` is for one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +44,12 @@ class _Wish:
     devices: tuple[str, ...] | None
     replicas: int | None
     threads: int | None
+    ranks: int | None
 
     def shown(self) -> dict[str, str]:
         """What is said, for people."""
         said = {"devices": ", ".join(self.devices or ()), "replicas": self.replicas, "threads": self.threads}
+        said["tensor_parallel"] = self.ranks
         return {key: str(value) for key, value in said.items() if value}
 
     def clash(self, other: _Wish) -> str | None:
@@ -58,6 +62,7 @@ class _Wish:
             self.devices or other.devices,
             self.replicas or other.replicas,
             self.threads or other.threads,
+            self.ranks or other.ranks,
         )
 
 
@@ -69,16 +74,20 @@ def place(
     wires: Sequence[Wire],
 ) -> tuple[tuple[tuple[str, ...], ...], dict[str, Place]]:
     """(groups of stages that share a worker, place of every stage)."""
-    wishes = {name: _wish(name, sections[name], hardware) for name in graph.topological()}
+    wishes = {name: _wish(graph, name, sections[name], hardware) for name in graph.topological()}
     apart = {(wire.source, wire.target) for wire in wires if connectors.kind_of(wire) == "shm"}
     groups = _groups(graph, sections, wishes, apart)
     joined = {group: _joined(group, wishes) for group in groups}
     weights = {name: _weight(graph.stages[name], graph.main) for name in wishes}
-    devices = _spread(joined, weights, hardware)
+    for group in groups:
+        _check_alone(group, joined[group], sections)
+    devices = _spread(joined, weights, hardware, sections)
     replicas = {group: _replicas(group, joined[group], devices[group], sections) for group in groups}
     threads = _threads(joined, devices, replicas, weights, hardware)
     places = {
-        name: Place(devices[group], replicas[group], threads[group], 0.0, 0) for group in groups for name in group
+        name: Place(devices[group], replicas[group], threads[group], 0.0, 0, joined[group].ranks or 1)
+        for group in groups
+        for name in group
     }
     return groups, _share_memory(places, sections, weights, hardware)
 
@@ -86,13 +95,44 @@ def place(
 # --- what the file says
 
 
-def _wish(name: str, section: Section, hardware: Hardware) -> _Wish:
+def _wish(graph: StageGraph, name: str, section: Section, hardware: Hardware) -> _Wish:
     devices = _devices(section, hardware)
     if name == INPUT:
         if devices not in (None, (CPU,)):
             raise wrong(section.at("devices"), section.values["devices"], "cpu: the input stage runs on the CPU")
         devices = (CPU,)
-    return _Wish(devices, section.integer("replicas", None), section.integer("threads", None))
+    ranks = _ranks(graph, graph.stages[name], section)
+    return _Wish(devices, section.integer("replicas", None), section.integer("threads", None), ranks)
+
+
+def _ranks(graph: StageGraph, stage: Stage, section: Section) -> int | None:
+    """Processes per replica; the defaults mean autoregressive stages only."""
+    ranks = section.integer("tensor_parallel", None)
+    if stage.engine != "autoregressive" or ranks in (None, 1):
+        return None
+    if not stage.divisible:
+        path, _ = section.find("tensor_parallel")
+        raise ConfigError(
+            f"{path} is {ranks}, but the weights of stage {stage.name!r} of {graph.name!r} cannot be divided; "
+            "it must be 1",
+            field=path,
+        )
+    return ranks
+
+
+def _check_alone(group: tuple[str, ...], wish: _Wish, sections: Mapping[str, Section]) -> None:
+    """A worker of several processes has one stage."""
+    if wish.ranks and len(group) > 1:
+        path = _path_of("tensor_parallel", group, sections)
+        raise ConfigError(
+            f"{path} is {wish.ranks}, but {' and '.join(map(repr, group))} share a worker; set their fuse_with to null",
+            field=path,
+        )
+
+
+def _path_of(key: str, group: tuple[str, ...], sections: Mapping[str, Section]) -> str:
+    """Where a key of a group is written."""
+    return next(path for name in group for path, value in [sections[name].find(key)] if value is not None)
 
 
 def _devices(section: Section, hardware: Hardware) -> tuple[str, ...] | None:
@@ -191,9 +231,13 @@ def _weight(stage: Stage, main: str) -> int:
 
 
 def _spread(
-    joined: Mapping[tuple[str, ...], _Wish], weights: Mapping[str, int], hardware: Hardware
+    joined: Mapping[tuple[str, ...], _Wish],
+    weights: Mapping[str, int],
+    hardware: Hardware,
+    sections: Mapping[str, Section],
 ) -> dict[tuple[str, ...], tuple[str, ...]]:
-    """The devices of every group; where the file is silent, the GPU with the least on it, in topological order."""
+    """The devices of every group; where the file is silent, the GPU with the least on it (one for each rank), in
+    topological order."""
     load = dict.fromkeys((f"cuda:{number}" for number in range(len(hardware.gpus))), 0)
     for group, wish in joined.items():
         for device in wish.devices or ():
@@ -201,22 +245,34 @@ def _spread(
                 load[device] += sum(weights[name] for name in group)
     devices = {}
     for group, wish in joined.items():
+        ranks = wish.ranks or 1
         if wish.devices is not None:
             devices[group] = wish.devices
         elif load:
-            lightest = min(load, key=load.__getitem__)
-            load[lightest] += sum(weights[name] for name in group)
-            devices[group] = (lightest,)
+            lightest = sorted(sorted(load, key=load.__getitem__)[:ranks])
+            for device in lightest:
+                load[device] += sum(weights[name] for name in group)
+            devices[group] = tuple(lightest)
         else:
             devices[group] = (CPU,)
+        if CPU not in devices[group] and len(devices[group]) % ranks:
+            path = _path_of("tensor_parallel", group, sections)
+            raise ConfigError(
+                f"{path} is {ranks}, but the stage has {len(devices[group])} GPUs ({', '.join(devices[group])}); "
+                "their number must be a multiple of it",
+                field=path,
+            )
     return devices
 
 
 def _replicas(group: tuple[str, ...], wish: _Wish, devices: tuple[str, ...], sections: Mapping[str, Section]) -> int:
-    if wish.replicas is not None and wish.replicas < len(devices):
-        path = next(path for name in group for path, value in [sections[name].find("replicas")] if value is not None)
-        raise wrong(path, wish.replicas, f"at least {len(devices)}, the number of its devices ({', '.join(devices)})")
-    return wish.replicas or len(devices)
+    least = max(1, len(devices) // (wish.ranks or 1))
+    if wish.replicas is not None and wish.replicas < least:
+        path = _path_of("replicas", group, sections)
+        of_each = f", {wish.ranks} for each" if wish.ranks else ""
+        right = f"at least {least}, the number of its devices ({', '.join(devices)}{of_each})"
+        raise wrong(path, wish.replicas, right)
+    return wish.replicas or least
 
 
 def _threads(
@@ -282,12 +338,16 @@ def _share_memory(
         if share is None:
             share = min(fair[name], default=0.0)
         size = int(share * min(memory[device] for device in one.devices))
+        if CPU in one.devices:
+            size //= one.ranks  # they share what is one replica's
         shared[name] = replace(one, memory_share=share, memory_bytes=size)
     return shared
 
 
 def _replicas_on(one: Place, device: str) -> int:
-    return sum(one.devices[replica % len(one.devices)] == device for replica in range(one.replicas))
+    """Of a device's memory: on a CPU the ranks of a replica share one share."""
+    processes = one.replicas if device == CPU else one.replicas * one.ranks
+    return sum(one.devices[process % len(one.devices)] == device for process in range(processes))
 
 
 def _over(

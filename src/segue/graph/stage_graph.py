@@ -48,13 +48,15 @@ class StageGraph:
         gives: Iterable[str] = (),
         fuse_with: str | None = None,
         main: bool = False,
+        divisible: bool = False,
     ) -> None:
         """Add a stage.
 
         `main` marks the stage whose end is the end of the answer (by default the one that gives text, else the only
-        one that gives anything); `fuse_with` suggests a stage to share a worker with.
+        one that gives anything); `fuse_with` suggests a stage to share a worker with; `divisible`: one replica can be
+        several processes with a part of the weights each (`tensor_parallel`).
         """
-        self._declared.append(Stage(name, engine, frozenset(takes), frozenset(gives), fuse_with, main))
+        self._declared.append(Stage(name, engine, frozenset(takes), frozenset(gives), fuse_with, main, divisible))
         self._validated = False
 
     def edge(self, source: str, target: str, *, when: Condition | None = None) -> None:

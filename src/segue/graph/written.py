@@ -23,6 +23,7 @@ AUTOREGRESSIVE_KEYS = (
     "max_logprobs",
     "scheduling",
     "attention",
+    "tensor_parallel",
     "enforce_eager",
     "compile",
     "deterministic",
@@ -54,6 +55,7 @@ _FOREIGN = {
     "max_num_seqs": "max_batch",
     "num_replicas": "replicas",
     "scheduling_policy": "scheduling",
+    "tensor_parallel_size": "tensor_parallel",
     "speculative_config": "speculation",
 }
 """What vllm-omni calls a key of ours (its `docs/configuration/stage_configs.md`), for the error message."""

@@ -40,6 +40,7 @@ class InvariantStep:
     """The keyword argument `paged` of a decoder's forward over so many tokens, and padding behind them."""
 
     store: KVStore
+    parts: list[Part]
     tokens: int
     slots: torch.Tensor
     """[tokens] long"""
@@ -83,7 +84,7 @@ def invariant_step(store: KVStore, parts: list[Part]) -> InvariantStep:
             end = begin + stop - start
             tiles.append(QueryTile(begin, end, first, start - first, torch.from_numpy(table).to(store.device)))
             begin, start = end, stop
-    return InvariantStep(store, begin, torch.from_numpy(np.concatenate(slots)).to(store.device), tiles)
+    return InvariantStep(store, parts, begin, torch.from_numpy(np.concatenate(slots)).to(store.device), tiles)
 
 
 def invariant_attention(

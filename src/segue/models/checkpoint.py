@@ -152,13 +152,16 @@ def load_module(
     checkpoint: Checkpoint | None,
     dtype: torch.dtype | None = None,
     seed: int = 0,
+    prepare: Callable[[M], None] = lambda module: None,
 ) -> M:
     """Build a part of a model and give it its weights: the checkpoint's, or random ones where `checkpoint` is None.
 
-    Buffers (rotary frequencies, filters) are computed by the module itself and keep their own dtype.
+    `prepare` may change what was built, before it has weights. Buffers (rotary frequencies, filters) are computed by
+    the module itself and keep their own dtype.
     """
     with init_empty_weights(include_buffers=False):
         module = build()
+    prepare(module)
     dtype = dtype or ctx.dtype
     if checkpoint is None:
         fill_random(module, device=ctx.device, dtype=dtype, seed=seed)

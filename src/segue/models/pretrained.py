@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
@@ -27,6 +28,8 @@ from segue.models.library import (
     enable_progress_bar,
     is_progress_bar_enabled,
 )
+from segue.parallel.group import Group
+from segue.parallel.shard import shard
 
 LOAD_FORMATS = ("auto", "dummy")
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, StrictDataclassError)
@@ -61,17 +64,34 @@ def load_model(
             field="architectures",
         )
     if ctx.load_format == "dummy":
-        model = load_module(
-            ctx, lambda: auto.from_config(config, dtype=ctx.dtype), lambda name: [name], checkpoint=None
-        )
-        model.tie_weights()
+        model = _random(ctx, config, auto)
     else:
         model = _read(ctx, config, auto, unused)
     return model.eval().requires_grad_(False)
 
 
+def _random(ctx: LoadContext, config: PreTrainedConfig, auto: Any) -> PreTrainedModel:
+    """Parts of equal shape are filled alike on every rank, so what all ranks have whole is the same on all."""
+
+    def build() -> PreTrainedModel:
+        return auto.from_config(config, dtype=ctx.dtype)
+
+    if ctx.group is None:
+        model = load_module(ctx, build, lambda name: [name], checkpoint=None)
+        model.tie_weights()
+        return model
+    return load_module(ctx, build, lambda name: [name], checkpoint=None, prepare=partial(_cut, ctx.group))
+
+
+def _cut(group: Group, model: PreTrainedModel) -> None:
+    """To this rank's part."""
+    shard(model, model.tp_plan, model.config.get_text_config(decoder=True), group)
+
+
 def _read(ctx: LoadContext, config: PreTrainedConfig, auto: Any, unused: tuple[str, ...]) -> PreTrainedModel:
-    where: dict[str, Any] = {} if ctx.device.type == "cpu" else {"device_map": {"": ctx.device}}
+    # to be cut, it is read on the CPU: what a rank does not keep stays in the file's pages
+    here = ctx.device.type == "cpu" or ctx.group is not None
+    where: dict[str, Any] = {} if here else {"device_map": {"": ctx.device}}
     try:
         with _without_bars():
             model, info = auto.from_pretrained(
@@ -92,6 +112,9 @@ def _read(ctx: LoadContext, config: PreTrainedConfig, auto: Any, unused: tuple[s
             f"{missing[0]!r}",
             field="model",
         )
+    if ctx.group is not None:
+        _cut(ctx.group, model)
+        model = model.to(ctx.device)
     ctx.progress(1.0, "weights")
     return model
 

@@ -60,10 +60,11 @@ class AsyncOmni:
         deterministic: bool = False,
         name: str | None = None,
         speculation: Mapping[str, Any] | None = None,
+        tensor_parallel: int | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
         """`config`: a deployment file, or its content. `name`: what clients call the model (default: the directory).
-        `dtype` and `speculation` are keys of a stage that win over the deployment's `defaults`.
+        `dtype`, `speculation` and `tensor_parallel` are keys of a stage that win over the deployment's `defaults`.
 
         Raises `ConfigError` for anything that cannot be served as it is written.
         """
@@ -71,7 +72,9 @@ class AsyncOmni:
         checkpoint = read_config(model_dir)
         family = family_of(checkpoint, model_dir)
         graph = family.graph(checkpoint)
-        overrides = stage_overrides(dtype, deterministic=deterministic, speculation=speculation)
+        overrides = stage_overrides(
+            dtype, deterministic=deterministic, speculation=speculation, tensor_parallel=tensor_parallel
+        )
         self.plan = load_plan(graph, config, overrides=overrides)
         text_stage = graph.main
         self.card = ModelCard(

@@ -21,8 +21,9 @@ from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.autoregressive.grammar import Grammars
 from segue.engines.autoregressive.invariant import whole_kv
 from segue.engines.autoregressive.memory import blocks_for
+from segue.engines.autoregressive.ranks import Leader
 from segue.engines.autoregressive.speculation.contract import OpenTarget
-from segue.engines.contract import Adapter, Engine, LoadContext
+from segue.engines.contract import Adapter, AdapterFactory, Engine, LoadContext
 from segue.engines.module.engine import ModuleConfig, ModuleEngine
 from segue.graph.deployment import EdgePlan, Limits, StagePlan
 from segue.graph.stage_graph import INPUT
@@ -34,12 +35,12 @@ from segue.messages.wire import Loading, StageFacts
 from segue.models.registry import families
 from segue.worker.drafters import LoadedDrafter, load_drafter
 from segue.worker.outbox import Channel
+from segue.worker.ranks import Ranks, load_context, threads_of
 from segue.worker.retained import RetainedStore
 from segue.worker.stage import StageRunner
 
 CACHE_SHARE = 0.8
 """Of the memory left beside the weights; the rest is for activations."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(slots=True)
@@ -56,16 +57,19 @@ class Built:
     facts: dict[str, StageFacts]
 
 
-def build(spec: WorkerSpec, report: Callable[[Loading], None], wake: Callable[[], None]) -> Built:
+def build(
+    spec: WorkerSpec, report: Callable[[Loading], None], wake: Callable[[], None], ranks: Ranks | None = None
+) -> Built:
     """Load every stage of this worker. Raises what loading raises; the caller reports it.
 
-    `wake` is called from another thread when an engine has work that no message brought.
+    `ranks`: where its one stage is tensor parallel. `wake` is called from another thread when an engine
+    has work that no message brought.
     """
     family = families()[spec.family]
     plans = [msgspec.convert(stage, StagePlan) for stage in spec.stages]
     edges = [msgspec.convert(edge, EdgePlan) for edge in spec.edges]
     limits = msgspec.convert(spec.limits, Limits)
-    torch.set_num_threads(max(plan.threads for plan in plans))
+    torch.set_num_threads(max(map(threads_of, plans)))
     stages_module = family.load_stages()
     stages: dict[str, StageRunner] = {}
     facts: dict[str, StageFacts] = {}
@@ -75,17 +79,11 @@ def build(spec: WorkerSpec, report: Callable[[Loading], None], wake: Callable[[]
             report(Loading(spec.worker, (number + fraction) / len(plans), f"{name}: {what}"))
 
         progress(0.0, "loading")
-        context = LoadContext(
-            model_dir=Path(spec.model_dir),
-            stage=plan.name,
-            device=torch.device(plan.device_of(spec.replica)),
-            dtype=DTYPES[plan.dtype],
-            load_format=spec.load_format if plan.load_format == "auto" else plan.load_format,
-            max_model_len=plan.max_model_len,
-            options={**plan.options, **({"limits": _media_limits(limits)} if plan.name == INPUT else {})},
-            progress=progress,
-        )
-        adapter = stages_module.ADAPTERS[plan.name](context)
+        context = load_context(spec, plan)
+        context.progress = progress
+        if plan.name == INPUT:
+            context.options["limits"] = _media_limits(limits)
+        adapter = _adapter(stages_module.ADAPTERS[plan.name], context, ranks)
         defaults = SamplingParams()
         facts[plan.name] = StageFacts()
         if plan.engine == "autoregressive":
@@ -100,6 +98,8 @@ def build(spec: WorkerSpec, report: Callable[[Loading], None], wake: Callable[[]
         progress(0.9, "warming up")
         with torch.inference_mode():
             engine.warm_up()
+        if isinstance(adapter, Leader):
+            adapter.serve()
         stages[plan.name] = StageRunner(plan, engine, transfers, defaults)
     channels, inbound, connectors = _connect(spec, edges, set(stages), _device_memory(spec, plans))
     retained = RetainedStore(limits.retained_bytes, str(Path(spec.connector).parent))
@@ -109,17 +109,26 @@ def build(spec: WorkerSpec, report: Callable[[Loading], None], wake: Callable[[]
 def _compile(plan: StagePlan, adapter: Adapter, device: torch.device) -> None:
     """Have the decoder compiled by the check and the warm-up that follow. Raises `ConfigError` where it cannot be."""
     field = f"stages.{plan.name}.compile"
-    if plan.engine != "autoregressive" or not isinstance(adapter, OpenTarget):
-        raise ConfigError(f"stage {plan.name!r}: compile is true, but it shows no decoder to compile", field=field)
     hooked = plan.speculation is not None and plan.speculation.method == "eagle"
     for other, given in (
         ("enforce_eager", plan.enforce_eager),
         ("deterministic", plan.deterministic),
         ("EAGLE", hooked),
+        ("tensor_parallel", plan.tensor_parallel > 1),
     ):
         if given:
             raise ConfigError(f"stage {plan.name!r}: compile does not go with {other}; leave one out", field=field)
+    if plan.engine != "autoregressive" or not isinstance(adapter, OpenTarget):
+        raise ConfigError(f"stage {plan.name!r}: compile is true, but it shows no decoder to compile", field=field)
     compile_layers(adapter.library_decoder, device.type)
+
+
+def _adapter(factory: AdapterFactory, context: LoadContext, ranks: Ranks | None) -> Adapter:
+    """The stage's adapter, over all its ranks."""
+    if ranks is None:
+        return factory(context)
+    context.group = ranks.meet(context.device)
+    return Leader(factory(context), context.group, ranks.crew)
 
 
 def _media_limits(limits: Limits) -> dict[str, float]:
@@ -154,7 +163,9 @@ def _engine(plan: StagePlan, adapter: Adapter, context: LoadContext, wake: Calla
                     max_logprobs=plan.max_logprobs,
                     scheduling=plan.scheduling,
                     attention=plan.attention,
-                    enforce_eager=plan.enforce_eager or (drafter is not None and drafter.eager),
+                    enforce_eager=plan.enforce_eager
+                    or plan.tensor_parallel > 1
+                    or (drafter is not None and drafter.eager),
                 ),
                 Grammars.of(adapter, wake),
                 speculation,

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from segue.models.speculators.eagle import Eagle
 
 
+_DIVIDED = ("ngram", "draft")
+"""Methods that ask nothing of the target's modules, which a tensor parallel stage has in parts."""
+
+
 @dataclass(slots=True)
 class LoadedDrafter:
     """A drafter whose weights are there; its cache is made when the number of blocks is known."""
@@ -58,6 +62,12 @@ def load_drafter(stage: StagePlan, target: AutoregressiveAdapter, context: LoadC
     plan = stage.speculation
     if plan is None or target.conditioned:
         return None
+    if stage.tensor_parallel > 1 and plan.method not in _DIVIDED:
+        raise ConfigError(
+            f"stage {stage.name!r}: speculation.method is {plan.method!r}, which looks into the model; where "
+            f"tensor_parallel is {stage.tensor_parallel}, it must be one of {', '.join(_DIVIDED)}",
+            field=f"stages.{stage.name}.speculation.method",
+        )
     try:
         match plan.method:
             case "ngram":
@@ -92,8 +102,8 @@ def _draft_model(
     name = next((name for name in graph.topological() if graph.stages[name].engine == "autoregressive"), None)
     if name is None:
         raise ConfigError(f"{directory}: {graph.name!r} has no language model to draft with", field="speculation.model")
-    # without the stage's own options: those are the target's family's
-    own = replace(context, model_dir=directory, stage=name, options={})
+    # without the stage's own options: those are the target's family's; whole, on the leader of a divided target
+    own = replace(context, model_dir=directory, stage=name, options={}, group=None)
     adapter = family.load_stages().ADAPTERS[name](own)
     _check_vocabularies(context.model_dir, directory, target, adapter)
 

@@ -12,7 +12,6 @@ manager sends them to the whole group.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import os
 import selectors
@@ -33,10 +32,9 @@ from segue.messages.process import (
     encode,
     to_fork_server,
 )
+from segue.worker.processes import adopt_orphans, die_with_parent, end_children, name_process
 
 MESSAGE_BYTES = 1 << 18
-_PR_SET_NAME = 15
-_PR_SET_PDEATHSIG = 1
 
 
 def serve(control: socket.socket, runtime_dir: str, preload: list[str], run: Callable[[WorkerSpec], None]) -> None:
@@ -46,7 +44,8 @@ def serve(control: socket.socket, runtime_dir: str, preload: list[str], run: Cal
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    _name_process("segue-forks")
+    name_process("segue-forks")
+    adopt_orphans()  # the followers of a worker that was killed (`segue.worker.ranks`)
     try:
         try:
             for module in preload:
@@ -91,6 +90,7 @@ class _Server:
                 os.kill(pid, signal.SIGKILL)
             for pid in self.children:
                 os.waitpid(pid, 0)
+            end_children()  # what they had started is ours now
 
     def answer(self) -> bool:
         """Handle one message; False when the orchestrator is gone."""
@@ -130,25 +130,13 @@ class _Server:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self.control.close()
-            _name_process(f"segue-{spec.worker}")
+            name_process(f"segue-{spec.worker}")
             self.run(spec)
             code = 0
         except BaseException:
             traceback.print_exc()  # `run` reports its own errors; what arrives here is ours, and must be seen
         finally:
             os._exit(code)
-
-
-def die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when the parent (thread) dies."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-
-
-def _name_process(name: str) -> None:
-    """The name `ps` and `top` show, at most 15 bytes."""
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
 def _describe(status: int) -> str:

@@ -47,6 +47,7 @@ from segue.worker.build import Built, build
 from segue.worker.meter import Meter
 from segue.worker.outbox import Outbox
 from segue.worker.peers import Peers
+from segue.worker.ranks import fork_ranks
 from segue.worker.stage import Run, StageRunner
 
 REMEMBER_DROPPED = 4096
@@ -59,10 +60,11 @@ def run(spec: WorkerSpec) -> None:
     """A worker's whole life; called in a process of its own."""
     # the library warns of every config whose talker names ids of the thinker's vocabulary, at each load
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    ranks = fork_ranks(spec)
     peers = Peers(spec.inbox)
     try:
         try:
-            built = build(spec, lambda message: peers.send(spec.orchestrator, encode(message)), peers.wake)
+            built = build(spec, lambda message: peers.send(spec.orchestrator, encode(message)), peers.wake, ranks)
         except Exception as error:
             # whatever loading raises is the answer to "why did it not start?"
             if not isinstance(error, SegueError):
@@ -72,10 +74,14 @@ def run(spec: WorkerSpec) -> None:
                 encode(StartFailed(spec.worker, type(error).__name__, f"{type(error).__name__}: {error}")),
             )
             return
+        if ranks is not None:
+            ranks.serve()
         with torch.inference_mode():
             Worker(spec, built, peers).loop()
     finally:
         peers.close()
+        if ranks is not None:
+            ranks.close()
 
 
 class Worker:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from segue.engines.autoregressive.contract import AutoregressiveAdapter, FlatBatch
-from segue.kernels.kv_store import KVStore
 from segue.kernels.paged_attention import LibraryRecord, library_attention
 from segue.kernels.paged_step import AttentionBackend, PagedStep, Part, paged_step, step_order
 from segue.messages.errors import ConfigError
@@ -68,7 +67,7 @@ def _run_flat(
 ) -> list[torch.Tensor]:
     # no sequence outgrows a window here, as far as the layout goes: all layers in one group, nothing is given back
     layout = adapter.kv.layout(max_model_len=1)
-    store = KVStore(
+    store = adapter.kv.store(
         layout,
         num_blocks=sum(map(len, _BLOCKS)),
         block_size=_SIZE,

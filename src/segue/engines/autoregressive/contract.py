@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ import torch
 
 from segue.engines.contract import Payload, StageRequest
 from segue.kernels.kv_layout import KVLayout, LayerShape, lay_out
+from segue.kernels.kv_store import KVStore
 from segue.messages.errors import ConfigError
 from segue.messages.sampling import SamplingParams
 
@@ -33,6 +34,8 @@ class KVSpec:
     all before it. Layers give back what lies behind their window. Empty: full attention everywhere."""
     shapes: tuple[LayerShape, ...] = ()
     """[layers] where they are not alike; `kv_heads`, `head_dim` and `value_dim` are not read then."""
+    store: Callable[..., KVStore] = KVStore
+    """What makes its caches: `KVStore`, or one whose blocks are on several ranks."""
 
     def layout(self, max_model_len: int) -> KVLayout:
         """The layers in groups. Raises `ConfigError` where `windows` or `shapes` are not one per layer.

@@ -28,7 +28,6 @@ from segue.engines.autoregressive.speculation.speculation import NO_SPECULATION,
 from segue.engines.autoregressive.warm_up import warm_up
 from segue.engines.contract import Payload, Rows, StageOutput, StageRequest
 from segue.kernels.backends import attention_backend
-from segue.kernels.kv_store import KVStore
 from segue.kernels.paged_step import HybridStep, PagedStep, Part, paged_step, step_order
 from segue.messages.errors import InvalidRequest, SegueError, StageFailed
 
@@ -78,7 +77,7 @@ class AutoregressiveEngine:
         spec = adapter.kv
         layout = spec.layout(adapter.max_model_len)
         recorded = backend is not None and backend.recordable and not config.enforce_eager
-        self._store = KVStore(
+        self._store = spec.store(
             layout,
             num_blocks=config.num_blocks + recorded,  # recordings pad their batches with rows of a block of nobody
             block_size=config.block_size,

@@ -18,7 +18,6 @@ import torch
 from segue.engines.autoregressive.contract import AutoregressiveAdapter, Fed, FlatBatch, KVSpec
 from segue.engines.contract import Payload, StageRequest
 from segue.kernels.invariant_attention import invariant_step
-from segue.kernels.kv_store import KVStore
 from segue.kernels.paged_step import PagedStep, Part, paged_step
 from segue.messages.errors import ConfigError
 
@@ -160,7 +159,7 @@ def _run(
     adapter: InvariantAdapter, probe: torch.Tensor, others: list[torch.Tensor], spans: list[tuple[int, int]]
 ) -> torch.Tensor:
     """[tokens, hidden] of `probe`, computed span by span, each behind the same span of `others`."""
-    store = KVStore(
+    store = adapter.kv.store(
         adapter.kv.layout(adapter.max_model_len),
         num_blocks=(1 + len(others)) * _BLOCKS,
         block_size=_BLOCK,

@@ -36,7 +36,7 @@ def warm_up(
     size = config.block_size
     each = -(-(_PROMPT + 1) // size)
     blocks = max(most * each, -(-_LONGEST_PROMPT // size))
-    store = KVStore(
+    store = adapter.kv.store(
         layout,
         num_blocks=blocks,
         block_size=size,

@@ -10,5 +10,5 @@ from segue.graph.stage_graph import StageGraph
 def graph(config: dict[str, Any]) -> StageGraph:
     """The same for every checkpoint: the decoder takes text and gives text."""
     g = StageGraph("causal_lm")
-    g.stage("llm", "autoregressive", takes={"text"}, gives={"text"})
+    g.stage("llm", "autoregressive", takes={"text"}, gives={"text"}, divisible=True)
     return g

@@ -1,0 +1,289 @@
+"""One adapter on several ranks: the engine runs on the leader and sees an adapter like any other.
+
+Whatever the leader's engine asks of the model or of a KV store, the followers are told to do as well, in the same order
+(`segue.parallel.orders`); each has its own part of the weights and its own share of the KV heads, under the leader's
+block tables. Tokens, text and scheduling are the leader's alone.
+"""
+
+from __future__ import annotations
+
+import socket
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from segue.engines.autoregressive.contract import AutoregressiveAdapter, Fed, FlatBatch
+from segue.engines.contract import Payload, StageRequest
+from segue.kernels.invariant_attention import InvariantStep, invariant_step
+from segue.kernels.kv_layout import KVLayout
+from segue.kernels.kv_store import KVStore
+from segue.kernels.paged_attention import library_attention
+from segue.kernels.paged_step import AttentionBackend, HybridStep, PagedStep, paged_step
+from segue.parallel.group import Group
+from segue.parallel.orders import (
+    CloseStore,
+    CopyBlocks,
+    Crew,
+    Embed,
+    Forward,
+    Logits,
+    OpenStore,
+    Order,
+    ScrubBlocks,
+    Sequences,
+    dtype_name,
+    dtype_of,
+    receive,
+)
+
+
+class ReplicaBroken(SystemExit):
+    """The ranks are no longer in step: this process must end, so that the whole replica is started again.
+
+    No `Exception`, as it is not the failure of a request: those go on elsewhere.
+    """
+
+
+class LedStore(KVStore):
+    """The leader's KV store: what is done to its blocks, followers do to theirs."""
+
+    def __init__(
+        self,
+        tell: Callable[[Order], None],
+        number: int,
+        layout: KVLayout,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        capture_width: int = 0,
+        capture_dtype: torch.dtype = torch.float32,
+        backend: AttentionBackend | None = None,
+    ) -> None:
+        super().__init__(
+            layout,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=dtype,
+            device=device,
+            capture_width=capture_width,
+            capture_dtype=capture_dtype,
+            backend=backend,
+        )
+        self.number = number
+        self._tell = tell
+        tell(OpenStore(number, layout, num_blocks, block_size, dtype_name(dtype), backend is None))
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        if pairs:
+            self._tell(CopyBlocks(self.number, list(pairs)))
+        super().copy(pairs)
+
+    def scrub(self, blocks: list[int]) -> None:
+        if blocks:
+            self._tell(ScrubBlocks(self.number, blocks))
+        super().scrub(blocks)
+
+
+class Leader:
+    """`AutoregressiveAdapter` over the leader's own, whose calls the followers make as well."""
+
+    def __init__(self, inner: AutoregressiveAdapter, group: Group, crew: Crew) -> None:
+        self.inner = inner
+        self._group = group
+        self._crew = crew
+        self._stores = 0
+        self._closed: list[int] = []
+        """Stores that were freed since the last order; whoever frees one may be in the midst of anything."""
+        self._embedded: torch.Tensor | None = None
+        self._hidden: torch.Tensor | None = None
+        self._serving = False
+        self.device = inner.device
+        self.kv = replace(inner.kv, store=self._open)
+        self.axes = inner.axes
+        self.vocab_size = inner.vocab_size
+        self.max_model_len = inner.max_model_len
+        self.weight_bytes = inner.weight_bytes
+        self.conditioned = inner.conditioned
+        self.end_token_ids = inner.end_token_ids
+        self.default_sampling = inner.default_sampling
+        self.vocabulary = inner.vocabulary
+
+    def serve(self) -> None:
+        """Loading is over: from now on an error in the model or between the ranks is `ReplicaBroken`."""
+        self._serving = True
+
+    def begin(self, request: StageRequest) -> Any:
+        return self.inner.begin(request)
+
+    def feed(self, state: Any, upstream: str, payload: Payload, *, final: bool) -> Fed:
+        return self.inner.feed(state, upstream, payload, final=final)
+
+    def decode_text(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return self.inner.decode_text(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def embed(self, token_ids: torch.Tensor, conditioning: torch.Tensor | None) -> torch.Tensor:
+        """[n] ids → [n, hidden]. Sharded adapters are not conditioned."""
+        assert conditioning is None
+        with self._together():
+            self._tell(Embed(len(token_ids)))
+            self._group.broadcast(token_ids.contiguous())
+            self._embedded = self.inner.embed(token_ids, None)
+        return self._embedded
+
+    def forward(self, embeds: torch.Tensor, batch: FlatBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[tokens, hidden] → (final hidden states, captured rows or None)."""
+        with self._together():
+            known = embeds is self._embedded
+            self._tell(_forward_order(embeds, batch, known=known))
+            self._group.broadcast(torch.cat([batch.token_ids[None], batch.positions]))
+            if not known:
+                self._group.broadcast(embeds.contiguous())
+            self._hidden, captured = self.inner.forward(embeds, batch)
+        return self._hidden, captured
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] → [rows, vocab] float32."""
+        with self._together():
+            known = hidden is self._hidden
+            shape = None if known else (hidden.shape[1], dtype_name(hidden.dtype))
+            self._tell(Logits(len(hidden), shape))
+            if not known:
+                self._group.broadcast(hidden.contiguous())
+            return self.inner.logits(hidden)
+
+    def _open(self, layout: KVLayout, **options: Any) -> KVStore:
+        """What the KV spec makes stores with."""
+        number = self._stores
+        self._stores += 1
+        store = LedStore(self._tell, number, layout, **options)
+        weakref.finalize(store, self._closed.append, number).atexit = False
+        return store
+
+    def _tell(self, order: Order) -> None:
+        while self._closed:
+            self._crew.tell(CloseStore(self._closed.pop()))
+        self._crew.tell(order)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        try:
+            yield
+        # whatever it was, this rank stands somewhere else in the model than the others
+        except Exception as error:
+            if not self._serving:
+                raise
+            raise ReplicaBroken(f"the ranks of a replica are out of step: {type(error).__name__}: {error}") from error
+
+
+def _forward_order(embeds: torch.Tensor, batch: FlatBatch, *, known: bool) -> Forward:
+    step = batch.attention
+    order = Forward(
+        tokens=len(embeds),
+        axes=len(batch.positions),
+        embeds=None if known else (embeds.shape[1], dtype_name(embeds.dtype)),
+        spans=[(start, stop) for _, start, stop in batch.prompts],
+        store=None,
+        groups=[],
+    )
+    match step:
+        case HybridStep():
+            steps = step.groups
+        case PagedStep():
+            steps = [step]
+        case InvariantStep():
+            order.store, order.invariant = _number(step.store), True
+            order.groups = [Sequences.of(step.parts, step.store.block_size)]
+            return order
+        case _:
+            return order
+    order.store = _number(steps[0].store)
+    order.groups = [Sequences.of(one.parts, one.store.block_size) for one in steps]
+    return order
+
+
+def _number(store: KVStore) -> int:
+    assert isinstance(store, LedStore), "a store that followers do not know of"
+    return store.number
+
+
+# --- followers -------------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def follow(
+    adapter: AutoregressiveAdapter, group: Group, orders: socket.socket, backend: AttentionBackend | None
+) -> None:
+    """Do what the leader does, until it closes its end. `backend`: what stores are read with that have one."""
+    follower = _Follower(adapter, group, backend)
+    while (order := receive(orders)) is not None:
+        follower.obey(order)
+
+
+@dataclass(slots=True)
+class _Follower:
+    adapter: AutoregressiveAdapter
+    group: Group
+    backend: AttentionBackend | None
+    stores: dict[int, KVStore] = field(default_factory=dict)
+    embedded: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None
+
+    def obey(self, order: Order) -> None:
+        match order:
+            case OpenStore():
+                self.stores[order.store] = KVStore(
+                    order.layout,
+                    num_blocks=order.num_blocks,
+                    block_size=order.block_size,
+                    dtype=dtype_of(order.dtype),
+                    device=self.adapter.device,
+                    backend=None if order.gathers else self.backend,
+                )
+            case CloseStore():
+                del self.stores[order.store]
+            case CopyBlocks():
+                self.stores[order.store].copy(order.pairs)
+            case ScrubBlocks():
+                self.stores[order.store].scrub(order.blocks)
+            case Embed():
+                ids = self.received((order.count,), torch.long)
+                self.embedded = self.adapter.embed(ids, None)
+            case Forward():
+                self.forward(order)
+            case Logits():
+                hidden = self.hidden
+                if order.hidden is not None:
+                    width, dtype = order.hidden
+                    hidden = self.received((order.rows, width), dtype_of(dtype))
+                assert hidden is not None
+                self.adapter.logits(hidden)
+
+    def forward(self, order: Forward) -> None:
+        numbers = self.received((1 + order.axes, order.tokens), torch.long)
+        embeds = self.embedded
+        if order.embeds is not None:
+            width, dtype = order.embeds
+            embeds = self.received((order.tokens, width), dtype_of(dtype))
+        assert embeds is not None
+        prompts = [(None, start, stop) for start, stop in order.spans]
+        batch = FlatBatch(numbers[0], None, numbers[1:], self.step(order), list(prompts))
+        with library_attention() if order.store is None else nullcontext():
+            self.hidden, _ = self.adapter.forward(embeds, batch)
+
+    def step(self, order: Forward) -> PagedStep | HybridStep | InvariantStep | None:
+        if order.store is None:
+            return None
+        store = self.stores[order.store]
+        if order.invariant:
+            return invariant_step(store, order.groups[0].parts())
+        groups = [paged_step(store, group.parts()) for group in order.groups]
+        return groups[0] if len(groups) == 1 else HybridStep(groups, store.layout.group_of)
+
+    def received(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return self.group.broadcast(torch.empty(shape, dtype=dtype, device=self.adapter.device))

@@ -1,0 +1,78 @@
+"""Layers of which each rank of a group holds a part, after Megatron-LM (arXiv 1909.08053, section 3).
+
+A column-parallel layer has a part of the output features and needs no communication; a row-parallel layer has a part of
+the input features, and its ranks' products are added up. Wrappers hold the layer they run, so that whoever lays its
+weights out anew (`segue.kernels.linear`) still finds a plain `nn.Linear`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from segue.parallel.group import Group
+
+
+class RowParallel(nn.Module):
+    """A linear layer with this rank's input features: the products are summed, the bias is added once."""
+
+    def __init__(self, linear: nn.Linear, bias: nn.Parameter | None, group: Group, *, split: bool) -> None:
+        """`linear` has no bias. `split`: the input is whole, and this rank takes its own part of it."""
+        super().__init__()
+        self.linear = linear
+        self.bias = bias
+        self._group = group
+        self._split = split
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., this rank's or all input features] → [..., out features], whole."""
+        if self._split:
+            width = x.shape[-1] // self._group.size
+            x = x.narrow(-1, self._group.rank * width, width)
+        product = self._group.all_reduce(self.linear(x).contiguous())
+        return product if self.bias is None else product + self.bias
+
+
+class Gathered(nn.Module):
+    """A linear layer with this rank's output features (the last rank's padded to as many), gathered to the whole."""
+
+    def __init__(self, linear: nn.Linear, out_features: int, group: Group) -> None:
+        super().__init__()
+        self.linear = linear
+        self.out_features = out_features
+        self._group = group
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """This rank's rows."""
+        return self.linear.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in features] → [..., out features]."""
+        part = self.linear(x)
+        parts = self._group.all_gather(part.reshape(1, -1, part.shape[-1]))  # [ranks, rows, part]
+        whole = parts.transpose(0, 1).reshape(*part.shape[:-1], -1)
+        return whole[..., : self.out_features]
+
+
+class SharedEmbedding(nn.Module):
+    """An embedding with this rank's rows of the table; the rank that has a row gives it to all."""
+
+    def __init__(self, embedding: nn.Embedding, group: Group) -> None:
+        """`embedding`: the library's own, which may scale what it looks up, with this rank's rows."""
+        super().__init__()
+        self.embedding = embedding
+        self._group = group
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """This rank's rows."""
+        return self.embedding.weight
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """[...] ids → [..., hidden]."""
+        rows = self.embedding.weight.shape[0]
+        place = input_ids - self._group.rank * rows
+        mine = (place >= 0) & (place < rows)
+        looked_up = self.embedding(place.clamp(0, rows - 1))
+        return self._group.all_reduce(looked_up.masked_fill(~mine[..., None], 0).contiguous())

@@ -1,0 +1,159 @@
+"""What the leader of a replica tells its followers: one order per call of the model or of the KV store.
+
+Orders travel over a Unix stream socket per follower; tensors that go with them follow by broadcast. Nothing is
+answered: the collectives inside the model keep the ranks together.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import torch
+
+from segue.kernels.kv_layout import KVLayout
+from segue.kernels.paged_step import Part
+
+_LENGTH = 4
+
+
+class OpenStore(msgspec.Struct, tag=True, array_like=True):
+    """Make a KV store; it is called `store` from now on."""
+
+    store: int
+    layout: KVLayout
+    num_blocks: int
+    block_size: int
+    dtype: str
+    gathers: bool
+    """No backend: blocks are gathered (`TorchAttention`)."""
+
+
+class CloseStore(msgspec.Struct, tag=True, array_like=True):
+    """Nobody will use it again."""
+
+    store: int
+
+
+class CopyBlocks(msgspec.Struct, tag=True, array_like=True):
+    """`KVStore.copy`."""
+
+    store: int
+    pairs: list[tuple[int, int]]
+
+
+class ScrubBlocks(msgspec.Struct, tag=True, array_like=True):
+    """`KVStore.scrub`."""
+
+    store: int
+    blocks: list[int]
+
+
+class Embed(msgspec.Struct, tag=True, array_like=True):
+    """`embed`; token ids [count] follow."""
+
+    count: int
+
+
+class Sequences(msgspec.Struct, array_like=True):
+    """The parts of a step, as one group of layers sees them."""
+
+    spans: list[tuple[int, int]]
+    blocks: list[bytes]
+    """int32, those up to the end of each part."""
+
+    @classmethod
+    def of(cls, parts: Sequence[Part], block_size: int) -> Sequences:
+        """Only what a step reads of the tables."""
+        tables = [np.asarray(part.blocks[: -(-part.stop // block_size)], np.int32).tobytes() for part in parts]
+        return cls([(part.start, part.stop) for part in parts], tables)
+
+    def parts(self) -> list[Part]:
+        """The parts again."""
+        return [
+            Part(np.frombuffer(table, np.int32).tolist(), start, stop)
+            for table, (start, stop) in zip(self.blocks, self.spans, strict=True)
+        ]
+
+
+class Forward(msgspec.Struct, tag=True, array_like=True):
+    """`forward`; ids and positions [1 + axes, tokens] follow, then the embeddings [tokens, width]."""
+
+    tokens: int
+    axes: int
+    embeds: tuple[int, str] | None
+    """(width, dtype); None: those of the last `Embed`."""
+    spans: list[tuple[int, int]]
+    """Per request: the range of its sequence."""
+    store: int | None
+    """None: under the library's own masks."""
+    groups: list[Sequences]
+    invariant: bool = False
+    """In tiles of 16 rows (`segue.kernels.invariant_attention`)."""
+
+
+class Logits(msgspec.Struct, tag=True, array_like=True):
+    """`logits`; hidden states [rows, width] follow."""
+
+    rows: int
+    hidden: tuple[int, str] | None
+    """(width, dtype); None: what the last `Forward` gave."""
+
+
+Order = OpenStore | CloseStore | CopyBlocks | ScrubBlocks | Embed | Forward | Logits
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Order)
+
+
+class Crew:
+    """The leader's ends of the sockets to its followers."""
+
+    def __init__(self, sockets: Sequence[socket.socket]) -> None:
+        self._sockets = list(sockets)
+
+    def tell(self, order: Order) -> None:
+        """Send to every follower. Raises `OSError` where one is gone."""
+        data = _encoder.encode(order)
+        framed = len(data).to_bytes(_LENGTH, "little") + data
+        for end in self._sockets:
+            end.sendall(framed)
+
+    def close(self) -> None:
+        """The followers end."""
+        for end in self._sockets:
+            end.close()
+
+
+def receive(end: socket.socket) -> Order | None:
+    """The next order; None when the leader has closed its end."""
+    header = _exactly(end, _LENGTH)
+    if header is None:
+        return None
+    data = _exactly(end, int.from_bytes(header, "little"))
+    return None if data is None else _decoder.decode(data)
+
+
+def _exactly(end: socket.socket, count: int) -> bytes | None:
+    data = bytearray(count)
+    view = memoryview(data)
+    while view:
+        got = end.recv_into(view)
+        if got == 0:
+            return None
+        view = view[got:]
+    return bytes(data)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32`, `bfloat16`, …"""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The other way round."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype

@@ -1,0 +1,156 @@
+"""Cut a model of transformers to one rank's part, by the tensor parallel plan it brings along (`tp_plan`).
+
+The plan says how each kind of layer is cut; the cutting, and what goes on between the ranks, is done here on plain
+tensors (the library's own goes through DTensor and installs itself at loading, in ways that differ from version to
+version). Styles that say something about gradients only are nothing here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from segue.messages.errors import ConfigError
+from segue.parallel.group import Group
+from segue.parallel.layers import Gathered, RowParallel, SharedEmbedding
+
+_GATHERED = ("colwise_gather_output", "colwise_rep")
+_SPLIT = ("rowwise_split_input", "rowwise_rep")
+_SUMMED = ("moe_tp_experts", "all_reduce")
+_WHOLE = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj")
+_KEYS = ("k_proj", "qkv_proj", "query_key_value")
+"""Names of layers that make keys, alone or with others."""
+
+
+def shard(model: nn.Module, plan: Mapping[str, str] | None, config: Any, group: Group) -> None:
+    """Keep this rank's part of the model's weights, in place. `config`: that of the text decoder.
+
+    Raises `ConfigError` (`tensor_parallel`) for a model without a plan, a style that is not known here, or a size that
+    cannot be divided by the number of ranks, naming it.
+    """
+    kind = type(model).__name__
+    layers = {name: style for name, style in (plan or {}).items() if "*" in name}
+    if not any(style not in _WHOLE for style in layers.values()):
+        raise _unserved(kind, "transformers brings no tensor parallel plan (tp_plan) for its layers")
+    _check_heads(kind, layers, config, group.size)
+    _Cutter(model, kind, group).cut(plan or {})
+
+
+def _unserved(kind: str, reason: str) -> ConfigError:
+    return ConfigError(f"{kind} cannot be run tensor parallel: {reason}", field="tensor_parallel")
+
+
+def _check_heads(kind: str, layers: Mapping[str, str], config: Any, size: int) -> None:
+    """Each rank gets whole heads, unless they are all gathered to every rank."""
+    if not any(name.rpartition(".")[2] in _KEYS and style == "colwise" for name, style in layers.items()):
+        return
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, None)  # what a config of another family lacks
+        if isinstance(heads, int) and heads % size:
+            raise _unserved(
+                kind, f"its {name} is {heads}, which cannot be divided by {size}; tensor_parallel must divide it"
+            )
+
+
+class _Cutter:
+    """The state of one walk over a model."""
+
+    def __init__(self, model: nn.Module, kind: str, group: Group) -> None:
+        self.model = model
+        self.kind = kind
+        self.group = group
+        self.rows: dict[torch.Tensor, nn.Parameter] = {}
+        """Padded parts of tables by the whole one: an embedding and a head that share it go on doing so."""
+
+    def cut(self, plan: Mapping[str, str]) -> None:
+        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        for name in parameters:
+            if style := plan.get(_pattern(name)):
+                self.parameter(name, style)
+        for name, module in list(self.model.named_modules()):
+            if (style := plan.get(_pattern(name))) and style not in _WHOLE:
+                self.module(name, module, style)
+
+    def module(self, name: str, module: nn.Module, style: str) -> None:
+        if style in _SUMMED:
+            module.register_forward_hook(self.summed)
+        elif style == "embedding_rowwise" and isinstance(module, nn.Embedding):
+            module.weight = self.table(module.weight)
+            module.num_embeddings = len(module.weight)
+            module.padding_idx = None  # an id of the whole table; it matters to gradients only
+            self.replace(name, SharedEmbedding(module, self.group))
+        elif type(module) is nn.Linear:
+            self.linear(name, module, style)
+        else:
+            raise _unserved(self.kind, f"its plan has the style {style!r} for {name} ({type(module).__name__})")
+
+    def linear(self, name: str, linear: nn.Linear, style: str) -> None:
+        pieces = 2 if style == "packed_colwise" else 1
+        if style in ("colwise", "packed_colwise"):
+            linear.weight = self.part(name, linear.weight, 0, pieces)
+            if linear.bias is not None:
+                linear.bias = self.part(name, linear.bias, 0, pieces)
+        elif style in ("rowwise", *_SPLIT):
+            linear.weight = self.part(name, linear.weight, 1)
+            bias = linear.bias
+            linear.register_parameter("bias", None)
+            self.replace(name, RowParallel(linear, bias, self.group, split=style in _SPLIT))
+        elif style in _GATHERED:
+            whole = linear.out_features
+            linear.weight = self.table(linear.weight)
+            if linear.bias is not None:
+                linear.bias = self.table(linear.bias)
+            self.replace(name, Gathered(linear, whole, self.group))
+        else:
+            raise _unserved(self.kind, f"its plan has the style {style!r} for {name}")
+        linear.out_features, linear.in_features = linear.weight.shape
+
+    def parameter(self, name: str, style: str) -> None:
+        """A parameter that the plan names itself: the weights of experts, [experts, out, in]."""
+        owner_name, _, leaf = name.rpartition(".")
+        owner = self.model.get_submodule(owner_name)
+        whole = owner.get_parameter(leaf)
+        axes = {"colwise": (-2, 1), "packed_colwise": (-2, 2), "rowwise": (-1, 1), "packed_rowwise": (-1, 2)}
+        if style not in axes or whole.ndim != 3:
+            raise _unserved(self.kind, f"its plan has the style {style!r} for the parameter {name}")
+        axis, pieces = axes[style]
+        setattr(owner, leaf, self.part(name, whole, axis, pieces))
+
+    def part(self, name: str, whole: torch.Tensor, axis: int, pieces: int = 1) -> nn.Parameter:
+        """This rank's share of an axis, or of each of several equal pieces of it."""
+        size = self.group.size
+        if whole.shape[axis] % (size * pieces):
+            raise _unserved(
+                self.kind,
+                f"{name} has {whole.shape[axis] // pieces} features to divide, which {size} does not divide",
+            )
+        width = whole.shape[axis] // (size * pieces)
+        first = self.group.rank * width
+        shares = [piece.narrow(axis, first, width) for piece in whole.detach().chunk(pieces, dim=axis)]
+        return nn.Parameter(torch.cat(shares, dim=axis), requires_grad=False)
+
+    def table(self, whole: torch.Tensor) -> nn.Parameter:
+        """This rank's rows, zeros behind the last: all ranks have as many."""
+        if whole not in self.rows:
+            each = -(-len(whole) // self.group.size)
+            mine = whole.detach()[self.group.rank * each : (self.group.rank + 1) * each]
+            padding = mine.new_zeros(each - len(mine), *mine.shape[1:])
+            self.rows[whole] = nn.Parameter(torch.cat([mine, padding]), requires_grad=False)
+        return self.rows[whole]
+
+    def replace(self, name: str, module: nn.Module) -> None:
+        parent, _, leaf = name.rpartition(".")
+        setattr(self.model.get_submodule(parent), leaf, module)
+
+    def summed(self, module: nn.Module, given: tuple[Any, ...], out: torch.Tensor) -> torch.Tensor:
+        """A forward hook: each rank computed its part of every expert."""
+        return self.group.all_reduce(out.contiguous())
+
+
+def _pattern(name: str) -> str:
+    """A module's name as plans write it: numbers are `*`."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)

@@ -1,0 +1,138 @@
+"""The processes of a replica that is tensor parallel: the worker leads, and forks one follower per further rank.
+
+They are forked before the worker has a thread or a socket of its own. A follower that ends takes the worker down, which
+is then started again with all its ranks, as any worker is; the kernel kills the followers of a worker that ends.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+import msgspec
+import torch
+
+from segue.engines.autoregressive.ranks import follow
+from segue.engines.contract import LoadContext
+from segue.graph.deployment import StagePlan
+from segue.kernels.backends import attention_backend
+from segue.messages.process import WorkerSpec
+from segue.models.registry import families
+from segue.parallel.group import Group
+from segue.parallel.orders import Crew
+from segue.worker.processes import die_with_parent, name_process
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_LAST_WORDS = 10.0
+"""Seconds a worker has to report why it cannot start, when a follower has ended over the same."""
+
+
+class Ranks:
+    """The leader's side. `fork` it first of all; `meet` when the worker can report; `serve` when it is ready."""
+
+    def __init__(self, plan: StagePlan, pids: list[int], sockets: list[socket.socket], meeting: Path) -> None:
+        self.plan = plan
+        self.crew = Crew(sockets)
+        self._pids = pids
+        self._meeting = meeting
+        self._serving = False
+        self._over = threading.Event()
+
+    def meet(self, device: torch.device) -> Group:
+        """Wait for the followers, and watch over them from now on."""
+        threading.Thread(target=self._watch, name="followers", daemon=True).start()
+        return Group(0, self.plan.tensor_parallel, self._meeting, device)
+
+    def serve(self) -> None:
+        """The worker is ready."""
+        self._serving = True
+
+    def close(self) -> None:
+        """The worker ends by itself: so do the followers."""
+        self._over.set()
+        self.crew.close()
+        for pid in self._pids:
+            os.kill(pid, signal.SIGKILL)
+        for pid in self._pids:
+            os.waitpid(pid, 0)
+
+    def _watch(self) -> None:
+        """End this process when a follower has ended."""
+        poll = select.poll()
+        for pid in self._pids:
+            poll.register(os.pidfd_open(pid), select.POLLIN)
+        poll.poll()
+        if not self._over.wait(0 if self._serving else _LAST_WORDS):
+            sys.stderr.write("a follower of this worker has ended: so does the worker\n")
+            sys.stderr.flush()
+            os._exit(1)
+
+
+def fork_ranks(spec: WorkerSpec) -> Ranks | None:
+    """Fork the followers of a worker whose stage is tensor parallel; None for any other. Returns in the leader only."""
+    plans = [msgspec.convert(stage, StagePlan) for stage in spec.stages]
+    plan = plans[0]
+    if plan.tensor_parallel == 1:
+        return None
+    meeting = Path(spec.connector).parent / f"{spec.worker}.ranks"
+    pids: list[int] = []
+    sockets: list[socket.socket] = []
+    leader = os.getpid()
+    for rank in range(1, plan.tensor_parallel):
+        ours, theirs = socket.socketpair()
+        pid = os.fork()
+        if pid == 0:
+            for end in (*sockets, ours):
+                end.close()
+            _become_follower(spec, plan, rank, theirs, meeting, leader)
+        theirs.close()
+        pids.append(pid)
+        sockets.append(ours)
+    return Ranks(plan, pids, sockets, meeting)
+
+
+def threads_of(plan: StagePlan) -> int:
+    """CPU threads of each rank."""
+    return max(1, plan.threads // plan.tensor_parallel)
+
+
+def load_context(spec: WorkerSpec, plan: StagePlan, rank: int = 0) -> LoadContext:
+    """What a stage's adapter is built with, without what only some stages or ranks have."""
+    return LoadContext(
+        model_dir=Path(spec.model_dir),
+        stage=plan.name,
+        device=torch.device(plan.device_of(spec.replica, rank)),
+        dtype=DTYPES[plan.dtype],
+        load_format=spec.load_format if plan.load_format == "auto" else plan.load_format,
+        max_model_len=plan.max_model_len,
+        options=dict(plan.options),
+    )
+
+
+def _become_follower(
+    spec: WorkerSpec, plan: StagePlan, rank: int, orders: socket.socket, meeting: Path, leader: int
+) -> None:
+    """The child's side of the fork; never returns."""
+    code = 1
+    try:
+        die_with_parent()
+        if os.getppid() != leader:
+            os._exit(0)  # it died before the kernel was told
+        name_process(f"segue-{spec.worker}+{rank}")
+        torch.set_num_threads(threads_of(plan))
+        context = load_context(spec, plan, rank)
+        context.group = Group(rank, plan.tensor_parallel, meeting, context.device)
+        adapter = families()[spec.family].load_stages().ADAPTERS[plan.name](context)
+        kernel = "torch" if plan.deterministic else plan.attention
+        follow(adapter, context.group, orders, attention_backend(kernel, context.device, plan.block_size))
+        code = 0
+    except BaseException:
+        traceback.print_exc()  # the leader reports its own error, which as a rule is the same
+    finally:
+        os._exit(code)

@@ -1,0 +1,85 @@
+"""Tensor parallel stages: how many devices a replica takes, what each process gets, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from segue.graph.deployment import Hardware
+from segue.graph.loader import load_plan, stage_overrides
+from segue.graph.stage_graph import StageGraph
+from segue.messages.errors import ConfigError
+
+GiB = 1 << 30
+FOUR = Hardware(16, 64 * GiB, (80 * GiB,) * 4)
+LAPTOP = Hardware(4, 8 * GiB)
+
+
+@pytest.fixture
+def lm() -> StageGraph:
+    graph = StageGraph("lm")
+    graph.stage("llm", "autoregressive", takes={"text"}, gives={"text"}, divisible=True)
+    return graph
+
+
+def test_a_device_for_each_rank(lm: StageGraph) -> None:
+    llm = load_plan(lm, {"stages": {"llm": {"tensor_parallel": 2}}}, hardware=FOUR).stages["llm"]
+    assert (llm.devices, llm.replicas, llm.tensor_parallel) == (("cuda:0", "cuda:1"), 1, 2)
+    assert llm.memory_bytes == pytest.approx(0.9 * 80 * GiB)
+    devices = {"tensor_parallel": 2, "devices": [f"cuda:{number}" for number in (3, 1, 0, 2)]}
+    llm = load_plan(lm, {"stages": {"llm": devices}}, hardware=FOUR).stages["llm"]
+    assert llm.replicas == 2
+    assert [[llm.device_of(replica, rank) for rank in range(2)] for replica in range(2)] == [
+        ["cuda:3", "cuda:1"],
+        ["cuda:0", "cuda:2"],
+    ]
+
+
+def test_on_a_cpu_ranks_share_what_a_replica_has(lm: StageGraph) -> None:
+    one = load_plan(lm, hardware=LAPTOP).stages["llm"]
+    two = load_plan(lm, hardware=LAPTOP, overrides=stage_overrides(None, tensor_parallel=2)).stages["llm"]
+    assert (two.devices, two.replicas, two.threads, two.memory_share) == (("cpu",), 1, one.threads, one.memory_share)
+    assert two.memory_bytes == one.memory_bytes // 2
+
+
+def test_the_file_wins_over_the_caller(lm: StageGraph) -> None:
+    overrides = stage_overrides(None, tensor_parallel=2)
+    file = {"stages": {"llm": {"tensor_parallel": 1}}}
+    assert load_plan(lm, file, hardware=LAPTOP, overrides=overrides).stages["llm"].tensor_parallel == 1
+    assert load_plan(lm, hardware=LAPTOP, overrides=overrides).stages["input"].tensor_parallel == 1
+
+
+@pytest.mark.parametrize(
+    ("llm", "message"),
+    [
+        ({"tensor_parallel": 0}, r"stages\.llm\.tensor_parallel is 0; it must be an integer of at least 1"),
+        ({"tensor_parallel": 8}, r"tensor_parallel is 8, but the stage has 4 GPUs"),
+        ({"tensor_parallel": 2, "devices": ["cuda:0", "cuda:1", "cuda:2"]}, "is 2, but the stage has 3 GPUs"),
+        (
+            {"tensor_parallel": 2, "devices": ["cuda:0", "cuda:1", "cuda:2", "cuda:3"], "replicas": 1},
+            r"replicas is 1; it must be at least 2, .*, 2 for each",
+        ),
+        ({"tensor_parallel": 2, "replicas": 2, "memory_share": 0.6}, "add up to 1.2 on cuda:0"),
+        ({"tensor_parallel_size": 2}, "write tensor_parallel instead"),
+    ],
+)
+def test_refused(lm: StageGraph, llm: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_plan(lm, {"stages": {"llm": llm}}, hardware=FOUR)
+
+
+def test_a_stage_that_cannot_be_divided(graph: StageGraph) -> None:
+    file = {"stages": {"thinker": {"tensor_parallel": 2}}}
+    with pytest.raises(ConfigError, match=r"stages\.thinker\.tensor_parallel is 2, but the weights of stage 'thinker'"):
+        load_plan(graph, file, hardware=LAPTOP)
+    with pytest.raises(ConfigError, match=r"tensor_parallel is 2, but the weights of stage 'thinker'"):
+        load_plan(graph, hardware=LAPTOP, overrides=stage_overrides(None, tensor_parallel=2))
+
+
+def test_a_divided_stage_has_its_worker_to_itself() -> None:
+    graph = StageGraph("two")
+    graph.stage("llm", "autoregressive", takes={"text"}, gives={"text"}, divisible=True)
+    graph.stage("vocoder", "module", gives={"audio"})
+    graph.edge("llm", "vocoder")
+    file = {"stages": {"llm": {"tensor_parallel": 2}, "vocoder": {"fuse_with": "llm"}}}
+    with pytest.raises(ConfigError, match="share a worker"):
+        load_plan(graph, file, hardware=LAPTOP)

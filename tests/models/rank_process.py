@@ -1,0 +1,85 @@
+"""The second rank of a group: a process that follows one leader after the other.
+
+`python rank_process.py FD`: over the socket FD come jobs (JSON, with the socket for orders); after each, what it held.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from segue.engines.autoregressive.ranks import Leader, follow
+from segue.engines.contract import LoadContext
+from segue.models.causal_lm.llm import LLM
+from segue.parallel.group import Group
+from segue.parallel.orders import Crew
+
+CPU = torch.device("cpu")
+
+
+def rank(directory: Path, number: int, meeting: Path, load_format: str) -> tuple[LLM, Group]:
+    """This rank's part of a checkpoint."""
+    group = Group(number, 2, meeting, CPU)
+    return LLM(LoadContext(directory, "llm", CPU, torch.float32, load_format=load_format, group=group)), group
+
+
+class Second:
+    """The test's side."""
+
+    weight_bytes: int
+    """Of the last follower."""
+
+    def __init__(self, directory: Path) -> None:
+        """`directory`: an empty one."""
+        self._directory = directory
+        self._jobs = 0
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()]
+            )
+
+    @contextmanager
+    def led(self, ours: Path, theirs: Path | None = None, load_format: str = "auto") -> Iterator[Leader]:
+        """A leader over `ours`, with a follower over the same checkpoint or another of the same shape."""
+        self._jobs += 1
+        meeting = self._directory / f"meeting{self._jobs}"
+        job = {"directory": str(theirs or ours), "meeting": str(meeting), "load_format": load_format}
+        orders, far = socket.socketpair()
+        with far:
+            socket.send_fds(self._control, [json.dumps(job).encode()], [far.fileno()])
+        crew = Crew([orders])
+        try:
+            yield Leader(*rank(ours, 0, meeting, load_format), crew)
+        finally:
+            crew.close()
+            self.weight_bytes = json.loads(self._control.recv(4096))["weight_bytes"]
+
+    def close(self) -> None:
+        self._control.close()
+        self._process.wait(timeout=60)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    control = socket.socket(fileno=int(sys.argv[1]))
+    while True:
+        data, fds, _, _ = socket.recv_fds(control, 4096, 1)
+        if not data:
+            return
+        job = json.loads(data)
+        with socket.socket(fileno=fds[0]) as orders:
+            adapter, group = rank(Path(job["directory"]), 1, Path(job["meeting"]), job["load_format"])
+            follow(adapter, group, orders, None)
+        control.send(json.dumps({"weight_bytes": adapter.weight_bytes}).encode())
+
+
+if __name__ == "__main__":
+    main()
