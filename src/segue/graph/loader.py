@@ -8,8 +8,18 @@ from typing import Any
 
 import yaml
 
-from segue.graph.deployment import ATTENTIONS, SCHEDULINGS, Hardware, Limits, Plan, StagePlan
+from segue.graph.deployment import (
+    ATTENTIONS,
+    KV_DTYPES,
+    QUANTIZATIONS,
+    SCHEDULINGS,
+    Hardware,
+    Limits,
+    Plan,
+    StagePlan,
+)
 from segue.graph.hardware import detect_hardware
+from segue.graph.lora import LoraPlan, lora_of
 from segue.graph.placement import CPU, Place, place
 from segue.graph.section import Section
 from segue.graph.speculation import speculation_of
@@ -87,15 +97,29 @@ class _Loader(yaml.SafeLoader):
 
 
 def stage_overrides(
-    dtype: str | None, *, deterministic: bool = False, speculation: Mapping[str, Any] | None = None
+    dtype: str | None,
+    *,
+    deterministic: bool = False,
+    speculation: Mapping[str, Any] | None = None,
+    quantization: str | None = None,
+    kv_dtype: str | None = None,
+    lora: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Keys of a stage that a caller may set for all stages; what is unset is left to the file."""
-    given = {"dtype": dtype, "deterministic": deterministic, "speculation": speculation}
-    return {key: value for key, value in given.items() if value}
+    """Keys of a stage that a caller may set for all stages; what is unset is left to the file. An empty `lora` is set:
+    it lets adapters be loaded later."""
+    given = {
+        "dtype": dtype,
+        "deterministic": deterministic,
+        "speculation": speculation,
+        "quantization": quantization,
+        "kv_dtype": kv_dtype,
+    }
+    return {key: value for key, value in given.items() if value} | ({} if lora is None else {"lora": lora})
 
 
 def _stage(stage: Stage, written: Written, where: Place) -> StagePlan:
     section = written.stages[stage.name]
+    autoregressive = stage.engine == "autoregressive"
     device = CPU if CPU in where.devices else "cuda"
     dtype = section.choice("dtype", "auto", _DTYPES)
     if dtype == "auto":
@@ -124,9 +148,22 @@ def _stage(stage: Stage, written: Written, where: Place) -> StagePlan:
         attention=section.choice("attention", "auto", ATTENTIONS),
         enforce_eager=section.flag("enforce_eager", False),
         compile=section.flag("compile", False),
-        speculation=speculation_of(section) if stage.engine == "autoregressive" else None,
-        sampling=_sampling(section) if stage.engine == "autoregressive" else SamplingParams(),
+        speculation=speculation_of(section) if autoregressive else None,
+        quantization=section.choice("quantization", "none", QUANTIZATIONS) if autoregressive else "none",
+        kv_dtype=section.choice("kv_dtype", "auto", KV_DTYPES) if autoregressive else "auto",
+        lora=_lora(section) if autoregressive else None,
+        sampling=_sampling(section) if autoregressive else SamplingParams(),
     )
+
+
+def _lora(section: Section) -> LoraPlan | None:
+    plan = lora_of(section)
+    if plan is not None and section.flag("deterministic", False):
+        path, _ = section.find("lora")
+        raise ConfigError(
+            f"{path} is set and so is deterministic; what adapters add depends on who else is in a step", field=path
+        )
+    return plan
 
 
 def _sampling(section: Section) -> SamplingParams:

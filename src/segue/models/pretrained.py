@@ -18,6 +18,7 @@ from segue.engines.contract import LoadContext
 from segue.messages.errors import ConfigError, nearest
 from segue.models.checkpoint import load_module
 from segue.models.library import (
+    QUANTIZERS,
     VERSION,
     AutoConfig,
     AutoModelForCausalLM,
@@ -60,6 +61,7 @@ def load_model(
             f"transformers {VERSION} knows no such model of type {config.model_type!r} ({auto.__name__})",
             field="architectures",
         )
+    _check_quantized(ctx, config)
     if ctx.load_format == "dummy":
         model = load_module(
             ctx, lambda: auto.from_config(config, dtype=ctx.dtype), lambda name: [name], checkpoint=None
@@ -68,6 +70,27 @@ def load_model(
     else:
         model = _read(ctx, config, auto, unused)
     return model.eval().requires_grad_(False)
+
+
+def _check_quantized(ctx: LoadContext, config: PreTrainedConfig) -> None:
+    """Weights that are quantised in the checkpoint are the library's business, if it knows how."""
+    written = config.to_dict().get("quantization_config")
+    if not written:
+        return
+    method = written.get("quant_method")
+    if ctx.quantization != "none":
+        raise ConfigError(
+            f"quantization is {ctx.quantization!r}, but the weights of {ctx.model_dir} are quantised already "
+            f"({method}); leave it out",
+            field="quantization",
+        )
+    known = {*QUANTIZERS, "bitsandbytes"}
+    if method not in known:  # the library would load such weights as if they were plain ones
+        raise ConfigError(
+            f"{ctx.model_dir}: its weights are quantised by {method!r}, which transformers {VERSION} does not know"
+            f"{nearest(str(method), known)}",
+            field="quantization_config",
+        )
 
 
 def _read(ctx: LoadContext, config: PreTrainedConfig, auto: Any, unused: tuple[str, ...]) -> PreTrainedModel:
@@ -83,7 +106,7 @@ def _read(ctx: LoadContext, config: PreTrainedConfig, auto: Any, unused: tuple[s
                 output_loading_info=True,
                 **where,
             )
-    except (*_UNREADABLE, RuntimeError, SafetensorError) as error:
+    except (*_UNREADABLE, RuntimeError, SafetensorError, ImportError) as error:  # a quantised format needs its package
         raise ConfigError(f"{ctx.model_dir}: the weights cannot be loaded: {error}", field="model") from error
     missing = sorted(name for name in info["missing_keys"] if not name.startswith(unused))
     if missing:  # the library would go on with random ones

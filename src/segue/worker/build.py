@@ -16,11 +16,11 @@ from segue.connectors.cuda import cuda_memory
 from segue.connectors.device import DeviceMemory
 from segue.connectors.segment import PAGE
 from segue.engines.autoregressive.config import AutoregressiveConfig
-from segue.engines.autoregressive.contract import AutoregressiveAdapter
+from segue.engines.autoregressive.contract import AutoregressiveAdapter, LoraHost, TakesLora
 from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.autoregressive.grammar import Grammars
 from segue.engines.autoregressive.invariant import whole_kv
-from segue.engines.autoregressive.memory import blocks_for
+from segue.engines.autoregressive.memory import blocks_for, stored_as
 from segue.engines.autoregressive.speculation.contract import OpenTarget
 from segue.engines.contract import Adapter, Engine, LoadContext
 from segue.engines.module.engine import ModuleConfig, ModuleEngine
@@ -82,6 +82,8 @@ def build(spec: WorkerSpec, report: Callable[[Loading], None], wake: Callable[[]
             dtype=DTYPES[plan.dtype],
             load_format=spec.load_format if plan.load_format == "auto" else plan.load_format,
             max_model_len=plan.max_model_len,
+            quantization=plan.quantization,
+            lora=plan.lora,
             options={**plan.options, **({"limits": _media_limits(limits)} if plan.name == INPUT else {})},
             progress=progress,
         )
@@ -100,7 +102,7 @@ def build(spec: WorkerSpec, report: Callable[[Loading], None], wake: Callable[[]
         progress(0.9, "warming up")
         with torch.inference_mode():
             engine.warm_up()
-        stages[plan.name] = StageRunner(plan, engine, transfers, defaults)
+        stages[plan.name] = StageRunner(plan, engine, transfers, defaults, _lora_host(plan, adapter))
     channels, inbound, connectors = _connect(spec, edges, set(stages), _device_memory(spec, plans))
     retained = RetainedStore(limits.retained_bytes, str(Path(spec.connector).parent))
     return Built(stages, channels, inbound, connectors, retained, facts)
@@ -116,10 +118,20 @@ def _compile(plan: StagePlan, adapter: Adapter, device: torch.device) -> None:
         ("enforce_eager", plan.enforce_eager),
         ("deterministic", plan.deterministic),
         ("EAGLE", hooked),
+        ("lora", plan.lora is not None),
+        ("quantization", plan.quantization != "none"),
     ):
         if given:
             raise ConfigError(f"stage {plan.name!r}: compile does not go with {other}; leave one out", field=field)
     compile_layers(adapter.library_decoder, device.type)
+
+
+def _lora_host(plan: StagePlan, adapter: Adapter) -> LoraHost | None:
+    """Who keeps the adapters of a stage that has any. Families say what they can do (`Family.stage_keys`)."""
+    if plan.lora is None:
+        return None
+    assert isinstance(adapter, TakesLora), f"the family of stage {plan.name!r} takes no LoRA adapters"
+    return adapter.lora
 
 
 def _media_limits(limits: Limits) -> dict[str, float]:
@@ -154,6 +166,7 @@ def _engine(plan: StagePlan, adapter: Adapter, context: LoadContext, wake: Calla
                     max_logprobs=plan.max_logprobs,
                     scheduling=plan.scheduling,
                     attention=plan.attention,
+                    kv_dtype=plan.kv_dtype,
                     enforce_eager=plan.enforce_eager or (drafter is not None and drafter.eager),
                 ),
                 Grammars.of(adapter, wake),
@@ -172,7 +185,7 @@ def _kv_blocks(plan: StagePlan, adapter: AutoregressiveAdapter, drafter: LoadedD
     """
     if plan.kv_blocks is not None:
         return plan.kv_blocks
-    spec = whole_kv(adapter.kv) if plan.deterministic else adapter.kv
+    spec = stored_as(whole_kv(adapter.kv) if plan.deterministic else adapter.kv, plan.kv_dtype)
     layout = spec.layout(adapter.max_model_len)
     most = layout.groups * plan.max_batch * -(-adapter.max_model_len // plan.block_size)
     if not plan.memory_bytes:

@@ -93,7 +93,7 @@ def _draft_model(
     if name is None:
         raise ConfigError(f"{directory}: {graph.name!r} has no language model to draft with", field="speculation.model")
     # without the stage's own options: those are the target's family's
-    own = replace(context, model_dir=directory, stage=name, options={})
+    own = replace(context, model_dir=directory, stage=name, options={}, lora=None, quantization="none")
     adapter = family.load_stages().ADAPTERS[name](own)
     _check_vocabularies(context.model_dir, directory, target, adapter)
 
