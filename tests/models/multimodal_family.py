@@ -194,13 +194,18 @@ class Run:
             self.add(case.name, self.stages.input.process(request_of(case)), tokens)
         return self.finish([case.name for case in cases])
 
-    def add(self, name: str, payload: Payload, tokens: int = TOKENS) -> None:
+    def add(
+        self, name: str, payload: Payload, tokens: int = TOKENS, chunks: list[tuple[Payload, bool]] | None = None
+    ) -> None:
+        """`chunks`: what the encoder sends, where it is not what ours would."""
         media = bool(payload["media"])
         upstreams = frozenset({"input", "encoder"} if media else {"input"})
         sampling = SamplingParams(max_tokens=tokens).over(self.stages.llm.default_sampling).over(FALLBACK)
         self.engine.add(stage_request(name, upstreams, sampling))
         self.engine.feed(name, "input", sent("input", "llm", payload), final=True)
-        for chunk, final in self.stages.encoded(payload) if media else ():
+        if chunks is None and media:
+            chunks = self.stages.encoded(payload)
+        for chunk, final in chunks or ():
             self.engine.feed(name, "encoder", chunk, final=final)
 
     def finish(self, names: list[str]) -> dict[str, list[int]]:

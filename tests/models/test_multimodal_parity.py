@@ -7,9 +7,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from multimodal_family import FAMILIES, SEES, Case, Run, Stages, answer, cases_of, library_model, processed, request_of
+from multimodal_family import (
+    FAMILIES,
+    SEES,
+    Case,
+    Run,
+    Stages,
+    answer,
+    cases_of,
+    context,
+    library_model,
+    processed,
+    request_of,
+)
 
 from segue.models.multimodal_lm import tiny
+from segue.models.multimodal_lm.encoder import Encoder
+from segue.models.multimodal_lm.llm import LLM
 
 Made = tuple[Path, Stages, dict[str, list[int]]]
 
@@ -136,3 +150,26 @@ def test_defaults_are_those_of_generate(made: Made) -> None:
 def _another(case: Case, step: int) -> Case:
     """Other media of the same sizes (these depend on the seed modulo 3, 4 and 2)."""
     return Case(case.name, case.text, tuple((kind, seed + 12 * (step // 12)) for kind, seed in case.media))
+
+
+@pytest.mark.parametrize("family", ["qwen3-vl"], indirect=True)
+def test_deep_features_count(made: Made, family: str) -> None:
+    _, stages, expected = made
+    case = cases_of(family)[1]
+    payload = stages.input.process(request_of(case))
+    run = Run(stages)
+    flat = torch.tensor([1.0, 0.0, 0.0])[:, None]
+    chunks = [
+        ({"media": [{**medium, "rows": medium["rows"] * flat} for medium in chunk["media"]]}, final)
+        for chunk, final in stages.encoded(payload)
+    ]
+    run.add(case.name, payload, chunks=chunks)
+    assert run.finish([case.name])[case.name] != expected[case.name]
+
+
+def test_random_weights_load_as_well(made: Made) -> None:
+    directory, _, _ = made
+    encoder = Encoder(context(directory, "encoder", load_format="dummy"))
+    llm = LLM(context(directory, "llm", load_format="dummy"))
+    assert llm.weight_bytes > 0
+    assert not list(encoder._decoder.layers)

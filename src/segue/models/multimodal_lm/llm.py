@@ -24,7 +24,7 @@ from segue.models.tokenizer import decode, load_tokenizer
 from segue.models.vocabulary import vocabulary_of
 
 DEEP = "deep"
-"""`Prompt.extras`: [T, L, H] what is added behind the first L layers; where media stand, and zero elsewhere."""
+"""`Prompt.extras`: [rows of media, L, H] in the order of the prompt: what is added behind the first L layers."""
 MEDIA = "media"
 """`Prompt.extras`: [T] bool, true where a row of a medium stands."""
 
@@ -124,7 +124,7 @@ class LLM:
             position_delta=payload.get("position_delta", 0),
             identity=_identity(ids, units, positions),
             modality_tokens=counts,
-            extras={MEDIA: media, DEEP: deep} if layers else {},
+            extras={MEDIA: media, DEEP: deep[media.to(self.device)]} if layers else {},
         )
 
 
@@ -142,19 +142,26 @@ def _identity(ids: torch.Tensor, units: list[Payload], positions: torch.Tensor |
 
 def _deep(batch: FlatBatch, embeds: torch.Tensor) -> dict[str, Any]:
     """The deep features of the media rows in a batch, as Qwen3-VL's decoder takes them."""
-    masks, features = [], []
-    for prompt, start, stop in batch.prompts:
-        mask = torch.zeros(stop - start, dtype=torch.bool)
-        if prompt is not None and (media := prompt.extras.get(MEDIA)) is not None:
-            own = media[start:stop]
-            mask[: len(own)] = own
-            if own.any():
-                features.append(prompt.extras[DEEP][start:stop][own.to(embeds.device)])
-        masks.append(mask)
+    own = [_own_rows(*part) for part in batch.prompts]
+    features = [rows for _, rows in own if rows is not None]
     if not features:
         return {}
-    rows = torch.cat(features)
+    masks = [
+        torch.zeros(stop - start, dtype=torch.bool) if mask is None else mask
+        for (mask, _), (_, start, stop) in zip(own, batch.prompts, strict=True)
+    ]
     return {
         "visual_pos_masks": torch.cat(masks).to(embeds.device)[None],
-        "deepstack_visual_embeds": list(rows.unbind(1)),
+        "deepstack_visual_embeds": list(torch.cat(features).unbind(1)),
     }
+
+
+def _own_rows(prompt: Prompt | None, start: int, stop: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Of the tokens [start, stop) of a sequence: where media stand [stop - start], and their deep features."""
+    media = None if prompt is None else prompt.extras.get(MEDIA)
+    if prompt is None or media is None or not media[start:stop].any():
+        return None, None
+    mask = torch.zeros(stop - start, dtype=torch.bool)
+    mask[: len(media[start:stop])] = media[start:stop]
+    before = int(media[:start].sum())
+    return mask, prompt.extras[DEEP][before : before + int(mask.sum())]

@@ -217,7 +217,7 @@ class Processor:
 
 def _load(model_dir: Path) -> Any:
     try:
-        processor = AutoProcessor.from_pretrained(model_dir)
+        processor = AutoProcessor.from_pretrained(model_dir, trust_remote_code=False)
     except _UNREADABLE as error:
         raise ConfigError(f"{model_dir}: the processor cannot be read: {error}", field="model") from error
     if not isinstance(processor, ProcessorMixin) or "tokenizer" not in processor.get_attributes():
