@@ -60,21 +60,11 @@ class LedStore(KVStore):
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
-        device: torch.device,
-        capture_width: int = 0,
-        capture_dtype: torch.dtype = torch.float32,
         backend: AttentionBackend | None = None,
+        **others: Any,
     ) -> None:
-        super().__init__(
-            layout,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            dtype=dtype,
-            device=device,
-            capture_width=capture_width,
-            capture_dtype=capture_dtype,
-            backend=backend,
-        )
+        """As a `KVStore` of this rank's heads; `others`: what followers need not know of."""
+        super().__init__(layout, num_blocks=num_blocks, block_size=block_size, dtype=dtype, backend=backend, **others)
         self.number = number
         self._tell = tell
         tell(OpenStore(number, layout, num_blocks, block_size, dtype_name(dtype), backend is None))
