@@ -95,8 +95,9 @@ def test_killed_at_work(running: System, expected: list[list[int]], who: str) ->
 
 
 def test_nobody_is_left(directory: Path, expected: list[list[int]]) -> None:
-    """Two ranks of a second system, stopped while they have nothing to do."""
-    system = System(directory, stages={"llm": {"tensor_parallel": 2, "deterministic": True}})
+    """Two ranks of a second system, which guess tokens ahead, stopped while they have nothing to do."""
+    speculation = {"method": "draft", "model": str(directory), "tokens": 3}
+    system = System(directory, stages={"llm": {"tensor_parallel": 2, "speculation": speculation}})
     [output] = system.ask(greedy(PROMPTS[1]))
     processes = [psutil.Process(system.pid("llm")), follower(system)]
     system.close()

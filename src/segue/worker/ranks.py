@@ -47,6 +47,7 @@ class Ranks:
     def meet(self, device: torch.device) -> Group:
         """Wait for the followers, and watch over them from now on."""
         threading.Thread(target=self._watch, name="followers", daemon=True).start()
+        _settle(device)
         return Group(0, self.plan.tensor_parallel, self._meeting, device)
 
     def serve(self) -> None:
@@ -117,6 +118,13 @@ def load_context(spec: WorkerSpec, plan: StagePlan, rank: int = 0) -> LoadContex
     )
 
 
+def _settle(device: torch.device) -> None:
+    """This process works on one device alone."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # where kernels are launched and NCCL has its buffers
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # where ranks of one machine find each other
+
+
 def _become_follower(
     spec: WorkerSpec, plan: StagePlan, rank: int, orders: socket.socket, meeting: Path, leader: int
 ) -> None:
@@ -129,6 +137,7 @@ def _become_follower(
         name_process(f"segue-{spec.worker}+{rank}")
         torch.set_num_threads(threads_of(plan))
         context = load_context(spec, plan, rank)
+        _settle(context.device)
         context.group = Group(rank, plan.tensor_parallel, meeting, context.device)
         adapter = families()[spec.family].load_stages().ADAPTERS[plan.name](context)
         kernel = "torch" if plan.deterministic else plan.attention
