@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from segue.graph.deployment import KV_DTYPES, QUANTIZATIONS
 from segue.messages.errors import ConfigError, SegueError, nearest
 from segue.models.dialects.dialect import CALL_FORMATS
 
@@ -48,6 +49,12 @@ def parser() -> argparse.ArgumentParser:
     )
     serve.add_argument("--media-root", type=Path, help="allow file paths below this directory as media URLs")
     serve.add_argument("--media-host", action="append", default=[], help="allow media from this http(s) host")
+    serve.add_argument(
+        "--lora", type=_named_path, action="append", metavar="NAME=DIR", help="a LoRA adapter; may be given repeatedly"
+    )
+    serve.add_argument(
+        "--allow-runtime-lora", action="store_true", help="let clients have LoRA adapters loaded from this machine"
+    )
     serve.add_argument(
         "--max-body-bytes", type=_size, default="384MiB", help="of one HTTP request; default: %(default)s"
     )
@@ -121,6 +128,8 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--speculation", type=_mapping, metavar="JSON", help='speculative decoding, e.g. {"method": "ngram"}'
     )
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="make the weights into this while loading")
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, help="keys and values in this; default: as computed")
     parser.add_argument("--load-format", choices=["auto", "dummy"], default="auto")
     parser.add_argument(
         "--deterministic", action="store_true", help="the same logits to the bit whatever else is in the batch"
@@ -142,6 +151,14 @@ def _mapping(text: str) -> dict[str, Any]:
     return value
 
 
+def _named_path(text: str) -> tuple[str, Path]:
+    """NAME=DIR."""
+    name, equals, path = text.partition("=")
+    if not (name and equals and path):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=DIR, a name and the directory of a LoRA adapter")
+    return name, Path(path)
+
+
 def _serve(arguments: argparse.Namespace) -> int:
     import asyncio
 
@@ -155,6 +172,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         port=arguments.port,
         api_key=arguments.api_key,
         tool_parser=arguments.tool_parser,
+        allow_runtime_lora=arguments.allow_runtime_lora,
         media=MediaPolicy(media_root=arguments.media_root, http_hosts=frozenset(arguments.media_host)),
         max_body_bytes=arguments.max_body_bytes,
         stall_seconds=arguments.stall_seconds,
@@ -170,6 +188,7 @@ async def _serve_until_told(arguments: argparse.Namespace, settings: ServerSetti
     from segue.orchestrator.omni import AsyncOmni, StartBars
     from segue.server.serve import http_server, listen
 
+    adapters = dict(arguments.lora or ())
     bars = StartBars()
     omni = AsyncOmni(
         arguments.model,
@@ -179,6 +198,9 @@ async def _serve_until_told(arguments: argparse.Namespace, settings: ServerSetti
         load_format=arguments.load_format,
         deterministic=arguments.deterministic,
         tensor_parallel=arguments.tensor_parallel,
+        quantization=arguments.quantization,
+        kv_dtype=arguments.kv_dtype,
+        lora=adapters if adapters or settings.allow_runtime_lora else None,
         name=arguments.name,
         on_progress=bars.show,
     )
@@ -226,6 +248,8 @@ def _generate(arguments: argparse.Namespace) -> int:
         load_format=arguments.load_format,
         deterministic=arguments.deterministic,
         tensor_parallel=arguments.tensor_parallel,
+        quantization=arguments.quantization,
+        kv_dtype=arguments.kv_dtype,
         name=arguments.name,
     ) as omni:
         [output] = omni.generate(
@@ -265,6 +289,8 @@ def _graph(arguments: argparse.Namespace) -> int:
         deterministic=arguments.deterministic,
         speculation=arguments.speculation,
         tensor_parallel=arguments.tensor_parallel,
+        quantization=arguments.quantization,
+        kv_dtype=arguments.kv_dtype,
     )
     plan = load_plan(graph, arguments.config, overrides=overrides)
     print(as_mermaid(graph) if arguments.mermaid else as_text(plan))

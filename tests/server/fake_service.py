@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from segue.messages.deltas import AudioDelta, Delta, Finished, ImageDelta, RequestMetrics, TextDelta, TokensDelta, Usage
+from segue.messages.errors import InvalidRequest, NotFound
 from segue.messages.request import Request
 from segue.orchestrator.service import Health, ModelCard, ReplicaHealth, StageHealth
 from segue.server.serve import http_server, listen
@@ -100,6 +101,16 @@ class FakeService:
         finally:
             if not ended:
                 self.cancelled.put(request.request_id)
+
+    async def load_lora(self, name: str, path: str) -> None:
+        if "broken" in path:
+            raise InvalidRequest(f"{path}: not there", field="lora_path")
+        self.card.adapters[name] = path
+
+    async def unload_lora(self, name: str) -> None:
+        if name not in self.card.adapters:
+            raise NotFound(f"there is no LoRA adapter {name!r}", field="lora_name")
+        del self.card.adapters[name]
 
     def metrics(self) -> bytes:
         return b"# HELP segue_stage_waiting x\n# TYPE segue_stage_waiting gauge\nsegue_stage_waiting 0.0\n"

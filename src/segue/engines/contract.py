@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from segue.graph.lora import LoraPlan
 from segue.messages.deltas import TokenLogprobs
 from segue.messages.errors import SegueError
 from segue.messages.request import Request
@@ -113,6 +114,10 @@ class LoadContext:
     load_format: str = "auto"
     """`auto`: the checkpoint's weights; `dummy`: random weights of the config's shape, made on the device."""
     max_model_len: int | None = None
+    quantization: str = "none"
+    """What the weights of linear layers are made into: one of `segue.graph.deployment.QUANTIZATIONS`."""
+    lora: LoraPlan | None = None
+    """None: the stage takes no adapters."""
     options: dict[str, Any] = field(default_factory=dict)
     """The deployment's own options for this stage, e.g. the vocoder's look-ahead."""
     progress: Callable[[float, str], None] = lambda fraction, what: None

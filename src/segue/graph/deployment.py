@@ -28,6 +28,9 @@ text such as `64MiB` and `1GB`.
         enforce_eager: false              # true: no CUDA graphs
         compile: false                    # torch.compile for the layers of the decoder
         tensor_parallel: 1                # processes per replica, each with a part of the weights
+        quantization: none                # int8, int4, fp8: what weights are made into when they are loaded
+        kv_dtype: auto                    # fp8: keys and values in 8 bits
+        lora: {adapters: {poet: /srv/poet}, max_rank: 64, max_adapters: 16}   # {} or more: the stage takes adapters
         scheduling: priority              # priority (then arrival), fcfs (arrival), fair (equal shares between tenants)
         speculation: {method: ngram, tokens: 4}     # or draft, eagle, medusa with a model; or mtp
         sampling: {temperature: 0.7}      # before the family's own defaults, after the request's
@@ -60,6 +63,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from segue.graph.lora import LoraPlan
 from segue.graph.speculation import SpeculationPlan
 from segue.graph.stage_graph import StageGraph
 from segue.messages.sampling import SamplingParams
@@ -70,6 +74,10 @@ ConnectorKind = Literal["inproc", "shm"]
 ATTENTIONS = ("auto", "torch", "triton", "flashinfer", "flash_attn")
 SCHEDULINGS = ("priority", "fcfs", "fair")
 """Who runs first in an autoregressive stage."""
+QUANTIZATIONS = ("none", "int8", "int4", "fp8")
+"""What the weights of a stage's linear layers are made into when it loads."""
+KV_DTYPES = ("auto", "fp8")
+"""What keys and values are stored in; `auto`: what they are computed in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +133,10 @@ class StagePlan:
     tensor_parallel: int = 1
     """Processes (ranks) of each replica."""
     speculation: SpeculationPlan | None = None
+    quantization: str = "none"
+    kv_dtype: str = "auto"
+    lora: LoraPlan | None = None
+    """None: the stage takes no adapters."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """Fields the deployment sets; the others are None."""
 

@@ -8,8 +8,18 @@ from typing import Any
 
 import yaml
 
-from segue.graph.deployment import ATTENTIONS, SCHEDULINGS, Hardware, Limits, Plan, StagePlan
+from segue.graph.deployment import (
+    ATTENTIONS,
+    KV_DTYPES,
+    QUANTIZATIONS,
+    SCHEDULINGS,
+    Hardware,
+    Limits,
+    Plan,
+    StagePlan,
+)
 from segue.graph.hardware import detect_hardware
+from segue.graph.lora import LoraPlan, lora_of
 from segue.graph.placement import CPU, Place, place
 from segue.graph.section import Section
 from segue.graph.speculation import speculation_of
@@ -92,19 +102,28 @@ def stage_overrides(
     deterministic: bool = False,
     speculation: Mapping[str, Any] | None = None,
     tensor_parallel: int | None = None,
+    quantization: str | None = None,
+    kv_dtype: str | None = None,
+    lora: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Keys of a stage that a caller may set for all stages; what is unset is left to the file."""
+    """Keys of a stage that a caller may set for all stages; what is unset is left to the file. An empty `lora` is set:
+    it lets adapters be loaded later."""
     given = {
         "dtype": dtype or None,
         "deterministic": deterministic or None,
         "speculation": speculation or None,
         "tensor_parallel": tensor_parallel,
+        "quantization": quantization,
+        "kv_dtype": kv_dtype,
+        "lora": lora,
     }
     return {key: value for key, value in given.items() if value is not None}
 
 
 def _stage(stage: Stage, written: Written, where: Place) -> StagePlan:
     section = written.stages[stage.name]
+    autoregressive = stage.engine == "autoregressive"
+    _check_divided(section, where.ranks)
     device = CPU if CPU in where.devices else "cuda"
     dtype = section.choice("dtype", "auto", _DTYPES)
     if dtype == "auto":
@@ -134,9 +153,30 @@ def _stage(stage: Stage, written: Written, where: Place) -> StagePlan:
         enforce_eager=section.flag("enforce_eager", False),
         compile=section.flag("compile", False),
         tensor_parallel=where.ranks,
-        speculation=speculation_of(section) if stage.engine == "autoregressive" else None,
-        sampling=_sampling(section) if stage.engine == "autoregressive" else SamplingParams(),
+        speculation=speculation_of(section) if autoregressive else None,
+        quantization=section.choice("quantization", "none", QUANTIZATIONS) if autoregressive else "none",
+        kv_dtype=section.choice("kv_dtype", "auto", KV_DTYPES) if autoregressive else "auto",
+        lora=_lora(section) if autoregressive else None,
+        sampling=_sampling(section) if autoregressive else SamplingParams(),
     )
+
+
+def _check_divided(section: Section, ranks: int) -> None:
+    """What a stage of several ranks cannot have."""
+    for key, nothing in (("lora", None), ("quantization", "none"), ("kv_dtype", "auto")):
+        path, value = section.find(key)
+        if ranks > 1 and value not in (None, nothing):
+            raise ConfigError(f"{path} is {value!r}, which does not go with tensor_parallel ({ranks})", field=path)
+
+
+def _lora(section: Section) -> LoraPlan | None:
+    plan = lora_of(section)
+    if plan is not None and section.flag("deterministic", False):
+        path, _ = section.find("lora")
+        raise ConfigError(
+            f"{path} is set and so is deterministic; what adapters add depends on who else is in a step", field=path
+        )
+    return plan
 
 
 def _sampling(section: Section) -> SamplingParams:

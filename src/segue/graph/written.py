@@ -28,6 +28,9 @@ AUTOREGRESSIVE_KEYS = (
     "compile",
     "deterministic",
     "speculation",
+    "quantization",
+    "kv_dtype",
+    "lora",
     "sampling",
 )
 STAGE_KEYS = (
@@ -50,6 +53,7 @@ _FOREIGN = {
     "engine_args": "the keys of a stage (see segue.graph.deployment)",
     "engine_extras": "options",
     "gpu_memory_utilization": "memory_share",
+    "kv_cache_dtype": "kv_dtype",
     "max_batch_size": "max_batch",
     "max_num_batched_tokens": "max_tokens_per_step",
     "max_num_seqs": "max_batch",
@@ -57,6 +61,9 @@ _FOREIGN = {
     "scheduling_policy": "scheduling",
     "tensor_parallel_size": "tensor_parallel",
     "speculative_config": "speculation",
+    "enable_lora": "lora",
+    "max_lora_rank": "lora.max_rank",
+    "max_loras": "lora.max_adapters",
 }
 """What vllm-omni calls a key of ours (its `docs/configuration/stage_configs.md`), for the error message."""
 

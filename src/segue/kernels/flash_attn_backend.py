@@ -13,6 +13,7 @@ class FlashAttention:
     """Implements `segue.kernels.paged_step.AttentionBackend`. float16 and bfloat16; blocks of a multiple of 256."""
 
     recordable = False  # the longest sequence is an argument
+    widens = False
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: PagedStep, form: Form

@@ -20,6 +20,7 @@ class FlashInferAttention:
     """Implements `segue.kernels.paged_step.AttentionBackend`. Each step is planned once per form of attention in it."""
 
     recordable = False  # plans are made on the host
+    widens = False
 
     def __init__(self, device: torch.device) -> None:
         self._workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)

@@ -39,22 +39,28 @@ class KVStore:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        stored: torch.dtype | None = None,
         capture_width: int = 0,
         capture_dtype: torch.dtype = torch.float32,
         backend: AttentionBackend | None = None,
     ) -> None:
-        """`backend`: what reads it; None: gathering and `scaled_dot_product_attention`."""
+        """`backend`: what reads it; None: gathering and `scaled_dot_product_attention`. `dtype`: of what is written and
+        read; `stored`: of what is kept, where that is float8_e4m3fn: values beyond its 448 are cut off."""
         self.layout = layout
         self.backend = backend
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
+        self.dtype = dtype
+        self.stored = stored if stored != dtype else None
+        """None: as it is written."""
         widths = [layout.widths(tensor) for tensor in range(layout.tensors)]
         # zeros, not empty: padded positions are masked by adding -inf, and -inf + NaN would be NaN
+        kept = self.stored or dtype
         self._tensors = [
             (
-                _zeros((num_blocks, block_size, keys), dtype, device),
-                _zeros((num_blocks, block_size, values), dtype, device),
+                _zeros((num_blocks, block_size, keys), kept, device),
+                _zeros((num_blocks, block_size, values), kept, device),
             )
             for keys, values in widths
         ]
@@ -68,21 +74,38 @@ class KVStore:
             self.values.append(_heads(values, shape.kv_heads, shape.value_dim))
         self.rows = _zeros((num_blocks * block_size, capture_width), capture_dtype, device) if capture_width else None
         """[slots, capture_width]"""
-        self._key_slots = [_slots(keys) for keys in self.keys]
-        self._value_slots = [_slots(values) for values in self.values]
-        self._key_blocks = [keys.flatten(2) for keys in self.keys]
-        self._value_blocks = [values.flatten(2) for values in self.values]
+        # not every operator moves 8-bit floats: they go as bytes
+        self._key_slots = [_slots(_movable(keys)) for keys in self.keys]
+        self._value_slots = [_slots(_movable(values)) for values in self.values]
+        self._key_blocks = [_movable(keys).flatten(2) for keys in self.keys]
+        self._value_blocks = [_movable(values).flatten(2) for values in self.values]
+        self._tensors = [(_movable(keys), _movable(values)) for keys, values in self._tensors]
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Put keys [tokens, kv_heads, head_dim] and values [tokens, kv_heads, value_dim] into `slots` [tokens]."""
-        self._key_slots[layer].index_copy_(0, slots, keys)
-        self._value_slots[layer].index_copy_(0, slots, values)
+        self._key_slots[layer].index_copy_(0, slots, self._narrow(keys))
+        self._value_slots[layer].index_copy_(0, slots, self._narrow(values))
+
+    def as_kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What would be read of `tensor` once it was written."""
+        return self._wide(self._narrow(tensor))
+
+    def _narrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As it is kept, movable."""
+        if self.stored is None:
+            return tensor
+        most = torch.finfo(self.stored).max
+        return tensor.clamp(-most, most).to(self.stored).view(torch.uint8)
+
+    def _wide(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As it was written, but for what was rounded."""
+        return tensor if self.stored is None else tensor.view(self.stored).to(self.dtype)
 
     def read(self, layer: int, blocks: torch.Tensor, sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of `blocks` [sequences * n], as `[sequences, kv_heads, n * block_size, head_dim]` (`value_dim`)."""
         shape = self.layout.shapes[layer]
-        keys = self._key_blocks[layer].index_select(0, blocks)
-        values = self._value_blocks[layer].index_select(0, blocks)
+        keys = self._wide(self._key_blocks[layer].index_select(0, blocks))
+        values = self._wide(self._value_blocks[layer].index_select(0, blocks))
         return (
             keys.view(sequences, -1, shape.kv_heads, shape.head_dim).transpose(1, 2),
             values.view(sequences, -1, shape.kv_heads, shape.value_dim).transpose(1, 2),
@@ -101,7 +124,8 @@ class KVStore:
             blocks.index_copy_(0, target, blocks.index_select(0, source))
 
     def slots(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """All K and V of a layer, `[slots, kv_heads, head_dim]` (`value_dim`), in place."""
+        """All K and V of a layer, `[slots, kv_heads, head_dim]` (`value_dim`), in place; not where `stored` is set."""
+        assert self.stored is None, "views of narrow keys and values are of no use to attention"
         return self._key_slots[layer], self._value_slots[layer]
 
     def token_bytes(self, layer: int) -> int:
@@ -121,6 +145,10 @@ class KVStore:
         for pair in self._tensors:
             for tensor in pair:
                 tensor.index_fill_(0, where, 0)
+
+
+def _movable(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8) if tensor.dtype.is_floating_point and tensor.itemsize == 1 else tensor
 
 
 def _heads(tensor: torch.Tensor, heads: int, dim: int) -> torch.Tensor:

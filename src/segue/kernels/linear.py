@@ -49,10 +49,11 @@ class PackedLinear(nn.Module):
 
 
 def can_pack(linear: nn.Linear) -> bool:
-    """On the CPU, in float32, not a subclass with a forward of its own."""
+    """On the CPU, in float32, with no forward of its own (a subclass, or what quantises activations)."""
     weight = linear.weight
     return (
         type(linear) is nn.Linear
+        and "forward" not in vars(linear)
         and weight.device.type == "cpu"
         and weight.dtype == torch.float32
         and torch.backends.mkldnn.is_available()

@@ -39,6 +39,7 @@ class TorchAttention:
     K and V are never repeated for the query heads that share them."""
 
     recordable = False
+    widens = True
 
     def __init__(self, span_bytes: int = SPAN_BYTES) -> None:
         """`span_bytes`: what one more span of a decoding sequence may save of gathering, to be read in place."""
@@ -48,6 +49,8 @@ class TorchAttention:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: PagedStep, form: Form
     ) -> torch.Tensor:
         step.store.write(layer, step.slots, k.transpose(0, 1), v.transpose(0, 1))
+        # a token sees its own chunk as later ones will see it
+        k, v = step.store.as_kept(k), step.store.as_kept(v)
         heads, tokens, _ = q.shape
         kv_heads, _, dim = v.shape
         if not step.chunks and len(step.decodes) == 1:
@@ -92,7 +95,7 @@ class TorchAttention:
 def _in_place(store: KVStore, layer: int, form: Form) -> bool:
     """Whether attention in views of the store can do this form, on this device."""
     shape = store.layout.shapes[layer]
-    return form.plain and store.device.type == "cpu" and shape.head_dim == shape.value_dim
+    return form.plain and store.stored is None and store.device.type == "cpu" and shape.head_dim == shape.value_dim
 
 
 def _before(layer: int, queries: torch.Tensor, store: KVStore, chunk: Chunk, form: Form) -> Weighted:
@@ -110,6 +113,7 @@ class ReferenceAttention:
     """One sequence after the other, one dense softmax each: what the others are tested against."""
 
     recordable = False
+    widens = True
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: PagedStep, form: Form

@@ -140,6 +140,8 @@ class AttentionBackend(Protocol):
 
     recordable: bool
     """It looks at no value on the host while it runs: steps of single queries can be CUDA graphs."""
+    widens: bool
+    """It reads K and V that are stored in fewer bits than queries have."""
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: PagedStep, form: Form

@@ -16,6 +16,7 @@ class TritonAttention:
     """Implements `segue.kernels.paged_attention.AttentionBackend`; K and V are read where they lie."""
 
     recordable = True
+    widens = True
 
     def __init__(self, device: torch.device) -> None:
         self._processors = (

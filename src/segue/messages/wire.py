@@ -1,7 +1,8 @@
 """Every control message that crosses a process, and the one codec for them (msgpack by msgspec).
 
-    orchestrator → worker   Begin, Resend, Moved, Drop, PeerLost, Ping, Shutdown
-    worker → orchestrator   Loading, Ready, StartFailed, Progress, InputDone, InputLost, StageDone, Failed, Stats
+    orchestrator → worker   Begin, Resend, Moved, Drop, PeerLost, LoadAdapter, UnloadAdapter, Ping, Shutdown
+    worker → orchestrator   Loading, Ready, StartFailed, Progress, InputDone, InputLost, StageDone, Failed, Stats,
+                            AdapterLoaded
     worker → worker         Chunk, Consumed
 
 Payloads never travel here: a `Chunk` carries the connector's metadata. Every message about a request carries the
@@ -75,6 +76,23 @@ class PeerLost(msgspec.Struct, tag=True):
 
     worker: str
     address: str
+
+
+class LoadAdapter(msgspec.Struct, tag=True):
+    """Read a LoRA adapter, so that requests can name it: answered with `AdapterLoaded`."""
+
+    ticket: int
+    """Goes back with the answer."""
+    stage: str
+    name: str
+    directory: str
+
+
+class UnloadAdapter(msgspec.Struct, tag=True):
+    """Let no further request use it."""
+
+    stage: str
+    name: str
 
 
 class Ping(msgspec.Struct, tag=True):
@@ -198,6 +216,16 @@ class Failed(msgspec.Struct, tag=True):
     field: str | None = None
 
 
+class AdapterLoaded(msgspec.Struct, tag=True):
+    """How a `LoadAdapter` went."""
+
+    worker: str
+    ticket: int
+    kind: str = ""
+    """Empty where it is loaded; else the class name of the error."""
+    message: str = ""
+
+
 class Stats(msgspec.Struct, tag=True):
     worker: str
     stages: list[WorkerStats]
@@ -232,8 +260,10 @@ class Consumed(msgspec.Struct, tag=True):
     """The downstream stage is done with the request: retained payloads may go."""
 
 
-ToWorker = Begin | Resend | Moved | Drop | PeerLost | Ping | Shutdown | Chunk | Consumed
-ToOrchestrator = Loading | Ready | StartFailed | Progress | InputDone | InputLost | StageDone | Failed | Stats
+ToWorker = Begin | Resend | Moved | Drop | PeerLost | LoadAdapter | UnloadAdapter | Ping | Shutdown | Chunk | Consumed
+ToOrchestrator = (
+    Loading | Ready | StartFailed | Progress | InputDone | InputLost | StageDone | Failed | Stats | AdapterLoaded
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker = msgspec.msgpack.Decoder(ToWorker)

@@ -11,22 +11,29 @@ from __future__ import annotations
 
 import copy
 import inspect
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from segue.engines.autoregressive.contract import FlatBatch, KVSpec
+from segue.graph.lora import LoraPlan
 from segue.kernels.linear import DECODE_ROWS, pack_linears
 from segue.kernels.paged_attention import LibraryRecord, library_attention
+from segue.kernels.quantized import packed_bytes, quantize_linears
 from segue.messages.errors import ConfigError
 from segue.models.checkpoint import held_bytes
-from segue.models.library import PAGED, VERSION, ModelOutput, PreTrainedConfig, PreTrainedModel
+from segue.models.library import PAGED, VERSION, Conv1D, ModelOutput, PreTrainedConfig, PreTrainedModel
+from segue.models.lora import LoraAdapters
 
 _PROBE = 24
 """Tokens of the comparison at load."""
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 """Largest difference over largest logit; 16-bit types: 0.05."""
+_COARSE = ("int8", "int4")
+"""Quantisations that round what goes into a layer, too."""
 
 
 class HandedThrough(nn.Module):
@@ -50,12 +57,25 @@ class PagedDecoder:
     given; in a vision-language model, what holds encoders and decoder together).
     """
 
-    def __init__(self, model: PreTrainedModel, decoder: nn.Module | None = None, inner: str | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        decoder: nn.Module | None = None,
+        inner: str | None = None,
+        *,
+        quantization: str = "none",
+        lora: LoraPlan | None = None,
+    ) -> None:
         """Raises `ConfigError` where the model is not one that can be served, naming it and the reason."""
         self._kind = type(model).__name__
         decoder = model.get_decoder() if decoder is None else decoder
         _check_interface(model, decoder)
         decoder.set_attn_implementation(PAGED)  # type: ignore[operator]
+        if quantization != "none" and not quantize_linears(decoder, quantization, _plain_linear):
+            raise ConfigError(
+                f"quantization is {quantization!r}, but {self._kind} has no linear layer that can be made into that",
+                field="quantization",
+            )
         self.model = decoder
         self._embedding = model.get_input_embeddings()
         own = name_of(decoder, model)
@@ -66,9 +86,14 @@ class PagedDecoder:
         self.dtype: torch.dtype = self._embedding.weight.dtype
         config = model.config.get_text_config(decoder=True)
         self.vocab_size: int = config.vocab_size
+        self.lora = None if lora is None else LoraAdapters(model, decoder, lora)
         self._head: nn.Module
+        self._coarse = quantization in _COARSE
         self.kv = self._compared(model, inner, config.num_hidden_layers)
-        self.weight_bytes = held_bytes(nn.ModuleList([decoder, self._head]))
+        held = nn.ModuleList([decoder, self._head])
+        self.weight_bytes = held_bytes(held) + packed_bytes(held)
+        if self.lora is not None:
+            self.weight_bytes += self.lora.reserved_bytes(self.dtype)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[n] → [n, H]."""
@@ -78,9 +103,10 @@ class PagedDecoder:
     def forward(self, embeds: torch.Tensor, batch: FlatBatch, **others: Any) -> torch.Tensor:
         """[tokens, H] → final hidden states [tokens, H]. `others`: what the decoder takes besides."""
         positions = batch.positions if len(batch.positions) == 1 else batch.positions[:, None]
-        return self.model(
-            inputs_embeds=embeds[None], position_ids=positions, use_cache=False, paged=batch.attention, **others
-        ).last_hidden_state[0]
+        with nullcontext() if self.lora is None else self.lora.during(batch):
+            return self.model(
+                inputs_embeds=embeds[None], position_ids=positions, use_cache=False, paged=batch.attention, **others
+            ).last_hidden_state[0]
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -110,14 +136,14 @@ class PagedDecoder:
         finally:
             hook.remove()
         difference = float((ours - theirs).abs().max() / theirs.abs().max())
-        tolerance = _TOLERANCE.get(self.dtype, 0.05)
+        tolerance = 0.05 if self._coarse else _TOLERANCE.get(self.dtype, 0.05)
         if not difference <= tolerance:
             raise ConfigError(
                 f"{self._kind} cannot be served: its logits from token ids differ from those from embeddings by "
                 f"{difference:.1e} (at most {tolerance:.0e}); it does more with the ids than to embed them once",
                 field="architectures",
             )
-        return kv_spec(self._kind, record, layers, self.dtype)
+        return replace(kv_spec(self._kind, record, layers, self.dtype), coarse=self._coarse)
 
 
 def kv_spec(kind: str, record: LibraryRecord, layers: int, dtype: torch.dtype) -> KVSpec:
@@ -140,6 +166,15 @@ def kv_spec(kind: str, record: LibraryRecord, layers: int, dtype: torch.dtype) -
         windows=tuple(record.windows[layer] for layer in range(layers)),
         shapes=() if set(shapes) == {first} else shapes,
     )
+
+
+def _plain_linear(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """Weight [outputs, inputs] and bias of a linear layer that is nothing more."""
+    if type(module) is nn.Linear and "forward" not in vars(module):
+        return module.weight, module.bias
+    if type(module) is Conv1D:
+        return module.get_parameter("weight").T.contiguous(), module.get_parameter("bias")
+    return None
 
 
 def context_length(config: PreTrainedConfig, wanted: int | None) -> int:

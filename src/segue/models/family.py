@@ -50,6 +50,8 @@ class Family:
     """Directory and config of a checkpoint → how its model writes tool calls and thoughts; must not import torch."""
     options: frozenset[str] = frozenset()
     """Names of request options the family understands, e.g. `use_audio_in_video`."""
+    stage_keys: frozenset[str] = frozenset()
+    """Keys of autoregressive stages that need the family's help, and have it: `lora`, `quantization`."""
     tiny_module: str | None = None
     """Module with `PRESETS: dict[str, TinyPreset]`, by the names below."""
     tiny_names: tuple[str, ...] = ()

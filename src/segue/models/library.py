@@ -23,6 +23,8 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 from transformers import __version__ as VERSION
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as QUANTIZERS
 from transformers.utils import ModelOutput
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
@@ -30,6 +32,7 @@ from segue.kernels.paged_attention import NAME as PAGED
 
 __all__ = [
     "PAGED",
+    "QUANTIZERS",
     "VERSION",
     "AutoConfig",
     "AutoModel",
@@ -37,6 +40,7 @@ __all__ = [
     "AutoModelForMultimodalLM",
     "AutoProcessor",
     "AutoTokenizer",
+    "Conv1D",
     "GenerationConfig",
     "ModelOutput",
     "PreTrainedConfig",

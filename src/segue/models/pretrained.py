@@ -19,6 +19,7 @@ from segue.engines.contract import LoadContext
 from segue.messages.errors import ConfigError, nearest
 from segue.models.checkpoint import load_module
 from segue.models.library import (
+    QUANTIZERS,
     VERSION,
     AutoConfig,
     AutoModelForCausalLM,
@@ -63,6 +64,7 @@ def load_model(
             f"transformers {VERSION} knows no such model of type {config.model_type!r} ({auto.__name__})",
             field="architectures",
         )
+    _check_quantized(ctx, config)
     if ctx.load_format == "dummy":
         model = _random(ctx, config, auto)
     else:
@@ -88,6 +90,27 @@ def _cut(group: Group, model: PreTrainedModel) -> None:
     shard(model, model.tp_plan, model.config.get_text_config(decoder=True), group)
 
 
+def _check_quantized(ctx: LoadContext, config: PreTrainedConfig) -> None:
+    """Weights that are quantised in the checkpoint are the library's business, if it knows how."""
+    written = config.to_dict().get("quantization_config")
+    if not written:
+        return
+    method = written.get("quant_method")
+    if ctx.quantization != "none":
+        raise ConfigError(
+            f"quantization is {ctx.quantization!r}, but the weights of {ctx.model_dir} are quantised already "
+            f"({method}); leave it out",
+            field="quantization",
+        )
+    known = {*QUANTIZERS, "bitsandbytes"}
+    if method not in known:  # the library would load such weights as if they were plain ones
+        raise ConfigError(
+            f"{ctx.model_dir}: its weights are quantised by {method!r}, which transformers {VERSION} does not know"
+            f"{nearest(str(method), known)}",
+            field="quantization_config",
+        )
+
+
 def _read(ctx: LoadContext, config: PreTrainedConfig, auto: Any, unused: tuple[str, ...]) -> PreTrainedModel:
     # to be cut, it is read on the CPU: what a rank does not keep stays in the file's pages
     here = ctx.device.type == "cpu" or ctx.group is not None
@@ -103,7 +126,7 @@ def _read(ctx: LoadContext, config: PreTrainedConfig, auto: Any, unused: tuple[s
                 output_loading_info=True,
                 **where,
             )
-    except (*_UNREADABLE, RuntimeError, SafetensorError) as error:
+    except (*_UNREADABLE, RuntimeError, SafetensorError, ImportError) as error:  # a quantised format needs its package
         raise ConfigError(f"{ctx.model_dir}: the weights cannot be loaded: {error}", field="model") from error
     missing = sorted(name for name in info["missing_keys"] if not name.startswith(unused))
     if missing:  # the library would go on with random ones

@@ -16,15 +16,17 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
+from segue.graph.deployment import Plan
 from segue.graph.loader import load_plan, stage_overrides
 from segue.graph.parts import INPUT, TOKENS
 from segue.graph.stage_graph import StageGraph
 from segue.media.parts import messages_from
 from segue.media.sources import MediaPolicy, shown
 from segue.messages.deltas import Delta, Finished, TokensDelta
-from segue.messages.errors import InvalidRequest, NotFound, StageFailed, nearest
+from segue.messages.errors import ConfigError, InvalidRequest, NotFound, StageFailed, nearest
 from segue.messages.request import Request, check_types
 from segue.messages.sampling import SamplingParams, check_sampling, check_token_ids, sampling_from
+from segue.models.family import Family
 from segue.models.registry import family_of, read_config
 from segue.observe.stats import render_gauges, render_worker_stats
 from segue.orchestrator.orchestrator import Orchestrator
@@ -43,7 +45,7 @@ SETTLE_SECONDS = 10.0
 """How long `Omni` waits, when it is interrupted, for what it had begun to end."""
 _PROMPT_KEYS = frozenset(
     {"messages", "prompt", "prompt_token_ids", "modalities", "voice", "sampling", "seed", "priority", "deadline",
-     "options", "return_prompt_ids"}
+     "options", "return_prompt_ids", "adapter"}
 )  # fmt: skip
 
 
@@ -61,10 +63,15 @@ class AsyncOmni:
         name: str | None = None,
         speculation: Mapping[str, Any] | None = None,
         tensor_parallel: int | None = None,
+        quantization: str | None = None,
+        kv_dtype: str | None = None,
+        lora: Mapping[str, str | Path] | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
         """`config`: a deployment file, or its content. `name`: what clients call the model (default: the directory).
-        `dtype`, `speculation` and `tensor_parallel` are keys of a stage that win over the deployment's `defaults`.
+        `dtype`, `speculation`, `tensor_parallel`, `quantization` and `kv_dtype` are keys of a stage that win over the
+        deployment's `defaults`. `lora`: directories of adapters by name, besides those of the deployment; an empty mapping lets them
+        be loaded later.
 
         Raises `ConfigError` for anything that cannot be served as it is written.
         """
@@ -73,9 +80,16 @@ class AsyncOmni:
         family = family_of(checkpoint, model_dir)
         graph = family.graph(checkpoint)
         overrides = stage_overrides(
-            dtype, deterministic=deterministic, speculation=speculation, tensor_parallel=tensor_parallel
+            dtype,
+            deterministic=deterministic,
+            speculation=speculation,
+            tensor_parallel=tensor_parallel,
+            quantization=quantization,
+            kv_dtype=kv_dtype,
+            lora=None if lora is None else {"adapters": {name: str(path) for name, path in lora.items()}},
         )
         self.plan = load_plan(graph, config, overrides=overrides)
+        _check_stage_keys(family, self.plan)
         text_stage = graph.main
         self.card = ModelCard(
             name=name or model_dir.name,
@@ -91,8 +105,16 @@ class AsyncOmni:
             created=int(time.time()),
             several_texts=graph.stages[text_stage].engine == "autoregressive" and not _feeds_text(graph, text_stage),
             root=str(model_dir),
+            adapters={
+                name: path
+                for stage in self.plan.stages.values()
+                if stage.lora is not None
+                for name, path in stage.lora.adapters.items()
+            },
             dialect=family.dialect(model_dir, checkpoint),
         )
+        if self.card.name in self.card.adapters:
+            raise ConfigError(f"{self.card.name!r} is the name of the model and of a LoRA adapter", field="lora")
         self._chats = family.chats(model_dir)
         self._policy = MediaPolicy(allow_paths=True, max_bytes=self.plan.limits.max_media_bytes)
         self.orchestrator = Orchestrator(
@@ -124,6 +146,20 @@ class AsyncOmni:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.orchestrator.stop(drain=error is None)
+
+    async def load_lora(self, name: str, path: str | Path) -> None:
+        """Let requests name a LoRA adapter in PEFT's files: every worker of the stage has it when this returns.
+
+        Raises `InvalidRequest` where it cannot be served, naming file and key.
+        """
+        if name == self.card.name:
+            raise InvalidRequest(f"lora_name is {name!r}, the name of the model itself", field="lora_name")
+        self.card.adapters[name] = await self.orchestrator.supervisor.adapters.load(name, str(path))
+
+    async def unload_lora(self, name: str) -> None:
+        """Let no further request name it; those that run go on with it. Raises `NotFound`."""
+        self.orchestrator.supervisor.adapters.unload(name)
+        self.card.adapters.pop(name, None)
 
     def health(self) -> Health:
         return self.orchestrator.replicas.health()
@@ -178,10 +214,12 @@ class AsyncOmni:
         deadline: float | None = None,
         options: Mapping[str, Any] | None = None,
         return_prompt_ids: bool = False,
+        adapter: str | None = None,
     ) -> Request:
         """A `Request` from what a Python caller writes; media may be PIL images, arrays, paths or bytes.
 
         `modalities`: what should come out (default: what the main stage gives). `deadline`: Unix time.
+        `adapter`: a LoRA adapter by name.
         """
         given = self._written(prompt) if isinstance(prompt, str) else dict(_mapping(prompt, "the prompt"))
         for key in given:
@@ -205,6 +243,7 @@ class AsyncOmni:
             seed=given.get("seed", seed),
             priority=given.get("priority", priority),
             deadline=given.get("deadline", deadline),
+            adapter=given.get("adapter", adapter),
             return_prompt_ids=given.get("return_prompt_ids", return_prompt_ids),
             options=dict(_mapping(given.get("options", options) or {}, "options")),
         )
@@ -235,6 +274,9 @@ class AsyncOmni:
             if (vocab := self.card.vocab_sizes.get(stage)) is not None:
                 check_token_ids(params, vocab, f"sampling.{stage}.")
         check_types(request)
+        if request.adapter is not None and request.adapter not in self.card.adapters:
+            hint = nearest(request.adapter, self.card.adapters)
+            raise NotFound(f"{self.card.name} has no LoRA adapter {request.adapter!r}{hint}", field="adapter")
         for option in request.options:
             if option not in self.card.options:
                 hint = nearest(option, self.card.options)
@@ -242,6 +284,18 @@ class AsyncOmni:
         if request.voice is not None and request.voice not in self.card.voices:
             hint = nearest(request.voice, self.card.voices)
             raise NotFound(f"{self.card.name} has no voice {request.voice!r}{hint}", field="voice")
+
+
+def _check_stage_keys(family: Family, plan: Plan) -> None:
+    """What a stage asks for is something its family can do. Raises `ConfigError` naming the key."""
+    for name, stage in plan.stages.items():
+        asked = {"lora": stage.lora is not None, "quantization": stage.quantization != "none"}
+        for key, wanted in asked.items():
+            if wanted and key not in family.stage_keys:
+                raise ConfigError(
+                    f"stages.{name}.{key} is set, but models of the family {family.name!r} are served without it",
+                    field=f"stages.{name}.{key}",
+                )
 
 
 def _feeds_text(graph: StageGraph, stage: str) -> bool:
@@ -311,6 +365,7 @@ class Omni:
         options: Mapping[str, Any] | None = None,
         deadline: float | None = None,
         return_prompt_ids: bool = False,
+        adapter: str | None = None,
     ) -> list[RequestOutput]:
         """All prompts at once, batched by the engines; outputs in the same order.
 
@@ -326,6 +381,7 @@ class Omni:
             "options": options,
             "deadline": deadline,
             "return_prompt_ids": return_prompt_ids,
+            "adapter": adapter,
         }
         batch: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item]
         return self._call(self._generate_all(batch, settings))
@@ -354,6 +410,14 @@ class Omni:
     def detokenize(self, token_ids: Iterable[int]) -> str:
         """The text of ids, special tokens included."""
         return self._call(self._async.detokenize(token_ids))
+
+    def load_lora(self, name: str, path: str | Path) -> None:
+        """Let requests name a LoRA adapter; see `AsyncOmni.load_lora`."""
+        self._call(self._async.load_lora(name, path))
+
+    def unload_lora(self, name: str) -> None:
+        """Let no further request name it; those that run go on with it. Raises `NotFound`."""
+        self._call(self._async.unload_lora(name))
 
     def health(self) -> Health:
         return self._async.health()

@@ -60,6 +60,8 @@ class ModelCard(msgspec.Struct):
     """By stage that samples, once it is loaded: token ids are below it."""
     root: str = ""
     """Where the checkpoint is."""
+    adapters: dict[str, str] = {}
+    """The LoRA adapters that a request may name: where they are."""
     dialect: Dialect = msgspec.field(default_factory=Dialect)
     """How its text is to be read."""
 
@@ -73,6 +75,14 @@ class Service(Protocol):
 
     def stream(self, request: Request) -> AsyncGenerator[Delta]:
         """Deltas as they are made, `Finished` last; raises `SegueError`. Closing the generator cancels the request."""
+        ...
+
+    async def load_lora(self, name: str, path: str) -> None:
+        """Let requests name a LoRA adapter. Raises `InvalidRequest` where it cannot be."""
+        ...
+
+    async def unload_lora(self, name: str) -> None:
+        """Let no further request name it; those that run go on. Raises `NotFound`."""
         ...
 
     def metrics(self) -> bytes:

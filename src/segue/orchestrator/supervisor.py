@@ -17,9 +17,10 @@ import zmq
 import zmq.asyncio
 
 from segue.graph.deployment import Plan
-from segue.messages.errors import ConfigError
+from segue.messages.errors import ConfigError, ShuttingDown
 from segue.messages.process import WorkerSpec
 from segue.messages.wire import (
+    AdapterLoaded,
     Loading,
     PeerLost,
     Ping,
@@ -32,6 +33,7 @@ from segue.messages.wire import (
     decode_for_orchestrator,
     encode,
 )
+from segue.orchestrator.adapters import Adapters
 from segue.orchestrator.placement import LocalPlacement
 from segue.orchestrator.replicas import Replica, Replicas
 
@@ -81,6 +83,7 @@ class Supervisor:
         self._load_format = load_format
         self._on_progress = on_progress or (lambda worker, fraction, what: None)
         self.replicas = Replicas(plan.groups, {name: stage.replicas for name, stage in plan.stages.items()})
+        self.adapters = Adapters(plan, self.replicas, self.send)
         self.stats: dict[str, Stats] = {}
         """By worker incarnation."""
         self.stopping = False
@@ -123,6 +126,7 @@ class Supervisor:
     async def close(self) -> None:
         """End every process."""
         self.stopping = True
+        self.adapters.close(ShuttingDown("the server is shutting down"))
         if self._watch is not None:
             self._watch.cancel()
         for replica in self.replicas.all:
@@ -159,6 +163,8 @@ class Supervisor:
                     self._on_ready(message)
                 case StartFailed():
                     self._on_start_failed(message)
+                case AdapterLoaded():
+                    self.adapters.heard(message)
                 case _:
                     self._owner.hear(message)
 
@@ -209,6 +215,7 @@ class Supervisor:
             return  # it has died since
         replica.state, replica.loading, replica.failures = "ready", 1.0, 0
         self.replicas.facts.update(message.stages)
+        self.adapters.ready(replica)
         self._on_progress(message.worker, 1.0, "ready")
         if self._started is not None and not self._started.done() and self.replicas.ready():
             self._started.set_result(None)
@@ -279,6 +286,7 @@ class Supervisor:
         replica.state = "restarting"
         replica.requests.clear()
         self.stats.pop(dead, None)
+        self.adapters.lost(dead)
         if socket := self._out.pop(address, None):
             socket.close(linger=0)
         for other in self.replicas.all:

@@ -23,12 +23,17 @@ def add_models(app: FastAPI, service: Service, settings: ServerSettings) -> None
 
     @app.get("/v1/models")
     async def all_models() -> Response:
-        return json_response({"object": "list", "data": [_object(name, service.card) for name in served()]})
+        data = [_object(name, service.card) for name in served()]
+        data += [_adapter(name, served()[0], service.card) for name in service.card.adapters]
+        return json_response({"object": "list", "data": data})
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> Response:
+        if name in service.card.adapters and name not in served():
+            return json_response(_adapter(name, served()[0], service.card))
         if name not in served():
-            raise ModelNotFound(f"model {shown(name)} is not served here{nearest(name, served())}", field="model")
+            known = (*served(), *service.card.adapters)
+            raise ModelNotFound(f"model {shown(name)} is not served here{nearest(name, known)}", field="model")
         return json_response(_object(name, service.card))
 
     @app.get("/v1/audio/voices")
@@ -37,6 +42,11 @@ def add_models(app: FastAPI, service: Service, settings: ServerSettings) -> None
         default = card.voices[0] if card.voices else None
         formats = list(AUDIO_FORMATS) if "audio" in card.gives else []
         return json_response({"voices": card.voices, "default": default, "formats": formats})
+
+
+def _adapter(name: str, parent: str, card: ModelCard) -> dict[str, Any]:
+    """A LoRA adapter is a model of its own to clients."""
+    return {**_object(name, card), "root": card.adapters[name], "parent": parent}
 
 
 def _object(name: str, card: ModelCard) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from segue.server.chat_request import ChatBody
 from segue.server.completion_request import CompletionBody
 from segue.server.embeddings import EmbeddingsBody
 from segue.server.errors import json_response
+from segue.server.lora import LoadLoraBody, UnloadLoraBody
 from segue.server.tokenize import DetokenizeBody, TokenizeBody
 
 
@@ -39,6 +40,8 @@ _POST: dict[str, tuple[type[msgspec.Struct], str, bool]] = {
     "/v1/embeddings": (EmbeddingsBody, "The vectors of texts.", False),
     "/tokenize": (TokenizeBody, "A prompt or messages as token ids.", False),
     "/detokenize": (DetokenizeBody, "The text of token ids.", False),
+    "/v1/load_lora_adapter": (LoadLoraBody, "Load a LoRA adapter.", False),
+    "/v1/unload_lora_adapter": (UnloadLoraBody, "Unload a LoRA adapter.", False),
 }
 """Path → (body, what it gives, whether it can be streamed)."""
 _GET = {

@@ -159,8 +159,8 @@ def parse_body(
 
 
 def check_model(model: str, card: ModelCard, settings: ServerSettings) -> None:
-    """Raise `ModelNotFound` for a name that is not served."""
-    served = settings.served_names or (card.name,)
+    """Raise `ModelNotFound` for a name that is not served, be it the model's or that of an adapter."""
+    served = (*(settings.served_names or (card.name,)), *card.adapters)
     if model not in served:
         raise ModelNotFound(f"model {shown(model)} is not served here{nearest(model, served)}", field="model")
 
@@ -182,6 +182,7 @@ def common_fields(body: CommonBody, card: ModelCard, now: float) -> dict[str, An
         "options": options,
         "priority": body.priority or 0,
         "tenant": body.user or "",
+        "adapter": body.model if body.model in card.adapters else None,
         "deadline": None if body.deadline is None else now + body.deadline,
     }
 

@@ -21,6 +21,8 @@ class ServerSettings:
     api_key: str | None = None
     """Where set, `/v1/*` needs `Authorization: Bearer <key>`."""
     media: MediaPolicy = field(default_factory=MediaPolicy)
+    allow_runtime_lora: bool = False
+    """Clients may have LoRA adapters loaded from any directory of this machine, and unloaded."""
     max_body_bytes: int = 384 << 20
     """Of one HTTP request; base64 makes a file a third larger."""
     stall_seconds: float = 60.0

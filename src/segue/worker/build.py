@@ -16,11 +16,11 @@ from segue.connectors.cuda import cuda_memory
 from segue.connectors.device import DeviceMemory
 from segue.connectors.segment import PAGE
 from segue.engines.autoregressive.config import AutoregressiveConfig
-from segue.engines.autoregressive.contract import AutoregressiveAdapter
+from segue.engines.autoregressive.contract import AutoregressiveAdapter, LoraHost, TakesLora
 from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.autoregressive.grammar import Grammars
 from segue.engines.autoregressive.invariant import whole_kv
-from segue.engines.autoregressive.memory import blocks_for
+from segue.engines.autoregressive.memory import blocks_for, stored_as
 from segue.engines.autoregressive.ranks import Leader
 from segue.engines.autoregressive.speculation.contract import OpenTarget
 from segue.engines.contract import Adapter, AdapterFactory, Engine, LoadContext
@@ -100,7 +100,7 @@ def build(
             engine.warm_up()
         if isinstance(adapter, Leader):
             adapter.serve()
-        stages[plan.name] = StageRunner(plan, engine, transfers, defaults)
+        stages[plan.name] = StageRunner(plan, engine, transfers, defaults, _lora_host(plan, adapter))
     channels, inbound, connectors = _connect(spec, edges, set(stages), _device_memory(spec, plans))
     retained = RetainedStore(limits.retained_bytes, str(Path(spec.connector).parent))
     return Built(stages, channels, inbound, connectors, retained, facts)
@@ -115,6 +115,8 @@ def _compile(plan: StagePlan, adapter: Adapter, device: torch.device) -> None:
         ("deterministic", plan.deterministic),
         ("EAGLE", hooked),
         ("tensor_parallel", plan.tensor_parallel > 1),
+        ("lora", plan.lora is not None),
+        ("quantization", plan.quantization != "none"),
     ):
         if given:
             raise ConfigError(f"stage {plan.name!r}: compile does not go with {other}; leave one out", field=field)
@@ -129,6 +131,14 @@ def _adapter(factory: AdapterFactory, context: LoadContext, ranks: Ranks | None)
         return factory(context)
     context.group = ranks.meet(context.device)
     return Leader(factory(context), context.group, ranks.crew)
+
+
+def _lora_host(plan: StagePlan, adapter: Adapter) -> LoraHost | None:
+    """Who keeps the adapters of a stage that has any. Families say what they can do (`Family.stage_keys`)."""
+    if plan.lora is None:
+        return None
+    assert isinstance(adapter, TakesLora), f"the family of stage {plan.name!r} takes no LoRA adapters"
+    return adapter.lora
 
 
 def _media_limits(limits: Limits) -> dict[str, float]:
@@ -163,6 +173,7 @@ def _engine(plan: StagePlan, adapter: Adapter, context: LoadContext, wake: Calla
                     max_logprobs=plan.max_logprobs,
                     scheduling=plan.scheduling,
                     attention=plan.attention,
+                    kv_dtype=plan.kv_dtype,
                     enforce_eager=plan.enforce_eager
                     or plan.tensor_parallel > 1
                     or (drafter is not None and drafter.eager),
@@ -183,7 +194,7 @@ def _kv_blocks(plan: StagePlan, adapter: AutoregressiveAdapter, drafter: LoadedD
     """
     if plan.kv_blocks is not None:
         return plan.kv_blocks
-    spec = whole_kv(adapter.kv) if plan.deterministic else adapter.kv
+    spec = stored_as(whole_kv(adapter.kv) if plan.deterministic else adapter.kv, plan.kv_dtype)
     layout = spec.layout(adapter.max_model_len)
     most = layout.groups * plan.max_batch * -(-adapter.max_model_len // plan.block_size)
     if not plan.memory_bytes:

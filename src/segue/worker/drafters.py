@@ -103,7 +103,7 @@ def _draft_model(
     if name is None:
         raise ConfigError(f"{directory}: {graph.name!r} has no language model to draft with", field="speculation.model")
     # without the stage's own options: those are the target's family's; whole, on the leader of a divided target
-    own = replace(context, model_dir=directory, stage=name, options={}, group=None)
+    own = replace(context, model_dir=directory, stage=name, options={}, group=None, lora=None, quantization="none")
     adapter = family.load_stages().ADAPTERS[name](own)
     _check_vocabularies(context.model_dir, directory, target, adapter)
 

@@ -111,6 +111,8 @@ def load_context(spec: WorkerSpec, plan: StagePlan, rank: int = 0) -> LoadContex
         dtype=DTYPES[plan.dtype],
         load_format=spec.load_format if plan.load_format == "auto" else plan.load_format,
         max_model_len=plan.max_model_len,
+        quantization=plan.quantization,
+        lora=plan.lora,
         options=dict(plan.options),
     )
 

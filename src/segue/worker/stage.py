@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from segue.connectors.base import Connector
+from segue.engines.autoregressive.contract import LoraHost
 from segue.engines.contract import Engine, StageOutput, StageRequest, Transfer
 from segue.graph.deployment import StagePlan
 from segue.graph.parts import TOKENS
@@ -56,6 +57,8 @@ class StageRunner:
     transfers: dict[str, Transfer]
     """By target stage."""
     default_sampling: SamplingParams
+    lora: LoraHost | None = None
+    """Where the stage takes LoRA adapters."""
     runs: dict[str, Run] = field(default_factory=dict)
 
     def begin(self, begin: Begin, worker: str, address: str) -> Run:

@@ -16,9 +16,10 @@ import torch
 
 from segue.connectors.base import Connector
 from segue.engines.contract import StageOutput
-from segue.messages.errors import SegueError, StageFailed
+from segue.messages.errors import ConfigError, InvalidRequest, SegueError, StageFailed
 from segue.messages.process import WorkerSpec
 from segue.messages.wire import (
+    AdapterLoaded,
     Begin,
     Chunk,
     Consumed,
@@ -27,6 +28,7 @@ from segue.messages.wire import (
     Failed,
     InputDone,
     InputLost,
+    LoadAdapter,
     Moved,
     OutputEnd,
     Peer,
@@ -40,6 +42,7 @@ from segue.messages.wire import (
     StartFailed,
     ToOrchestrator,
     ToWorker,
+    UnloadAdapter,
     decode_for_worker,
     encode,
 )
@@ -243,10 +246,29 @@ class Worker:
                 self.on_moved(message)
             case PeerLost():
                 self.peers.forget(message.address)
+            case LoadAdapter():
+                self.tell(self.load_adapter(message))
+            case UnloadAdapter():
+                if (lora := self.stages[message.stage].lora) is not None:
+                    lora.unload(message.name)
             case Ping():
                 self.report()
             case Shutdown():
                 self.running = False
+
+    def load_adapter(self, message: LoadAdapter) -> AdapterLoaded:
+        """Read it between two steps."""
+        lora = self.stages[message.stage].lora
+        assert lora is not None, "the orchestrator knows which stage takes adapters"
+        try:
+            lora.load(message.name, message.directory)
+        except ConfigError as error:  # of the files a client named, not of the deployment
+            return AdapterLoaded(self.name, message.ticket, InvalidRequest.__name__, error.message)
+        except Exception as error:
+            # files hold anything, and a device may be full: the worker goes on
+            failed = _as_stage_error(error, message.stage)
+            return AdapterLoaded(self.name, message.ticket, type(failed).__name__, failed.message)
+        return AdapterLoaded(self.name, message.ticket)
 
     def on_begin(self, begin: Begin) -> None:
         request_id = begin.request.request_id

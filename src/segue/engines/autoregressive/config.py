@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from segue.graph.deployment import ATTENTIONS, SCHEDULINGS
+from segue.graph.deployment import ATTENTIONS, KV_DTYPES, SCHEDULINGS
 from segue.messages.errors import ConfigError
 
 
@@ -34,6 +34,9 @@ class AutoregressiveConfig:
     enforce_eager: bool = False
     """Launch every kernel by itself: no CUDA graphs."""
 
+    kv_dtype: str = "auto"
+    """What keys and values are stored in: `auto` (as they are computed) or `fp8`."""
+
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_batch", "max_tokens_per_step"):
             value = getattr(self, name)
@@ -48,7 +51,7 @@ class AutoregressiveConfig:
             )
         if self.max_logprobs < -1:
             raise ConfigError(f"max_logprobs is {self.max_logprobs}; it must be at least -1", field="max_logprobs")
-        for name, allowed in (("scheduling", SCHEDULINGS), ("attention", ATTENTIONS)):
+        for name, allowed in (("scheduling", SCHEDULINGS), ("attention", ATTENTIONS), ("kv_dtype", KV_DTYPES)):
             value = getattr(self, name)
             if value not in allowed:
                 raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}", field=name)

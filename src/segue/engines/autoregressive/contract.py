@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -36,6 +36,15 @@ class KVSpec:
     """[layers] where they are not alike; `kv_heads`, `head_dim` and `value_dim` are not read then."""
     store: Callable[..., KVStore] = KVStore
     """What makes its caches: `KVStore`, or one whose blocks are on several ranks."""
+    stored: torch.dtype | None = None
+    """What keys and values are stored in; None: in `dtype`, in which they are computed."""
+    coarse: bool = False
+    """The decoder rounds to 8 or 16 bits inside, whatever `dtype` says."""
+
+    @property
+    def stored_size(self) -> int:
+        """Bytes of a stored number."""
+        return (self.stored or self.dtype).itemsize
 
     def layout(self, max_model_len: int) -> KVLayout:
         """The layers in groups. Raises `ConfigError` where `windows` or `shapes` are not one per layer.
@@ -70,6 +79,9 @@ class Prompt:
     None: the ids. An empty sequence means the prompt must not be shared."""
     modality_tokens: dict[str, int] = field(default_factory=dict)
     """Prompt tokens per modality, for usage."""
+    adapter: object | None = None
+    """What changes the weights for this sequence's tokens (LoRA), for the family's forward; `identity` must tell it. A
+    step in which a sequence has one is not run as a recording."""
     extras: dict[str, Any] = field(default_factory=dict)
     """The family's own, for its forward and transfers; per-token tensors are [T, …] and are sliced by the adapter."""
 
@@ -116,6 +128,25 @@ class Vocabulary(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, with no special tokens around it."""
+
+
+class LoraHost(Protocol):
+    """Keeps the LoRA adapters of a stage. A sequence keeps the adapter that it began with."""
+
+    def load(self, name: str, directory: str) -> None:
+        """Let requests name it. Raises `ConfigError` where it cannot be, or the name is taken."""
+
+    def unload(self, name: str) -> None:
+        """Let no further request name it; unknown names are ignored."""
+
+
+@runtime_checkable
+class TakesLora(Protocol):
+    """An adapter whose stage can have LoRA adapters."""
+
+    @property
+    def lora(self) -> LoraHost | None:
+        """None where the deployment gives the stage none."""
 
 
 class AutoregressiveAdapter(Protocol):

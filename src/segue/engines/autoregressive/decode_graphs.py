@@ -93,11 +93,11 @@ class DecodeGraphs:
 
     def run(self, embeds: torch.Tensor, batch: FlatBatch) -> Forward | None:
         """What `adapter.forward` gives (hidden states: valid until the next call); None where the step has more
-        than one token of a sequence, prompts with extras, or too many sequences."""
+        than one token of a sequence, prompts with extras, adapters, or too many sequences."""
         attention: PagedStep | HybridStep = batch.attention
         groups = attention.groups if isinstance(attention, HybridStep) else [attention]
         count = len(groups[0].parts)
-        if len(embeds) != count or count > self._sizes[-1] or _in_prompt(batch):
+        if len(embeds) != count or count > self._sizes[-1] or _not_recorded(batch):
             return None
         recorded = self._recorded[next(size for size in self._sizes if size >= count)]
         recorded.embeds[:count].copy_(embeds)
@@ -149,9 +149,12 @@ class DecodeGraphs:
         fixed.slots[count:].fill_(self._scratch * self._store.block_size)
 
 
-def _in_prompt(batch: FlatBatch) -> bool:
-    """What goes along with a prompt's tokens is not in the recording."""
-    return any(prompt is not None and start < len(prompt.token_ids) for prompt, start, _ in batch.prompts)
+def _not_recorded(batch: FlatBatch) -> bool:
+    """What goes along with a prompt's tokens is not in the recording, nor are weights of a sequence's own."""
+    return any(
+        prompt is not None and (start < len(prompt.token_ids) or prompt.adapter is not None)
+        for prompt, start, _ in batch.prompts
+    )
 
 
 def batch_sizes(most: int) -> list[int]:

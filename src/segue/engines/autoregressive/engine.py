@@ -19,6 +19,7 @@ from segue.engines.autoregressive.grammar import Grammars
 from segue.engines.autoregressive.inputs import Scheduled, flat_batch
 from segue.engines.autoregressive.invariant import InvariantAdapter, check_invariant
 from segue.engines.autoregressive.logprobs import check_logprobs, gather_prompt_logprobs
+from segue.engines.autoregressive.memory import stored_as
 from segue.engines.autoregressive.picks import Pick, branched, pick, targets
 from segue.engines.autoregressive.policies import Accounts, rank
 from segue.engines.autoregressive.roster import Roster
@@ -29,7 +30,7 @@ from segue.engines.autoregressive.warm_up import warm_up
 from segue.engines.contract import Payload, Rows, StageOutput, StageRequest
 from segue.kernels.backends import attention_backend
 from segue.kernels.paged_step import HybridStep, PagedStep, Part, paged_step, step_order
-from segue.messages.errors import InvalidRequest, SegueError, StageFailed
+from segue.messages.errors import ConfigError, InvalidRequest, SegueError, StageFailed
 
 
 @dataclass(slots=True)
@@ -67,6 +68,8 @@ class AutoregressiveEngine:
         """
         kernel = "torch" if config.deterministic else config.attention
         backend = attention_backend(kernel, adapter.device, config.block_size)
+        if config.kv_dtype != "auto" and backend is not None and not backend.widens:
+            raise ConfigError(f"attention {kernel!r} cannot read a cache in {config.kv_dtype}", field="kv_dtype")
         check_attention(adapter, backend)
         if config.deterministic:
             adapter = InvariantAdapter(adapter)
@@ -74,7 +77,7 @@ class AutoregressiveEngine:
         self._adapter = adapter
         self._config = config
         self._speculation = speculation
-        spec = adapter.kv
+        spec = stored_as(adapter.kv, config.kv_dtype)
         layout = spec.layout(adapter.max_model_len)
         recorded = backend is not None and backend.recordable and not config.enforce_eager
         self._store = spec.store(
@@ -82,6 +85,7 @@ class AutoregressiveEngine:
             num_blocks=config.num_blocks + recorded,  # recordings pad their batches with rows of a block of nobody
             block_size=config.block_size,
             dtype=spec.dtype,
+            stored=spec.stored,
             device=adapter.device,
             capture_width=spec.capture_width,
             capture_dtype=spec.capture_dtype,

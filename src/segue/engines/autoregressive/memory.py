@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
+
 from segue.engines.autoregressive.contract import KVSpec
 from segue.kernels.kv_layout import KVLayout
 from segue.messages.errors import ConfigError
@@ -9,7 +13,7 @@ from segue.messages.errors import ConfigError
 
 def bytes_per_block(spec: KVSpec, layout: KVLayout, block_size: int) -> int:
     """Bytes of one block: K and V of the layers of one group, and the captured rows that live beside them."""
-    return block_size * (layout.token_width * spec.dtype.itemsize + spec.capture_width * spec.capture_dtype.itemsize)
+    return block_size * (layout.token_width * spec.stored_size + spec.capture_width * spec.capture_dtype.itemsize)
 
 
 def blocks_for(budget: int, spec: KVSpec, layout: KVLayout, block_size: int, beside: int = 0) -> int:
@@ -24,3 +28,8 @@ def blocks_for(budget: int, spec: KVSpec, layout: KVLayout, block_size: int, bes
             field="kv_cache_bytes",
         )
     return budget * layout.groups // least
+
+
+def stored_as(spec: KVSpec, kv_dtype: str) -> KVSpec:
+    """The cache as a deployment wants it kept: `auto` or `fp8`."""
+    return replace(spec, stored=torch.float8_e4m3fn) if kv_dtype == "fp8" else spec

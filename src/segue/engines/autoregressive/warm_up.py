@@ -13,6 +13,7 @@ import torch
 
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.contract import AutoregressiveAdapter, FlatBatch
+from segue.engines.autoregressive.memory import stored_as
 from segue.engines.autoregressive.penalties import RowRules
 from segue.engines.autoregressive.sampler import RowSampler, choose
 from segue.kernels.kv_store import KVStore
@@ -41,6 +42,7 @@ def warm_up(
         num_blocks=blocks,
         block_size=size,
         dtype=adapter.kv.dtype,
+        stored=stored_as(adapter.kv, config.kv_dtype).stored,
         device=adapter.device,
         backend=backend,
     )

@@ -43,6 +43,7 @@ FAMILY = Family(
     graph=graph,
     stages_module="segue.models.causal_lm.stages",
     chats=chats,
+    stage_keys=frozenset({"lora", "quantization"}),
     tiny_module="segue.models.causal_lm.tiny",
     tiny_names=TINY,
 )

@@ -8,9 +8,11 @@ import torch
 
 from segue.engines.autoregressive.contract import Fed, FlatBatch, KVSpec, Prompt
 from segue.engines.contract import LoadContext, Payload, StageRequest
+from segue.kernels.lora import Lora
 from segue.messages.sampling import SamplingParams
 from segue.models.decoder import PagedDecoder, context_length
 from segue.models.generation import default_sampling, end_tokens, generation_of
+from segue.models.lora import named_adapter, with_adapter
 from segue.models.pretrained import load_config, load_model
 from segue.models.tokenizer import decode, load_tokenizer
 from segue.models.vocabulary import vocabulary_of
@@ -26,7 +28,8 @@ class LLM:
         """Raises `ConfigError` for a checkpoint that cannot be read, or a model that cannot be served."""
         config = load_config(ctx)
         self.max_model_len: int = context_length(config, ctx.max_model_len)
-        self._decoder = PagedDecoder(load_model(ctx, config))
+        self._decoder = PagedDecoder(load_model(ctx, config), quantization=ctx.quantization, lora=ctx.lora)
+        self.lora = self._decoder.lora
         self._tokenizer = load_tokenizer(ctx.model_dir)
         self.vocabulary = vocabulary_of(self._tokenizer)
         self.library_decoder = self._decoder.model
@@ -38,13 +41,15 @@ class LLM:
         self.end_token_ids = end_tokens(generation, self._tokenizer)
         self.default_sampling: SamplingParams = default_sampling(generation)
 
-    def begin(self, request: StageRequest) -> None:
-        """Nothing is kept per request: the prompt comes whole."""
+    def begin(self, request: StageRequest) -> Lora | None:
+        """The adapter that the request names. Raises `NotFound`. The prompt comes whole."""
+        return named_adapter(self.lora, request.request.adapter)
 
-    def feed(self, state: None, upstream: str, payload: Payload, *, final: bool) -> Fed:
+    def feed(self, state: Lora | None, upstream: str, payload: Payload, *, final: bool) -> Fed:
         """The prompt from the input stage."""
         ids = payload["token_ids"].tolist()
-        return Fed(prompt=Prompt(token_ids=ids, modality_tokens={"text": len(ids)}))
+        prompt = Prompt(token_ids=ids, modality_tokens={"text": len(ids)})
+        return Fed(prompt=prompt if state is None else with_adapter(prompt, state))
 
     def embed(self, token_ids: torch.Tensor, conditioning: torch.Tensor | None) -> torch.Tensor:
         """[n] → [n, H]."""

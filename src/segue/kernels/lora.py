@@ -1,0 +1,176 @@
+"""Low-rank adapters over linear layers: what many adapters in one flat batch add to their products.
+
+`y = W x + (alpha / r) B A x` (Hu et al., *LoRA*, 2021, §4.1), each token with the A and B of its own adapter, or none
+(Chen et al., *Punica*, 2023, §3). Which adapter a token has is said per step, on an object that the layers of one
+engine share; where a step has no adapter the layers are what they are over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+
+class Pair(NamedTuple):
+    """What an adapter says of one layer."""
+
+    down: torch.Tensor
+    """A: [rank, in_features]."""
+    up: torch.Tensor
+    """B times its scale: [out_features, rank]."""
+
+
+@dataclass(frozen=True, eq=False)
+class Lora:
+    """A loaded adapter. It lives as long as a sequence uses it, whether or not it can still be asked for by name."""
+
+    name: str
+    identity: bytes
+    """Never that of another one, of the same name either: what tokens computed with it are."""
+    pairs: Mapping[str, Pair]
+    """By dotted name of the layer."""
+
+
+@dataclass(slots=True)
+class LoraStep:
+    """Which flat tokens have which adapter."""
+
+    tokens: int
+    rows: list[tuple[Lora, torch.Tensor]]
+    """An adapter with its flat tokens [n] long; no token is in two."""
+    _columns: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def loras(self) -> tuple[Lora, ...]:
+        return tuple(lora for lora, _ in self.rows)
+
+    def columns(self, ranks: Sequence[int]) -> torch.Tensor:
+        """[tokens, sum of ranks] bool: the columns that belong to each token's adapter; `ranks` beside `rows`."""
+        key = tuple(ranks)
+        if key not in self._columns:
+            owner = torch.full((self.tokens,), -1, dtype=torch.long, device=self.rows[0][1].device)
+            for number, (_, rows) in enumerate(self.rows):
+                owner[rows] = number
+            owners = [number for number, rank in enumerate(ranks) for _ in range(rank)]
+            self._columns[key] = owner[:, None] == torch.tensor(owners, device=owner.device)
+        return self._columns[key]
+
+
+def lora_step(spans: Sequence[tuple[Lora | None, int, int]], device: torch.device) -> LoraStep | None:
+    """The step of sequences that have the flat tokens [begin, end) each, in order; None where none has an adapter."""
+    places: dict[Lora, list[tuple[int, int]]] = {}
+    for lora, begin, end in spans:
+        if lora is not None:
+            places.setdefault(lora, []).append((begin, end))
+    if not places:
+        return None
+    rows = [
+        (lora, torch.tensor([row for begin, end in ranges for row in range(begin, end)], device=device))
+        for lora, ranges in places.items()
+    ]
+    return LoraStep(spans[-1][2], rows)
+
+
+class LoraSwitch:
+    """What the layers of one engine ask which adapters the running step has."""
+
+    def __init__(self) -> None:
+        self.step: LoraStep | None = None
+
+    @contextmanager
+    def during(self, step: LoraStep | None) -> Iterator[None]:
+        """Within it, the layers add what `step` says."""
+        self.step = step
+        try:
+            yield
+        finally:
+            self.step = None
+
+
+class LoraLinear(nn.Module):
+    """A linear layer of any make, with what the adapters of the step add. Its input is [..., tokens, in_features]."""
+
+    def __init__(self, base: nn.Module, name: str, in_features: int, out_features: int, switch: LoraSwitch) -> None:
+        super().__init__()
+        self.base = base
+        self.name = name
+        self.in_features = in_features
+        self.out_features = out_features
+        self._switch = switch
+        self._stacked: tuple[tuple[Lora, ...], Pair] | None = None
+        """A and B of the adapters of the last step that had several, one below the other."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Of the layer below: models read its dtype."""
+        weight = self.base.weight
+        assert isinstance(weight, torch.Tensor)
+        return weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] → [..., out_features]."""
+        y = self.base(x)
+        step = self._switch.step
+        if step is not None:
+            rows = x.reshape(-1, self.in_features)
+            if len(rows) != step.tokens:
+                raise ValueError(f"{self.name} was given {len(rows)} rows in a step of {step.tokens} tokens")
+            if x.device.type == "cpu" or len(step.rows) == 1:
+                add_by_adapter(y.view(-1, self.out_features), rows, step, self.name)
+            else:
+                self.add_at_once(y.view(-1, self.out_features), rows, step)
+        return y
+
+    def add_at_once(self, y: torch.Tensor, x: torch.Tensor, step: LoraStep) -> None:
+        """All adapters in two products, however many there are: for devices where launches are what counts."""
+        pairs = {lora: pair for lora in step.loras if (pair := lora.pairs.get(self.name)) is not None}
+        if not pairs:
+            return
+        if self._stacked is None or self._stacked[0] != step.loras:
+            both = Pair(torch.cat([p.down for p in pairs.values()]), torch.cat([p.up for p in pairs.values()], dim=1))
+            self._stacked = step.loras, both
+        down, up = self._stacked[1]
+        ranks = [len(pairs[lora].down) if lora in pairs else 0 for lora in step.loras]
+        mine = step.columns(ranks)
+        # not a product with 0 and 1: another adapter's numbers may have overflowed
+        y += torch.where(mine, x @ down.T, 0) @ up.T
+
+
+def add_by_adapter(y: torch.Tensor, x: torch.Tensor, step: LoraStep, name: str) -> None:
+    """y [tokens, out_features] += B A x, one adapter after the other; x [tokens, in_features]."""
+    for lora, rows in step.rows:
+        pair = lora.pairs.get(name)
+        if pair is None:
+            continue
+        if len(rows) == step.tokens:
+            y += (x @ pair.down.T) @ pair.up.T
+        else:
+            y.index_add_(0, rows, (x[rows] @ pair.down.T) @ pair.up.T)
+
+
+def wrap_linears(
+    root: nn.Module, part: nn.Module, kinds: Collection[type[nn.Module]]
+) -> tuple[LoraSwitch, dict[str, LoraLinear]]:
+    """Put a `LoraLinear` over every layer of `part` that is of one of `kinds`; the layers by their names in `root`, and
+    what switches all of them."""
+    switch = LoraSwitch()
+    inside = {id(module) for module in part.modules()}
+    found = [(name, child) for name, child in root.named_modules() if id(child) in inside and type(child) in kinds]
+    layers: dict[str, LoraLinear] = {}
+    for name, child in found:
+        parent, _, leaf = name.rpartition(".")
+        layers[name] = LoraLinear(child, name, *features(child), switch)
+        setattr(root.get_submodule(parent), leaf, layers[name])
+    return switch, layers
+
+
+def features(layer: nn.Module) -> tuple[int, int]:
+    """(in_features, out_features) of a linear layer; of GPT-2's, whose weight lies the other way round, as well."""
+    if hasattr(layer, "nf"):
+        return int(layer.nx), int(layer.nf)  # type: ignore[arg-type]
+    return int(layer.in_features), int(layer.out_features)  # type: ignore[arg-type]

@@ -1,0 +1,202 @@
+"""Linear layers with weights in 8 or 4 bits, made from plain ones when a model loads.
+
+| | weights | activations | where |
+|---|---|---|---|
+| `Int8Linear` | int8, a scale per output | int8, a scale per token | CPU (fbgemm) |
+| `Int4Linear` | 4 bits, scale and offset per 32 inputs | bfloat16 | CPU |
+| `StoredLinear` | int8, float8_e4m3fn or 4 bits | as they come | anywhere: weights are widened at every call |
+
+No layer looks at more than one token to round it, so what a request gets does not depend on who else is in a step.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn.functional import linear as product
+
+GROUP = 32
+"""Inputs that share scale and offset in 4 bits."""
+_ROWS = 16
+"""Outputs are laid out in multiples of so many."""
+_ACTIVATION = 127
+_WEIGHT = 127
+_FP8_MAX = 448.0
+"""Of float8_e4m3fn (Micikevicius et al., FP8 Formats for Deep Learning, 2022)."""
+
+
+class Int8Linear(nn.Module):
+    """int8 times int8, summed in 32 bits. Takes and gives any float type; float32 within."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """weight [out_features, in_features]."""
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.weight_dtype = weight.dtype
+        whole, scale = eight_bits(weight)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # quantised tensors may go in a later torch; packing needs one
+            held = torch._make_per_channel_quantized_tensor(
+                whole, scale.double(), torch.zeros(len(scale), dtype=torch.long), 0
+            )
+            self._packed = torch.ops.quantized.linear_prepack(held, None)
+        self.packed_bytes = whole.nbytes + scale.nbytes
+        self.register_buffer("bias", None if bias is None else bias.detach().float(), persistent=False)
+
+    bias: torch.Tensor | None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Nothing but the dtype of what the layer gives: models read it."""
+        return torch.empty(0, dtype=self.weight_dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] → [..., out_features]."""
+        rows = x.float()
+        # with the largest of each token at 1, one scale is right for all of them
+        size = rows.abs().amax(-1, keepdim=True).clamp_min_(1e-12)
+        y = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
+            rows / size, 1 / _ACTIVATION, 128, self._packed
+        )
+        y = y * size if self.bias is None else torch.addcmul(self.bias, y, size)
+        return y.to(x.dtype)
+
+
+def eight_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[outputs, inputs] → (whole numbers [outputs, inputs] int8, scale [outputs]).
+
+    A processor without VNNI sums products of two neighbouring inputs in 16 bits: `255 * 128` fits, two times
+    `255 * 127` does not. So a scale is no finer than such pairs allow, on any processor: answers are the same on all.
+    """
+    weight = weight.detach().float()
+    pairs = weight.unflatten(1, (-1, 2))
+    largest = torch.stack(
+        [weight.abs().amax(1), pairs.clamp_min(0).sum(-1).amax(1), pairs.clamp_max(0).sum(-1).neg().amax(1)]
+    )
+    scale = largest.amax(0).clamp_min_(1e-12) / _WEIGHT
+    return (weight / scale[:, None]).round_().to(torch.int8), scale
+
+
+class Int4Linear(nn.Module):
+    """4-bit weights times bfloat16 activations, on a CPU."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """weight [out_features, in_features]."""
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.weight_dtype = weight.dtype
+        nibbles, scale, middle = four_bits(weight)
+        self.register_buffer("packed", torch.ops.aten._convert_weight_to_int4pack_for_cpu(nibbles.int(), 1))
+        both = torch.stack([scale, middle], dim=-1).transpose(0, 1).contiguous()
+        self.register_buffer("scales", both.bfloat16())
+        self.register_buffer("bias", None if bias is None else bias.detach())
+
+    packed: torch.Tensor
+    scales: torch.Tensor
+    bias: torch.Tensor | None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Nothing but the dtype of what the layer gives: models read it."""
+        return torch.empty(0, dtype=self.weight_dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] → [..., out_features]."""
+        rows = x.reshape(-1, self.in_features).bfloat16()
+        y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.packed, GROUP, self.scales).to(x.dtype)
+        y = y.view(*x.shape[:-1], self.out_features)
+        return y if self.bias is None else y + self.bias
+
+
+class StoredLinear(nn.Module):
+    """Weights held in fewer bits and widened at every call: less memory, no more speed."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kind: str) -> None:
+        """weight [out_features, in_features]; `kind`: `int8`, `int4` or `fp8`."""
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.kind = kind
+        self.weight_dtype = weight.dtype
+        middle = None
+        if kind == "int4":
+            nibbles, scale, middle = four_bits(weight)
+            held = nibbles[:, 0::2] | nibbles[:, 1::2] << 4
+        else:
+            most = _FP8_MAX if kind == "fp8" else 127
+            wide = weight.detach().float()
+            scale = wide.abs().amax(1, keepdim=True).clamp_min(1e-12) / most
+            held = wide / scale
+            held = held.to(torch.float8_e4m3fn) if kind == "fp8" else held.round_().to(torch.int8)
+        self.register_buffer("held", held)
+        self.register_buffer("scale", scale.to(weight.dtype))
+        self.register_buffer("middle", None if middle is None else middle.to(weight.dtype))
+        self.register_buffer("bias", None if bias is None else bias.detach())
+
+    held: torch.Tensor
+    scale: torch.Tensor
+    middle: torch.Tensor | None
+    bias: torch.Tensor | None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[out_features, in_features], as wide as it was."""
+        if self.middle is None:
+            return self.held.to(self.weight_dtype) * self.scale
+        nibbles = torch.stack([self.held & 15, self.held >> 4], dim=-1).flatten(1).unflatten(1, (-1, GROUP))
+        wide = (nibbles.to(self.weight_dtype) - 8) * self.scale[..., None] + self.middle[..., None]
+        return wide.flatten(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] → [..., out_features]."""
+        return product(x, self.weight, self.bias)
+
+
+def four_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[outputs, inputs] → (numbers from 0 to 15 [outputs, inputs] uint8, scale and middle [outputs, inputs / 32]), of
+    which the weight is `(number - 8) * scale + middle`: the smallest of a group is 0, the largest 15."""
+    groups = weight.detach().float().unflatten(1, (-1, GROUP))
+    low, high = groups.amin(-1), groups.amax(-1)
+    scale = ((high - low) / 15).clamp_min(1e-12)
+    numbers = ((groups - low[..., None]) / scale[..., None]).round_().clamp_(0, 15)
+    return numbers.to(torch.uint8).flatten(1), scale, low + 8 * scale
+
+
+QUANTIZED = (Int8Linear, Int4Linear, StoredLinear)
+
+
+def quantize_linears(
+    root: nn.Module,
+    kind: str,
+    plain: Callable[[nn.Module], tuple[torch.Tensor, torch.Tensor | None] | None],
+) -> int:
+    """Replace linear layers under `root`, one after the other, by quantised ones; how many.
+
+    `plain` gives weight [outputs, inputs] and bias of what is a linear layer. Layers of odd shapes stay as they are: at
+    most a gate that chooses between a few things.
+    """
+    count = 0
+    for name, child in list(root.named_modules()):
+        found = plain(child)
+        if found is None or found[0].shape[0] % _ROWS or found[0].shape[1] % GROUP:
+            continue
+        parent, _, leaf = name.rpartition(".")
+        setattr(root.get_submodule(parent), leaf, _made(kind, *found))
+        count += 1
+    return count
+
+
+def _made(kind: str, weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Module:
+    on_cpu = weight.device.type == "cpu"
+    if kind == "int8" and on_cpu:
+        return Int8Linear(weight, bias)
+    if kind == "int4" and on_cpu:
+        return Int4Linear(weight, bias)
+    return StoredLinear(weight, bias, kind)
+
+
+def packed_bytes(module: nn.Module) -> int:
+    """Memory of weights that are no tensors to torch."""
+    return sum(layer.packed_bytes for layer in module.modules() if isinstance(layer, Int8Linear))

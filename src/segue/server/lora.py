@@ -1,0 +1,63 @@
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM has them."""
+
+from __future__ import annotations
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.responses import PlainTextResponse, Response
+
+from segue.messages.errors import InvalidRequest
+from segue.orchestrator.service import Service
+from segue.server.body import check_names, convert, read_json
+from segue.server.errors import Unsupported
+from segue.server.settings import ServerSettings
+
+_LONGEST_NAME = 256
+
+
+class LoadLoraBody(msgspec.Struct, kw_only=True):
+    """A LoRA adapter, and the name that requests give as `model`."""
+
+    lora_name: str
+    lora_path: str
+    """Its directory, on the server's machine."""
+
+
+class UnloadLoraBody(msgspec.Struct, kw_only=True):
+    """A LoRA adapter that is loaded."""
+
+    lora_name: str
+
+
+def add_lora(app: FastAPI, service: Service, settings: ServerSettings) -> None:
+    """Add the endpoints."""
+
+    async def body_of(http: Request) -> dict[str, object]:
+        if not settings.allow_runtime_lora:
+            raise Unsupported("this server loads no adapters while it runs: start it with --allow-runtime-lora")
+        return await read_json(http, settings.max_body_bytes)
+
+    @app.post("/v1/load_lora_adapter")
+    async def load(http: Request) -> Response:
+        values = await body_of(http)
+        check_names(values, LoadLoraBody.__struct_fields__)
+        body = convert(values, LoadLoraBody)
+        for name, value in (("lora_name", body.lora_name), ("lora_path", body.lora_path)):
+            if not value:
+                raise InvalidRequest(f"{name} is empty; give at least one character", field=name)
+        if len(body.lora_name) > _LONGEST_NAME:
+            raise InvalidRequest(
+                f"lora_name has {len(body.lora_name)} characters; it may have {_LONGEST_NAME}", field="lora_name"
+            )
+        if body.lora_name in settings.served_names:
+            raise InvalidRequest(f"lora_name is {body.lora_name!r}, a name of the model itself", field="lora_name")
+        await service.load_lora(body.lora_name, body.lora_path)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    @app.post("/v1/unload_lora_adapter")
+    async def unload(http: Request) -> Response:
+        values = await body_of(http)
+        check_names(values, UnloadLoraBody.__struct_fields__)
+        body = convert(values, UnloadLoraBody)
+        await service.unload_lora(body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

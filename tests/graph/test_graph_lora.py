@@ -1,0 +1,71 @@
+"""The stage key `lora`, and the keys of quantised weights and caches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from segue.graph.deployment import Hardware
+from segue.graph.loader import load_plan, stage_overrides
+from segue.graph.lora import LoraPlan
+from segue.graph.stage_graph import StageGraph
+from segue.messages.errors import ConfigError
+
+MACHINE = Hardware(2, 1 << 34)
+
+
+def graph() -> StageGraph:
+    g = StageGraph("one")
+    g.stage("llm", "autoregressive", takes={"text"}, gives={"text"})
+    g.stage("voice", "module", gives={"audio"})
+    g.edge("llm", "voice")
+    return g
+
+
+def lora(stage: Any, overrides: dict[str, Any] | None = None) -> LoraPlan | None:
+    plan = load_plan(graph(), {"stages": {"llm": stage}}, hardware=MACHINE, overrides=overrides)
+    assert plan.stages["voice"].lora is None
+    return plan.stages["llm"].lora
+
+
+def test_adapters_of_the_file_and_of_the_caller() -> None:
+    assert lora({}) is None
+    assert lora({"lora": None}) is None
+    assert lora({"lora": {}}) == LoraPlan({}, 64, 16)
+    stage = {"lora": {"adapters": {"a": "/srv/a", "b": "here"}, "max_rank": 8}}
+    caller = stage_overrides(None, lora={"adapters": {"c": "~/c", "a": "/other"}, "max_adapters": 5, "max_rank": 9})
+    here = {"a": "/srv/a", "b": str(Path("here").absolute())}
+    assert lora(stage) == LoraPlan(here, 8, 16)
+    assert lora(stage, caller) == LoraPlan({**here, "c": str(Path("~/c").expanduser())}, 8, 5)
+    assert lora({}, stage_overrides(None, lora={})) == LoraPlan()
+
+
+@pytest.mark.parametrize(
+    ("stage", "message"),
+    [
+        ({"lora": 3}, "stages.llm.lora is 3; it must be a mapping"),
+        ({"lora": {"adapter": {}}}, "did you mean 'adapters'"),
+        ({"lora": {"adapters": {"a": 3}}}, "stages.llm.lora.adapters.a is 3; it must be the directory"),
+        ({"lora": {"adapters": {"a": "/a", "b": "/b"}, "max_adapters": 1}}, "at least 2, the number of adapters"),
+        ({"lora": {"max_rank": 0}}, "stages.llm.lora.max_rank is 0"),
+        ({"lora": {}, "deterministic": True}, "stages.llm.lora is set and so is deterministic"),
+        ({"quantization": "int9"}, "stages.llm.quantization is 'int9'; it must be one of none, int8, int4, fp8"),
+        ({"kv_dtype": "int8"}, "stages.llm.kv_dtype is 'int8'; it must be one of auto, fp8"),
+    ],
+)
+def test_what_cannot_be(stage: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        lora(stage)
+
+
+def test_for_autoregressive_stages_alone() -> None:
+    for key, value in (("lora", {}), ("quantization", "int8"), ("kv_dtype", "fp8")):
+        with pytest.raises(ConfigError, match=f"stages.voice.{key} is for autoregressive stages"):
+            load_plan(graph(), {"stages": {"voice": {key: value}}}, hardware=MACHINE)
+    plan = load_plan(
+        graph(), hardware=MACHINE, overrides=stage_overrides(None, quantization="int8", kv_dtype="fp8", lora={})
+    )
+    assert (plan.stages["llm"].quantization, plan.stages["llm"].kv_dtype) == ("int8", "fp8")
+    assert (plan.stages["voice"].quantization, plan.stages["voice"].kv_dtype) == ("none", "auto")
