@@ -70,8 +70,8 @@ class AsyncOmni:
     ) -> None:
         """`config`: a deployment file, or its content. `name`: what clients call the model (default: the directory).
         `dtype`, `speculation`, `tensor_parallel`, `quantization` and `kv_dtype` are keys of a stage that win over the
-        deployment's `defaults`. `lora`: directories of adapters by name, besides those of the deployment; an empty mapping lets them
-        be loaded later.
+        deployment's `defaults`. `lora`: directories of adapters by name, besides those of the deployment; an empty
+        mapping lets them be loaded later.
 
         Raises `ConfigError` for anything that cannot be served as it is written.
         """

@@ -61,10 +61,12 @@ class LedStore(KVStore):
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        stored: torch.dtype | None = None,
         capture_width: int = 0,
         capture_dtype: torch.dtype = torch.float32,
         backend: AttentionBackend | None = None,
     ) -> None:
+        assert stored is None, "a deployment narrows no cache that is divided"
         super().__init__(
             layout,
             num_blocks=num_blocks,
