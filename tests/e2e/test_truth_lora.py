@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -133,3 +135,34 @@ def check_all(system: System, files: Files) -> None:
     asked = [(place, name) for place in range(len(PROMPTS)) for name in NAMES]
     for output, (place, name) in zip(system.ask(*(prompt(*one) for one in asked)), asked, strict=True):
         assert output.token_ids == {"llm": files.expected[name][place]}, (place, name)
+
+
+def test_every_replica_has_it(files: Files) -> None:
+    """Loaded while it runs, in both workers; a request whose adapter was unloaded fails by name where its worker
+    dies."""
+    system = System(files.base, stages={"llm": {"lora": {}, "replicas": 2}})
+    try:
+        system.run(system.all_ready())
+        system.run(system.omni.load_lora("second", files.paths["second"]))
+        for output in system.ask(*(prompt(1, "second") for _ in range(4))):
+            assert output.token_ids == {"llm": files.expected["second"][1]}
+        unloaded: list[Delta] = []
+
+        async def without_its_adapter() -> Any:
+            request = system.omni.request(
+                {**prompt(1, "second"), "sampling": SamplingParams(max_tokens=400, ignore_eos=True)}
+            )
+            async for delta in system.omni.stream(request):
+                if isinstance(delta, TextDelta) and not unloaded:
+                    unloaded.append(delta)
+                    await system.omni.unload_lora("second")
+                    busy = [one for one in system.omni.orchestrator.replicas.all if request.request_id in one.requests]
+                    [pid] = [one.pid for one in busy if "llm" in one.group]
+                    assert pid is not None
+                    os.kill(pid, signal.SIGKILL)
+
+        with pytest.raises(NotFound, match="no LoRA adapter 'second'"):
+            system.run(without_its_adapter())
+        assert unloaded
+    finally:
+        system.close()

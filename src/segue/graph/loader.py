@@ -123,12 +123,11 @@ def stage_overrides(
 def _stage(stage: Stage, written: Written, where: Place) -> StagePlan:
     section = written.stages[stage.name]
     autoregressive = stage.engine == "autoregressive"
+    _check_divided(section, where.ranks)
     device = CPU if CPU in where.devices else "cuda"
     dtype = section.choice("dtype", "auto", _DTYPES)
     if dtype == "auto":
         dtype = "float32" if device == CPU else "bfloat16"
-    if where.ranks > 1:
-        _check_divided(section)
     return StagePlan(
         name=stage.name,
         engine=stage.engine,
@@ -162,12 +161,12 @@ def _stage(stage: Stage, written: Written, where: Place) -> StagePlan:
     )
 
 
-def _check_divided(section: Section) -> None:
-    """What a stage in several processes cannot have."""
+def _check_divided(section: Section, ranks: int) -> None:
+    """What a stage of several ranks cannot have."""
     for key, nothing in (("lora", None), ("quantization", "none"), ("kv_dtype", "auto")):
         path, value = section.find(key)
-        if value not in (None, nothing):
-            raise ConfigError(f"{path} does not go with tensor_parallel; leave one of them out", field=path)
+        if ranks > 1 and value not in (None, nothing):
+            raise ConfigError(f"{path} is {value!r}, which does not go with tensor_parallel ({ranks})", field=path)
 
 
 def _lora(section: Section) -> LoraPlan | None:

@@ -90,7 +90,8 @@ class PagedDecoder:
         self._head: nn.Module
         self._coarse = quantization in _COARSE
         self.kv = self._compared(model, inner, config.num_hidden_layers)
-        self.weight_bytes = held_bytes(nn.ModuleList([decoder, self._head])) + packed_bytes(model)
+        held = nn.ModuleList([decoder, self._head])
+        self.weight_bytes = held_bytes(held) + packed_bytes(held)
         if self.lora is not None:
             self.weight_bytes += self.lora.reserved_bytes(self.dtype)
 
