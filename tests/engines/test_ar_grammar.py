@@ -366,6 +366,7 @@ def test_too_slow_a_grammar_fails_its_request(adapter, monkeypatch):
         ({"json": {"type": "nope"}}, "nope"),
         ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum greater"),
         ({"json": {"$ref": "#/nowhere"}}, "nowhere"),
+        ({"json": "[1] "}, "got [1]"),
         ({"choice": ["\u6d77", "\n"]}, "matches no text"),
     ],
 )
@@ -376,6 +377,7 @@ def test_a_wrong_form_is_named(adapter, form, word):
     assert error.field == "sampling.main.structured_outputs"
     assert word in error.message
     assert error.message.startswith("sampling.main.structured_outputs ")
+    assert ".cc" not in error.message  # where in its own source xgrammar noticed is nothing to a client
 
 
 @pytest.mark.parametrize(
@@ -415,6 +417,7 @@ def test_needs_a_tokenizer(adapter):
         ({"allOf": [{}, {}]}, "allOf (of more than one schema is not supported; merge them)"),
         ({"$defs": {"a": {"if": {}}}}, "$defs.a.if (not supported)"),
         ({"$ref": "#/$defs/a", "$defs": {"a": {}}, "title": "x"}, None),
+        ({"$ref": "https://example.org/a"}, "$ref (to another document is not supported; give it under $defs)"),
         ({"$ref": "#/$defs/a", "minimum": 3}, "$ref (not together with minimum)"),
         ({"pattern": "a", "maxLength": 3}, "pattern (not together with minLength or maxLength)"),
         (True, None),

@@ -13,7 +13,7 @@ from segue.engines.autoregressive.contract import Prompt
 from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.autoregressive.words import BadWords
 from segue.messages.errors import InvalidRequest
-from segue.messages.sampling import SamplingParams
+from segue.messages.sampling import SamplingParams, check_sampling
 
 PROMPTS = prompts(3, (5, 33, 24))
 TOKENS = 16
@@ -126,6 +126,15 @@ def test_what_is_forbidden(words, output):
         if output[len(output) - len(word) + 1 :] == word[:-1] and len(output) >= len(word) - 1
     }
     assert rule.forbidden() == expected
+
+
+def test_bad_words_have_an_end():
+    """They are tokenized by the stage itself."""
+    check_sampling(SamplingParams(bad_words=["a" * 64] * 1024), "here")
+    for words in (["a"] * 1025, ["a" * (1 << 15)] * 2 + ["a"]):
+        with pytest.raises(InvalidRequest, match="at most 1024 texts of 65536 characters") as caught:
+            check_sampling(SamplingParams(bad_words=words), "here")
+        assert caught.value.field == "here.bad_words"
 
 
 def test_bad_words_need_a_tokenizer(adapter):

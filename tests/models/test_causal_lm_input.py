@@ -14,6 +14,7 @@ from causal_lm_family import make
 from segue.engines.contract import LoadContext
 from segue.messages.errors import InvalidRequest, TooLong
 from segue.messages.request import ChatOptions, MediaPart, Message, Request, TextPart
+from segue.messages.sampling import SamplingParams
 from segue.models.causal_lm.input import InputProcessor
 from segue.models.causal_lm.tiny_config import SMALL
 from segue.models.library import AutoTokenizer
@@ -153,6 +154,46 @@ def test_too_long(qwen: Path) -> None:
         with pytest.raises(TooLong, match="the context is 50 tokens, so it may have at most 49") as caught:
             ids(own, **fields)
         assert caught.value.field in fields
+
+
+class Counting:
+    """A tokenizer that notes how much text it is given."""
+
+    def __init__(self, own: Any) -> None:
+        self._own, self.given = own, 0
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        self.given += len(text)
+        return self._own(text, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+
+@pytest.mark.parametrize("text", ["the sea ", "x", "\u00e9 "])
+def test_of_a_text_that_cannot_fit_only_a_part_is_tokenized(qwen: Path, text: str) -> None:
+    own = processor(qwen, max_model_len=50)
+    own._tokenizer = counting = Counting(own._tokenizer)
+    for fields in ({"prompt": text * 100_000}, {"messages": [said("user", text * 100_000)]}):
+        with pytest.raises(TooLong, match="more than 100 tokens; the context is 50 tokens") as caught:
+            ids(own, **fields)
+        assert caught.value.field in fields
+    assert counting.given < 10_000
+
+
+def test_a_text_that_others_would_wait_for(qwens: InputProcessor) -> None:
+    cut = {"llm": SamplingParams(truncate_prompt_tokens=5)}
+    for fields in ({"modalities": ["tokens"]}, {"sampling": cut}, {}):
+        with pytest.raises(TooLong, match="at most 1048576 are taken"):
+            ids(qwens, prompt="x" * ((1 << 20) + 1), **fields)
+
+
+def test_a_long_text_of_long_words_fits(qwen: Path) -> None:
+    """More characters than eight a token, and fewer tokens than the context."""
+    own = processor(qwen, max_model_len=12)
+    special = "<|im_start|>" * 11
+    assert len(special) > 8 * 12
+    assert len(ids(own, prompt=special)) == 11
 
 
 def test_without_a_template(qwen: Path, tmp_path: Path) -> None:

@@ -239,7 +239,8 @@ def test_requests_that_are_wrong(bert: Path) -> None:
     assert len(inputs.process(Request(request_id="r", prompt_token_ids=[1] * 20))["token_ids"]) == 20
     for fields, field, text in (
         ({"prompt_token_ids": [1] * 21}, "prompt_token_ids", "21 tokens; this model takes at most 20"),
-        ({"prompt": "sea " * 60}, "prompt", "at most 20"),
+        ({"prompt": "sea " * 30}, "prompt", "at most 20"),
+        ({"prompt": "sea " * 6000}, "prompt", "more than 40 tokens; the context is 20"),
         ({"prompt_token_ids": [672]}, "prompt_token_ids[0]", "from 0 to 671"),
         ({"messages": [Message("user", [TextPart("a")])]}, "messages", "no chat"),
     ):

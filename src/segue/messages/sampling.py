@@ -14,6 +14,9 @@ GREEDY_BELOW = 1e-5
 MAX_OUTPUTS = 128
 """Most outputs of one prompt, shown or not."""
 MAX_BEAMS = 16
+MAX_BAD_WORDS = 1024
+MAX_BAD_CHARACTERS = 1 << 16
+"""Of all `bad_words` together: the stage tokenizes them, and nobody else gets on meanwhile."""
 
 
 class StructuredOutput(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -188,6 +191,13 @@ def _check_lists(params: SamplingParams, field: str) -> None:
     for name, texts in (("stop", params.stop), ("bad_words", params.bad_words)):
         if any(not text for text in texts or []):
             raise InvalidRequest(f"{field}.{name} has an empty string; leave it out", field=f"{field}.{name}")
+    words = params.bad_words or []
+    if len(words) > MAX_BAD_WORDS or sum(map(len, words)) > MAX_BAD_CHARACTERS:
+        raise InvalidRequest(
+            f"{field}.bad_words has {len(words)} texts of {sum(map(len, words))} characters; at most {MAX_BAD_WORDS} "
+            f"texts of {MAX_BAD_CHARACTERS} characters together are taken",
+            field=f"{field}.bad_words",
+        )
     if params.truncate_prompt_tokens == 0:
         raise InvalidRequest(
             f"{field}.truncate_prompt_tokens is 0; it must be an integer from 1, or -1 for what the context holds",

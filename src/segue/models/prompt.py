@@ -14,6 +14,10 @@ from segue.media.sources import shown
 from segue.messages.errors import InvalidRequest, TooLong
 from segue.messages.request import ChatOptions, Message, Request, TextPart
 
+MOST_CHARACTERS = 1 << 20
+"""Of a text, and more where the context has more than so many `WIDE` tokens."""
+WIDE = 64
+"""Characters of a token that no text has on average."""
 WHOLE_CONTEXT = -1
 """`truncate_prompt_tokens`: keep as many of the prompt's tokens as the context holds."""
 
@@ -130,15 +134,41 @@ def checked_ids(ids: list[int], vocab: int) -> list[int]:
     return ids
 
 
-def tokenized(tokenizer: Tokenizer | None, request: Request) -> list[int]:
-    """A bare prompt's ids, with the special tokens that the tokenizer adds by itself unless the request forbids it."""
+def tokenized(tokenizer: Tokenizer | None, request: Request, longest: int, stage: str = "") -> list[int]:
+    """A bare prompt's ids, with the special tokens that the tokenizer adds by itself unless the request forbids it.
+
+    `longest`, `stage`: as for `check_text`.
+    """
     if tokenizer is None:
         raise InvalidRequest("this checkpoint has no tokenizer; send prompt_token_ids", field="prompt")
     prompt = request.prompt or ""
+    check_text(prompt, tokenizer, request, longest, stage, "prompt")
     ids = list(tokenizer(prompt, add_special_tokens=request.add_special_tokens is not False)["input_ids"])
     if not ids and not own_tokens_only(request):
         raise InvalidRequest("prompt is empty; give at least one token", field="prompt")
     return ids
+
+
+def check_text(text: str, tokenizer: Tokenizer, request: Request, longest: int, stage: str, field: str) -> None:
+    """Raise `TooLong` for a text that cannot fit into `longest` tokens, before all of it is tokenized: that takes
+    seconds per megabyte, in which nobody else's is. `stage`: the one whose sampling may cut the prompt."""
+    most = max(MOST_CHARACTERS, WIDE * longest)
+    if len(text) > most:
+        raise TooLong(
+            f"the text has {len(text)} characters; with a context of {longest} tokens at most {most} are taken",
+            field=field,
+        )
+    sampling = request.sampling.get(stage)
+    if own_tokens_only(request) or (sampling is not None and sampling.truncate_prompt_tokens is not None):
+        return
+    part = 8 * longest
+    while part < len(text):
+        # the end of a part may be cut through a word; twice the context leaves no doubt
+        if len(tokenizer(text[:part], add_special_tokens=False)["input_ids"]) >= 2 * longest:
+            raise TooLong(
+                f"the prompt has more than {2 * longest} tokens; the context is {longest} tokens", field=field
+            )
+        part *= 2
 
 
 def check_length(length: int, longest: int, field: str, shares: str = "") -> None:

@@ -85,7 +85,7 @@ def embeddings_request(values: dict[str, Any], card: ModelCard, settings: Server
         )
     if body.dimensions is not None and "dimensions" not in card.options:
         raise InvalidRequest("this model's vectors cannot be cut; leave dimensions out", field="dimensions")
-    if body.priority is not None and abs(body.priority) > 2**31:
+    if body.priority is not None and not -(2**31) <= body.priority < 2**31:
         raise InvalidRequest(f"priority is {body.priority}; it must be a 32-bit integer", field="priority")
     if body.deadline is not None and not 0 < body.deadline < 1e9:
         raise InvalidRequest(f"deadline is {body.deadline}; it must be seconds above 0", field="deadline")

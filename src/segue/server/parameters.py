@@ -170,7 +170,7 @@ def common_fields(body: CommonBody, card: ModelCard, now: float) -> dict[str, An
     options = body.options or {}
     check_names(options, card.options, "options")
     check_carried(options, "options")
-    if body.priority is not None and abs(body.priority) > 2**31:
+    if body.priority is not None and not -(2**31) <= body.priority < 2**31:
         raise InvalidRequest(f"priority is {body.priority}; it must be a 32-bit integer", field="priority")
     if body.deadline is not None and not 0 < body.deadline < 1e9:
         raise InvalidRequest(f"deadline is {body.deadline}; it must be seconds above 0", field="deadline")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import queue
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
@@ -31,6 +32,9 @@ MAX_COMPILED_BYTES = 256 << 20
 """Of one compiled grammar, and of all that are kept for the next request."""
 COMPILERS = 2
 """Threads that compile; each takes a core while it does."""
+
+_WHERE = re.compile(r"^(\[[\d:]+\] )?(\S+\.(cc|cpp|h):\d+: )?")
+"""Time and place in its own source that xgrammar puts before what is wrong."""
 
 Compile = Callable[[str, str], Any]
 """(kind, source) → `xgrammar.CompiledGrammar`. Raises `InvalidRequest` for what is wrong with the source; what it says
@@ -317,7 +321,7 @@ class _Compiler:
         try:
             compiled = ways[kind](source)
         except (RuntimeError, ValueError) as error:  # both say what is wrong with the source
-            what = str(error).strip().rpartition("] ")[2]
+            what = _WHERE.sub("", str(error).strip())
             raise InvalidRequest(f"cannot be compiled: {what}") from error
         if compiled.memory_size_bytes > MAX_COMPILED_BYTES:
             raise InvalidRequest(

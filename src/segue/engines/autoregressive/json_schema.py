@@ -42,6 +42,8 @@ def _of_one(schema: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "allOf", "of more than one schema is not supported; merge them"
     if "pattern" in schema and ("minLength" in schema or "maxLength" in schema):
         yield "pattern", "not together with minLength or maxLength"
+    if isinstance(ref := schema.get("$ref"), str) and not ref.startswith("#"):
+        yield "$ref", "to another document is not supported; give it under $defs"
     for keyword in _ALTERNATIVES:
         others = sorted(schema.keys() - _NOTES - {keyword})
         if keyword in schema and others:

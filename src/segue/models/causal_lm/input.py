@@ -14,6 +14,7 @@ from segue.models.input_stage import InputStage
 from segue.models.pretrained import load_config
 from segue.models.prompt import (
     check_length,
+    check_text,
     checked_ids,
     client_tokens,
     given_as,
@@ -46,7 +47,7 @@ class InputProcessor(InputStage):
             case "messages":
                 ids = self._templated(request)
             case "prompt":
-                ids = tokenized(self._tokenizer, request)
+                ids = tokenized(self._tokenizer, request, self._longest, _TEXT_STAGE)
             case _:
                 ids = checked_ids(request.prompt_token_ids or [], self._vocab)
         ids = truncated(ids, request, _TEXT_STAGE, self._longest)
@@ -66,6 +67,7 @@ class InputProcessor(InputStage):
                 field="messages",
             )
         text = templated(self._tokenizer, self._template, text_conversation(request.messages), request.chat)
+        check_text(text, self._tokenizer, request, self._longest, _TEXT_STAGE, "messages")
         # the template has written the special tokens
         ids = list(self._tokenizer(text, add_special_tokens=bool(request.add_special_tokens))["input_ids"])
         if not ids:

@@ -55,8 +55,8 @@ class Chat:
     def placeholder_id(self, kind: str) -> int:
         return int(self.tokenizer.convert_tokens_to_ids(self.placeholder(kind)))
 
-    def ids(self, messages: list[Message], chat: ChatOptions) -> list[int]:
-        """The templated conversation, tokenized; each medium is one placeholder id."""
+    def text(self, messages: list[Message], chat: ChatOptions) -> str:
+        """The templated conversation; each medium is one placeholder."""
         if self.template is None:
             raise InvalidRequest(
                 "this checkpoint has no chat template; send a prompt or prompt_token_ids in place of messages",
@@ -72,7 +72,10 @@ class Chat:
             )
             for message in messages
         ]
-        text = templated(self.processor or self.tokenizer, self.template, conversation, chat)
+        return templated(self.processor or self.tokenizer, self.template, conversation, chat)
+
+    def ids(self, text: str) -> list[int]:
+        """A templated conversation, tokenized."""
         return list(self.tokenizer(text)["input_ids"])
 
     def expand(self, text: str, **media: Any) -> dict[str, torch.Tensor]:

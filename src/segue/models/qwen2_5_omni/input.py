@@ -21,6 +21,7 @@ from segue.messages.errors import ConfigError, InvalidRequest, NotFound, SegueEr
 from segue.messages.request import MediaPart, Message, Request, TextPart
 from segue.models.prompt import (
     check_length,
+    check_text,
     checked_ids,
     client_tokens,
     given_as,
@@ -119,7 +120,7 @@ class InputProcessor:
         """A bare prompt's ids: no template, no media."""
         if self._chat is not None:
             self._check_text(TextPart(request.prompt or ""), "prompt")
-        return tokenized(self._chat.tokenizer if self._chat is not None else None, request)
+        return tokenized(self._chat.tokenizer if self._chat is not None else None, request, self._longest, _TEXT_STAGE)
 
     def _templated(self, request: Request, *, with_sound: bool) -> tuple[list[int], list[Expanded]]:
         """The conversation's ids, every placeholder grown to what its medium takes, and the media in their order."""
@@ -137,7 +138,9 @@ class InputProcessor:
         kinds = {self._chat.placeholder_id(kind): kind for kind in PLACEHOLDERS}
         ids: list[int] = []
         order: list[Expanded] = []
-        for token in self._chat.ids(request.messages, request.chat):
+        text = self._chat.text(request.messages, request.chat)
+        check_text(text, self._chat.tokenizer, request, self._longest, _TEXT_STAGE, "messages")
+        for token in self._chat.ids(text):
             if (kind := kinds.get(token)) is None:
                 ids.append(token)
                 continue

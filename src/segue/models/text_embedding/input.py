@@ -41,7 +41,7 @@ class InputProcessor(InputStage):
         if form == "messages":
             raise InvalidRequest("this model has no chat; send a prompt or prompt_token_ids", field="messages")
         if form == "prompt":
-            ids = tokenized(self._tokenizer, request)
+            ids = tokenized(self._tokenizer, request, self._longest)
         else:
             ids = checked_ids(request.prompt_token_ids or [], self._vocab)
         if len(ids) > self._longest and not own_tokens_only(request):
