@@ -80,7 +80,7 @@ class InputProcessor(InputStage):
                     ids = self._processor.plain(text, add_special_tokens=request.add_special_tokens)
             case "prompt":
                 self._check_text(request.prompt or "", "prompt")
-                ids = tokenized(self._processor.tokenizer, request)
+                ids = tokenized(self._processor.tokenizer, request, self._longest, _TEXT_STAGE)
             case _:
                 ids = checked_ids(request.prompt_token_ids or [], self._vocab)
         if made is None:
