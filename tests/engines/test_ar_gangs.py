@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_ar_scheduler import SIZE, advance, job, make
 
-from segue.engines.autoregressive.scheduler import Decision, Job, Scheduler
+from segue.engines.autoregressive.jobs import Decision, Job
+from segue.engines.autoregressive.scheduler import Scheduler
 
 
 def fork(scheduler: Scheduler, parent: Job, count: int, *, gang: bool) -> list[Job]:

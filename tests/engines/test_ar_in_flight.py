@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from segue.engines.autoregressive.blocks import ROOT, BlockPool, block_hash, common
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.engine import AutoregressiveEngine
-from segue.engines.autoregressive.scheduler import Decision, Job, Limits, Scheduler
+from segue.engines.autoregressive.jobs import Decision, Job, Limits
+from segue.engines.autoregressive.scheduler import Scheduler
 from segue.messages.sampling import SamplingParams
 
 SIZE = 16

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from segue.engines.autoregressive.blocks import BlockPool
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.engine import AutoregressiveEngine
+from segue.engines.autoregressive.jobs import Decision, Job, Limits
 from segue.engines.autoregressive.policies import OUTPUT_WEIGHT, PROMPT_WEIGHT, Accounts, rank
-from segue.engines.autoregressive.scheduler import Decision, Job, Limits, Scheduler
+from segue.engines.autoregressive.scheduler import Scheduler
 from segue.messages.errors import ConfigError
 from segue.messages.request import Request
 from segue.messages.sampling import SamplingParams

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from segue.engines.autoregressive.blocks import ROOT, BlockPool, block_hash
+from segue.engines.autoregressive.jobs import Decision, Job, Limits
 from segue.engines.autoregressive.policies import Accounts, rank
-from segue.engines.autoregressive.scheduler import Decision, Job, Limits, Scheduler, schedule
+from segue.engines.autoregressive.scheduler import Scheduler, schedule
 from segue.graph.deployment import SCHEDULINGS
 
 SIZE = 4

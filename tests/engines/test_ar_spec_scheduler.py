@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from segue.engines.autoregressive.blocks import BlockPool
-from segue.engines.autoregressive.scheduler import Decision, Job, Limits, Scheduler
+from segue.engines.autoregressive.jobs import Decision, Job, Limits
+from segue.engines.autoregressive.scheduler import Scheduler
 
 SIZE = 4
 

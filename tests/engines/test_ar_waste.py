@@ -10,7 +10,8 @@ from ar_adapter import Driver, TinyAdapter, prompts, stage_request, tiny_model
 from segue.engines.autoregressive.blocks import BlockPool
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.engine import AutoregressiveEngine
-from segue.engines.autoregressive.scheduler import Job, Limits, Scheduler
+from segue.engines.autoregressive.jobs import Job, Limits
+from segue.engines.autoregressive.scheduler import Scheduler
 from segue.messages.sampling import SamplingParams
 
 SIZE = 16

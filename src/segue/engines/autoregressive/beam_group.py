@@ -17,9 +17,9 @@ from itertools import takewhile
 import torch
 
 from segue.engines.autoregressive.beams import BeamSearch, End, Step
+from segue.engines.autoregressive.jobs import Limits
 from segue.engines.autoregressive.penalties import apply_rules
 from segue.engines.autoregressive.roster import Roster
-from segue.engines.autoregressive.scheduler import Limits
 from segue.engines.autoregressive.sequence import Sequence, TextOutput
 from segue.engines.contract import StageOutput
 from segue.messages.errors import InvalidRequest, StageFailed, TooLong

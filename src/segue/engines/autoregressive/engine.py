@@ -18,12 +18,13 @@ from segue.engines.autoregressive.decode_graphs import DecodeGraphs, batch_sizes
 from segue.engines.autoregressive.grammar import Grammars
 from segue.engines.autoregressive.inputs import Scheduled, flat_batch
 from segue.engines.autoregressive.invariant import InvariantAdapter, check_invariant
+from segue.engines.autoregressive.jobs import Job, Limits, Run
 from segue.engines.autoregressive.logprobs import check_logprobs, gather_prompt_logprobs
 from segue.engines.autoregressive.memory import stored_as
 from segue.engines.autoregressive.picks import Pick, branched, pick, targets
 from segue.engines.autoregressive.policies import Accounts, rank
 from segue.engines.autoregressive.roster import Roster
-from segue.engines.autoregressive.scheduler import Job, Limits, Run, Scheduler
+from segue.engines.autoregressive.scheduler import Scheduler
 from segue.engines.autoregressive.sequence import Sequence
 from segue.engines.autoregressive.speculation.speculation import NO_SPECULATION, Speculation
 from segue.engines.autoregressive.warm_up import warm_up

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from segue.engines.autoregressive.contract import AutoregressiveAdapter, FlatBatch
-from segue.engines.autoregressive.scheduler import Run
+from segue.engines.autoregressive.jobs import Run
 from segue.engines.autoregressive.sequence import Sequence
 from segue.kernels.paged_step import HybridStep, PagedStep
 

@@ -13,10 +13,10 @@ from segue.engines.autoregressive.blocks import ROOT, block_hash
 from segue.engines.autoregressive.contract import AutoregressiveAdapter, Fed, Prompt
 from segue.engines.autoregressive.detokenize import Detokenizer, StopStrings
 from segue.engines.autoregressive.grammar import Compilation, Grammar
+from segue.engines.autoregressive.jobs import Job
 from segue.engines.autoregressive.logprobs import output_wanted, prompt_wanted
 from segue.engines.autoregressive.policies import Rank
 from segue.engines.autoregressive.sampler import RowSampler
-from segue.engines.autoregressive.scheduler import Job
 from segue.engines.autoregressive.words import bad_words, truncated
 from segue.engines.contract import StageOutput, StageRequest
 from segue.messages.errors import InvalidRequest, StageFailed, TooLong

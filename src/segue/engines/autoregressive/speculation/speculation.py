@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from segue.engines.autoregressive.inputs import Scheduled
-from segue.engines.autoregressive.scheduler import Limits
+from segue.engines.autoregressive.jobs import Limits
 from segue.engines.autoregressive.sequence import Sequence
 from segue.engines.autoregressive.speculation.drafter import Computed, Drafter, Wanted
 from segue.engines.autoregressive.speculation.worth import Costs, Gate

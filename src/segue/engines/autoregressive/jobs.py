@@ -1,0 +1,160 @@
+"""What the scheduler decides over and says: sequences, sizes, and the runs of a step."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+
+from segue.engines.autoregressive.policies import Rank
+
+
+@dataclass(slots=True)
+class Table:
+    """A sequence's blocks in one group of layers."""
+
+    first: int = 0
+    """Blocks before this one lie wholly behind the group's window and were given back."""
+    blocks: list[int] = field(default_factory=list)
+    """`blocks[i]` holds tokens [(first + i) * block_size, (first + i + 1) * block_size)."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A sequence as the scheduler sees it. The engine owns `length`, `ready`, `drafts`, `hashes`, `fresh` and `paused`;
+    the scheduler owns `computed`, `tables`, `forked` and `running`."""
+
+    key: str
+    rank: Rank
+    """(priority, arrival, serial): lower runs first (`policies.rank`)."""
+    length: int = 0
+    """Known tokens: prompt and generated. 0: the prompt is not there yet."""
+    ready: int = 0
+    """Tokens whose inputs are there: all known ones, but for conditioning that has not arrived."""
+    drafts: int = 0
+    """Guessed tokens after the known ones, to be verified in the step that computes the last known one."""
+    computed: int = 0
+    """Tokens in the KV cache."""
+    tables: list[Table] = field(default_factory=list)
+    """One per group of layers, all reaching equally far; none while it waits."""
+    hashes: list[bytes] = field(default_factory=list)
+    """Hash chain of the full blocks that may be shared."""
+    fresh: bool = False
+    """Take no blocks from the prefix cache: every row of the prompt is wanted."""
+    paused: bool = False
+    running: bool = False
+    tenant: str = ""
+    charged: int = 0
+    """Tokens its tenant was charged for (`policies.Accounts`)."""
+    width: int = 1
+    """How many sequences it will be in a step, once its prompt is computed and it has been forked."""
+    forked: bool = False
+    """It may hold blocks that are not full together with others."""
+    gang: list[Job] = field(default_factory=list, repr=False)
+    """The beams of its request, itself among them; empty where it has none."""
+
+    @property
+    def runnable(self) -> bool:
+        return not self.paused and self.ready > self.computed
+
+    @property
+    def decoding(self) -> bool:
+        """It wants its next token, and nothing before it is left to compute."""
+        return self.running and self.ready - self.computed == 1
+
+    @property
+    def end(self) -> int:
+        """Its tables reach up to this block."""
+        return self.tables[0].first + len(self.tables[0].blocks) if self.tables else 0
+
+    @property
+    def blocks(self) -> list[int]:
+        """All it holds, over all groups."""
+        if len(self.tables) == 1:
+            return self.tables[0].blocks
+        return [block for table in self.tables for block in table.blocks]
+
+    @property
+    def unit(self) -> list[Job]:
+        """Those that run in one step or not at all: a gang whose last tokens are ready. Before that, after a
+        preemption, each of them catches up by itself."""
+        return self.gang if self.gang and self.ready == self.length else [self]
+
+    @property
+    def together(self) -> list[Job]:
+        """Those that are preempted with it, itself among them."""
+        return self.gang or [self]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes the scheduler keeps to."""
+
+    block_size: int
+    max_batch: int
+    max_tokens: int
+    windows: tuple[int | None, ...] = (None,)
+    """Per group of layers: how many tokens a query sees, itself included; None: all before it."""
+    prefill_chunk: int | None = None
+    """Most tokens of prefills, together, in a step in which others decode; None: what `max_tokens` leaves."""
+
+    def prefill(self, decoding: bool) -> int:
+        """Tokens for prefills in a step."""
+        return self.max_tokens if self.prefill_chunk is None or not decoding else self.prefill_chunk
+
+    def blocks(self, tokens: int) -> int:
+        """Blocks that hold so many tokens, in one group."""
+        return -(-tokens // self.block_size)
+
+    def least(self, tokens: int) -> list[int]:
+        """Per group: the most blocks that a sequence of so many tokens holds at once, computed in small steps."""
+        return [
+            self.blocks(tokens)
+            if window is None
+            # the window of the next token, at worst with its last token alone in a block
+            else min(self.blocks(tokens), self.blocks(window - 1) + 1)
+            for window in self.windows
+        ]
+
+    def need(self, tokens: int) -> int:
+        """Blocks without which a sequence of so many tokens cannot be computed, over all groups."""
+        return sum(self.least(tokens))
+
+    def longest(self, num_blocks: int, most: int) -> int:
+        """The most tokens, up to `most`, that a sequence can have where there are so many blocks."""
+        return bisect_right(range(most + 1), num_blocks, key=self.need) - 1
+
+    def tails(self, job: Job) -> list[int]:
+        """Per group: the block with computed tokens that its next one goes to as well, where others may hold it too."""
+        if not job.forked or not job.computed % self.block_size:
+            return []
+        return [table.blocks[job.computed // self.block_size - table.first] for table in job.tables]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One sequence's part in a step."""
+
+    job: Job
+    start: int
+    """First token to compute; before it, everything is in the cache."""
+    tokens: int
+    allocate: int
+    """New blocks it needs in each group."""
+    hit: tuple[tuple[int, ...], ...] = ()
+    """Published blocks found for a sequence that is admitted, per group: those before `start` that can be seen."""
+    copy: bool = False
+    """Others hold the blocks that its first token goes to: it gets its own, with the same content."""
+    drafts: int = 0
+    """How many of `tokens` are drafts: the last ones."""
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What happens in the next step: first the preemptions, then the runs."""
+
+    preempt: tuple[Job, ...] = ()
+    runs: tuple[Run, ...] = ()
