@@ -203,6 +203,15 @@ def test_a_prompt_that_is_too_long_says_what_it_is_made_of(directories: dict[str
         stage.process(request_of(PICTURES))
 
 
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(directories: dict[str, Path]) -> None:
+    stage = InputProcessor(context(directories["qwen3-vl"], "input", max_model_len=100))
+    for count, says in ((6000, "more than 200 tokens; the context is 100 tokens"), (300_000, "1048576 are taken")):
+        messages = messages_from([{"role": "user", "content": "sea " * count}], PYTHON_POLICY)
+        for request in (Request(request_id="r", messages=messages), Request(request_id="r", prompt="sea " * count)):
+            with pytest.raises(TooLong, match=says):
+                stage.process(request)
+
+
 def test_limits_of_the_deployment_hold(directories: dict[str, Path]) -> None:
     stage = InputProcessor(context(directories["qwen3-vl"], "input", options={"limits": {"max_image_pixels": 100}}))
     with pytest.raises(TooLarge, match="max_image_pixels"):

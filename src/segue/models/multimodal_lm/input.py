@@ -27,6 +27,7 @@ from segue.models.multimodal_lm.units import units_of
 from segue.models.pretrained import load_config
 from segue.models.prompt import (
     check_length,
+    check_text,
     checked_ids,
     client_tokens,
     given_as,
@@ -72,6 +73,7 @@ class InputProcessor(InputStage):
         match form:
             case "messages":
                 text, parts = self._templated(request)
+                check_text(text, self._processor.tokenizer, request, self._longest, _TEXT_STAGE, form)
                 count = Counter(part.kind for part in parts)
                 if parts:
                     made = self._processed(text, parts, request)
