@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -83,7 +83,9 @@ def place(
         _check_alone(group, joined[group], sections)
     devices = _spread(joined, weights, hardware, sections)
     replicas = {group: _replicas(group, joined[group], devices[group], sections) for group in groups}
-    threads = _threads(joined, devices, replicas, weights, hardware)
+    # tokenizing takes a moment per request: no core is kept for it
+    light = {(INPUT,)} if graph.takes <= {"text"} else set()
+    threads = _threads(joined, devices, replicas, weights, hardware, light)
     places = {
         name: Place(devices[group], replicas[group], threads[group], 0.0, 0, joined[group].ranks or 1)
         for group in groups
@@ -281,8 +283,10 @@ def _threads(
     replicas: Mapping[tuple[str, ...], int],
     weights: Mapping[str, int],
     hardware: Hardware,
+    light: Collection[tuple[str, ...]],
 ) -> dict[tuple[str, ...], int]:
-    """CPU threads per worker: one each, then core by core to the worker that has the fewest for its weight.
+    """CPU threads per worker: one each, then core by core to the worker that has the fewest for its weight. `light`:
+    workers that have next to nothing to do, and share the cores of the others.
 
     More threads than cores make every operator wait for the slowest, so the sum goes over the cores only where there
     are more workers than cores, or the file says so.
@@ -292,10 +296,10 @@ def _threads(
     weight = {
         group: sum(weights[name] for name in group) if CPU in devices[group] else 1
         for group in joined
-        if group not in said
+        if group not in said and group not in light
     }
     most = {group: hardware.cpus if CPU in devices[group] else _MOST_GPU_THREADS for group in weight}
-    left = hardware.cpus - sum(threads[group] * replicas[group] for group in joined)
+    left = hardware.cpus - sum(threads[group] * replicas[group] for group in joined if group not in light)
     while hungry := [group for group in weight if threads[group] < most[group] and replicas[group] <= left]:
         group = max(hungry, key=lambda group: weight[group] / threads[group])
         threads[group] += 1

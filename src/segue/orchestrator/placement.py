@@ -51,6 +51,12 @@ class Placement(Protocol):
         """End whatever still runs."""
 
 
+_FAST = {"THP_MEM_ALLOC_ENABLE": "1"}
+"""Environment of workers, where the caller's own says nothing else. Large tensors in huge pages: weights are read from
+end to end in every step, and page table walks cost a quarter of a decode step (387M parameters in float32, 2 cores:
+88 → 67 ms). torch reads it when it allocates for the first time."""
+
+
 class LocalPlacement:
     """Workers on this machine, forked from one process that has imported `preload`."""
 
@@ -104,7 +110,7 @@ class LocalPlacement:
                 [sys.executable, "-m", "segue.worker", str(theirs.fileno()), self.runtime_dir, *self._preload],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                env={**_FAST, **os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             )
 
     def spawn(self, spec: WorkerSpec) -> None:
