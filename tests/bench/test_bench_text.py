@@ -40,6 +40,7 @@ class Side:
         self.seen: list[int] = []
         self.now = self.most = 0
         self.turns: list[int] = []
+        self.standing = False
 
     async def start(self) -> None: ...
 
@@ -47,8 +48,13 @@ class Side:
 
     async def take_over(self, together: int) -> None:
         self.turns.append(together)
+        self.standing = False
+
+    async def hand_over(self) -> None:
+        self.standing = True
 
     async def run(self, request: TextRequest) -> TextOutcome:
+        assert not self.standing, "it is not its turn"
         self.seen.append(request.index)
         self.now += 1
         self.most = max(self.most, self.now)
@@ -94,6 +100,7 @@ def test_a_closed_loop_keeps_its_clients_busy_and_every_side_gets_every_round() 
     for side in sides:
         assert side.most == 3
         assert side.turns == [3, 3]
+        assert side.standing, "its turn is over"
 
 
 def test_arrivals_do_not_wait_for_answers() -> None:

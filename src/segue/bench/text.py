@@ -14,7 +14,7 @@ from segue.bench.hardware import machine
 from segue.bench.stats import summary
 from segue.bench.text_baseline import ReferenceDriver, ReferenceProcess
 from segue.bench.text_http import HttpDriver, segue_command, segue_deployment, vllm_command, vllm_environment
-from segue.bench.text_load import Load, TextDriver, arriving, closed, in_turn, intrude
+from segue.bench.text_load import Load, TextDriver, arriving, closed, in_turn, intrude, turn
 from segue.bench.text_results import Scenario, TextResult, TextSettings, side_of
 from segue.bench.text_wire import Options
 from segue.bench.text_workload import Shape, TextRequest, poisson, requests
@@ -146,8 +146,8 @@ async def _scenario(
     bench.say(name)
     warm = _take(bench, sides, shape, 2)
     for driver in drivers:
-        await driver.take_over(max(clients, 2))
-        await closed(2)(driver, warm)
+        async with turn(driver, max(clients, 2)):
+            await closed(2)(driver, warm)
     rounds = [_take(bench, sides, shape, count) for _ in range(bench.rounds)]
     slices = await in_turn(drivers, rounds, load, clients or max(bench.concurrency), bench.say)
     own = {driver.name: [taken for taken in slices if taken.side == driver.name] for driver in drivers}

@@ -130,6 +130,9 @@ class ReferenceDriver:
         most = 1 if self._way == "one" else together
         await self._process.send(Policy(self._way, most, GATHER_SECONDS if most > 1 else 0.0))
 
+    async def hand_over(self) -> None:
+        """Nothing to do: the process waits on a pipe."""
+
     async def run(self, request: TextRequest) -> TextOutcome:
         sent = time.monotonic()
         answer = await self._process.ask(request)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from segue.bench.text_workload import TextOutcome, TextRequest
 from segue.messages.errors import StageFailed
@@ -62,9 +63,15 @@ class HttpDriver:
         self.startup = time.monotonic() - began
         answer = await self._client.get("/v1/models")
         self._model = answer.json()["data"][0]["id"]
+        await self.hand_over()
 
     async def take_over(self, together: int) -> None:
-        """Nothing to do: it batches by itself."""
+        """Its processes go on."""
+        self._signal(signal.SIGCONT)
+
+    async def hand_over(self) -> None:
+        """They stand still: vLLM's workers spin while they wait for a request."""
+        self._signal(signal.SIGSTOP)
 
     async def run(self, request: TextRequest) -> TextOutcome:
         assert self._client is not None, "not started"
@@ -92,9 +99,10 @@ class HttpDriver:
         if self._client is not None:
             await self._client.aclose()
             self._client = None
-        process, self._process = self._process, None
+        process = self._process
         if process is None:
             return
+        self._signal(signal.SIGCONT)
         process.terminate()
         try:
             await asyncio.to_thread(process.wait, STOP_SECONDS)
@@ -103,6 +111,16 @@ class HttpDriver:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        self._process = None
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To every process of the server, those in sessions of their own included."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        server = psutil.Process(self._process.pid)
+        for process in [server, *server.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
 
     async def _healthy(self) -> bool:
         assert self._client is not None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -25,6 +26,9 @@ class TextDriver(Protocol):
 
     async def take_over(self, together: int) -> None:
         """This side's turn begins, with so many clients."""
+
+    async def hand_over(self) -> None:
+        """It ends: whatever this side does while nobody asks, it must not take the cores of the next one."""
 
     async def run(self, request: TextRequest) -> TextOutcome:
         """Send the request and wait for all of its answer. Raises what went wrong."""
@@ -91,6 +95,16 @@ def arriving(times: Sequence[float]) -> Load:
     return load
 
 
+@asynccontextmanager
+async def turn(driver: TextDriver, together: int) -> AsyncIterator[None]:
+    """The time in which only this side works."""
+    await driver.take_over(together)
+    try:
+        yield
+    finally:
+        await driver.hand_over()
+
+
 async def in_turn(
     drivers: Sequence[TextDriver],
     rounds: Sequence[Sequence[TextRequest]],
@@ -102,10 +116,10 @@ async def in_turn(
     slices = []
     for number, requests in enumerate(rounds):
         for driver in drivers:
-            await driver.take_over(together)
-            began = time.monotonic()
-            outcomes = await load(driver, requests)
-            taken = TextSlice(driver.name, time.monotonic() - began, outcomes)
+            async with turn(driver, together):
+                began = time.monotonic()
+                outcomes = await load(driver, requests)
+                taken = TextSlice(driver.name, time.monotonic() - began, outcomes)
             tokens = sum(len(outcome.times) for outcome in outcomes)
             say(f"  round {number + 1}/{len(rounds)}, {driver.name}: {tokens / taken.wall:.1f} tokens/s")
             slices.append(taken)
@@ -115,18 +129,18 @@ async def in_turn(
 async def intrude(driver: TextDriver, decoding: Sequence[TextRequest], long: TextRequest) -> list[float]:
     """The times between tokens of `decoding` while the prompt of `long` is read: from when it is sent (all of them have
     come once by then) until its first token. `decoding` must be long enough to last."""
-    await driver.take_over(len(decoding) + 1)
-    running = [asyncio.create_task(ask(driver, request)) for request in decoding]
-    try:
-        # a short request in front says when the others run: it is admitted behind them
-        await ask(driver, TextRequest(long.index + 1, long.prompt[:8], 4))
-        began = time.monotonic()
-        await ask(driver, TextRequest(long.index, long.prompt, 1))
-        ended = time.monotonic()
-        outcomes = await asyncio.gather(*running)
-    finally:
-        for task in running:
-            task.cancel()
+    async with turn(driver, len(decoding) + 1):
+        running = [asyncio.create_task(ask(driver, request)) for request in decoding]
+        try:
+            # a short request in front says when the others run: it is admitted behind them
+            await ask(driver, TextRequest(long.index + 1, long.prompt[:8], 4))
+            began = time.monotonic()
+            await ask(driver, TextRequest(long.index, long.prompt, 1))
+            ended = time.monotonic()
+            outcomes = await asyncio.gather(*running)
+        finally:
+            for task in running:
+                task.cancel()
     gaps = []
     for outcome in outcomes:
         times = [outcome.sent + at for at in outcome.times]
