@@ -77,9 +77,11 @@ def test_limits_of_serve_are_read() -> None:
     assert (plain.stall_seconds, plain.drain_seconds) == (settings.stall_seconds, settings.drain_seconds)
 
 
-def test_interrupting_generate_leaves_nothing(model: Path) -> None:
+def test_interrupting_generate_leaves_nothing(model: Path, tmp_path: Path) -> None:
+    endless = tmp_path / "endless.yaml"
+    endless.write_text("stages: {thinker: {sampling: {ignore_eos: true}}}")
     process = subprocess.Popen(
-        [sys.executable, "-m", "segue.cli", "generate", str(model), "hi", "--max-tokens", "20000"],
+        [sys.executable, "-m", "segue.cli", "generate", str(model), "hi", "--max-tokens", "20000", "--config", endless],
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -247,10 +247,14 @@ def encoded(encoder: Encoder, payload: Payload) -> list[tuple[Payload, bool]]:
 
 
 def tight(model_dir: Path, cases: list[Case]) -> dict[str, int]:
-    """Engine sizes in which the prompts of these cases fit, and nothing of what they generate."""
+    """Engine sizes in which the prompts of these cases fit, what they begin with counted once, and little of what they
+    generate."""
     size = 4
     lengths = [processed(model_dir, case)["input_ids"].shape[1] + 2 for case in cases]
-    return {"block_size": size, "num_blocks": sum(-(-length // size) for length in lengths)}
+    blocks = [-(-length // size) for length in lengths]
+    prompts = [processed(model_dir, case)["input_ids"][0].tolist() for case in cases]
+    alike = sum(len(set(column)) == 1 for column in zip(*prompts, strict=False)) // size
+    return {"block_size": size, "num_blocks": sum(blocks) - alike * (len(cases) - 1)}
 
 
 class Pipeline:

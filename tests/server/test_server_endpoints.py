@@ -139,7 +139,7 @@ def test_the_page_loads_and_needs_nothing_from_elsewhere(http: httpx.Client) -> 
     assert "default-src 'none'" in answer.headers["content-security-policy"]
     page = _Resources()
     page.feed(answer.text)
-    assert page.links == []
+    assert [link for link in page.links if not link.startswith("data:")] == []
     assert {"form", "textarea", "select", "input", "button", "script", "style"} <= page.tags
     assert "v1/chat/completions" in answer.text
     assert "http://" not in answer.text.replace("http://www.w3.org", "")
