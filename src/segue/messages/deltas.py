@@ -60,17 +60,50 @@ class AudioDelta(msgspec.Struct, frozen=True, tag="audio"):
 
 
 class ImageDelta(msgspec.Struct, frozen=True, tag="image"):
-    """One finished picture: raw uint8 RGB, row by row."""
+    """One picture: raw uint8 RGB, row by row."""
 
     stage: str
     data: bytes
     height: int
     width: int
+    index: int = 0
+    """Which of the request's pictures this is."""
+    partial: int | None = None
+    """Preview number k (from 0) of a picture that is not done, smaller than it; None: the picture itself."""
 
     @property
     def array(self) -> np.ndarray:
         """[height, width, 3] uint8."""
         return np.frombuffer(self.data, dtype=np.uint8).reshape(self.height, self.width, 3)
+
+
+class VideoDelta(msgspec.Struct, frozen=True, tag="video"):
+    """The next frames of a video: raw uint8 RGB, frame by frame, row by row."""
+
+    stage: str
+    data: bytes
+    frames: int
+    height: int
+    width: int
+    fps: float
+    index: int = 0
+    """Which of the request's videos these belong to."""
+
+    @property
+    def array(self) -> np.ndarray:
+        """[frames, height, width, 3] uint8."""
+        return np.frombuffer(self.data, dtype=np.uint8).reshape(self.frames, self.height, self.width, 3)
+
+
+class ProgressDelta(msgspec.Struct, frozen=True, tag="progress"):
+    """A denoising step is done; sent where the request asks for `progress`."""
+
+    stage: str
+    step: int
+    """Steps done so far."""
+    steps: int
+    index: int = 0
+    """Which of the request's pictures or videos."""
 
 
 class EmbeddingDelta(msgspec.Struct, frozen=True, tag="embedding"):
@@ -156,4 +189,4 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
     """The outputs of the main stage, where it is autoregressive, by index."""
 
 
-Delta = TextDelta | AudioDelta | ImageDelta | EmbeddingDelta | TokensDelta | Finished
+Delta = TextDelta | AudioDelta | ImageDelta | VideoDelta | ProgressDelta | EmbeddingDelta | TokensDelta | Finished

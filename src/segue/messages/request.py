@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from segue.messages.diffusion import DiffusionParams
 from segue.messages.sampling import SamplingParams, misfit
 
 MediaKind = Literal["image", "audio", "video"]
@@ -76,6 +77,8 @@ class Request(msgspec.Struct, kw_only=True):
     voice: str | None = None
     sampling: dict[str, SamplingParams] = {}
     """By stage name. The orchestrator fills in the family's defaults and the seed at admission."""
+    diffusion: DiffusionParams | None = None
+    """None: all defaults, where the model has a diffusion stage."""
     seed: int | None = None
     """Given at admission where the client gave none, so that any part can be run again."""
     priority: int = 0

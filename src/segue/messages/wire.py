@@ -15,11 +15,19 @@ from typing import Any
 
 import msgspec
 
-from segue.messages.deltas import AudioDelta, EmbeddingDelta, ImageDelta, TextDelta, TokensDelta
+from segue.messages.deltas import (
+    AudioDelta,
+    EmbeddingDelta,
+    ImageDelta,
+    ProgressDelta,
+    TextDelta,
+    TokensDelta,
+    VideoDelta,
+)
 from segue.messages.request import Request
 from segue.messages.stats import WorkerStats
 
-ClientDelta = TextDelta | AudioDelta | ImageDelta | EmbeddingDelta | TokensDelta
+ClientDelta = TextDelta | AudioDelta | ImageDelta | VideoDelta | ProgressDelta | EmbeddingDelta | TokensDelta
 
 
 class Peer(msgspec.Struct, frozen=True):
