@@ -31,6 +31,7 @@ from segue.graph.stage_graph import StageGraph
 from segue.graph.wiring import KINDS
 from segue.graph.written import AUTOREGRESSIVE_KEYS, LIMIT_KEYS, STAGE_KEYS, TOP_KEYS
 from segue.messages import errors, wire
+from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import ConfigError, SegueError
 from segue.messages.sampling import FALLBACK, SamplingParams
 from segue.models.chat_template import ChatTemplate
@@ -200,7 +201,7 @@ def test_documented_defaults_are_the_defaults(graph: StageGraph) -> None:
     assert stage["max_tokens_per_step"] == "512 on a CPU, 2048 on a GPU"
     assert plan.max_tokens_per_step == 2048
     assert load_plan(graph, hardware=Hardware(2, 1 << 34)).stages["thinker"].max_tokens_per_step == 512
-    assert stage["max_batch"] == "64 autoregressive, 16 module"
+    assert stage["max_batch"] == "64 autoregressive, 16 diffusion, 16 module"
     assert (plan.max_batch, load_plan(graph, hardware=TWO_GPUS).stages["vocoder"].max_batch) == (64, 16)
 
 
@@ -395,6 +396,11 @@ def test_every_sampling_field_is_documented() -> None:
         value = getattr(FALLBACK, name)
         if isinstance(value, int | float):
             assert yaml.safe_load(written) == value, name
+
+
+def test_every_parameter_of_a_picture_is_documented() -> None:
+    listed = {name for row in rows(DOCS / "python.md", "### Pictures and video") for name in names(row[0])}
+    assert listed - {"image"} == set(DiffusionParams.__struct_fields__)
 
 
 def test_every_field_of_an_output_is_documented() -> None:

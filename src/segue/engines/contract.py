@@ -87,7 +87,9 @@ class StageOutput:
     prompt: Any = None
     """Autoregressive: the request's `Prompt`, in the first output that carries captured rows; transfers may need it."""
     payload: Payload | None = None
-    """Module: the result of one work item."""
+    """Module: the result of one work item. Diffusion: a finished sample, or a preview of one."""
+    progress: tuple[int, int] | None = None
+    """Diffusion: (steps done, steps in all) of sample `index`."""
     finished: bool = False
     finish_reason: str = ""
     """`stop`, `length`."""

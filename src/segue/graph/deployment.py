@@ -11,7 +11,7 @@ text such as `64MiB` and `1GB`.
         memory_share: 0.5                 # of its device, per replica: weights, cache and activations together
         dtype: bfloat16                   # auto (float32 on a CPU, else bfloat16), float32, bfloat16, float16
         threads: 2                        # CPU threads of its worker
-        max_batch: 64                     # requests (autoregressive, diffusion) or work items (module) per step
+        max_batch: 64                     # requests (autoregressive), rows (diffusion) or work items (module) per step
         load_format: auto                 # auto, dummy (random weights of the right shape)
         fuse_with: null                   # share a worker with this stage; null: not even where the model suggests it
         options: {look_ahead: 2}          # the family's own
@@ -186,6 +186,13 @@ class Limits:
     max_audio_seconds: float = 300.0
     max_video_frames: int = 768
     """Frames of one clip that are decoded and kept."""
+    max_output_pixels: int = 4_194_304
+    """Of one picture or frame that is made: height times width."""
+    max_inference_steps: int = 200
+    max_output_frames: int = 257
+    """Of one video that is made."""
+    max_outputs: int = 10
+    """Pictures or videos of one request."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from segue.messages.errors import ConfigError, InvalidRequest
 from segue.messages.sampling import SamplingParams, sampling_from
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
-_MAX_BATCH = {"autoregressive": 64, "diffusion": 8, "module": 16}
+_MAX_BATCH = {"autoregressive": 64, "diffusion": 16, "module": 16}
 _TOKENS_PER_STEP = {"cpu": 512, "cuda": 2048}
 """A step's tokens by default: long enough to be bound by arithmetic, short enough not to hold up who is decoding."""
 _PREFILL_CHUNK = {"cpu": 256, "cuda": None}
@@ -203,4 +203,8 @@ def _limits(section: Section) -> Limits:
         max_image_pixels=section.integer("max_image_pixels", default.max_image_pixels),
         max_audio_seconds=section.number("max_audio_seconds", default.max_audio_seconds),
         max_video_frames=section.integer("max_video_frames", default.max_video_frames),
+        max_output_pixels=section.integer("max_output_pixels", default.max_output_pixels),
+        max_inference_steps=section.integer("max_inference_steps", default.max_inference_steps),
+        max_output_frames=section.integer("max_output_frames", default.max_output_frames),
+        max_outputs=section.integer("max_outputs", default.max_outputs),
     )

@@ -12,7 +12,7 @@ from segue.media.turns import TURN_KEYS, extra_of
 from segue.messages.errors import InvalidRequest, nearest
 from segue.messages.request import MediaKind, MediaPart, Message, Part, TextPart
 
-__all__ = ["PYTHON_POLICY", "MediaPolicy", "messages_from"]
+__all__ = ["PYTHON_POLICY", "MediaPolicy", "messages_from", "part_of"]
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant",
           "tool": "tool"}  # fmt: skip
@@ -139,7 +139,12 @@ def _plain_part(kind: MediaKind, values: Mapping[str, Any], policy: MediaPolicy,
     if len(given) != 1:
         what = f"has {' and '.join(given)}" if given else "has no source"
         raise InvalidRequest(f"{field} {what}; give one of: {', '.join(names)}", field=f"{field}.{kind}")
-    source, at = values[given[0]], f"{field}.{given[0]}"
+    return part_of(kind, values[given[0]], policy, f"{field}.{given[0]}", field)
+
+
+def part_of(kind: MediaKind, source: Any, policy: MediaPolicy, at: str, field: str | None = None) -> MediaPart:
+    """One medium from a URL, a path, the bytes of a file or an array; errors name `at`, the part is named `field`."""
+    field = at if field is None else field
     if isinstance(source, str):
         return MediaPart(kind, read_source(source, policy, at), field=field)
     if isinstance(source, os.PathLike):

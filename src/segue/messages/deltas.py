@@ -88,6 +88,8 @@ class VideoDelta(msgspec.Struct, frozen=True, tag="video"):
     fps: float
     index: int = 0
     """Which of the request's videos these belong to."""
+    first: int = 0
+    """Frames of this video before these."""
 
     @property
     def array(self) -> np.ndarray:

@@ -6,7 +6,14 @@ absurd) are checked by the family's input stage.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from typing import Any
+
 import msgspec
+
+from segue.messages.errors import InvalidRequest
+from segue.messages.sampling import misfit
 
 
 class DiffusionParams(msgspec.Struct, kw_only=True, frozen=True):
@@ -47,3 +54,54 @@ class DiffusionParams(msgspec.Struct, kw_only=True, frozen=True):
     """Tell of every step."""
     partial_images: int = 0
     """Previews on the way, evenly spread over the steps."""
+
+
+PARAMETERS = frozenset(DiffusionParams.__struct_fields__)
+"""What a request may ask for, by name."""
+_AT_LEAST_ONE = ("height", "width", "num_frames", "num_inference_steps", "num_images_per_prompt", "max_sequence_length")
+_NUMBERS = ("guidance_scale", "guidance_scale_2", "true_cfg_scale")
+
+
+def diffusion_from(values: Mapping[str, Any]) -> DiffusionParams:
+    """Checked parameters from what a caller writes; None stands for the default. Raises `InvalidRequest`."""
+    given = {name: value for name, value in values.items() if value is not None}
+    try:
+        params = msgspec.convert(given, DiffusionParams)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise misfit(error) from error
+    check_diffusion(params)
+    return params
+
+
+def check_diffusion(params: DiffusionParams) -> None:
+    """What is wrong for every model. Raises `InvalidRequest` naming field, value and what would be right."""
+    for name in _AT_LEAST_ONE:
+        value = getattr(params, name)
+        if value is not None and value < 1:
+            raise _wrong(name, value, "at least 1")
+    for name in _NUMBERS:
+        value = getattr(params, name)
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            raise _wrong(name, value, "a finite number of at least 0")
+    for name in ("fps", "step_cache_threshold"):
+        value = getattr(params, name)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise _wrong(name, value, "a finite number above 0")
+    if params.strength is not None and not 0 < params.strength <= 1:
+        raise _wrong("strength", params.strength, "above 0 and at most 1")
+    if params.partial_images < 0:
+        raise _wrong("partial_images", params.partial_images, "at least 0")
+    if params.guidance_interval is not None:
+        begin, end = params.guidance_interval
+        if not 0 <= begin <= end <= 1:
+            raise _wrong("guidance_interval", params.guidance_interval, "(from, to) with 0 <= from <= to <= 1")
+    if params.sigmas is not None:
+        if not params.sigmas or not all(math.isfinite(sigma) and sigma >= 0 for sigma in params.sigmas):
+            raise _wrong("sigmas", params.sigmas, "a list of noise levels of at least 0")
+        if params.num_inference_steps not in (None, len(params.sigmas)):
+            right = f"left out beside sigmas, or their number, {len(params.sigmas)}"
+            raise _wrong("num_inference_steps", params.num_inference_steps, right)
+
+
+def _wrong(name: str, value: object, right: str) -> InvalidRequest:
+    return InvalidRequest(f"{name} is {value!r}; it must be {right}", field=name)

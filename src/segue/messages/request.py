@@ -36,6 +36,9 @@ class MediaPart(msgspec.Struct, frozen=True, tag="media"):
     """None: `data` is an encoded file."""
     field: str = ""
     """Where in the client's request it stood, e.g. `messages[0].content[1]`; errors name it."""
+    role: str = ""
+    """What it is for, where a model takes pictures for several purposes, by the pipeline's argument: `mask_image`,
+    `last_image`. Empty: the picture itself."""
 
 
 Part = TextPart | MediaPart
@@ -61,7 +64,8 @@ class ChatOptions(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, kw_only=True):
-    """One generation. One of `messages`, `prompt` and `prompt_token_ids` is set."""
+    """One generation. One of `messages`, `prompt` and `prompt_token_ids` is set; beside a `prompt` for a model that
+    makes pictures or video, the `messages` hold nothing but the media that go with it."""
 
     request_id: str
     messages: list[Message] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Any
 
 import torch
 
@@ -48,3 +49,23 @@ class EncoderCache:
         while self.bytes > self.capacity:
             _, oldest = self._rows.popitem(last=False)
             self.bytes -= oldest.nbytes
+
+
+def add_content(digest: Any, value: Any) -> None:
+    """Feed a value to a hash of `hashlib`: tensors by type, shape and content, lists and mappings of them one by one,
+    anything else as it prints."""
+    if isinstance(value, torch.Tensor):
+        digest.update(repr((str(value.dtype), tuple(value.shape))).encode())
+        raw = value.cpu().contiguous()
+        digest.update(raw.view(torch.uint8).numpy().data if raw.ndim else repr(raw.item()).encode())
+    elif isinstance(value, list | tuple):
+        digest.update(f"[{len(value)}]".encode())
+        for item in value:
+            add_content(digest, item)
+    elif isinstance(value, dict):
+        digest.update(f"{{{len(value)}}}".encode())
+        for key in sorted(value):
+            add_content(digest, key)
+            add_content(digest, value[key])
+    else:
+        digest.update(repr(value).encode())

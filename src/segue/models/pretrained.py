@@ -116,7 +116,7 @@ def _read(ctx: LoadContext, config: PreTrainedConfig, auto: Any, unused: tuple[s
     here = ctx.device.type == "cpu" or ctx.group is not None
     where: dict[str, Any] = {} if here else {"device_map": {"": ctx.device}}
     try:
-        with _without_bars():
+        with without_bars():
             model, info = auto.from_pretrained(
                 ctx.model_dir,
                 config=config,
@@ -143,7 +143,7 @@ def _read(ctx: LoadContext, config: PreTrainedConfig, auto: Any, unused: tuple[s
 
 
 @contextmanager
-def _without_bars() -> Iterator[None]:
+def without_bars() -> Iterator[None]:
     """Hold back the library's bars: a worker reports progress by messages."""
     shown = is_progress_bar_enabled()
     disable_progress_bar()

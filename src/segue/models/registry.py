@@ -14,15 +14,19 @@ from typing import Any
 from segue.messages.errors import ConfigError, nearest
 from segue.models.family import Family
 
+PIPELINE = "model_index.json"
+"""Names the parts of a pipeline of diffusers, each in a folder of its own."""
+
 
 def families() -> dict[str, Family]:
     """All known families by name: the house's own, then those of installed packages."""
     from segue.models.causal_lm.family import FAMILY as CAUSAL_LM
     from segue.models.multimodal_lm.family import FAMILY as MULTIMODAL_LM
     from segue.models.qwen2_5_omni.family import FAMILY as QWEN2_5_OMNI
+    from segue.models.qwen_image.family import FAMILY as QWEN_IMAGE
     from segue.models.text_embedding.family import FAMILY as TEXT_EMBEDDING
 
-    known = {family.name: family for family in (QWEN2_5_OMNI, TEXT_EMBEDDING, MULTIMODAL_LM, CAUSAL_LM)}
+    known = {family.name: family for family in (QWEN2_5_OMNI, QWEN_IMAGE, TEXT_EMBEDDING, MULTIMODAL_LM, CAUSAL_LM)}
     for point in entry_points(group="segue.models"):
         family = point.load()
         known[family.name] = family
@@ -30,12 +34,21 @@ def families() -> dict[str, Family]:
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
-    """The checkpoint's `config.json`; errors name what is missing."""
-    path = model_dir / "config.json"
+    """The checkpoint's `config.json`, or the `model_index.json` of a pipeline of diffusers, whose `_class_name` is then
+    its `architectures`; errors name what is missing."""
     if not model_dir.is_dir():
         raise ConfigError(f"no checkpoint at {str(model_dir)!r}: that is not a directory", field="model")
-    if not path.is_file():
-        raise ConfigError(f"{str(model_dir)!r} holds no config.json, so it is no checkpoint", field="model")
+    if (model_dir / PIPELINE).is_file():
+        index = _read(model_dir / PIPELINE)
+        return {**index, "architectures": [index["_class_name"]] if "_class_name" in index else []}
+    if not (model_dir / "config.json").is_file():
+        raise ConfigError(
+            f"{str(model_dir)!r} holds no config.json and no {PIPELINE}, so it is no checkpoint", field="model"
+        )
+    return _read(model_dir / "config.json")
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text())
     except ValueError as error:

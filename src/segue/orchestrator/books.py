@@ -17,10 +17,12 @@ from segue.messages.deltas import (
     EmbeddingDelta,
     Finished,
     ImageDelta,
+    ProgressDelta,
     RequestMetrics,
     TextDelta,
     TokensDelta,
     Usage,
+    VideoDelta,
 )
 from segue.messages.errors import SegueError
 from segue.messages.request import Request
@@ -41,7 +43,10 @@ class RequestBooks:
     journal: dict[str, dict[int, list[int]]] = field(default_factory=dict)
     """By autoregressive stage and output: every id it has emitted."""
     delivered: dict[tuple[str, int], int] = field(default_factory=dict)
-    """By stage and output: characters, samples or pictures the client has."""
+    """By stage and output: characters or samples the client has."""
+    shown: dict[tuple[str, str, int], int] = field(default_factory=dict)
+    """By stage, kind and number of a picture or video: steps told of, previews, pictures (1) or frames the client
+    has."""
     waiting: set[str] = field(default_factory=set)
     """Stages to begin as soon as their groups have a ready worker."""
     losses: Counter[str] = field(default_factory=Counter)
@@ -76,6 +81,10 @@ class RequestBooks:
         position = emission.position
         fresh: list[ClientDelta] = []
         for delta in emission.deltas:
+            if isinstance(delta, ImageDelta | VideoDelta | ProgressDelta):
+                if (unseen := self._unseen(delta)) is not None:
+                    fresh.append(unseen)
+                continue
             have = self.delivered.get(place, 0)
             new, length = _after(delta, have - position, fresh_ids)
             position += length
@@ -84,6 +93,29 @@ class RequestBooks:
                 fresh.append(new)
                 self._note_first(new)
         return fresh
+
+    def _unseen(self, delta: ImageDelta | VideoDelta | ProgressDelta) -> ClientDelta | None:
+        """What of pictures, frames or steps the client does not have. They carry their own place, as several outputs of
+        one request may come in another order after a recovery."""
+        if isinstance(delta, ProgressDelta):
+            return delta if self._advance("progress", delta, delta.step) else None
+        if isinstance(delta, VideoDelta):
+            have = self.shown.get((delta.stage, "video", delta.index), 0)
+            self._advance("video", delta, delta.first + delta.frames)
+            return _frames_after(delta, have - delta.first)
+        if delta.partial is None:
+            return delta if self._advance("image", delta, 1) else None
+        if (delta.stage, "image", delta.index) in self.shown:
+            return None  # a preview of what is there already
+        return delta if self._advance("partial", delta, delta.partial + 1) else None
+
+    def _advance(self, kind: str, delta: ImageDelta | VideoDelta | ProgressDelta, to: int) -> bool:
+        """Enter that the client has so many of a kind; False where it had them."""
+        place = (delta.stage, kind, delta.index)
+        if to <= self.shown.get(place, 0):
+            return False
+        self.shown[place] = to
+        return True
 
     def ended(self, done: StageDone) -> None:
         """Enter the end of a stage."""
@@ -157,8 +189,18 @@ def _after(delta: ClientDelta, skip: int, fresh_ids: list[int]) -> tuple[ClientD
     if isinstance(delta, AudioDelta):
         samples = delta.samples[4 * skip :]
         return (AudioDelta(delta.stage, samples, delta.sample_rate) if samples else None), len(delta.samples) // 4
-    assert isinstance(delta, ImageDelta | EmbeddingDelta | TokensDelta)
+    assert isinstance(delta, EmbeddingDelta | TokensDelta)
     return (None if skip else delta), 1
+
+
+def _frames_after(delta: VideoDelta, skip: int) -> VideoDelta | None:
+    """A piece of video without its first `skip` frames; None where nothing is left."""
+    if skip <= 0:
+        return delta
+    if skip >= delta.frames:
+        return None
+    data = delta.data[skip * delta.height * delta.width * 3 :]
+    return msgspec.structs.replace(delta, data=data, frames=delta.frames - skip, first=delta.first + skip)
 
 
 def _modality_below(stage: str, walk: Walk) -> str:

@@ -21,10 +21,12 @@ from segue.graph.loader import load_plan, stage_overrides
 from segue.graph.parts import INPUT, TOKENS
 from segue.graph.stage_graph import StageGraph
 from segue.media.parts import messages_from
+from segue.media.pictures import PICTURES, picture_parts
 from segue.media.sources import MediaPolicy, shown
 from segue.messages.deltas import Delta, Finished, TokensDelta
+from segue.messages.diffusion import PARAMETERS, DiffusionParams, check_diffusion, diffusion_from
 from segue.messages.errors import ConfigError, InvalidRequest, NotFound, StageFailed, nearest
-from segue.messages.request import Request, check_types
+from segue.messages.request import Message, Request, check_types
 from segue.messages.sampling import SamplingParams, check_sampling, check_token_ids, sampling_from
 from segue.models.family import Family
 from segue.models.registry import family_of, read_config
@@ -116,6 +118,7 @@ class AsyncOmni:
         if self.card.name in self.card.adapters:
             raise ConfigError(f"{self.card.name!r} is the name of the model and of a LoRA adapter", field="lora")
         self._chats = family.chats(model_dir)
+        self._pictures = not graph.gives.isdisjoint(("image", "video"))
         self._policy = MediaPolicy(allow_paths=True, max_bytes=self.plan.limits.max_media_bytes)
         self.orchestrator = Orchestrator(
             self.plan,
@@ -215,31 +218,40 @@ class AsyncOmni:
         options: Mapping[str, Any] | None = None,
         return_prompt_ids: bool = False,
         adapter: str | None = None,
+        **parameters: Any,
     ) -> Request:
         """A `Request` from what a Python caller writes; media may be PIL images, arrays, paths or bytes.
 
         `modalities`: what should come out (default: what the main stage gives). `deadline`: Unix time.
-        `adapter`: a LoRA adapter by name.
+        `adapter`: a LoRA adapter by name. `parameters`: of models that make pictures or video, what their pipelines
+        take (`segue.messages.diffusion.DiffusionParams`) and pictures (`segue.media.pictures`).
         """
         given = self._written(prompt) if isinstance(prompt, str) else dict(_mapping(prompt, "the prompt"))
+        given = {**parameters, **given}
+        known = _PROMPT_KEYS | (PARAMETERS | PICTURES if self._pictures else frozenset())
         for key in given:
-            if key not in _PROMPT_KEYS:
-                raise InvalidRequest(f"a request has no key {key!r}{nearest(key, _PROMPT_KEYS)}", field=key)
+            if key not in known:
+                raise InvalidRequest(f"a request has no key {key!r}{nearest(key, known)}", field=key)
+        pictures = picture_parts({key: given[key] for key in given if key in PICTURES}, self._policy)
         ids, text = given.get("prompt_token_ids"), given.get("prompt")
         if sum(value is not None for value in (ids, text, given.get("messages"))) != 1:
             raise InvalidRequest(
                 "a request needs one of 'messages', 'prompt' and 'prompt_token_ids', and no other of them",
                 field="messages",
             )
+        messages = messages_from(given["messages"], self._policy) if ids is None and text is None else []
+        if pictures:
+            messages.append(Message("user", list(pictures)))
         default_out = min(self.plan.graph.stages[self.plan.graph.main].gives)
         return Request(
             request_id=uuid.uuid4().hex,
-            messages=messages_from(given["messages"], self._policy) if ids is None and text is None else [],
+            messages=messages,
             prompt=text,
             prompt_token_ids=None if ids is None else _token_ids(ids),
             modalities=_listed(given.get("modalities", modalities) or [default_out]),
             voice=given.get("voice", voice),
             sampling=self._sampling(given.get("sampling", sampling)),
+            diffusion=self._diffusion(given),
             seed=given.get("seed", seed),
             priority=given.get("priority", priority),
             deadline=given.get("deadline", deadline),
@@ -251,6 +263,10 @@ class AsyncOmni:
     def _written(self, text: str) -> dict[str, Any]:
         """What bare text is."""
         return {"messages": [{"role": "user", "content": text}]} if self._chats else {"prompt": text}
+
+    def _diffusion(self, given: Mapping[str, Any]) -> DiffusionParams | None:
+        asked = {key: given[key] for key in given if key in PARAMETERS}
+        return diffusion_from(asked) if asked else None
 
     def _sampling(self, sampling: Sampling) -> dict[str, SamplingParams]:
         if sampling is None:
@@ -274,6 +290,8 @@ class AsyncOmni:
             if (vocab := self.card.vocab_sizes.get(stage)) is not None:
                 check_token_ids(params, vocab, f"sampling.{stage}.")
         check_types(request)
+        if request.diffusion is not None:
+            check_diffusion(request.diffusion)
         if request.adapter is not None and request.adapter not in self.card.adapters:
             hint = nearest(request.adapter, self.card.adapters)
             raise NotFound(f"{self.card.name} has no LoRA adapter {request.adapter!r}{hint}", field="adapter")
@@ -366,8 +384,10 @@ class Omni:
         deadline: float | None = None,
         return_prompt_ids: bool = False,
         adapter: str | None = None,
+        **parameters: Any,
     ) -> list[RequestOutput]:
-        """All prompts at once, batched by the engines; outputs in the same order.
+        """All prompts at once, batched by the engines; outputs in the same order. `parameters`: see
+        `AsyncOmni.request`.
 
         Raises the first request's error after all have ended, so that one bad prompt does not waste the others' work
         half-way; nothing keeps running.
@@ -382,6 +402,7 @@ class Omni:
             "deadline": deadline,
             "return_prompt_ids": return_prompt_ids,
             "adapter": adapter,
+            **parameters,
         }
         batch: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item]
         return self._call(self._generate_all(batch, settings))

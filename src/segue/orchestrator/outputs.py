@@ -18,6 +18,7 @@ from segue.messages.deltas import (
     TextDelta,
     TokenLogprobs,
     Usage,
+    VideoDelta,
 )
 
 
@@ -27,6 +28,16 @@ class Audio:
 
     samples: np.ndarray
     sample_rate: int
+
+
+@dataclass(slots=True)
+class Video:
+    """Frames, one after the other."""
+
+    frames: np.ndarray
+    """[frames, height, width, 3] uint8."""
+    fps: float
+    """Frames per second."""
 
 
 @dataclass(slots=True)
@@ -56,7 +67,8 @@ class RequestOutput:
     """By autoregressive stage, end token included."""
     audio: Audio | None = None
     images: list[Any] = field(default_factory=list)
-    """PIL images."""
+    """PIL images, in the order of `num_images_per_prompt`; previews are not among them."""
+    videos: list[Video] = field(default_factory=list)
     embedding: np.ndarray | None = None
     """[dimensions] float32, from a model of embeddings."""
     finish_reason: str = ""
@@ -80,6 +92,8 @@ class Collector:
         self._logprobs: dict[int, list[TokenLogprobs]] = {}
         self._choices: list[Choice] = []
         self._samples: list[np.ndarray] = []
+        self._images: dict[int, ImageDelta] = {}
+        self._videos: dict[int, list[VideoDelta]] = {}
         self._rate = sample_rate
         self._wants_audio = wants_audio
 
@@ -94,9 +108,10 @@ class Collector:
                 self._samples.append(delta.array)
                 self._rate = delta.sample_rate
             case ImageDelta():
-                from PIL import Image
-
-                self._output.images.append(Image.fromarray(delta.array))
+                if delta.partial is None:
+                    self._images[delta.index] = delta
+            case VideoDelta():
+                self._videos.setdefault(delta.index, []).append(delta)
             case EmbeddingDelta():
                 self._output.embedding = delta.array
             case Finished():
@@ -120,6 +135,14 @@ class Collector:
                 self._logprobs.get(choice.index, []),
             )
             for choice in self._choices
+        ]
+        if self._images:
+            from PIL import Image
+
+            self._output.images = [Image.fromarray(self._images[index].array) for index in sorted(self._images)]
+        self._output.videos = [
+            Video(np.concatenate([piece.array for piece in pieces]), pieces[0].fps)
+            for _, pieces in sorted(self._videos.items())
         ]
         if self._wants_audio:
             samples = np.concatenate(self._samples) if self._samples else np.zeros(0, dtype=np.float32)

@@ -24,6 +24,7 @@ from segue.engines.autoregressive.memory import blocks_for, stored_as
 from segue.engines.autoregressive.ranks import Leader
 from segue.engines.autoregressive.speculation.contract import OpenTarget
 from segue.engines.contract import Adapter, AdapterFactory, Engine, LoadContext
+from segue.engines.diffusion.engine import DiffusionConfig, DiffusionEngine
 from segue.engines.module.engine import ModuleConfig, ModuleEngine
 from segue.graph.deployment import EdgePlan, Limits, StagePlan
 from segue.graph.stage_graph import INPUT
@@ -83,6 +84,7 @@ def build(
         context.progress = progress
         if plan.name == INPUT:
             context.options["limits"] = _media_limits(limits)
+            context.options["output_limits"] = _output_limits(limits)
         adapter = _adapter(stages_module.ADAPTERS[plan.name], context, ranks)
         defaults = SamplingParams()
         facts[plan.name] = StageFacts()
@@ -151,6 +153,16 @@ def _media_limits(limits: Limits) -> dict[str, float]:
     }
 
 
+def _output_limits(limits: Limits) -> dict[str, int]:
+    """The deployment's bounds on what is made, by the names of `segue.models.diffusion.limits.OutputLimits`."""
+    return {
+        "max_output_pixels": limits.max_output_pixels,
+        "max_inference_steps": limits.max_inference_steps,
+        "max_output_frames": limits.max_output_frames,
+        "max_outputs": limits.max_outputs,
+    }
+
+
 def _engine(plan: StagePlan, adapter: Adapter, context: LoadContext, wake: Callable[[], None]) -> Engine:
     match plan.engine:
         case "autoregressive":
@@ -181,6 +193,8 @@ def _engine(plan: StagePlan, adapter: Adapter, context: LoadContext, wake: Calla
                 Grammars.of(adapter, wake),
                 speculation,
             )
+        case "diffusion":
+            return DiffusionEngine(adapter, DiffusionConfig(max_batch=plan.max_batch))
         case "module":
             return ModuleEngine(adapter, ModuleConfig(max_batch=plan.max_batch))
         case other:

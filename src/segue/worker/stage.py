@@ -12,7 +12,15 @@ from segue.engines.autoregressive.contract import LoraHost
 from segue.engines.contract import Engine, StageOutput, StageRequest, Transfer
 from segue.graph.deployment import StagePlan
 from segue.graph.parts import TOKENS
-from segue.messages.deltas import AudioDelta, EmbeddingDelta, ImageDelta, TextDelta, TokensDelta
+from segue.messages.deltas import (
+    AudioDelta,
+    EmbeddingDelta,
+    ImageDelta,
+    ProgressDelta,
+    TextDelta,
+    TokensDelta,
+    VideoDelta,
+)
 from segue.messages.errors import StageFailed
 from segue.messages.sampling import FALLBACK, SamplingParams
 from segue.messages.wire import Begin, ClientDelta, Emission, OutputEnd, Peer
@@ -30,7 +38,7 @@ class Run:
     began: float
     first: float = 0.0
     positions: dict[int, int] = field(default_factory=dict)
-    """By output: units of the client stream made so far in this attempt (characters, samples, pictures)."""
+    """By output: units of the client stream made so far in this attempt (characters, samples)."""
     ends: list[OutputEnd] = field(default_factory=list)
     """Of the outputs that have ended; the request is done when all have."""
     started: float = 0.0
@@ -115,11 +123,14 @@ class StageRunner:
 
 
 def units(delta: ClientDelta) -> int:
-    """Length of a delta in its stream's units: characters, samples, pictures, vectors, prompts."""
+    """Length of a delta in its stream's units: characters, samples, vectors, prompts. Pictures, frames and steps carry
+    their own place."""
     if isinstance(delta, TextDelta):
         return len(delta.text)
     if isinstance(delta, AudioDelta):
         return len(delta.samples) // 4
+    if isinstance(delta, ImageDelta | VideoDelta | ProgressDelta):
+        return 0
     return 1
 
 
@@ -150,9 +161,34 @@ def client_deltas(request: StageRequest, output: StageOutput) -> list[ClientDelt
     if TOKENS in request.to_client and TOKENS in payload:
         tokens = payload.pop(TOKENS)
         deltas.append(TokensDelta(request.stage, tokens["token_ids"], tokens["token_strs"], tokens["text"]))
-    if "image" in request.to_client and "image" in payload:
-        image = payload["image"]
-        if image.ndim != 3 or image.shape[2] != 3:
-            raise StageFailed(f"stage {request.stage!r} gave a picture of shape {tuple(image.shape)}, not [h, w, 3]")
-        deltas.append(ImageDelta(request.stage, image.cpu().numpy().tobytes(), image.shape[0], image.shape[1]))
+    # previews are for the client even where what it asked for is a video
+    if "image" in payload and ("image" in request.to_client or (request.to_client and "partial" in payload)):
+        deltas.append(_image(request.stage, payload))
+    if "video" in request.to_client and "video" in payload:
+        deltas.append(_video(request.stage, payload))
+    asked = request.request.diffusion
+    if output.progress is not None and asked is not None and asked.progress:
+        deltas.append(ProgressDelta(request.stage, *output.progress, output.index))
     return deltas
+
+
+def _image(stage: str, payload: dict[str, Any]) -> ImageDelta:
+    """Of `{"image": uint8 [h, w, 3], "index": int, "partial": int | None}`; the last two may be missing."""
+    image = payload["image"]
+    if image.ndim != 3 or image.shape[2] != 3:
+        raise StageFailed(f"stage {stage!r} gave a picture of shape {tuple(image.shape)}, not [h, w, 3]")
+    height, width, _ = image.shape
+    data = image.cpu().numpy().tobytes()
+    return ImageDelta(stage, data, height, width, payload.get("index", 0), payload.get("partial"))
+
+
+def _video(stage: str, payload: dict[str, Any]) -> VideoDelta:
+    """Of `{"video": uint8 [frames, h, w, 3], "fps": float, "index", "first": int}`; the last two may be missing."""
+    video = payload["video"]
+    if video.ndim != 4 or video.shape[3] != 3:
+        raise StageFailed(f"stage {stage!r} gave frames of shape {tuple(video.shape)}, not [frames, h, w, 3]")
+    frames, height, width, _ = video.shape
+    data = video.cpu().numpy().tobytes()
+    return VideoDelta(
+        stage, data, frames, height, width, float(payload["fps"]), payload.get("index", 0), payload.get("first", 0)
+    )

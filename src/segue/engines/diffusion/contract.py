@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from segue.engines.contract import Payload, StageRequest
+from segue.messages.diffusion import DiffusionParams
 
 
 class Scheduler(Protocol):
@@ -49,14 +50,15 @@ class Sample:
     """Rows of equal bucket may share a call (the shape of the latents, mostly, and what else cannot be padded)."""
     conditions: list[Any]
     """By branch, the prompt's first: what the family's `predict` needs beside latents and timestep."""
+    params: DiffusionParams
+    """What the request asks, with the family's defaults filled in."""
     state: Any = None
     """The family's own."""
     step: int = 0
     """Calls of the network that are done; it is finished when this is `len(timesteps)`."""
-    generator: torch.Generator | None = None
-    """For schedulers that add noise: the sample's own, so that the result depends on no neighbour."""
     step_arguments: dict[str, Any] = field(default_factory=dict)
-    """More keyword arguments of `scheduler.step`."""
+    """More keyword arguments of `scheduler.step`: for those that add noise, a `generator` of the sample's own, so that
+    the result depends on no neighbour."""
 
     @property
     def timestep(self) -> torch.Tensor:
@@ -113,10 +115,11 @@ class DiffusionAdapter(Protocol):
         """Guidance: the predictions of the sample's branches, in order of `branches` → what its scheduler steps by."""
 
     def finish(self, sample: Sample) -> Payload:
-        """The denoised latents as they leave for the decoder."""
+        """The denoised latents as they leave for the decoder, `index` (of the output) among them."""
 
     def preview(self, sample: Sample, prediction: torch.Tensor) -> Payload:
-        """What the decoder makes a small picture of: the clean latents that the last prediction points at, shrunk."""
+        """What the decoder makes a small picture of: the clean latents that a prediction points at, shrunk. Called
+        before the scheduler has stepped; the engine adds `partial`, the number of the preview."""
 
     def end(self, state: Any) -> None:
         """The request left (finished, failed, cancelled): drop what is kept for it."""

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from segue.engines.contract import Payload
+from segue.models.encoder_cache import add_content
 from segue.models.multimodal_lm.processor import Processed
 
 _GRID = "grid_thw"
@@ -84,18 +85,5 @@ def _hash(kind: str, ids: list[int], tensors: dict[str, Any]) -> bytes:
     digest = hashlib.blake2b(repr((kind, ids)).encode(), digest_size=16)
     for key in sorted(tensors):
         digest.update(key.encode())
-        _add(digest, tensors[key])
+        add_content(digest, tensors[key])
     return digest.digest()
-
-
-def _add(digest: Any, value: Any) -> None:
-    """Tensors by shape and content, lists of them one by one, anything else as it prints."""
-    if isinstance(value, torch.Tensor):
-        digest.update(repr((str(value.dtype), tuple(value.shape))).encode())
-        digest.update(value.contiguous().view(torch.uint8).numpy().data if value.ndim else repr(value.item()).encode())
-    elif isinstance(value, list | tuple):
-        digest.update(f"[{len(value)}]".encode())
-        for item in value:
-            _add(digest, item)
-    else:
-        digest.update(repr(value).encode())

@@ -1,0 +1,293 @@
+"""The diffusion engine: one step is one call of the network over rows of many requests, each at a step of its own.
+
+    add ─▶ feed* ─▶ samples            the adapter makes them when all conditions of a request are there
+    step:  choose samples ─▶ rows ─▶ predict ─▶ per sample: combine, its scheduler's step
+    a sample that is done leaves as a payload; the request is finished with its last sample
+
+Who is in a step is decided by `segue.engines.diffusion.choice`. A sample's result does not depend on who shares its
+calls: it has its own scheduler, noise and guidance, and rows do not see each other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from segue.engines.contract import Payload, StageOutput, StageRequest
+from segue.engines.diffusion.choice import Candidate, choose
+from segue.engines.diffusion.contract import DiffusionAdapter, Row, Sample
+from segue.messages.errors import ConfigError, InvalidRequest, SegueError, StageFailed
+
+
+@dataclass(frozen=True, slots=True)
+class DiffusionConfig:
+    """Limits of one step."""
+
+    max_batch: int = 16
+    """Rows per call; a sample that has more by itself runs alone."""
+    patience: int = 8
+    """Steps a sample may be passed over before it goes first."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("max_batch", self.max_batch), ("patience", self.patience)):
+            if value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1", field=name)
+
+
+@dataclass(slots=True)
+class _Running:
+    """A sample in the engine."""
+
+    sample: Sample
+    arrival: int
+    previews: list[int]
+    """After which calls a preview is due; number k is entry k."""
+    passed: int = 0
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One request in the engine, from `add` to its last output."""
+
+    request: StageRequest
+    state: Any
+    open_upstreams: set[str]
+    running: list[_Running] = field(default_factory=list)
+    """Samples that are not done."""
+    made: bool = False
+    """Its samples have been made."""
+    paused: bool = False
+
+
+class DiffusionEngine:
+    """`segue.engines.contract.Engine` over a `DiffusionAdapter`."""
+
+    def __init__(self, adapter: DiffusionAdapter, config: DiffusionConfig | None = None) -> None:
+        self._adapter = adapter
+        self._config = config or DiffusionConfig()
+        self._entries: dict[str, _Entry] = {}
+        self._errors: list[StageOutput] = []
+        """Failures between steps (`feed`): emitted by the next step."""
+        self._arrivals = itertools.count()
+        self._most: dict[Hashable, int] = {}
+        """By bucket: rows that once fitted into memory where more did not."""
+        self._last_batch = 0
+        self._calls = 0
+        self._rows = 0
+        self._retries = 0
+
+    def warm_up(self) -> None:
+        """The adapter's own calls."""
+        self._adapter.warm_up()
+
+    def add(self, request: StageRequest) -> None:
+        if request.request_id in self._entries:
+            raise InvalidRequest(f"request {request.request_id!r} is already in this stage", field="request_id")
+        self._entries[request.request_id] = _Entry(request, self._adapter.begin(request), set(request.upstreams))
+
+    @torch.inference_mode()
+    def feed(self, request_id: str, upstream: str, payload: Payload, *, final: bool) -> None:
+        entry = self._entries.get(request_id)
+        if entry is None:
+            return
+        try:
+            samples = self._adapter.feed(entry.state, upstream, payload, final=final)
+        except Exception as error:  # a stage answers for whatever its model code raises, one request at a time
+            self._errors.append(self._fail(request_id, error))
+            return
+        if final:
+            entry.open_upstreams.discard(upstream)
+        for sample in samples:
+            due = preview_calls(len(sample.timesteps), sample.params.partial_images)
+            entry.running.append(_Running(sample, next(self._arrivals), due))
+        entry.made = entry.made or bool(samples)
+        if not entry.open_upstreams and not entry.made:
+            nothing = StageFailed(f"all input of request {request_id!r} is here, and its adapter made no samples")
+            self._errors.append(self._fail(request_id, nothing))
+
+    def cancel(self, request_id: str) -> None:
+        entry = self._entries.pop(request_id, None)
+        if entry is not None:
+            self._adapter.end(entry.state)
+        self._errors = [output for output in self._errors if output.request_id != request_id]
+
+    def pause(self, request_id: str) -> None:
+        if request_id in self._entries:
+            self._entries[request_id].paused = True
+
+    def resume(self, request_id: str) -> None:
+        if request_id in self._entries:
+            self._entries[request_id].paused = False
+
+    def backlog(self, request_id: str) -> int:
+        """Conditions are kept, not waiting to be used."""
+        return 0
+
+    def has_work(self) -> bool:
+        return bool(self._errors) or any(entry.running and not entry.paused for entry in self._entries.values())
+
+    def step(self) -> list[StageOutput]:
+        outputs, self._errors = self._errors, []
+        batch = self._schedule()
+        self._last_batch = 0
+        if batch:
+            outputs += self._advance(batch)
+        return outputs
+
+    def stats(self) -> dict[str, float]:
+        samples = sum(len(entry.running) for entry in self._entries.values())
+        return {
+            "waiting": float(sum(not entry.made for entry in self._entries.values())),
+            "running": float(samples),
+            "batch": float(self._last_batch),
+            "calls_total": float(self._calls),
+            "rows_total": float(self._rows),
+            "retries_total": float(self._retries),
+        }
+
+    # ── one step ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _schedule(self) -> list[_Running]:
+        """Who takes the next step; counts who is passed over."""
+        ready = [
+            (running, entry.request.priority)
+            for entry in self._entries.values()
+            if not entry.paused
+            for running in entry.running
+        ]
+        by_candidate = {self._candidate(running, priority): running for running, priority in ready}
+        chosen = [
+            by_candidate[candidate] for candidate in choose(list(by_candidate), self._max_rows, self._config.patience)
+        ]
+        for running, _ in ready:
+            running.passed += 1
+        for running in chosen:
+            running.passed = 0
+        return chosen
+
+    def _candidate(self, running: _Running, priority: int) -> Candidate:
+        sample = running.sample
+        rows = len(self._adapter.branches(sample))
+        return Candidate(
+            bucket=self._adapter.bucket(sample),
+            rows=rows,
+            work=float(sample.remaining * rows * sample.tokens),
+            priority=priority,
+            arrival=running.arrival,
+            passed=running.passed,
+        )
+
+    def _max_rows(self, leader: Candidate) -> int:
+        return min(self._config.max_batch, self._most.get(leader.bucket, self._config.max_batch))
+
+    @torch.inference_mode()
+    def _advance(self, batch: Sequence[_Running]) -> list[StageOutput]:
+        rows = [Row(running.sample, branch) for running in batch for branch in self._adapter.branches(running.sample)]
+        self._last_batch = len(rows)
+        answers = iter(self._predict(rows))
+        outputs: list[StageOutput] = []
+        for running in batch:
+            own = [next(answers) for row in rows if row.sample is running.sample]
+            if running.sample.request_id not in self._entries:
+                continue  # failed by another sample of this very call
+            try:
+                outputs += self._stepped(running, own)
+            except Exception as error:
+                outputs.append(self._fail(running.sample.request_id, error))
+        return outputs
+
+    def _predict(self, rows: Sequence[Row]) -> list[torch.Tensor | Exception]:
+        """What the network says to each row, or why it cannot: a call that fails is made again in halves, so that one
+        that is too large for the memory succeeds, and of any other only the guilty row fails."""
+        self._calls += 1
+        self._rows += len(rows)
+        try:
+            answers: list[torch.Tensor | Exception] = list(self._adapter.predict(rows))
+        except Exception as error:
+            if out_of_memory(error):
+                self._note_too_large(rows)
+            if len(rows) == 1:
+                return [error]
+        else:
+            if len(answers) != len(rows):
+                raise StageFailed(f"the adapter gave {len(answers)} predictions for {len(rows)} rows")
+            return answers
+        self._retries += 1
+        middle = (len(rows) + 1) // 2
+        return self._predict(rows[:middle]) + self._predict(rows[middle:])
+
+    def _note_too_large(self, rows: Sequence[Row]) -> None:
+        if rows[0].sample.latents.device.type == "cuda":
+            torch.cuda.empty_cache()
+        bucket = self._adapter.bucket(rows[0].sample)
+        self._most[bucket] = max(1, min(self._most.get(bucket, len(rows)), len(rows) // 2))
+
+    def _stepped(self, running: _Running, answers: Sequence[torch.Tensor | Exception]) -> list[StageOutput]:
+        """Advance a sample by one call of the network. Raises what makes its request fail."""
+        sample = running.sample
+        predictions: list[torch.Tensor] = []
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise _too_large(sample) if out_of_memory(answer) else answer
+            predictions.append(answer)
+        prediction = self._adapter.combine(sample, predictions)
+        outputs: list[StageOutput] = []
+        if sample.step + 1 in running.previews:
+            number = running.previews.index(sample.step + 1)
+            shown = {**self._adapter.preview(sample, prediction), "partial": number}
+            outputs.append(StageOutput(sample.request_id, index=sample.index, payload=shown))
+        [sample.latents, *_] = sample.scheduler.step(
+            prediction, sample.timestep, sample.latents, return_dict=False, **sample.step_arguments
+        )
+        sample.step += 1
+        told = StageOutput(sample.request_id, index=sample.index, progress=(sample.step, len(sample.timesteps)))
+        if not sample.remaining:
+            told.payload = self._adapter.finish(sample)
+            self._leave(running, told)
+        return [*outputs, told]
+
+    def _leave(self, running: _Running, output: StageOutput) -> None:
+        entry = self._entries[running.sample.request_id]
+        entry.running.remove(running)
+        if not entry.running:
+            output.finished, output.finish_reason = True, "stop"
+            self._adapter.end(entry.state)
+            del self._entries[running.sample.request_id]
+
+    def _fail(self, request_id: str, error: Exception) -> StageOutput:
+        entry = self._entries.pop(request_id)
+        self._adapter.end(entry.state)
+        wrapped = error if isinstance(error, SegueError) else _wrapped(error)
+        wrapped.stage = wrapped.stage or entry.request.stage
+        return StageOutput(request_id, finished=True, error=wrapped)
+
+
+def preview_calls(calls: int, previews: int) -> list[int]:
+    """After which of `calls` calls (counted from 1) a preview is due: evenly spread, none after the last, no two after
+    the same."""
+    due = {-(-number * calls // (previews + 1)) for number in range(1, previews + 1)}
+    return sorted(call for call in due if call < calls)
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether a call failed for lack of memory: CUDA has a class for it, a CPU's allocator only words."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
+
+
+def _too_large(sample: Sample) -> SegueError:
+    return StageFailed(
+        f"a call of the network over one row of {sample.tokens} latent tokens does not fit into the memory that is "
+        "free; ask for a smaller size"
+    )
+
+
+def _wrapped(error: Exception) -> SegueError:
+    wrapped = StageFailed(f"{type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped

@@ -1,0 +1,107 @@
+"""The decoder of a VAE as a stage of its own: latents of many requests → pictures or frames."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from segue.engines.contract import LoadContext, Payload, StageRequest
+from segue.engines.module.contract import Result, Work
+from segue.messages.errors import ConfigError
+from segue.models.diffusion.loading import load_component
+
+TILE_PIXELS = 2_097_152
+"""Larger pictures are decoded in tiles that are blended (diffusers' `enable_tiling`): a small difference, much less
+memory. Option `tile_pixels`."""
+CALL_PIXELS = 4_194_304
+"""Pixels of all pictures or frames of one call; more are decoded one after the other."""
+DEFAULT_FPS = 16.0
+
+
+@dataclass(slots=True)
+class _State:
+    request_id: str
+    seen: set[tuple[int, int | None]] = field(default_factory=set)
+    """(index, partial) of what came: a denoiser that runs again sends again, in an order of its own."""
+
+
+class Decoder(ABC):
+    """`ModuleAdapter`: `{"latents": [1, …], "index", "partial"}` per chunk in, `image` or `video` payloads out."""
+
+    component: ClassVar[str] = "vae"
+
+    def __init__(self, ctx: LoadContext, *, dtype: torch.dtype | None = None) -> None:
+        self.device = ctx.device
+        self.vae = load_component(ctx, self.component, dtype=dtype)
+        self.dtype: torch.dtype = self.vae.dtype
+        self._tile_pixels = ctx.options.get("tile_pixels", TILE_PIXELS)
+        if not isinstance(self._tile_pixels, int) or self._tile_pixels < 1:
+            raise ConfigError(f"tile_pixels is {self._tile_pixels!r}; it must be a number of pixels")
+
+    @abstractmethod
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """[B, channels, (frames,) h, w] → [B, 3, (frames,) H, W], mostly in [-1, 1]; the latents as the network had
+        them: scaling and shifting to the VAE's own is done here."""
+
+    @property
+    @abstractmethod
+    def scale(self) -> int:
+        """Pixels per latent, in height and in width."""
+
+    @torch.inference_mode()
+    def pixels(self, latents: torch.Tensor) -> torch.Tensor:
+        """[B, channels, (frames,) h, w] → [B, (frames,) H, W, 3] float32 in [0, 1]."""
+        area = latents.shape[-1] * latents.shape[-2] * self.scale**2
+        if area > self._tile_pixels:
+            self.vae.enable_tiling()
+        else:
+            self.vae.disable_tiling()
+        frames = latents.shape[2] if latents.ndim == 5 else 1
+        at_once = max(1, CALL_PIXELS // (area * frames))
+        decoded = torch.cat([self.decode(part) for part in latents.to(self.device, self.dtype).split(at_once)])
+        return (decoded.float() / 2 + 0.5).clamp(0, 1).movedim(1, -1)
+
+    def warm_up(self) -> None:  # noqa: B027
+        """Families that know a small latent may do more."""
+
+    def begin(self, request: StageRequest) -> tuple[_State, list[Work]]:
+        return _State(request.request_id), []
+
+    def feed(self, state: _State, upstream: str, payload: Payload, *, final: bool) -> list[Work]:
+        works = []
+        if payload and (place := (payload["index"], payload.get("partial"))) not in state.seen:
+            state.seen.add(place)
+            latents = payload["latents"]
+            bucket = (tuple(latents.shape), payload.get("partial") is None)
+            works.append(Work(state.request_id, payload, bucket, cost=latents[0, 0].numel(), ordered=False))
+        if final:
+            if not works:
+                works.append(Work(state.request_id, None, "none"))
+            works[-1].last = True
+        return works
+
+    def run(self, works: list[Work]) -> list[Result]:
+        payloads: list[Any] = [work.item for work in works]
+        if payloads[0] is None:
+            return [Result() for _ in works]
+        decoded = self.pixels(torch.cat([payload["latents"] for payload in payloads]))
+        return [
+            Result(_shown(payload, (pixels * 255).round().to(torch.uint8)))
+            for payload, pixels in zip(payloads, decoded, strict=True)
+        ]
+
+    def end(self, state: _State) -> None:  # noqa: B027
+        """Nothing is kept but the state itself."""
+
+
+def _shown(payload: Payload, pixels: torch.Tensor) -> Payload:
+    """[h, w, 3] or [frames, h, w, 3] uint8 → what the client is sent."""
+    if payload.get("partial") is not None:
+        frame = pixels if pixels.ndim == 3 else pixels[0]
+        return {"image": frame, "index": payload["index"], "partial": payload["partial"]}
+    if pixels.ndim == 3:
+        return {"image": pixels, "index": payload["index"]}
+    return {"video": pixels, "index": payload["index"], "fps": payload.get("fps", DEFAULT_FPS), "first": 0}

@@ -1,0 +1,205 @@
+"""A denoiser: the network that predicts noise (or velocity), as the diffusion engine sees it."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import msgspec
+import torch
+from torch.nn import functional
+
+from segue.engines.contract import LoadContext, Payload, StageRequest
+from segue.engines.diffusion.contract import Row, Sample
+from segue.messages.diffusion import DiffusionParams
+from segue.models.diffusion.loading import load_component
+from segue.models.diffusion.schedulers import Schedulers
+
+PREVIEW_SHRINK = 2
+"""A preview has so many times fewer pixels in height and in width."""
+
+
+@dataclass(slots=True)
+class Given:
+    """What a request brings, until its samples are made."""
+
+    request: StageRequest
+    inputs: dict[str, list[Payload]] = field(default_factory=dict)
+    """By upstream: its chunks, in order."""
+    final: set[str] = field(default_factory=set)
+    params: DiffusionParams = field(default_factory=DiffusionParams)
+    """With the family's defaults; set when all is there."""
+
+    def texts(self, device: torch.device, stage: str = "text_encoder") -> list[dict[str, torch.Tensor]]:
+        """What a text encoder made of each item, in order."""
+        [payload] = self.inputs[stage]
+        return [{name: tensor.to(device) for name, tensor in item.items()} for item in payload["texts"]]
+
+
+class Denoiser(ABC):
+    """`DiffusionAdapter` over one network of diffusers.
+
+    A family says: the shape of the noise (`noise_shape`), what a branch needs (`conditions`), one call (`predict`), and
+    how latents look to the decoder (`unpacked`); and, where its pipeline differs, the rest.
+    """
+
+    component: ClassVar[str] = "transformer"
+    noise_dtype: ClassVar[torch.dtype | None] = None
+    """What the pipeline draws the noise in; None: what the network runs in."""
+
+    def __init__(self, ctx: LoadContext) -> None:
+        self.device = ctx.device
+        self.dtype = ctx.dtype
+        self.network = load_component(ctx, self.component)
+        self.schedulers = Schedulers(ctx.model_dir)
+
+    # ── what a family says ─────────────────────────────────────────────────────────────────────────────────────────
+
+    @abstractmethod
+    def noise_shape(self, params: DiffusionParams) -> tuple[int, ...]:
+        """Of one output, as the pipeline draws it, without the dimension of the outputs."""
+
+    @abstractmethod
+    def conditions(self, given: Given) -> list[Any]:
+        """By branch, the prompt's first; one alone where there is no guidance."""
+
+    @abstractmethod
+    def predict(self, rows: Sequence[Row]) -> Sequence[torch.Tensor]:
+        """One call of the network; see `DiffusionAdapter`."""
+
+    @abstractmethod
+    def unpacked(self, sample: Sample, latents: torch.Tensor) -> torch.Tensor:
+        """Latents of a sample as the decoder takes them: [1, channels, (frames,) height, width]."""
+
+    def draw(self, given: Given, generator: torch.Generator) -> torch.Tensor:
+        """The noise of all outputs, drawn at once on the CPU: [outputs, …]."""
+        shape = (given.params.num_images_per_prompt, *self.noise_shape(given.params))
+        return torch.randn(shape, generator=generator, dtype=self.noise_dtype or self.dtype)
+
+    def packed(self, noise: torch.Tensor, given: Given) -> torch.Tensor:
+        """Noise of one output, [1, …], in the shape the scheduler works on."""
+        return noise
+
+    def set_timesteps(self, scheduler: Any, latents: torch.Tensor, params: DiffusionParams) -> Sequence[torch.Tensor]:
+        """Prepare a scheduler; gives the timesteps of the calls."""
+        if params.sigmas is not None:
+            scheduler.set_timesteps(sigmas=params.sigmas, device=self.device)
+        else:
+            scheduler.set_timesteps(params.num_inference_steps, device=self.device)
+        return list(scheduler.timesteps)
+
+    def started(self, latents: torch.Tensor, scheduler: Any, given: Given) -> torch.Tensor:
+        """Latents to start from, the timesteps being set: e.g. scaled by `init_noise_sigma`, or mixed with a
+        picture."""
+        return latents
+
+    def tokens(self, latents: torch.Tensor) -> int:
+        """Latent tokens of one row. By default the latents are [1, tokens, channels]."""
+        return latents.shape[1]
+
+    def bucket_of(self, latents: torch.Tensor, given: Given, conditions: Sequence[Any]) -> Hashable:
+        """What must be equal for rows to share a call. A picture and the same one turned have as many tokens."""
+        return (tuple(latents.shape), given.params.height, given.params.width)
+
+    def guidance(self, sample: Sample) -> float:
+        """How much the prompt weighs over the negative prompt."""
+        return sample.params.guidance_scale or 1.0
+
+    def combine(self, sample: Sample, predictions: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Classifier-free guidance (Ho & Salimans 2022, eq. 6, in the form diffusers has it)."""
+        if len(predictions) == 1:
+            return predictions[0]
+        cond, uncond = predictions
+        return uncond + self.guidance(sample) * (cond - uncond)
+
+    def clean(self, sample: Sample, prediction: torch.Tensor) -> torch.Tensor:
+        """The latents without noise that a prediction points at. By default the network predicts the velocity of a
+        rectified flow (Liu et al. 2022): x_0 = x_t - t v."""
+        share = sample.timestep / self.schedulers.config.get("num_train_timesteps", 1000)
+        return sample.latents - share.to(sample.latents) * prediction
+
+    def told(self, sample: Sample) -> Payload:
+        """What else the decoder should know, e.g. `fps`."""
+        return {}
+
+    # ── DiffusionAdapter ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def warm_up(self) -> None:  # noqa: B027
+        """Families that know a small sample may do more."""
+
+    def begin(self, request: StageRequest) -> Given:
+        return Given(request)
+
+    def feed(self, state: Given, upstream: str, payload: Payload, *, final: bool) -> list[Sample]:
+        if payload:  # the end of a stream may carry nothing
+            state.inputs.setdefault(upstream, []).append(payload)
+        if final:
+            state.final.add(upstream)
+        if state.final != state.request.upstreams:
+            return []
+        [settings] = state.inputs["input"]
+        state.params = msgspec.convert(settings["settings"], DiffusionParams)
+        return self._samples(state)
+
+    def outputs(self, state: Given) -> int:
+        return state.params.num_images_per_prompt
+
+    def branches(self, sample: Sample) -> Sequence[int]:
+        everything = range(len(sample.conditions))
+        if sample.params.guidance_interval is None:
+            return everything
+        begin, end = sample.params.guidance_interval
+        return everything if begin <= sample.step / len(sample.timesteps) < end else (0,)
+
+    def bucket(self, sample: Sample) -> Hashable:
+        return sample.bucket
+
+    def finish(self, sample: Sample) -> Payload:
+        return {"latents": self.unpacked(sample, sample.latents), "index": sample.index, **self.told(sample)}
+
+    def preview(self, sample: Sample, prediction: torch.Tensor) -> Payload:
+        latents = self.unpacked(sample, self.clean(sample, prediction))
+        if latents.ndim == 5:  # of a video, its beginning
+            latents = latents[:, :, :1]
+        size = (max(1, latents.shape[-2] // PREVIEW_SHRINK), max(1, latents.shape[-1] // PREVIEW_SHRINK))
+        flat = latents.reshape(-1, 1, *latents.shape[-2:])
+        small = functional.adaptive_avg_pool2d(flat.float(), size).to(latents.dtype)
+        return {"latents": small.reshape(*latents.shape[:-2], *size), "index": sample.index, **self.told(sample)}
+
+    def end(self, state: Given) -> None:  # noqa: B027
+        """Nothing is kept but the state itself."""
+
+    def _samples(self, given: Given) -> list[Sample]:
+        generator = torch.Generator().manual_seed(given.request.seed)
+        noise = self.draw(given, generator)
+        conditions = self.conditions(given)
+        samples = []
+        for index in range(given.params.num_images_per_prompt):
+            scheduler = self.schedulers.make(given.params.scheduler)
+            latents = self.packed(noise[index : index + 1].to(self.device), given)
+            timesteps = self.set_timesteps(scheduler, latents, given.params)
+            samples.append(
+                Sample(
+                    given.request.request_id,
+                    index,
+                    self.started(latents, scheduler, given),
+                    scheduler,
+                    timesteps,
+                    tokens=self.tokens(latents),
+                    bucket=self.bucket_of(latents, given, conditions),
+                    conditions=conditions,
+                    params=given.params,
+                    step_arguments=self._step_arguments(scheduler, generator, given.request.seed, index),
+                )
+            )
+        return samples
+
+    def _step_arguments(self, scheduler: Any, generator: torch.Generator, seed: int, index: int) -> dict[str, Any]:
+        """Schedulers that add noise draw output 0's where the pipeline would: behind the first noise. The others have a
+        generator of their own, since they may be at other steps."""
+        if "generator" not in inspect.signature(scheduler.step).parameters:
+            return {}
+        return {"generator": generator if index == 0 else torch.Generator().manual_seed(seed + index)}

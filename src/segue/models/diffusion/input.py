@@ -1,0 +1,189 @@
+"""The input stage of a family that makes pictures or video: checks what is asked for and fills in the defaults."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from PIL import Image
+
+from segue.engines.contract import LoadContext, Payload
+from segue.media.image import decode_image
+from segue.media.limits import MediaLimits
+from segue.messages.diffusion import DiffusionParams
+from segue.messages.errors import InvalidRequest, TooLarge
+from segue.messages.request import MediaPart, Request, TextPart
+from segue.models.diffusion.limits import OutputLimits
+from segue.models.diffusion.schedulers import Schedulers
+from segue.models.input_stage import InputStage
+
+COMMON = frozenset(
+    ("height", "width", "num_inference_steps", "num_images_per_prompt", "scheduler", "progress", "partial_images",
+     "guidance_interval")
+)  # fmt: skip
+"""What every family takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What a checkpoint can be asked for."""
+
+    defaults: DiffusionParams
+    """What the pipeline takes where a request says nothing."""
+    takes: frozenset[str]
+    """Fields of `DiffusionParams` it understands, besides `COMMON`."""
+    multiple: int
+    """Height and width are multiples of this many pixels."""
+    frame_step: int = 1
+    """A number of frames is 1 more than a multiple of this."""
+    max_sequence_length: int | None = None
+    """Most tokens of a prompt that can be asked for."""
+    pictures: tuple[int, int] = (0, 0)
+    """How few and how many pictures a request carries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A picture of the request, decoded."""
+
+    image: Image.Image
+    role: str
+    """`MediaPart.role`."""
+
+
+class DiffusionInput(InputStage):
+    """`ModuleAdapter`: a request → what `segue.models.diffusion.transfers` says."""
+
+    def __init__(self, ctx: LoadContext, rules: Rules) -> None:
+        self.rules = rules
+        self.schedulers = Schedulers(ctx.model_dir)
+        self._limits = OutputLimits.of(ctx)
+        self._media = MediaLimits.from_options(ctx.options.get("limits", {}))
+
+    @abstractmethod
+    def texts(self, prompt: str, params: DiffusionParams, pictures: Sequence[Picture]) -> list[Any]:
+        """The items for the text encoder: the prompt's, then the negative prompt's, where guidance needs it."""
+
+    def completed(self, params: DiffusionParams, pictures: Sequence[Picture]) -> DiffusionParams:
+        """With defaults for what the request leaves open."""
+        open_ones = {name: value for name, value in _fields(self.rules.defaults) if getattr(params, name) is None}
+        return msgspec.structs.replace(params, **open_ones)
+
+    def more(self, params: DiffusionParams, pictures: Sequence[Picture]) -> Payload:
+        """What else the stages need."""
+        return {}
+
+    def process(self, request: Request) -> Payload:
+        given = request.diffusion or DiffusionParams()
+        self._check_taken(given)
+        prompt = prompt_of(request)
+        parts = pictures_of(request)
+        self._check_pictures(len(parts))
+        pictures = [Picture(Image.fromarray(decode_image(part, self._media)), part.role) for part in parts]
+        params = self.completed(given, pictures)
+        if params.sigmas is not None:
+            params = msgspec.structs.replace(params, num_inference_steps=len(params.sigmas))
+        self._check(params)
+        return {
+            "texts": self.texts(prompt, params, pictures),
+            "settings": msgspec.to_builtins(params),
+            **self.more(params, pictures),
+        }
+
+    # ── checks ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _check_taken(self, given: DiffusionParams) -> None:
+        neutral = dict(_fields(DiffusionParams()))
+        known = COMMON | self.rules.takes
+        for name, value in _fields(given):
+            if value != neutral.get(name) and name not in known:
+                raise InvalidRequest(f"this model takes no {name}; it takes {', '.join(sorted(known))}", field=name)
+
+    def _check_pictures(self, count: int) -> None:
+        least, most = self.rules.pictures
+        if count > most:
+            right = f"at most {most}" if most else "none"
+            raise InvalidRequest(f"the request has {count} pictures; this model takes {right}", field="image")
+        if count < least:
+            raise InvalidRequest(f"the request has {count} pictures; this model needs {least}", field="image")
+
+    def _check(self, params: DiffusionParams) -> None:
+        limits = self._limits
+        self._check_size(params)
+        _bound("num_images_per_prompt", params.num_images_per_prompt, limits.max_outputs, "max_outputs")
+        steps = params.num_inference_steps or 0
+        _bound("num_inference_steps", steps, limits.max_inference_steps, "max_inference_steps")
+        if params.partial_images >= max(2, steps + 1):
+            raise InvalidRequest(
+                f"partial_images is {params.partial_images}; {steps} steps have at most {max(0, steps - 1)}",
+                field="partial_images",
+            )
+        self.schedulers.check(params.scheduler)
+        longest = self.rules.max_sequence_length
+        if longest is not None and (params.max_sequence_length or 0) > longest:
+            raise InvalidRequest(
+                f"max_sequence_length is {params.max_sequence_length}; this model reads at most {longest} tokens",
+                field="max_sequence_length",
+            )
+        if params.num_frames is not None:
+            _bound("num_frames", params.num_frames, limits.max_output_frames, "max_output_frames")
+            self._check_multiple("num_frames", params.num_frames, self.rules.frame_step, 1)
+
+    def _check_size(self, params: DiffusionParams) -> None:
+        height, width = params.height or 0, params.width or 0
+        for name, value in (("height", height), ("width", width)):
+            self._check_multiple(name, value, self.rules.multiple, 0)
+        most = self._limits.max_output_pixels
+        if height * width > most:
+            multiple, shrink = self.rules.multiple, (most / (height * width)) ** 0.5
+            fits = [max(multiple, int(side * shrink) // multiple * multiple) for side in (height, width)]
+            raise TooLarge(
+                f"height {height} x width {width} is {height * width} pixels; at most {most} (max_output_pixels), e.g. "
+                f"{fits[0]} x {fits[1]}",
+                field="height",
+            )
+
+    def _check_multiple(self, name: str, value: int, multiple: int, offset: int) -> None:
+        if (value - offset) % multiple == 0:
+            return
+        below = (value - offset) // multiple * multiple + offset
+        near = [str(size) for size in (below, below + multiple) if size > 0]
+        what = f"a multiple of {multiple}" + (f" and {offset} more" if offset else "")
+        raise InvalidRequest(
+            f"{name} is {value}; this model makes {what}, the nearest: {' or '.join(near)}", field=name
+        )
+
+
+def prompt_of(request: Request) -> str:
+    """The text of a request: its prompt, or what its messages say, one after the other. Raises `InvalidRequest`."""
+    if request.prompt is not None:
+        return request.prompt
+    if request.prompt_token_ids is not None:
+        raise InvalidRequest("this model reads text; send a prompt in place of prompt_token_ids", field="prompt")
+    texts = [part.text for message in request.messages for part in message.content if isinstance(part, TextPart)]
+    if not texts:
+        raise InvalidRequest("the request says nothing: it needs a prompt", field="prompt")
+    return "\n".join(texts)
+
+
+def pictures_of(request: Request) -> list[MediaPart]:
+    """The pictures a request carries, in order."""
+    return [
+        part
+        for message in request.messages
+        for part in message.content
+        if isinstance(part, MediaPart) and part.kind == "image"
+    ]
+
+
+def _fields(params: DiffusionParams) -> list[tuple[str, Any]]:
+    """(name, value) of what is set."""
+    return [(name, value) for name in params.__struct_fields__ if (value := getattr(params, name)) is not None]
+
+
+def _bound(name: str, value: int, most: int, limit: str) -> None:
+    if value > most:
+        raise TooLarge(f"{name} is {value}; at most {most} ({limit})", field=name)

@@ -1,0 +1,123 @@
+"""One part of a pipeline of diffusers: a folder of the checkpoint, of the class that `model_index.json` names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from segue.engines.contract import LoadContext
+from segue.messages.errors import ConfigError, nearest
+from segue.models.checkpoint import load_module
+from segue.models.diffusion.library import (
+    LIBRARIES,
+    VERSION,
+    AutoConfig,
+    AutoTokenizer,
+    ModelMixin,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from segue.models.pretrained import LOAD_FORMATS, without_bars
+from segue.models.registry import PIPELINE
+
+_UNREADABLE = (OSError, ValueError, TypeError, KeyError, RuntimeError, ImportError, SafetensorError)
+
+
+def pipeline_index(model_dir: Path) -> dict[str, Any]:
+    """`model_index.json`: parts as `name: [library, class]`, settings of the pipeline as plain values."""
+    return _json(model_dir / PIPELINE)
+
+
+def component_config(model_dir: Path, name: str, file: str = "config.json") -> dict[str, Any]:
+    """The config of a part, without building it."""
+    return _json(model_dir / name / file)
+
+
+def component_class(model_dir: Path, name: str) -> Any:
+    """The class of a part. Raises `ConfigError` for one that is in neither library: code of a checkpoint is not run."""
+    named = pipeline_index(model_dir).get(name)
+    if not isinstance(named, list) or len(named) != 2 or named[1] is None:
+        raise ConfigError(f"{model_dir / PIPELINE} names no part {name!r}", field="model")
+    library, kind = named
+    module = LIBRARIES.get(library)
+    found = getattr(module, kind, None) if module is not None else None
+    if found is None:
+        raise ConfigError(
+            f"{model_dir / PIPELINE}: {name} is {library}.{kind}, which diffusers {VERSION} and transformers do not "
+            "have",
+            field="model",
+        )
+    return found
+
+
+def load_component(ctx: LoadContext, name: str, *, dtype: torch.dtype | None = None) -> Any:
+    """A network on `ctx.device` in `dtype` (else `ctx.dtype`), with the checkpoint's weights or random ones.
+
+    Raises `ConfigError` naming the folder.
+    """
+    if ctx.load_format not in LOAD_FORMATS:
+        raise ConfigError(
+            f"load_format is {ctx.load_format!r}{nearest(ctx.load_format, LOAD_FORMATS)}", field="load_format"
+        )
+    kind = component_class(ctx.model_dir, name)
+    directory = ctx.model_dir / name
+    network: nn.Module
+    if ctx.load_format == "dummy":
+        network = load_module(
+            ctx, lambda: build(kind, directory), lambda tensor: [tensor], checkpoint=None, dtype=dtype or ctx.dtype
+        )
+        if isinstance(network, PreTrainedModel):
+            network.tie_weights()
+    else:
+        network = _read(kind, directory, dtype or ctx.dtype, ctx.device)
+    ctx.progress(1.0, name)
+    return network.eval().requires_grad_(False)
+
+
+def build(kind: Any, directory: Path) -> nn.Module:
+    """A network of a part's config, its weights not read; on the device that is the default."""
+    if issubclass(kind, ModelMixin):
+        return kind.from_config(kind.load_config(directory, local_files_only=True))
+    return kind(AutoConfig.from_pretrained(directory, local_files_only=True))
+
+
+def _read(kind: Any, directory: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    try:
+        with without_bars():
+            network, info = kind.from_pretrained(
+                directory, local_files_only=True, use_safetensors=True, output_loading_info=True, dtype=dtype
+            )
+    except _UNREADABLE as error:
+        raise ConfigError(f"{directory}: the weights cannot be loaded: {error}", field="model") from error
+    missing = sorted(info["missing_keys"])
+    if missing:  # the library would go on with random ones
+        raise ConfigError(
+            f"{directory}: {len(missing)} tensors of the model are not in the checkpoint, the first is {missing[0]!r}",
+            field="model",
+        )
+    return network.to(device)
+
+
+def load_tokenizer(model_dir: Path, name: str = "tokenizer") -> PreTrainedTokenizerBase:
+    """Raises `ConfigError` naming the folder."""
+    try:
+        return AutoTokenizer.from_pretrained(model_dir / name, local_files_only=True)
+    except _UNREADABLE as error:
+        raise ConfigError(f"{model_dir / name}: the tokenizer cannot be loaded: {error}", field="model") from error
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ConfigError(f"{path}: not there, so {str(path.parent)!r} is no part of a pipeline", field="model")
+    try:
+        value = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path}: not JSON: {error}", field="model") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: must hold a JSON object", field="model")
+    return value

@@ -1,0 +1,53 @@
+"""diffusers' schedulers: a new one for each sample, of the checkpoint's class or of one the request names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from segue.messages.errors import InvalidRequest, nearest
+from segue.models.diffusion.library import SchedulerMixin
+from segue.models.diffusion.loading import component_class
+
+
+class Schedulers:
+    """The schedulers a checkpoint can be sampled with."""
+
+    def __init__(self, model_dir: Path, name: str = "scheduler") -> None:
+        """`name`: the part of the pipeline. Raises `ConfigError`."""
+        kind = component_class(model_dir, name)
+        self.config: dict[str, Any] = dict(kind.load_config(model_dir / name, local_files_only=True))
+        self._default = kind
+        compatible = kind.from_config(self.config).compatibles
+        # of one that needs a package which is not there, diffusers gives a stand-in
+        self._kinds = {one.__name__: one for one in (kind, *compatible) if issubclass(one, SchedulerMixin)}
+        self.known: tuple[str, ...] = tuple(sorted(self._kinds))
+
+    def check(self, name: str | None) -> None:
+        """Raise `InvalidRequest` for a scheduler that diffusers does not list as compatible with the checkpoint's."""
+        if name is not None and name not in self._kinds:
+            raise InvalidRequest(
+                f"scheduler is {name!r}, which this model is not sampled with; known: {', '.join(self.known)}"
+                f"{_meant(name, self.known)}",
+                field="scheduler",
+            )
+
+    def make(self, name: str | None = None) -> Any:
+        """A new scheduler with the checkpoint's settings; its timesteps are not set."""
+        self.check(name)
+        return (self._default if name is None else self._kinds[name]).from_config(self.config)
+
+
+def _meant(name: str, known: tuple[str, ...]) -> str:
+    hint = nearest(name, known)
+    return hint if hint.startswith("; did you mean") else ""
+
+
+def shifted(config: Mapping[str, Any], tokens: int) -> float:
+    """`mu` of a flow-matching scheduler for pictures of so many tokens: the straight line through its base and its
+    largest size (Esser et al. 2024, section 5.3.2, as the Flux reference has it)."""
+    least, most = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+    low, high = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
+    slope = (high - low) / (most - least)
+    return tokens * slope + (low - slope * least)

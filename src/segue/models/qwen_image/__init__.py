@@ -1,0 +1,1 @@
+"""Qwen-Image (QwenLM/Qwen-Image): text to image, on diffusers' networks."""

@@ -1,0 +1,85 @@
+"""The denoiser: a double-stream transformer over text and picture tokens, true classifier-free guidance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from segue.engines.contract import LoadContext
+from segue.engines.diffusion.contract import Row, Sample
+from segue.messages.diffusion import DiffusionParams
+from segue.models.diffusion.denoiser import Denoiser, Given
+from segue.models.diffusion.schedulers import shifted
+from segue.models.qwen_image.spaces import pixels_per_latent, to_latents, to_tokens
+
+
+class QwenImageDenoiser(Denoiser):
+    """`DiffusionAdapter`. Rows of other text lengths share a call: padding is masked out of the attention, and
+    positions of text are counted from the picture's size, so that it changes nothing."""
+
+    def __init__(self, ctx: LoadContext) -> None:
+        super().__init__(ctx)
+        self._scale = pixels_per_latent(ctx.model_dir)
+        self._channels: int = self.network.config.in_channels // 4
+
+    def noise_shape(self, params: DiffusionParams) -> tuple[int, ...]:
+        return (1, self._channels, *self._sides(params))
+
+    def packed(self, noise: torch.Tensor, given: Given) -> torch.Tensor:
+        return to_tokens(noise)
+
+    def set_timesteps(self, scheduler: Any, latents: torch.Tensor, params: DiffusionParams) -> list[torch.Tensor]:
+        steps = params.num_inference_steps or 1
+        sigmas = params.sigmas if params.sigmas is not None else np.linspace(1.0, 1 / steps, steps)
+        scheduler.set_timesteps(sigmas=sigmas, device=self.device, mu=shifted(scheduler.config, latents.shape[1]))
+        scheduler.set_begin_index(0)
+        return list(scheduler.timesteps)
+
+    def conditions(self, given: Given) -> list[torch.Tensor]:
+        """[text tokens, hidden] each."""
+        return [text["embeds"].to(self.dtype) for text in given.texts(self.device)]
+
+    def predict(self, rows: Sequence[Row]) -> Sequence[torch.Tensor]:
+        lengths = [len(row.condition) for row in rows]
+        text = rows[0].condition.new_zeros(len(rows), max(lengths), rows[0].condition.shape[-1])
+        for place, row in enumerate(rows):
+            text[place, : lengths[place]] = row.condition
+        mask = None
+        if min(lengths) < max(lengths):
+            mask = (
+                torch.arange(max(lengths), device=self.device)[None]
+                < torch.tensor(lengths, device=self.device)[:, None]
+            )
+        height, width = self._sides(rows[0].sample.params)
+        timesteps = torch.stack([row.sample.timestep for row in rows]).to(self.device, self.dtype)
+        [predictions] = self.network(
+            hidden_states=torch.cat([row.sample.latents for row in rows]),
+            timestep=timesteps / 1000,
+            encoder_hidden_states=text,
+            encoder_hidden_states_mask=mask,
+            img_shapes=[[(1, height // 2, width // 2)]] * len(rows),
+            return_dict=False,
+        )
+        return predictions.split(1)
+
+    def guidance(self, sample: Sample) -> float:
+        return sample.params.true_cfg_scale or 1.0
+
+    def combine(self, sample: Sample, predictions: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Guided, with each token's norm kept at the prompt's."""
+        guided = super().combine(sample, predictions)
+        if len(predictions) == 1:
+            return guided
+        return guided * (predictions[0].norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
+
+    def unpacked(self, sample: Sample, latents: torch.Tensor) -> torch.Tensor:
+        return to_latents(latents, *self._sides(sample.params))
+
+    def _sides(self, params: DiffusionParams) -> tuple[int, int]:
+        """Height and width in latents."""
+        assert params.height is not None
+        assert params.width is not None
+        return params.height // self._scale, params.width // self._scale

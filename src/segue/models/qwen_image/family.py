@@ -1,0 +1,16 @@
+"""Qwen-Image, as the registry knows it. No torch here."""
+
+from __future__ import annotations
+
+from segue.models.family import Family
+from segue.models.qwen_image.graph import graph
+
+FAMILY = Family(
+    name="qwen_image",
+    architectures=frozenset({"QwenImagePipeline"}),
+    graph=graph,
+    stages_module="segue.models.qwen_image.stages",
+    chats=lambda model_dir: False,
+    tiny_module="segue.models.qwen_image.tiny",
+    tiny_names=("qwen-image",),
+)

@@ -1,0 +1,60 @@
+"""The input stage: prompts in the template that the text encoder was trained with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from segue.engines.contract import LoadContext
+from segue.messages.diffusion import DiffusionParams
+from segue.messages.errors import ConfigError, InvalidRequest
+from segue.models.diffusion.input import DiffusionInput, Picture, Rules
+from segue.models.diffusion.loading import component_config, load_tokenizer
+from segue.models.qwen_image.spaces import pixels_per_latent
+
+TEMPLATE = (
+    "<|im_start|>system\n"
+    "Describe the image by detailing the color, shape, size, texture, quantity, text, spatial relationships of the "
+    "objects and background:<|im_end|>\n"
+    "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+)
+"""What the published text encoder was trained with, as the library's pipeline has it."""
+DROP = 34
+"""Tokens of the template before the prompt, whose hidden states are left out."""
+LONGEST = 1024
+_LATENTS = 128
+"""Height and width of the latents by default."""
+
+
+class Input(DiffusionInput):
+    """`ModuleAdapter`. An item for the text encoder: `{"ids": [int, …], "drop": int, "most": int}`."""
+
+    def __init__(self, ctx: LoadContext) -> None:
+        if component_config(ctx.model_dir, "transformer").get("guidance_embeds"):
+            raise ConfigError("guidance-distilled Qwen-Image is not in the library", field="guidance_embeds")
+        scale = pixels_per_latent(ctx.model_dir)
+        size = _LATENTS * scale
+        super().__init__(
+            ctx,
+            Rules(
+                defaults=DiffusionParams(
+                    height=size, width=size, num_inference_steps=50, true_cfg_scale=4.0, max_sequence_length=512
+                ),
+                takes=frozenset({"negative_prompt", "true_cfg_scale", "sigmas", "max_sequence_length"}),
+                multiple=2 * scale,
+                max_sequence_length=LONGEST,
+            ),
+        )
+        self._tokenizer = load_tokenizer(ctx.model_dir)
+
+    def texts(self, prompt: str, params: DiffusionParams, pictures: Sequence[Picture]) -> list[Any]:
+        prompts = [prompt]
+        if params.negative_prompt is not None and (params.true_cfg_scale or 0) > 1:
+            prompts.append(params.negative_prompt)
+        return [self._item(text, params) for text in prompts]
+
+    def _item(self, prompt: str, params: DiffusionParams) -> dict[str, Any]:
+        ids = self._tokenizer(TEMPLATE.format(prompt), max_length=LONGEST + DROP, truncation=True).input_ids
+        if len(ids) <= DROP:
+            raise InvalidRequest("the prompt has no tokens", field="prompt")
+        return {"ids": ids, "drop": DROP, "most": params.max_sequence_length}

@@ -1,0 +1,34 @@
+"""The text encoder: Qwen2.5-VL's last hidden states of the templated prompt, without those of the template's head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from segue.engines.contract import LoadContext
+from segue.models.diffusion.loading import load_component
+from segue.models.diffusion.text_encoder import TextEncoder
+
+
+class Encoder(TextEncoder):
+    """`ModuleAdapter`; `embeds` of an item: [tokens, hidden]."""
+
+    def __init__(self, ctx: LoadContext) -> None:
+        super().__init__(ctx)
+        # what is over the last hidden state, the head, goes
+        self._network = load_component(ctx, "text_encoder").model
+
+    def encode(self, items: Sequence[Any]) -> list[dict[str, torch.Tensor]]:
+        lengths = [len(item["ids"]) for item in items]
+        ids = torch.zeros(len(items), max(lengths), dtype=torch.long, device=self.device)
+        mask = torch.zeros_like(ids)
+        for row, item in enumerate(items):
+            ids[row, : lengths[row]] = torch.tensor(item["ids"])
+            mask[row, : lengths[row]] = 1
+        hidden = self._network(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        return [
+            {"embeds": hidden[row, item["drop"] : min(lengths[row], item["drop"] + item["most"])]}
+            for row, item in enumerate(items)
+        ]

@@ -1,0 +1,146 @@
+"""`segue tiny qwen-image`: a small Qwen-Image in the published layout, made here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from segue.messages.errors import InvalidRequest, nearest
+from segue.models.diffusion.library import LIBRARIES, AutoConfig
+from segue.models.diffusion.tiny import randomise, scale_to, write_index, write_tokenizer
+from segue.models.family import TinyPreset
+from segue.models.tiny.files import BASE_VOCAB, train_tokenizer
+
+SPECIAL = (
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"),
+    *("<|image_pad|>", "<|video_pad|>"),
+)
+PARTS = {
+    "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
+    "text_encoder": ("transformers", "Qwen2_5_VLForConditionalGeneration"),
+    "tokenizer": ("transformers", "Qwen2Tokenizer"),
+    "transformer": ("diffusers", "QwenImageTransformer2DModel"),
+    "vae": ("diffusers", "AutoencoderKLQwenImage"),
+}
+
+
+@dataclass(frozen=True)
+class _Small:
+    """One size of the denoiser."""
+
+    layers: int
+    heads: int
+    rope: tuple[int, int, int]
+    """Their sum is the dimension of a head."""
+
+
+SIZES: Mapping[str, _Small] = {"tiny": _Small(3, 2, (4, 6, 6)), "small": _Small(16, 6, (16, 24, 24))}
+"""`small` is for benchmarks: what takes time in it are products of matrices, as in the published one."""
+_HIDDEN = 64
+"""Of the text encoder."""
+_PREDICTION_STD = 1.0
+_PIXEL_STD = 0.5
+"""In [-1, 1]."""
+
+
+def make(directory: Path, size: str = "tiny", seed: int = 0) -> None:
+    """Write a checkpoint with random weights: the same files for the same size and seed.
+
+    Raises `InvalidRequest` for an unknown size.
+    """
+    if size not in SIZES:
+        raise InvalidRequest(f"no size {size!r}{nearest(size, SIZES)}", field="size")
+    directory.mkdir(parents=True, exist_ok=True)
+    write_index(directory, "QwenImagePipeline", PARTS)
+    tokenizer = train_tokenizer(SPECIAL)
+    more = {"bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    write_tokenizer(directory / "tokenizer", tokenizer, SPECIAL, "Qwen2Tokenizer", longest=32768, **more)
+    with torch.random.fork_rng(devices=[]):  # the libraries draw weights of their own first
+        _make_text_encoder(directory, seed)
+        _make_transformer(directory, SIZES[size], seed + 1)
+        _make_vae(directory, seed + 2)
+    diffusers = LIBRARIES["diffusers"]
+    diffusers.FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02
+    ).save_pretrained(directory / "scheduler")
+
+
+def _make_text_encoder(directory: Path, seed: int) -> None:
+    ids = {token: BASE_VOCAB + place for place, token in enumerate(SPECIAL)}
+    config = AutoConfig.for_model(
+        "qwen2_5_vl",
+        text_config={
+            "model_type": "qwen2_5_vl_text",
+            "vocab_size": 672,
+            "hidden_size": _HIDDEN,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 2048,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+            "bos_token_id": ids["<|endoftext|>"],
+            "eos_token_id": ids["<|im_end|>"],
+            "pad_token_id": ids["<|endoftext|>"],
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "out_hidden_size": _HIDDEN,
+            "fullatt_block_indexes": [1],
+            "window_size": 56,
+        },
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+    )
+    model = LIBRARIES["transformers"].Qwen2_5_VLForConditionalGeneration(config).eval()
+    randomise(model, seed, {r"\.[qk]_proj\.": 2.2, r"\.o_proj\.": 4.0})
+    model.save_pretrained(directory / "text_encoder")
+
+
+def _make_transformer(directory: Path, small: _Small, seed: int) -> None:
+    network = LIBRARIES["diffusers"].QwenImageTransformer2DModel(
+        patch_size=2,
+        in_channels=64,
+        out_channels=16,
+        num_layers=small.layers,
+        attention_head_dim=sum(small.rope),
+        num_attention_heads=small.heads,
+        joint_attention_dim=_HIDDEN,
+        axes_dims_rope=small.rope,
+    )
+    network.eval()
+    # the prompt has to be seen: sharp attention, and more of it than of what a token was before
+    gains = {r"\.norm_(added_)?[qk]\.": 2.5, r"\.(to_v|add_v_proj)\.": 2.0, r"\.to_(add_)?out\.": 3.0, "^img_in": 0.5}
+    randomise(network, seed, gains)
+    generator = torch.Generator().manual_seed(seed)
+    inputs = {
+        "hidden_states": torch.randn(2, 16, 64, generator=generator),
+        "encoder_hidden_states": torch.randn(2, 12, _HIDDEN, generator=generator),
+        "timestep": torch.tensor([0.3, 0.9]),
+        "img_shapes": [[(1, 4, 4)]] * 2,
+    }
+    scale_to(_PREDICTION_STD, network.proj_out, lambda: network(**inputs, return_dict=False)[0])
+    network.save_pretrained(directory / "transformer")
+
+
+def _make_vae(directory: Path, seed: int) -> None:
+    vae = LIBRARIES["diffusers"].AutoencoderKLQwenImage(base_dim=8, num_res_blocks=1)
+    vae.eval()
+    randomise(vae, seed)
+    latents = torch.randn(2, vae.config.z_dim, 1, 8, 8, generator=torch.Generator().manual_seed(seed))
+    latents = latents * torch.tensor(vae.config.latents_std).reshape(1, -1, 1, 1, 1)
+    # what is decoded is cut to [-1, 1]: begin where nothing is
+    vae.decoder.conv_out.weight.data.mul_(1e-3)
+    scale_to(_PIXEL_STD, vae.decoder.conv_out, lambda: vae.decode(latents, return_dict=False)[0])
+    vae.save_pretrained(directory / "vae")
+
+
+PRESETS = {"qwen-image": TinyPreset(tuple(SIZES), make)}

@@ -1,0 +1,171 @@
+"""All stages of a diffusion family in one process: engines batch as those of workers do, and nothing is sent."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+
+from segue.engines.contract import Engine, LoadContext, StageOutput, StageRequest
+from segue.engines.diffusion.engine import DiffusionConfig, DiffusionEngine
+from segue.engines.module.engine import ModuleEngine
+from segue.graph.stage_graph import INPUT
+from segue.media.pictures import PICTURES, picture_parts
+from segue.media.sources import PYTHON_POLICY
+from segue.messages.diffusion import PARAMETERS, diffusion_from
+from segue.messages.request import Message, Request
+from segue.messages.sampling import FALLBACK
+from segue.models.registry import family_of, read_config
+
+WITHIN = 1e-3
+"""Largest difference of a pixel in [0, 1]."""
+
+
+@dataclass
+class Made:
+    """What came of one request."""
+
+    latents: dict[int, torch.Tensor] = field(default_factory=dict)
+    shown: dict[int, np.ndarray] = field(default_factory=dict)
+    """By index: uint8 pictures or frames, as the client gets them."""
+    previews: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
+    progress: list[tuple[int, int]] = field(default_factory=list)
+    pixels: list[torch.Tensor] = field(default_factory=list)
+    """[h, w, 3] or [frames, h, w, 3] in [0, 1], before they are rounded."""
+
+
+class Chain:
+    """A checkpoint, loaded. `adapters` by stage may be changed by a test."""
+
+    def __init__(self, model_dir: Path, *, options: Mapping[str, Any] | None = None) -> None:
+        config = read_config(model_dir)
+        family = family_of(config, model_dir)
+        self.graph = family.graph(config)
+        self.stages = family.load_stages()
+        self.adapters: dict[str, Any] = {}
+        for name in self.graph.topological():
+            given = dict(options or {}) if name == INPUT else {}
+            ctx = LoadContext(model_dir, name, torch.device("cpu"), torch.float32, options=given)
+            self.adapters[name] = self.stages.ADAPTERS[name](ctx)
+        self.batches: list[int] = []
+        """Rows of each step of the denoiser."""
+
+    def run(self, *asked: Mapping[str, Any], late: Mapping[int, int] | None = None, max_batch: int = 16) -> list[Made]:
+        """All requests together; request i joins after `late[i]` steps of the denoiser. Raises what one fails with."""
+        engines: dict[str, Engine] = {}
+        for name in self.graph.topological():
+            diffusion = self.graph.stages[name].engine == "diffusion"
+            engines[name] = (
+                DiffusionEngine(self.adapters[name], DiffusionConfig(max_batch=max_batch))
+                if diffusion
+                else ModuleEngine(self.adapters[name])
+            )
+        made = [Made() for _ in asked]
+        requests: list[dict[str, StageRequest]] = [{} for _ in asked]
+        waiting = {index: (late or {}).get(index, 0) for index in range(len(asked))}
+        self.batches, steps = [], 0
+        while waiting or any(engine.has_work() for engine in engines.values()):
+            for index in [index for index, after in waiting.items() if after <= steps]:
+                del waiting[index]
+                requests[index] = self._begin(engines, index, asked[index])
+            for name, engine in engines.items():
+                if not engine.has_work():
+                    continue
+                for output in engine.step():
+                    if output.error is not None:
+                        raise output.error
+                    index = int(output.request_id)
+                    self._note(made[index], name, output)
+                    for target in self.graph.downstreams(name):
+                        payload = self.stages.TRANSFERS[name, target](requests[index][name], output)
+                        if payload is not None or output.finished:
+                            engines[target].feed(output.request_id, name, payload or {}, final=output.finished)
+                if isinstance(engine, DiffusionEngine):
+                    steps += 1
+                    self.batches.append(int(engine.stats()["batch"]))
+        for one in made:
+            decoder = self.adapters[self.graph.main]
+            one.pixels = [decoder.pixels(one.latents[place])[0] for place in sorted(one.latents)]
+        return made
+
+    def _begin(self, engines: Mapping[str, Engine], index: int, asked: Mapping[str, Any]) -> dict[str, StageRequest]:
+        gives = self.graph.gives
+        pictures = picture_parts({key: asked[key] for key in asked if key in PICTURES}, PYTHON_POLICY)
+        request = Request(
+            request_id=str(index),
+            prompt=asked["prompt"],
+            messages=[Message("user", list(pictures))] if pictures else [],
+            modalities=sorted(gives),
+            seed=asked.get("seed", 0),
+            diffusion=diffusion_from({key: asked[key] for key in asked if key in PARAMETERS}),
+        )
+        walk = self.graph.walk(request)
+        made = {}
+        for stage in walk.stages:
+            made[stage.name] = StageRequest(
+                request_id=str(index),
+                stage=stage.name,
+                request=request,
+                sampling=FALLBACK,
+                seed=request.seed or 0,
+                upstreams=stage.upstreams,
+                downstreams=stage.downstreams,
+                to_client=stage.to_client,
+            )
+        for name in reversed(list(made)):  # whoever gets something is there before it is sent
+            engines[name].add(made[name])
+        return made
+
+    def _note(self, made: Made, stage: str, output: StageOutput) -> None:
+        payload = output.payload or {}
+        if output.progress is not None:
+            made.progress.append((output.index, output.progress[0]))
+        if "latents" in payload and payload.get("partial") is None and self.graph.stages[stage].engine == "diffusion":
+            made.latents[payload["index"]] = payload["latents"]
+        shown = payload.get("image", payload.get("video")) if self.graph.stages[stage].gives else None
+        if shown is not None:
+            partial = payload.get("partial")
+            place: Any = payload["index"] if partial is None else (payload["index"], partial)
+            (made.shown if partial is None else made.previews)[place] = shown.numpy()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """diffusers logs what it makes of arguments."""
+    logger = logging.getLogger("diffusers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def pipeline_of(model_dir: Path, kind: str) -> Any:
+    """The library's own pipeline on a checkpoint."""
+    with quiet():
+        pipeline = getattr(diffusers, kind).from_pretrained(model_dir, dtype=torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def expected(pipeline: Any, asked: Mapping[str, Any]) -> list[torch.Tensor]:
+    """What the library's pipeline makes of a request: [h, w, 3] or [frames, h, w, 3] each."""
+    given = {key: asked[key] for key in asked if key not in ("seed", "scheduler")}
+    with quiet(), torch.inference_mode():
+        made = pipeline(**given, generator=torch.Generator().manual_seed(asked.get("seed", 0)), output_type="np")
+    return [torch.as_tensor(np.asarray(one)) for one in made[0]]
+
+
+def apart(ours: Made, theirs: list[torch.Tensor]) -> float:
+    """Largest difference of a pixel; infinite where the shapes differ."""
+    if [one.shape for one in ours.pixels] != [one.shape for one in theirs]:
+        return float("inf")
+    return max(float((mine - yours).abs().max()) for mine, yours in zip(ours.pixels, theirs, strict=True))
