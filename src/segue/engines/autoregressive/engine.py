@@ -247,13 +247,13 @@ class AutoregressiveEngine:
             compilation, request = sequence.compiling, sequence.request
             assert compilation is not None
             try:
-                if compilation.error is not None:
+                if (error := compilation.error) is not None:
                     field = f"sampling.{request.stage}.structured_outputs"
-                    raise type(compilation.error)(f"{field} {compilation.error.message}", field=field)
+                    raise type(error)(f"{field} {error.message}", field=field) from error
                 sequence.take_grammar(self._grammars.grammar(compilation, request.sampling.stop_token_ids or ()))
                 sequence.refresh(self._share_size)
-            except SegueError as error:
-                self._between.append(self._fail(request.request_id, error))
+            except SegueError as failed:
+                self._between.append(self._fail(request.request_id, failed))
             self._stalled = False
 
     # --- a step ------------------------------------------------------------------------------------------------------
