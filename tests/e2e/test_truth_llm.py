@@ -150,3 +150,19 @@ def test_without_a_chat_template_a_bare_string_is_a_prompt(tmp_path: Path) -> No
             system.ask(question("Hello"))
     finally:
         system.close()
+
+
+def test_a_deployment_cuts_prompts(tmp_path: Path) -> None:
+    """Where a request does not say how far; what its tokens are is told whole."""
+    tiny.make("llama", tmp_path)
+    library = Library(tmp_path)
+    system = System(tmp_path, stages={"llm": {"sampling": {"truncate_prompt_tokens": 7}}})
+    try:
+        [whole, own] = QUESTIONS[2:4]
+        asked = GREEDY.over(SamplingParams(truncate_prompt_tokens=3))
+        outputs = system.ask(question(whole), question(own, sampling=asked))
+        library.check(outputs[0], library.ids(whole)[:, -7:])
+        library.check(outputs[1], library.ids(own)[:, -3:])
+        assert system.run(system.omni.tokenize(question(whole))) == library.ids(whole)[0].tolist()
+    finally:
+        system.close()

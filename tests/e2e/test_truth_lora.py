@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from truth_system import System
+from truth_system import System, library_answers
 
 from lora_files import make_adapter, merge
 from segue.messages.deltas import Delta, TextDelta
 from segue.messages.errors import InvalidRequest, NotFound
 from segue.messages.sampling import SamplingParams
 from segue.models.causal_lm import tiny
-from segue.models.library import AutoModelForCausalLM
 
 PROMPTS = [[5, 17, 300, 41], list(range(30, 90, 3)), [611, 7]]
 TOKENS = 30
@@ -39,24 +37,11 @@ class Files:
             )
         }
         merged = {name: merge(self.base, path, directory / f"{name}-merged") for name, path in self.paths.items()}
-        self.expected = {name: self._answers(where) for name, where in ({None: self.base} | merged).items()}
+        self.expected = {
+            name: library_answers(where, PROMPTS, TOKENS, eos_token_id=None)
+            for name, where in ({None: self.base} | merged).items()
+        }
         assert len({tuple(answers[1]) for answers in self.expected.values()}) == len(NAMES)
-
-    def _answers(self, directory: Path) -> list[list[int]]:
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-        answers = []
-        for prompt in PROMPTS:
-            ids = torch.tensor([prompt])
-            out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=TOKENS,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-            answers.append(out[0, len(prompt) :].tolist())
-        return answers
 
 
 @pytest.fixture(scope="module")

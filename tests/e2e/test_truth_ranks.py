@@ -7,14 +7,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
-from truth_system import System
+from truth_system import System, library_answers
 
 from segue.messages.deltas import Delta, TextDelta
 from segue.messages.errors import ConfigError
 from segue.messages.sampling import SamplingParams
 from segue.models.causal_lm import tiny
-from segue.models.library import AutoModelForCausalLM
 
 TOKENS = 40
 PROMPTS = [[index * 7919 % 640 for index in range(first, first + length)] for first, length in ((3, 20), (50, 70))]
@@ -36,20 +34,7 @@ def running(directory: Path) -> Iterator[System]:
 
 @pytest.fixture(scope="module")
 def expected(directory: Path) -> list[list[int]]:
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    answers = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            min_new_tokens=TOKENS,
-            max_new_tokens=TOKENS,
-            pad_token_id=0,
-        )
-        answers.append(out[0, len(prompt) :].tolist())
-    return answers
+    return library_answers(directory, PROMPTS, TOKENS, min_new_tokens=TOKENS)
 
 
 def greedy(prompt: list[int]) -> dict[str, object]:

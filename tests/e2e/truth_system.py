@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import psutil
 import pytest
+import torch
 from PIL import Image
 
 from library_reference import Reference, Reply
@@ -24,6 +25,7 @@ from segue.messages.errors import InvalidRequest
 from segue.messages.request import MediaPart
 from segue.messages.sampling import SamplingParams
 from segue.messages.stats import Histogram
+from segue.models.library import AutoModelForCausalLM
 from segue.orchestrator.omni import AsyncOmni
 from segue.orchestrator.outputs import Collector, RequestOutput
 
@@ -159,6 +161,19 @@ def assert_same(one: RequestOutput, other: RequestOutput) -> None:
     if one.audio is not None and other.audio is not None:
         assert one.audio.samples.shape == other.audio.samples.shape
         assert apart(one.audio.samples, other.audio.samples) < SAME
+
+
+def library_answers(directory: Path, prompts: list[list[int]], tokens: int, **more: Any) -> list[list[int]]:
+    """What a language model of transformers says to prompts of ids, greedy; `more`: of `generate`."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    answers = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=tokens, pad_token_id=0, **more
+        )
+        answers.append(out[0, len(prompt) :].tolist())
+    return answers
 
 
 def apart(one: np.ndarray, other: np.ndarray) -> float:

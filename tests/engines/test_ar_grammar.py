@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from itertools import count
 from typing import Any
 
 import pytest
@@ -276,9 +277,9 @@ class Slow:
         return self._real(kind, source)
 
 
-def slow(adapter, wake) -> tuple[Slow, Grammars]:
+def slow(adapter, wake, **limits) -> tuple[Slow, Grammars]:
     compile = Slow(adapter)
-    return compile, Grammars(adapter.vocabulary, adapter.vocab_size, {END}, wake=wake, compile=compile)
+    return compile, Grammars(adapter.vocabulary, adapter.vocab_size, {END}, wake=wake, compile=compile, **limits)
 
 
 ASKING = SamplingParams(max_tokens=30, structured_outputs=StructuredOutput(choice=["ab"]))
@@ -317,17 +318,42 @@ def test_equal_grammars_are_compiled_once(adapter):
     assert compile.count == 1
 
 
-def test_what_is_kept_is_bounded(adapter, monkeypatch):
-    monkeypatch.setattr(module, "MAX_COMPILED_BYTES", 1 << 14)
+def test_what_is_kept_is_bounded(adapter):
+    """What was used last is there; what was used first is compiled again."""
     there = threading.Event()
-    compile, grammars = slow(adapter, there.set)
+    compile, grammars = slow(adapter, there.set, kept_bytes=1 << 14)
     compile.go.set()
     drive, _ = driver(adapter, grammars)
-    for index in range(30):
+
+    def ask(index: int) -> int:
+        """How many were compiled for it."""
+        before, name = compile.count, f"r{next(numbers)}"
         form = StructuredOutput(choice=[f"a{index}", "b" * 40])
-        drive.add(stage_request(f"r{index}", sampling=SamplingParams(structured_outputs=form, max_tokens=60)), PROMPT)
-        finish(drive, there, [f"r{index}"])
-    assert 0 < len(grammars._kept) < 30
+        drive.add(stage_request(name, sampling=SamplingParams(structured_outputs=form, max_tokens=60)), PROMPT)
+        finish(drive, there, [name])
+        return compile.count - before
+
+    numbers = count()
+    assert [ask(index) for index in range(30)] == [1] * 30
+    assert (ask(29), ask(0)) == (0, 1)
+
+
+def test_what_a_compiler_raises_is_the_cause(adapter):
+    """What is no fault of the source fails the request, and is not lost."""
+    there, broken = threading.Event(), RuntimeError("out of order")
+
+    def compile(kind: str, source: str) -> Any:
+        raise broken
+
+    grammars = Grammars(adapter.vocabulary, adapter.vocab_size, {END}, wake=there.set, compile=compile)
+    drive, _ = driver(adapter, grammars)
+    drive.add(stage_request("it", sampling=ASKING, to_client=TEXT), PROMPT)
+    finish(drive, there, ["it"])
+    error = drive.results["it"].last.error
+    assert isinstance(error, StageFailed)
+    assert "could not be compiled: RuntimeError: out of order" in error.message
+    assert error.__cause__ is not None
+    assert error.__cause__.__cause__ is broken
 
 
 def test_cancelled_while_it_compiles(adapter):
@@ -343,10 +369,9 @@ def test_cancelled_while_it_compiles(adapter):
     drive.engine.audit()
 
 
-def test_too_slow_a_grammar_fails_its_request(adapter, monkeypatch):
-    monkeypatch.setattr(module, "MAX_COMPILE_SECONDS", 0.01)
+def test_too_slow_a_grammar_fails_its_request(adapter):
     there = threading.Event()
-    compile, grammars = slow(adapter, there.set)
+    compile, grammars = slow(adapter, there.set, most_seconds=0.01)
     drive, _ = driver(adapter, grammars)
     drive.add(stage_request("it", sampling=ASKING, to_client=TEXT), PROMPT)
     finish(drive, there, ["it"])

@@ -118,7 +118,6 @@ PLAIN = {
     "bad_words": st.sampled_from([[], ["a", "true", "bc"]]),
     "suppress_tokens": st.sampled_from([[], [5, 70]]),
     "speculate": st.sampled_from([True, True, False]),
-    "truncate_prompt_tokens": st.sampled_from([None, 11, -1]),
 }
 TOLD = {"logprobs": st.sampled_from([None, 0, 2]), "prompt_logprobs": st.sampled_from([None, 1])}
 

@@ -1,15 +1,13 @@
-"""Tokens and texts that may not come, prompts cut to their end, and text nobody wants."""
+"""Tokens and texts that may not come, and text nobody wants."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 from ar_adapter import VOCAB, Driver, TinyAdapter, generate, prompts, stage_request, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
 from segue.engines.autoregressive.config import AutoregressiveConfig
-from segue.engines.autoregressive.contract import Prompt
 from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.autoregressive.words import BadWords
 from segue.messages.errors import InvalidRequest
@@ -142,51 +140,6 @@ def test_bad_words_need_a_tokenizer(adapter):
     bare.vocabulary = None
     with pytest.raises(InvalidRequest, match=r"sampling\.main\.bad_words is set, but stage 'main' has no tokenizer"):
         driver(bare).add(stage_request("it", sampling=SamplingParams(bad_words=["a"])), PROMPTS[0])
-
-
-# --- prompts cut to their end ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("keep", [1, 7, 32, 33, 200])
-def test_truncated(adapter, keep):
-    result = one(adapter, PROMPTS[1], truncate_prompt_tokens=keep)
-    assert result.token_ids == generate(adapter.model, PROMPTS[1][-keep:], TOKENS)
-    assert result.outputs[0].prompt_tokens == min(keep, 33)
-
-
-def test_truncated_to_the_context(adapter):
-    small = TinyAdapter(adapter.model, max_model_len=41)
-    [prompt] = prompts(1, [60], seed=3)
-    result = one(small, prompt, truncate_prompt_tokens=-1)
-    assert result.outputs[0].prompt_tokens == 40
-    assert result.token_ids == generate(adapter.model, prompt[-40:], 1)
-
-
-def test_text_with_positions_can_be_cut(adapter):
-    prompt = Prompt(PROMPTS[1], positions=torch.arange(33)[None], modality_tokens={"text": 33})
-    result = one(adapter, prompt, truncate_prompt_tokens=9)
-    assert result.token_ids == generate(adapter.model, PROMPTS[1][-9:], TOKENS)
-    assert result.outputs[0].modality_tokens == {"text": 9}
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"embeds": torch.zeros(33, 48)},
-        {"identity": [b"x"] * 33},
-        {"positions": torch.arange(33)[None].clamp(max=30)},
-        {"extras": {"media_rows": torch.ones(33)}},
-        {"position_delta": -3},
-    ],
-    ids=lambda more: next(iter(more)),
-)
-def test_media_cannot_be_cut(adapter, more):
-    drive = driver(adapter)
-    sampling = SamplingParams(max_tokens=2, truncate_prompt_tokens=9)
-    drive.add(stage_request("it", sampling=sampling), Prompt(PROMPTS[1], **more))
-    error = drive.run()["it"].last.error
-    assert isinstance(error, InvalidRequest)
-    assert error.field == "sampling.main.truncate_prompt_tokens"
 
 
 # --- no text ---------------------------------------------------------------------------------------------------------

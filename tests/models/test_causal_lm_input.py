@@ -188,6 +188,28 @@ def test_a_text_that_others_would_wait_for(qwens: InputProcessor) -> None:
             ids(qwens, prompt="x" * ((1 << 20) + 1), **fields)
 
 
+@pytest.mark.parametrize("keep", [1, 7, 32, 33, 49])
+def test_truncated(qwen: Path, keep: int) -> None:
+    given = list(range(5, 38))
+    own = processor(qwen, max_model_len=50)
+    assert (
+        ids(own, prompt_token_ids=given, sampling={"llm": SamplingParams(truncate_prompt_tokens=keep)})
+        == (given[-keep:])
+    )
+
+
+def test_truncated_to_the_context(qwen: Path) -> None:
+    given = list(range(5, 65))
+    cut = {"llm": SamplingParams(truncate_prompt_tokens=-1)}
+    assert ids(processor(qwen, max_model_len=41), prompt_token_ids=given, sampling=cut) == given[-40:]
+
+
+def test_the_prompt_of_another_stage_cannot_be_cut(qwens: InputProcessor) -> None:
+    with pytest.raises(InvalidRequest, match="only the prompt of stage 'llm' can be cut") as caught:
+        ids(qwens, prompt_token_ids=[5, 6], sampling={"other": SamplingParams(truncate_prompt_tokens=1)})
+    assert caught.value.field == "sampling.other.truncate_prompt_tokens"
+
+
 def test_a_long_text_of_long_words_fits(qwen: Path) -> None:
     """More characters than eight a token, and fewer tokens than the context."""
     own = processor(qwen, max_model_len=12)

@@ -15,6 +15,7 @@ from multimodal_family import FAMILIES, SEES, TEXT, Case, context, medium, proce
 from segue.media.parts import PYTHON_POLICY, messages_from
 from segue.messages.errors import ConfigError, InvalidRequest, TooLarge, TooLong
 from segue.messages.request import ChatOptions, Request
+from segue.messages.sampling import SamplingParams
 from segue.models.library import AutoTokenizer
 from segue.models.multimodal_lm import tiny
 from segue.models.multimodal_lm.input import InputProcessor
@@ -238,3 +239,15 @@ def test_a_processor_that_cannot_be_read(directories: dict[str, Path], tmp_path:
     (tmp_path / "preprocessor_config.json").write_text("[")
     with pytest.raises(ConfigError, match="the processor cannot be read"):
         InputProcessor(context(tmp_path, "input"))
+
+
+@pytest.mark.parametrize("family", SEES)
+def test_media_cannot_be_cut(stages: dict[str, InputProcessor], family: str) -> None:
+    request = request_of(PICTURES)
+    whole = stages[family].process(request)["token_ids"].tolist()
+    request.sampling = {"llm": SamplingParams(truncate_prompt_tokens=len(whole))}
+    assert stages[family].process(request)["token_ids"].tolist() == whole
+    request.sampling = {"llm": SamplingParams(truncate_prompt_tokens=len(whole) - 1)}
+    with pytest.raises(InvalidRequest, match="has more than text in it, which cannot be cut") as caught:
+        stages[family].process(request)
+    assert caught.value.field == "sampling.llm.truncate_prompt_tokens"

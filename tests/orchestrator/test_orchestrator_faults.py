@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-from test_orchestrator_toy import Gate, assert_right, both, collect, kill, pid_of
+from toy_system import Gate, assert_right, both, collect, kill, pid_of
 
 from segue.messages.errors import ShuttingDown, StageLost
 from segue.orchestrator.omni import AsyncOmni

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_orchestrator_toy import Gate, System, collect, kill, pid_of, system
+from toy_system import Gate, System, collect, kill, pid_of
 
 from segue.messages.deltas import Delta, Finished, TextDelta
 from segue.messages.errors import ConfigError, InvalidRequest
@@ -17,7 +17,6 @@ from segue.orchestrator.omni import AsyncOmni
 from segue.orchestrator.outputs import RequestOutput
 
 pytestmark = pytest.mark.usefixtures("toy_path")
-__all__ = ["system"]
 
 PROMPT = "several"
 SAMPLED: dict[str, Any] = {"temperature": 2.0, "max_tokens": 16, "ignore_eos": True}

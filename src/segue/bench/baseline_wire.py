@@ -1,15 +1,8 @@
-"""What the benchmark and its baseline's process say to each other: msgpack behind a length, over a socket pair."""
+"""What the benchmark and its baseline's process say to each other, beside what `segue.bench.channel` has."""
 
 from __future__ import annotations
 
-import asyncio
-import struct
-
 import msgspec
-
-from segue.bench.workload import BenchRequest
-
-LENGTH = struct.Struct("<I")
 
 
 class Options(msgspec.Struct, kw_only=True):
@@ -32,10 +25,6 @@ class Policy(msgspec.Struct, tag=True):
     gather: float
     """Seconds to wait for a batch to fill once a first request is there. Clients whose answers came in one batch send
     their next requests within milliseconds of each other: without it each batch would begin with the first alone."""
-
-
-class Work(msgspec.Struct, tag=True):
-    request: BenchRequest
 
 
 class Loaded(msgspec.Struct, tag=True):
@@ -72,31 +61,3 @@ class Answer(msgspec.Struct, tag=True, kw_only=True):
     sample_rate: int
     gpu_bytes: int = 0
     """Most GPU memory the process has held so far."""
-
-
-class Broken(msgspec.Struct, tag=True):
-    """The process cannot go on."""
-
-    message: str
-
-
-ToBaseline = Policy | Work
-FromBaseline = Loaded | Answer | Broken
-
-_encoder = msgspec.msgpack.Encoder()
-to_baseline = msgspec.msgpack.Decoder(ToBaseline)
-from_baseline = msgspec.msgpack.Decoder(FromBaseline)
-
-
-def frame(message: ToBaseline | FromBaseline) -> bytes:
-    body = _encoder.encode(message)
-    return LENGTH.pack(len(body)) + body
-
-
-async def read_frame(reader: asyncio.StreamReader) -> FromBaseline | None:
-    """The next message, None at the end of the stream."""
-    try:
-        (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-        return from_baseline.decode(await reader.readexactly(length))
-    except (asyncio.IncompleteReadError, ConnectionResetError):
-        return None

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from segue.bench.arguments import count, counts, some_of
 from segue.bench.text_arguments import add_text
-from segue.messages.errors import ConfigError, SegueError, nearest
+from segue.messages.errors import ConfigError, SegueError
 
 BASELINES = ("one", "static")
 SIZES = ("tiny", "small")
@@ -50,12 +51,12 @@ def parser() -> argparse.ArgumentParser:
     omni.add_argument("--cache", type=Path, default=Path("out"), help="where presets are made (default: out)")
     omni.add_argument("--assets", type=Path, default=_REPOSITORY / "assets", help="photo, speech and video")
     omni.add_argument("--config", type=Path, help="deployment file of Segue")
-    omni.add_argument("--threads", type=_count, help="CPU threads of the baseline (default: as many as cores)")
-    omni.add_argument("--concurrency", type=_counts, default=[1, 8], help="clients, e.g. 1,8")
-    omni.add_argument("--requests", type=_count, default=16, help="per round and side (default: 16)")
-    omni.add_argument("--rounds", type=_count, default=3)
-    omni.add_argument("--warmup", type=_count, default=4, help="requests not counted, per side (default: 4)")
-    omni.add_argument("--baseline", type=_baselines, default=list(BASELINES), help="of one,static; or none")
+    omni.add_argument("--threads", type=count, help="CPU threads of the baseline (default: as many as cores)")
+    omni.add_argument("--concurrency", type=counts, default=[1, 8], help="clients, e.g. 1,8")
+    omni.add_argument("--requests", type=count, default=16, help="per round and side (default: 16)")
+    omni.add_argument("--rounds", type=count, default=3)
+    omni.add_argument("--warmup", type=count, default=4, help="requests not counted, per side (default: 4)")
+    omni.add_argument("--baseline", type=some_of(BASELINES), default=list(BASELINES), help="of one,static; or none")
     omni.add_argument("--dtype", choices=DTYPES, help="default: float32 on a CPU, bfloat16 on a GPU")
     omni.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     omni.add_argument("--load-format", choices=["auto", "dummy"], default="auto")
@@ -64,24 +65,6 @@ def parser() -> argparse.ArgumentParser:
     omni.set_defaults(run=_omni)
     add_text(commands)
     return top
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number above 0")
-    return int(text)
-
-
-def _counts(text: str) -> list[int]:
-    return [_count(part.strip()) for part in text.split(",")]
-
-
-def _baselines(text: str) -> list[str]:
-    names = [] if text == "none" else [part.strip() for part in text.split(",")]
-    for name in names:
-        if name not in BASELINES:
-            raise argparse.ArgumentTypeError(f"there is no baseline {name!r}{nearest(name, (*BASELINES, 'none'))}")
-    return names
 
 
 def _omni(arguments: argparse.Namespace) -> int:

@@ -12,7 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from segue.messages.errors import ConfigError, nearest
+from segue.bench.arguments import count, counts, some_of
+from segue.messages.errors import ConfigError
 
 if TYPE_CHECKING:
     from segue.bench.text_results import TextResult
@@ -31,37 +32,29 @@ def add_text(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     model.add_argument("--preset", choices=PRESETS, default="qwen2-387m", help="made if absent (default: qwen2-387m)")
     text.add_argument("--cache", type=Path, default=Path("out"), help="where presets are made (default: out)")
     text.add_argument("--shapes", type=_shapes, default="128/64,1024/128", help="prompt/output tokens")
-    text.add_argument("--concurrency", type=_counts, default=[1, 8, 32], help="clients (default: 1,8,32)")
-    text.add_argument("--waves", type=_count, default=1, help="requests per client and round (default: 1)")
-    text.add_argument("--rounds", type=_count, default=2)
-    text.add_argument("--baseline", type=_baselines, default=list(BASELINES), help="of one,static,continuous; or none")
+    text.add_argument("--concurrency", type=counts, default=[1, 8, 32], help="clients (default: 1,8,32)")
+    text.add_argument("--waves", type=count, default=1, help="requests per client and round (default: 1)")
+    text.add_argument("--rounds", type=count, default=2)
+    text.add_argument(
+        "--baseline", type=some_of(BASELINES), default=list(BASELINES), help="of one,static,continuous; or none"
+    )
     text.add_argument("--vllm-python", type=Path, help="python of an environment with vLLM's CPU build; takes part")
-    text.add_argument("--vllm-cache-gib", type=_count, default=4, help="vLLM's KV cache (default: 4)")
+    text.add_argument("--vllm-cache-gib", type=count, default=4, help="vLLM's KV cache (default: 4)")
     text.add_argument("--preload", type=Path, help="library preloaded on every side, e.g. libiomp5.so or an allocator")
     cores = len(os.sched_getaffinity(0))
-    text.add_argument("--threads", type=_count, default=cores, help="CPU threads of every side (default: all cores)")
+    text.add_argument("--threads", type=count, default=cores, help="CPU threads of every side (default: all cores)")
     text.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     text.add_argument("--rates", type=_rates, default=[], help="Poisson arrivals per second, e.g. 0.2,0.5")
-    text.add_argument("--arrivals", type=_count, default=24, help="per rate and round (default: 24)")
+    text.add_argument("--arrivals", type=count, default=24, help="per rate and round (default: 24)")
     text.add_argument("--objective", type=_objective, default=(2.0, 0.25), help="TTFT,TPOT seconds of goodput (2,0.25)")
     text.add_argument(
         "--shared-prefix", type=float, default=0.0, help="share, e.g. 0.8: TTFT with and without the cache"
     )
     text.add_argument("--long-prompt", type=int, default=0, help="tokens, e.g. 16384: ITL of others meanwhile")
-    text.add_argument("--crowds", type=_counts, default=[], help="simultaneous requests, e.g. 1,2,4,8,10,16,32,64")
+    text.add_argument("--crowds", type=counts, default=[], help="simultaneous requests, e.g. 1,2,4,8,10,16,32,64")
     text.add_argument("--seed", type=int, default=0)
     text.add_argument("--out", type=Path, default=Path("out/bench"), help="directory of the results")
     text.set_defaults(run=_text)
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number above 0")
-    return int(text)
-
-
-def _counts(text: str) -> list[int]:
-    return [_count(part.strip()) for part in text.split(",")]
 
 
 def _rates(text: str) -> list[float]:
@@ -87,16 +80,8 @@ def _shapes(text: str) -> list[Shape]:
     shapes = []
     for part in text.split(","):
         prompt, _, output = part.strip().partition("/")
-        shapes.append(Shape(_count(prompt), _count(output)))
+        shapes.append(Shape(count(prompt), count(output)))
     return shapes
-
-
-def _baselines(text: str) -> list[str]:
-    names = [] if text == "none" else [part.strip() for part in text.split(",")]
-    for name in names:
-        if name not in BASELINES:
-            raise argparse.ArgumentTypeError(f"there is no baseline {name!r}{nearest(name, (*BASELINES, 'none'))}")
-    return names
 
 
 def _text(arguments: argparse.Namespace) -> int:

@@ -2,104 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
-import msgspec
-
-import segue
-from segue.bench.text_wire import Answer, Broken, Loaded, Options, Policy, ToReference, Work, frame, read_frame
+from segue.bench.child import ChildProcess
+from segue.bench.text_wire import Answer, Loaded, Options, Policy
 from segue.bench.text_workload import TextOutcome, TextRequest
-from segue.messages.errors import StageFailed
 
 GATHER_SECONDS = 0.05
-# the child runs this very package, installed or not
-_PATHS = (str(Path(segue.__file__).parents[1]), os.environ.get("PYTHONPATH"))
-
-
-class ReferenceProcess:
-    """The process, shared by the drivers below: the model is loaded once."""
-
-    def __init__(self, options: Options, environment: Mapping[str, str]) -> None:
-        self._options = options
-        self._environment = dict(environment)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._writer: asyncio.StreamWriter | None = None
-        self._listener: asyncio.Task[None] | None = None
-        self._answers: dict[int, asyncio.Future[Answer]] = {}
-        self._loaded: asyncio.Future[Loaded] | None = None
-        self.startup = 0.0
-
-    async def start(self) -> None:
-        """Returns when the model is there; once, whoever asks. Raises `StageFailed` with the process's own error."""
-        if self._loaded is None:
-            began = time.monotonic()
-            self._loaded = asyncio.get_running_loop().create_future()
-            ours, theirs = socket.socketpair()
-            with theirs:
-                options = msgspec.json.encode(self._options).decode()
-                paths = os.pathsep.join(path for path in _PATHS if path)
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "segue.bench.text_reference", str(theirs.fileno()), options],
-                    pass_fds=(theirs.fileno(),),
-                    stdin=subprocess.DEVNULL,
-                    env={**os.environ, "PYTHONPATH": paths, **self._environment},
-                )
-            reader, self._writer = await asyncio.open_connection(sock=ours)
-            self._listener = asyncio.create_task(self._listen(reader))
-            await asyncio.shield(self._loaded)
-            self.startup = time.monotonic() - began
-        await asyncio.shield(self._loaded)
-
-    async def send(self, message: ToReference) -> None:
-        assert self._writer is not None, "not started"
-        self._writer.write(frame(message))
-        await self._writer.drain()
-
-    async def ask(self, request: TextRequest) -> Answer:
-        """Send a request and wait for its answer."""
-        answer = self._answers[request.index] = asyncio.get_running_loop().create_future()
-        try:
-            await self.send(Work(request))
-            return await answer
-        finally:
-            del self._answers[request.index]
-
-    async def stop(self) -> None:
-        """End the process; idempotent."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-        if self._listener is not None:
-            self._listener.cancel()
-            await asyncio.gather(self._listener, return_exceptions=True)
-            self._listener = None
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()  # it may be in the middle of a generation that nobody waits for
-            process.wait()
-
-    async def _listen(self, reader: asyncio.StreamReader) -> None:
-        message = "the process of transformers ended by itself"
-        while (said := await read_frame(reader)) is not None:
-            match said:
-                case Loaded():
-                    assert self._loaded is not None
-                    self._loaded.set_result(said)
-                case Answer():
-                    if said.index in self._answers:
-                        self._answers[said.index].set_result(said)
-                case Broken():
-                    message = f"transformers failed: {said.message}"
-        for waiting in (self._loaded, *self._answers.values()):
-            if waiting is not None and not waiting.done():
-                waiting.set_exception(StageFailed(message))
 
 
 NAMES = {
@@ -107,6 +17,13 @@ NAMES = {
     "static": "transformers static batches",
     "continuous": "transformers generate_batch",
 }
+
+
+class ReferenceProcess(ChildProcess[TextRequest, Loaded, Answer]):
+    """`segue.bench.text_reference`."""
+
+    def __init__(self, options: Options, environment: Mapping[str, str]) -> None:
+        super().__init__("transformers", "segue.bench.text_reference", options, Loaded, Answer, environment)
 
 
 class ReferenceDriver:

@@ -5,41 +5,24 @@ One request at a time, static batches through `generate`, or `generate_batch`, t
 
 from __future__ import annotations
 
-import os
-import socket
 import sys
-import threading
 import time
 from collections.abc import Sequence
-from queue import Empty, SimpleQueue
-from typing import Any, BinaryIO
+from typing import Any
 
-import msgspec
-
-from segue.bench.baseline_wire import LENGTH
-from segue.bench.text_wire import Answer, Broken, Loaded, Options, Policy, ToReference, Work, frame, to_reference
+from segue.bench.channel import Channel, serve
+from segue.bench.text_wire import Answer, Loaded, Options, Policy
 from segue.bench.text_workload import TextRequest
 
-Inbox = SimpleQueue[ToReference | None]
 ATTENTION = {"one": "sdpa", "static": "sdpa", "continuous": "sdpa"}
 BLOCK, CACHE_TOKENS = 32, 65536
 
 
 def main(argv: list[str]) -> int:
-    channel = socket.socket(fileno=int(argv[0]))
-    options = msgspec.json.decode(argv[1], type=Options)
-    # before torch is imported: the thread pools read it then
-    os.environ["OMP_NUM_THREADS"] = str(options.threads)
-    try:
-        _serve(channel, options)
-    # whatever the library raises, the benchmark must hear of it: it waits for an answer
-    except Exception as error:
-        channel.sendall(frame(Broken(f"{type(error).__name__}: {error}")))
-        raise
-    return 0
+    return serve(argv, Options, Policy, TextRequest, _run)
 
 
-def _serve(channel: socket.socket, options: Options) -> None:
+def _run(channel: Channel[Policy, TextRequest], options: Options) -> None:
     import torch
 
     from segue.kernels import ensure_torchvision
@@ -51,19 +34,17 @@ def _serve(channel: socket.socket, options: Options) -> None:
     logging.set_verbosity_error()
     torch.set_num_threads(options.threads)
     model = AutoModelForCausalLM.from_pretrained(options.model_dir, dtype=getattr(torch, options.dtype)).eval()
-    channel.sendall(frame(Loaded(torch.get_num_threads())))
-    inbox: Inbox = SimpleQueue()
-    threading.Thread(target=_read, args=(channel.makefile("rb"), inbox), daemon=True).start()
+    channel.send(Loaded(torch.get_num_threads()))
     continuous = _Continuous(model)
     policy = Policy("one", 1, 0.0)
-    while (message := inbox.get()) is not None:
+    while (message := channel.take()) is not None:
         if isinstance(message, Policy):
             policy = message
             model.set_attn_implementation(ATTENTION[policy.way])
             continue
-        requests = _gather(inbox, message.request, policy)
+        requests = channel.gather(message.request, policy.most, policy.gather)
         for answer in continuous(requests) if policy.way == "continuous" else _generate(model, requests):
-            channel.sendall(frame(answer))
+            channel.send(answer)
 
 
 class _Clock:
@@ -153,27 +134,6 @@ def _answer(one: TextRequest, output: Any, began: float) -> Answer:
 def _in_order(outputs: dict[str, Any]) -> list[Any]:
     """By the number at the end of the ids that the library gives (`req_7`)."""
     return [outputs[key] for key in sorted(outputs, key=lambda key: int(key.rpartition("_")[2]))]
-
-
-def _gather(inbox: Inbox, first: TextRequest, policy: Policy) -> list[TextRequest]:
-    """The first request and those that wait or arrive within `gather` seconds, up to the batch's size."""
-    batch = [first]
-    until = time.monotonic() + policy.gather
-    while len(batch) < policy.most:
-        try:
-            message = inbox.get(timeout=max(0.0, until - time.monotonic()))
-        except Empty:
-            break
-        assert isinstance(message, Work), "the policy changes only while nothing is under way"
-        batch.append(message.request)
-    return batch
-
-
-def _read(stream: BinaryIO, inbox: Inbox) -> None:
-    while len(head := stream.read(LENGTH.size)) == LENGTH.size:
-        (length,) = LENGTH.unpack(head)
-        inbox.put(to_reference.decode(stream.read(length)))
-    inbox.put(None)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ engine share; where a step has no adapter the layers are what they are over.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -154,10 +154,13 @@ def add_by_adapter(y: torch.Tensor, x: torch.Tensor, step: LoraStep, name: str) 
 
 
 def wrap_linears(
-    root: nn.Module, part: nn.Module, kinds: Collection[type[nn.Module]]
+    root: nn.Module,
+    part: nn.Module,
+    kinds: Collection[type[nn.Module]],
+    features: Callable[[nn.Module], tuple[int, int]],
 ) -> tuple[LoraSwitch, dict[str, LoraLinear]]:
     """Put a `LoraLinear` over every layer of `part` that is of one of `kinds`; the layers by their names in `root`, and
-    what switches all of them."""
+    what switches all of them. `features`: (in_features, out_features) of such a layer."""
     switch = LoraSwitch()
     inside = {id(module) for module in part.modules()}
     found = [(name, child) for name, child in root.named_modules() if id(child) in inside and type(child) in kinds]
@@ -167,10 +170,3 @@ def wrap_linears(
         layers[name] = LoraLinear(child, name, *features(child), switch)
         setattr(root.get_submodule(parent), leaf, layers[name])
     return switch, layers
-
-
-def features(layer: nn.Module) -> tuple[int, int]:
-    """(in_features, out_features) of a linear layer; of GPT-2's, whose weight lies the other way round, as well."""
-    if hasattr(layer, "nf"):
-        return int(layer.nx), int(layer.nf)  # type: ignore[arg-type]
-    return int(layer.in_features), int(layer.out_features)  # type: ignore[arg-type]

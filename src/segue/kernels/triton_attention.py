@@ -44,6 +44,22 @@ def _capped(scores, softcap):
 
 
 @triton.jit
+def _slots(blocks_b, key, there, block_size: tl.constexpr):
+    """Where the keys of one sequence lie in the cache; `blocks_b`: its block table."""
+    block = tl.load(blocks_b + key // block_size, mask=there, other=0).to(tl.int64)
+    return block * block_size + key % block_size
+
+
+@triton.jit
+def _scores(q, k, scaling, softcap, has_cap: tl.constexpr, precision: tl.constexpr):
+    """[queries, d], [d, keys] → [queries, keys]."""
+    scores = tl.dot(q, k, input_precision=precision) * scaling
+    if has_cap:
+        scores = _capped(scores, softcap)
+    return scores
+
+
+@triton.jit
 def _online(scores, best, total, mixed):
     """One step of the online softmax: (weights, new best, new total, `mixed` brought to the new best)."""
     new = tl.maximum(best, tl.max(scores, 1))
@@ -98,15 +114,12 @@ def _prefill(
     for at in range(start, stop, keys):
         key = at + tl.arange(0, keys)
         there = key < stop
-        block = tl.load(blocks_nb + sequence * table_stride + key // block_size, mask=there, other=0).to(tl.int64)
-        slot = block * block_size + key % block_size
+        slot = _slots(blocks_nb + sequence * table_stride, key, there, block_size)
         k = tl.load(
             k_bskd + slot[None, :] * k_stride_s + kv_head * k_stride_k + dim[:, None],
             mask=there[None, :] & (dim < width)[:, None], other=0.0,
         ).to(q.dtype)  # fmt: skip
-        scores = tl.dot(q, k, input_precision=precision) * scaling
-        if has_cap:
-            scores = _capped(scores, softcap)
+        scores = _scores(q, k, scaling, softcap, has_cap, precision)
         seen = (key[None, :] <= place[:, None]) & there[None, :]
         if window > 0:
             seen = seen & (key[None, :] > place[:, None] - window)
@@ -158,15 +171,12 @@ def _decode_parts(
     for at in range(start, stop, keys):
         key = at + tl.arange(0, keys)
         there = key < stop
-        block = tl.load(blocks_nb + sequence * table_stride + key // block_size, mask=there, other=0).to(tl.int64)
-        slot = block * block_size + key % block_size
+        slot = _slots(blocks_nb + sequence * table_stride, key, there, block_size)
         k = tl.load(
             k_bskd + slot[None, :] * k_stride_s + kv_head * k_stride_k + dim[:, None],
             mask=there[None, :] & (dim < width)[:, None], other=0.0,
         ).to(q.dtype)  # fmt: skip
-        scores = tl.dot(q, k, input_precision=precision) * scaling
-        if has_cap:
-            scores = _capped(scores, softcap)
+        scores = _scores(q, k, scaling, softcap, has_cap, precision)
         scores = tl.where(there[None, :], scores, float("-inf"))
         weights, best, total, mixed = _online(scores, best, total, mixed)
         v = tl.load(

@@ -30,7 +30,7 @@ class LoraAdapters:
         self._plan = plan
         self._device = next(model.parameters()).device
         self._dtype: torch.dtype = model.get_input_embeddings().weight.dtype
-        self._switch, self._layers = wrap_linears(model, decoder, _LINEARS)
+        self._switch, self._layers = wrap_linears(model, decoder, _LINEARS, _features)
         self._by_name: dict[str, Lora] = {}
         self._serials = count()
         for name, directory in plan.adapters.items():
@@ -95,3 +95,10 @@ def with_adapter(prompt: Prompt, lora: Lora) -> Prompt:
         first = identity[0]
         identity[0] = lora.identity + (b" i%d" % first if isinstance(first, int) else b" b" + first)
     return replace(prompt, adapter=lora, identity=identity)
+
+
+def _features(layer: nn.Module) -> tuple[int, int]:
+    """(in_features, out_features) of one of `_LINEARS`; the weight of GPT-2's lies the other way round."""
+    if isinstance(layer, Conv1D):
+        return int(layer.nx), int(layer.nf)
+    return int(layer.in_features), int(layer.out_features)  # type: ignore[arg-type]

@@ -186,21 +186,34 @@ def own_tokens_only(request: Request) -> bool:
     return request.modalities == [TOKENS]
 
 
-def truncated(ids: list[int], request: Request, stage: str, longest: int) -> list[int]:
+def truncated(ids: list[int], request: Request, stage: str, longest: int, *, media: bool = False) -> list[int]:
     """The last `truncate_prompt_tokens` ids, as `stage`'s sampling has it; all of them where it has none.
 
-    `longest`: tokens of the context; a prompt may have one fewer.
+    `longest`: tokens of the context; a prompt may have one fewer. `media`: some of the ids stand for media, of which
+    none can be cut in two. Raises `InvalidRequest`, also for another stage that is to have its prompt cut: no client
+    writes that one.
     """
-    sampling = request.sampling.get(stage)
-    keep = None if sampling is None else sampling.truncate_prompt_tokens
+    for name, params in request.sampling.items():
+        if name != stage and params.truncate_prompt_tokens is not None:
+            field = f"sampling.{name}.truncate_prompt_tokens"
+            raise InvalidRequest(
+                f"{field} is {params.truncate_prompt_tokens}; only the prompt of stage {stage!r} can be cut",
+                field=field,
+            )
+    keep = request.sampling[stage].truncate_prompt_tokens if stage in request.sampling else None
     if keep is None:
         return ids
     if keep == WHOLE_CONTEXT:
         keep = longest - 1
+    field = f"sampling.{stage}.truncate_prompt_tokens"
     if not 1 <= keep < longest:
-        field = f"sampling.{stage}.truncate_prompt_tokens"
         raise InvalidRequest(
             f"{field} is {keep}; it must be from 1 to {longest - 1} (the context has {longest} tokens), or -1 for that",
+            field=field,
+        )
+    if media and len(ids) > keep:
+        raise InvalidRequest(
+            f"{field} is {keep}, but the prompt ({len(ids)} tokens) has more than text in it, which cannot be cut",
             field=field,
         )
     return ids[-keep:]

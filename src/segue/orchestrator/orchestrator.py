@@ -29,6 +29,7 @@ from segue.messages.errors import (
     error_from,
 )
 from segue.messages.request import Request
+from segue.messages.sampling import SamplingParams
 from segue.messages.wire import (
     Begin,
     Drop,
@@ -142,6 +143,12 @@ class Orchestrator:
         walk = self.graph.walk(request)
         if request.seed is None:
             request.seed = secrets.randbits(63)
+        for stage in walk.stages:
+            keep = self.plan.stages[stage.name].sampling.truncate_prompt_tokens
+            if keep is not None:  # the input stage cuts prompts, and knows the deployment of no other stage
+                asked = request.sampling.get(stage.name, SamplingParams())
+                default = SamplingParams(truncate_prompt_tokens=keep)
+                request.sampling = {**request.sampling, stage.name: asked.over(default)}
         books = RequestBooks(request=request, walk=walk, main=self.graph.main)
         for stage in walk.stages:
             books.stages[stage.name] = StageBook(tuple(stage.upstreams), tuple(stage.downstreams))

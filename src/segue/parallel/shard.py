@@ -49,7 +49,9 @@ def _check_heads(kind: str, layers: Mapping[str, str], config: Any, size: int) -
     if not any(name.rpartition(".")[2] in _KEYS and style == "colwise" for name, style in layers.items()):
         return
     for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, name, None)  # what a config of another family lacks
+        # no class has it: families call it other names (GPT-2's `n_head`), which their configs map to this attribute
+        # and to no key of `to_dict`, and some have no such heads at all
+        heads = getattr(config, name, None)
         if isinstance(heads, int) and heads % size:
             raise _unserved(
                 kind, f"its {name} is {heads}, which cannot be divided by {size}; tensor_parallel must divide it"

@@ -22,6 +22,13 @@ class LegacyLogprobs(msgspec.Struct):
     text_offset: list[int] = []
     """Where a token begins in the choice's text, by the lengths of the tokens' own texts."""
 
+    def extend(self, more: LegacyLogprobs) -> None:
+        """The tokens that come after these."""
+        self.tokens += more.tokens
+        self.token_logprobs += more.token_logprobs
+        self.top_logprobs += more.top_logprobs
+        self.text_offset += more.text_offset
+
 
 class LogprobsWriter:
     """Writes the `logprobs` of one choice, piece by piece."""
@@ -157,8 +164,7 @@ def joined(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
             if key in ("text", "token_ids") and old is not None:
                 whole[key] = old + value
             elif isinstance(value, LegacyLogprobs) and isinstance(old, LegacyLogprobs):
-                for name in value.__struct_fields__:
-                    getattr(old, name).extend(getattr(value, name))
+                old.extend(value)
             elif value is not None or key not in whole:
                 whole[key] = value
     return whole

@@ -428,4 +428,6 @@ def _as_stage_error(error: Exception, stage: str) -> SegueError:
     if isinstance(error, SegueError):
         return error
     traceback.print_exception(error, file=sys.stderr)
-    return StageFailed(f"stage {stage!r}: {type(error).__name__}: {error}", stage=stage)
+    failed = StageFailed(f"stage {stage!r}: {type(error).__name__}: {error}", stage=stage)
+    failed.__cause__ = error
+    return failed

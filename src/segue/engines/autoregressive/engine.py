@@ -21,6 +21,7 @@ from segue.engines.autoregressive.invariant import InvariantAdapter, check_invar
 from segue.engines.autoregressive.jobs import Job, Limits, Run
 from segue.engines.autoregressive.logprobs import check_logprobs, gather_prompt_logprobs
 from segue.engines.autoregressive.memory import stored_as
+from segue.engines.autoregressive.outputs import accept, announce, give_rows, nothing_left
 from segue.engines.autoregressive.picks import Pick, branched, pick, targets
 from segue.engines.autoregressive.policies import Accounts, rank
 from segue.engines.autoregressive.roster import Roster
@@ -28,7 +29,7 @@ from segue.engines.autoregressive.scheduler import Scheduler
 from segue.engines.autoregressive.sequence import Sequence
 from segue.engines.autoregressive.speculation.speculation import NO_SPECULATION, Speculation
 from segue.engines.autoregressive.warm_up import warm_up
-from segue.engines.contract import Payload, Rows, StageOutput, StageRequest
+from segue.engines.contract import Payload, StageOutput, StageRequest
 from segue.kernels.backends import attention_backend
 from segue.kernels.paged_step import HybridStep, PagedStep, Part, paged_step, step_order
 from segue.messages.errors import ConfigError, InvalidRequest, SegueError, StageFailed
@@ -246,13 +247,13 @@ class AutoregressiveEngine:
             compilation, request = sequence.compiling, sequence.request
             assert compilation is not None
             try:
-                if compilation.error is not None:
+                if (error := compilation.error) is not None:
                     field = f"sampling.{request.stage}.structured_outputs"
-                    raise type(compilation.error)(f"{field} {compilation.error.message}", field=field)
+                    raise type(error)(f"{field} {error.message}", field=field) from error
                 sequence.take_grammar(self._grammars.grammar(compilation, request.sampling.stop_token_ids or ()))
                 sequence.refresh(self._share_size)
-            except SegueError as error:
-                self._between.append(self._fail(request.request_id, error))
+            except SegueError as failed:
+                self._between.append(self._fail(request.request_id, failed))
             self._stalled = False
 
     # --- a step ------------------------------------------------------------------------------------------------------
@@ -314,7 +315,7 @@ class AutoregressiveEngine:
                 outputs.append(self._fail(sequence.request.request_id, error, scrub=True))
                 continue
             if any(picked.stuck for picked in taken):
-                outputs.append(self._fail(sequence.request.request_id, _nothing_left(sequence)))
+                outputs.append(self._fail(sequence.request.request_id, nothing_left(sequence)))
                 continue
             if ran.captured is None and self._store.rows is not None:
                 sequence.shareable = False  # without captured rows a block is no hit for those who want them
@@ -325,7 +326,7 @@ class AutoregressiveEngine:
                 self._roster.fork(sequence, fork)
             for branch in (sequence, *forks):
                 output = StageOutput(branch.request.request_id, index=branch.index)
-                new = self._announce(branch, run, output)
+                new = announce(branch, run, output)
                 picked = ran.picks.get(branch.job.key)
                 if picked is not None:
                     if branch.index == 0 and branch.generated == 0:
@@ -341,7 +342,7 @@ class AutoregressiveEngine:
                     self._scheduler.advance(sequence.job, computed, publish=sequence.shareable)
                 if ran.captured is not None and branch.wants_rows:
                     rows = ran.captured[begin : begin + branch.job.computed - run.start]
-                    new |= self._give_rows(branch, run, rows, output)
+                    new |= give_rows(branch, run, rows, self._store, output)
                 if new:
                     outputs += branch.branches.give(output) if isinstance(branch.branches, Forks) else [output]
                 if output.finished:
@@ -388,83 +389,13 @@ class AutoregressiveEngine:
             assert isinstance(group, BeamGroup)
             group.put_aside(self._roster, self._share_size)
 
-    def _announce(self, sequence: Sequence, run: Run, output: StageOutput) -> bool:
-        """The first output of a request: counts, and what an earlier attempt had generated."""
-        output.first_index = sequence.generated
-        if sequence.announced:
-            return False
-        assert sequence.prompt is not None
-        sequence.announced = True
-        if sequence.index == 0:
-            output.prompt_tokens = sequence.prompt_length
-            output.cached_tokens = min(run.start, sequence.prompt_length)
-            output.modality_tokens = dict(sequence.prompt.modality_tokens)
-        output.first_index = 0
-        output.token_ids = sequence.request.resume[:-1]
-        if sequence.text is not None:
-            for count, token in enumerate(output.token_ids, 1):
-                text, _ = sequence.text.push(token, ends=False, may_stop=count >= sequence.min_tokens)
-                output.text += text
-        return True
-
-    def _give_rows(self, sequence: Sequence, run: Run, computed: torch.Tensor, output: StageOutput) -> bool:
-        """Captured rows that are not out yet: of this step, and of blocks found in the cache."""
-        start, stop = sequence.rows_given, sequence.job.computed
-        if start >= stop:
-            return False
-        if start >= run.start:
-            data = computed[start - run.start :]
-        else:
-            rows = self._store.rows
-            assert rows is not None
-            size = self._config.block_size
-            where = torch.arange(start, stop, device=rows.device)
-            blocks = torch.tensor(sequence.job.tables[0].blocks, device=rows.device)  # group 0 keeps all of them
-            data = rows[blocks[where // size] * size + where % size]
-        output.captured = Rows(start, data)
-        if start == 0:
-            output.prompt = sequence.prompt
-        sequence.rows_given = stop
-        return True
-
     def _accept(self, sequence: Sequence, run: Run, picked: Pick, output: StageOutput) -> None:
-        """The new tokens, up to one that ends the output: their text, and whether the output ends."""
         known = sequence.generated
-        self._append(sequence, picked, output)
+        accept(sequence, picked, self._share_size, output)
+        new = sequence.generated - known
+        self._generated_tokens += new
         if self._speculation is not None:
-            self._speculation.verified(sequence, run.drafts, picked.accepted, sequence.generated - known)
-
-    def _append(self, sequence: Sequence, picked: Pick, output: StageOutput) -> None:
-        scores = picked.scores or [told.chosen.logprob for told in picked.logprobs]
-        for count, token in enumerate(picked.tokens, 1):
-            sequence.append(token, self._share_size)
-            output.token_ids = [*output.token_ids, token]
-            output.logprobs = picked.logprobs[:count]
-            sequence.logprob += sum(scores[count - 1 : count])
-            self._generated_tokens += 1
-            may_stop = sequence.generated >= sequence.min_tokens
-            if sequence.grammar is not None and not sequence.grammar.accept(token):
-                output.error = StageFailed("a token that the grammar forbids was drawn", stage=sequence.request.stage)
-                return
-            ends = token in sequence.end_ids or (sequence.grammar is not None and sequence.grammar.over)
-            found = False
-            if sequence.text is not None:
-                text, found = sequence.text.push(token, ends=ends, may_stop=may_stop)
-                output.text += text
-            whole = ends or found or (sequence.grammar is not None and sequence.grammar.exhausted)
-            if not (whole or sequence.generated >= sequence.most):
-                continue
-            output.finished = True
-            output.finish_reason = "stop" if whole else "length"
-            if ends and token in (sequence.request.sampling.stop_token_ids or ()):
-                output.stop_reason = token
-            elif found and sequence.text is not None:
-                output.stop_reason = sequence.text.found
-            if scores and not sequence.request.resume:  # of what an earlier attempt made, nothing is known
-                output.cumulative_logprob = sequence.logprob
-            if sequence.text is not None and not found:
-                output.text += sequence.text.flush(may_stop=may_stop)
-            return
+            self._speculation.verified(sequence, run.drafts, picked.accepted, new)
 
     # --- leaving -----------------------------------------------------------------------------------------------------
 
@@ -496,14 +427,6 @@ class AutoregressiveEngine:
 def _compiled(sequence: Sequence) -> bool:
     """The grammar it waits for is there, or has failed."""
     return sequence.compiling is not None and sequence.compiling.done
-
-
-def _nothing_left(sequence: Sequence) -> InvalidRequest:
-    return InvalidRequest(
-        f"after {sequence.generated} tokens, what the sampling of stage {sequence.request.stage!r} forbids leaves none "
-        "to choose; see its allowed_token_ids, suppress_tokens, bad_words, min_tokens and structured_outputs",
-        field=f"sampling.{sequence.request.stage}",
-    )
 
 
 def _part(run: Run, group: int, block_size: int) -> Part:

@@ -29,7 +29,7 @@ MAX_SOURCE_BYTES = 256 << 10
 MAX_COMPILE_SECONDS = 60.0
 """From asking for a grammar until it must be there."""
 MAX_COMPILED_BYTES = 256 << 20
-"""Of one compiled grammar, and of all that are kept for the next request."""
+"""Of one compiled grammar, and, where nothing else is said, of all that are kept for the next request."""
 COMPILERS = 2
 """Threads that compile; each takes a core while it does."""
 
@@ -198,13 +198,18 @@ class Grammars:
         *,
         wake: Callable[[], None] = lambda: None,
         compile: Compile | None = None,
+        most_seconds: float = MAX_COMPILE_SECONDS,
+        kept_bytes: int = MAX_COMPILED_BYTES,
     ) -> None:
-        """`wake` is called, from another thread, when a grammar is there or has failed."""
+        """`wake` is called, from another thread, when a grammar is there or has failed. `kept_bytes`: of all that are
+        kept for the next request."""
         self._vocabulary = vocabulary
         self._vocab_size = vocab_size
         self._ends = sorted(token for token in end_token_ids if token < vocab_size)
         self._wake = wake
         self._compile = compile
+        self._most_seconds = most_seconds
+        self._kept_bytes = kept_bytes
         self._kept: OrderedDict[tuple[str, str], Compilation] = OrderedDict()
         self._work: queue.SimpleQueue[Compilation] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -236,7 +241,7 @@ class Grammars:
             return known
         compilation = self._kept[key] = Compilation(*key)
         self._forget()
-        compilation.timer = threading.Timer(MAX_COMPILE_SECONDS, self._too_late, [compilation])
+        compilation.timer = threading.Timer(self._most_seconds, self._too_late, [compilation])
         compilation.timer.daemon = True
         compilation.timer.start()
         self._work.put(compilation)
@@ -271,6 +276,7 @@ class Grammars:
             # whatever a compiler raises is the failure of this grammar, and of nothing else
             except Exception as broken:
                 error = StageFailed(f"could not be compiled: {type(broken).__name__}: {broken}")
+                error.__cause__ = broken
             if compilation.settle(compiled, error):
                 self._wake()
 
@@ -282,7 +288,7 @@ class Grammars:
             return self._compile
 
     def _too_late(self, compilation: Compilation) -> None:
-        late = InvalidRequest(f"takes more than {MAX_COMPILE_SECONDS:g} seconds to compile")
+        late = InvalidRequest(f"takes more than {self._most_seconds:g} seconds to compile")
         if compilation.settle(None, late):
             self._wake()
 
@@ -293,7 +299,7 @@ class Grammars:
         settled = {key: one.compiled.memory_size_bytes for key, one in self._kept.items() if one.compiled is not None}
         total = sum(settled.values())
         for key, size in settled.items():
-            if total <= MAX_COMPILED_BYTES:
+            if total <= self._kept_bytes:
                 break
             del self._kept[key]
             total -= size

@@ -9,14 +9,12 @@ kernel whose rows are not alike) shows in `check_invariant`, and the model is re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from segue.engines.autoregressive.contract import AutoregressiveAdapter, Fed, FlatBatch, KVSpec
-from segue.engines.contract import Payload, StageRequest
+from segue.engines.autoregressive.contract import AutoregressiveAdapter, FlatBatch, KVSpec
+from segue.engines.autoregressive.wrapped import Wrapped
 from segue.kernels.invariant_attention import invariant_step
 from segue.kernels.paged_step import PagedStep, Part, paged_step
 from segue.messages.errors import ConfigError
@@ -30,30 +28,12 @@ def whole_kv(spec: KVSpec) -> KVSpec:
     return replace(spec, windows=())
 
 
-class InvariantAdapter:
+class InvariantAdapter(Wrapped):
     """`AutoregressiveAdapter` over another, whose network it runs on 16 rows at a time."""
 
     def __init__(self, inner: AutoregressiveAdapter) -> None:
-        self._inner = inner
-        self.device = inner.device
+        super().__init__(inner)
         self.kv = whole_kv(inner.kv)
-        self.axes = inner.axes
-        self.vocab_size = inner.vocab_size
-        self.max_model_len = inner.max_model_len
-        self.weight_bytes = inner.weight_bytes
-        self.conditioned = inner.conditioned
-        self.end_token_ids = inner.end_token_ids
-        self.default_sampling = inner.default_sampling
-        self.vocabulary = inner.vocabulary
-
-    def begin(self, request: StageRequest) -> Any:
-        return self._inner.begin(request)
-
-    def feed(self, state: Any, upstream: str, payload: Payload, *, final: bool) -> Fed:
-        return self._inner.feed(state, upstream, payload, final=final)
-
-    def decode_text(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return self._inner.decode_text(token_ids, skip_special_tokens=skip_special_tokens)
 
     def embed(self, token_ids: torch.Tensor, conditioning: torch.Tensor | None) -> torch.Tensor:
         """[n] ids, [n, width] rows → [n, hidden]."""
@@ -61,13 +41,13 @@ class InvariantAdapter:
         for begin in range(0, len(token_ids), ROWS):
             end = min(begin + ROWS, len(token_ids))
             rows = None if conditioning is None else _padded(conditioning[begin:end], 0)
-            pieces.append(self._inner.embed(_padded(token_ids[begin:end], 0), rows)[: end - begin])
-        return torch.cat(pieces) if pieces else self._inner.embed(token_ids, conditioning)
+            pieces.append(self.inner.embed(_padded(token_ids[begin:end], 0), rows)[: end - begin])
+        return torch.cat(pieces) if pieces else self.inner.embed(token_ids, conditioning)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] → [rows, vocab] float32."""
         ends = [(begin, min(begin + ROWS, len(hidden))) for begin in range(0, len(hidden), ROWS)]
-        return torch.cat([self._inner.logits(_padded(hidden[begin:end], 0))[: end - begin] for begin, end in ends])
+        return torch.cat([self.inner.logits(_padded(hidden[begin:end], 0))[: end - begin] for begin, end in ends])
 
     def forward(self, embeds: torch.Tensor, batch: FlatBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[tokens, hidden] → (final hidden states, captured rows or None), tile after tile: what a tile writes to the
@@ -78,7 +58,7 @@ class InvariantAdapter:
         for begin in range(0, len(embeds), ROWS):
             end = min(begin + ROWS, len(embeds))
             tile = _tile(batch, step, begin, end)
-            hidden, captured = self._inner.forward(_padded(embeds[begin:end], 0), tile)
+            hidden, captured = self.inner.forward(_padded(embeds[begin:end], 0), tile)
             states.append(hidden[: end - begin])
             if captured is not None:
                 rows.append(captured[: end - begin])

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from segue.engines.autoregressive.contract import AutoregressiveAdapter, Fed, FlatBatch
-from segue.engines.contract import Payload, StageRequest
+from segue.engines.autoregressive.contract import AutoregressiveAdapter, FlatBatch
+from segue.engines.autoregressive.wrapped import Wrapped
 from segue.kernels.invariant_attention import InvariantStep, invariant_step
 from segue.kernels.kv_layout import KVLayout
 from segue.kernels.kv_store import KVStore
@@ -80,11 +80,11 @@ class LedStore(KVStore):
         super().scrub(blocks)
 
 
-class Leader:
+class Leader(Wrapped):
     """`AutoregressiveAdapter` over the leader's own, whose calls the followers make as well."""
 
     def __init__(self, inner: AutoregressiveAdapter, group: Group, crew: Crew) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self._group = group
         self._crew = crew
         self._stores = 0
@@ -93,29 +93,11 @@ class Leader:
         self._embedded: torch.Tensor | None = None
         self._hidden: torch.Tensor | None = None
         self._serving = False
-        self.device = inner.device
         self.kv = replace(inner.kv, store=self._open)
-        self.axes = inner.axes
-        self.vocab_size = inner.vocab_size
-        self.max_model_len = inner.max_model_len
-        self.weight_bytes = inner.weight_bytes
-        self.conditioned = inner.conditioned
-        self.end_token_ids = inner.end_token_ids
-        self.default_sampling = inner.default_sampling
-        self.vocabulary = inner.vocabulary
 
     def serve(self) -> None:
         """Loading is over: from now on an error in the model or between the ranks is `ReplicaBroken`."""
         self._serving = True
-
-    def begin(self, request: StageRequest) -> Any:
-        return self.inner.begin(request)
-
-    def feed(self, state: Any, upstream: str, payload: Payload, *, final: bool) -> Fed:
-        return self.inner.feed(state, upstream, payload, final=final)
-
-    def decode_text(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return self.inner.decode_text(token_ids, skip_special_tokens=skip_special_tokens)
 
     def embed(self, token_ids: torch.Tensor, conditioning: torch.Tensor | None) -> torch.Tensor:
         """[n] ids → [n, hidden]. Sharded adapters are not conditioned."""

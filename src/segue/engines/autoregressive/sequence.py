@@ -17,7 +17,7 @@ from segue.engines.autoregressive.jobs import Job
 from segue.engines.autoregressive.logprobs import output_wanted, prompt_wanted
 from segue.engines.autoregressive.policies import Rank
 from segue.engines.autoregressive.sampler import RowSampler
-from segue.engines.autoregressive.words import bad_words, truncated
+from segue.engines.autoregressive.words import bad_words
 from segue.engines.contract import StageOutput, StageRequest
 from segue.messages.errors import InvalidRequest, StageFailed, TooLong
 
@@ -204,7 +204,6 @@ class Sequence:
         return len(self._unused) if self.prompt is not None else 0
 
     def _begin(self, prompt: Prompt, longest: int) -> None:
-        prompt = truncated(prompt, self.request, longest - 1)
         length = len(prompt.token_ids)
         if not length:
             raise InvalidRequest("the prompt is empty; send at least one token", field="messages")

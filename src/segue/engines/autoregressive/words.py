@@ -1,15 +1,12 @@
-"""Texts that must not be produced, and prompts that are cut to their end."""
+"""Texts that must not be produced."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
 from copy import copy
-from dataclasses import replace
 
-import torch
-
-from segue.engines.autoregressive.contract import Prompt, Vocabulary
+from segue.engines.autoregressive.contract import Vocabulary
 from segue.engines.contract import StageRequest
 from segue.messages.errors import InvalidRequest
 
@@ -64,28 +61,3 @@ def bad_words(request: StageRequest, vocabulary: Vocabulary | None, vocab_size: 
         raise InvalidRequest(f"{field} is set, but stage {request.stage!r} has no tokenizer", field=field)
     ways = [vocabulary.encode(text) for word in words for text in (word.lstrip(), " " + word.lstrip())]
     return BadWords([ids for ids in ways if all(0 <= token < vocab_size for token in ids)])
-
-
-def truncated(prompt: Prompt, request: StageRequest, longest: int) -> Prompt:
-    """The prompt's last tokens, as many as `truncate_prompt_tokens` says; `longest`: what fits, the reply's first
-    token left out. Raises `InvalidRequest` for prompts that are more than text: a medium cannot be cut in two.
-    """
-    asked = request.sampling.truncate_prompt_tokens
-    if asked is None:
-        return prompt
-    keep = longest if asked < 0 else asked
-    length = len(prompt.token_ids)
-    if length <= keep:
-        return prompt
-    counted = prompt.positions is None or torch.equal(
-        prompt.positions.cpu(), torch.arange(length).expand_as(prompt.positions)
-    )
-    media = prompt.embeds is not None or prompt.identity is not None or prompt.extras
-    if media or not counted or prompt.position_delta:
-        field = f"sampling.{request.stage}.truncate_prompt_tokens"
-        raise InvalidRequest(
-            f"{field} is {asked}, but the prompt ({length} tokens) has more than text in it, which cannot be cut",
-            field=field,
-        )
-    kinds = dict.fromkeys(prompt.modality_tokens, keep)
-    return replace(prompt, token_ids=prompt.token_ids[-keep:], positions=None, modality_tokens=kinds)

@@ -85,8 +85,7 @@ class InputProcessor(InputStage):
                 ids = tokenized(self._processor.tokenizer, request, self._longest, _TEXT_STAGE)
             case _:
                 ids = checked_ids(request.prompt_token_ids or [], self._vocab)
-        if made is None:
-            ids = truncated(ids, request, _TEXT_STAGE, self._longest)
+        ids = truncated(ids, request, _TEXT_STAGE, self._longest, media=made is not None)
         units = [] if made is None else units_of(made, count)
         if not own_tokens_only(request):
             check_length(len(ids), self._longest, form, _shares(units))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -22,7 +22,13 @@ from segue.models.multimodal_lm.graph import kinds_of
 from segue.models.pretrained import load_config, load_model
 
 RopeIndex = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-"""`get_rope_index` of models whose media tokens stand in time, height and width (M-RoPE)."""
+
+
+@runtime_checkable
+class PlacesMedia(Protocol):
+    """A module whose media tokens stand in time, height and width (M-RoPE): the library has no class for them."""
+
+    get_rope_index: RopeIndex
 
 
 def load_whole(ctx: LoadContext, config: PreTrainedConfig) -> PreTrainedModel:
@@ -79,9 +85,8 @@ def inner_of(model: PreTrainedModel) -> str:
 def rope_index_of(model: PreTrainedModel) -> RopeIndex | None:
     """`get_rope_index` of the first module that has one; None: positions are 0, 1, 2, …"""
     for module in model.modules():
-        method = getattr(module, "get_rope_index", None)  # the library has no class for models that have one
-        if method is not None:
-            return method
+        if isinstance(module, PlacesMedia):
+            return module.get_rope_index
     return None
 
 

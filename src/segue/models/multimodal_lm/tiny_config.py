@@ -106,6 +106,8 @@ _CLIP = MappingProxyType(
     {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 )
 _HALF = MappingProxyType({"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]})
+_QWEN_TOWER = MappingProxyType({"hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64})
+_QWEN_PATCHES = MappingProxyType({"temporal_patch_size": 2, "merge_size": 2})
 _SIDE = {"height": 56, "width": 56}
 _LLAVA_PIXELS = {
     **_CLIP,
@@ -131,11 +133,8 @@ SMALL: Mapping[str, Small] = MappingProxyType(
             config={
                 "vision_config": {
                     "depth": 2,
-                    "hidden_size": 32,
-                    "intermediate_size": 64,
-                    "num_heads": 2,
+                    **_QWEN_TOWER,
                     "fullatt_block_indexes": [1],
-                    "out_hidden_size": 64,
                     "tokens_per_second": 2,
                 }
             },
@@ -148,8 +147,7 @@ SMALL: Mapping[str, Small] = MappingProxyType(
                     "min_pixels": 3136,
                     "max_pixels": 12845056,
                     "patch_size": 14,
-                    "temporal_patch_size": 2,
-                    "merge_size": 2,
+                    **_QWEN_PATCHES,
                 }
             },
         ),
@@ -170,12 +168,9 @@ SMALL: Mapping[str, Small] = MappingProxyType(
             config={
                 "vision_config": {
                     "depth": 3,
-                    "hidden_size": 32,
-                    "intermediate_size": 64,
-                    "num_heads": 2,
+                    **_QWEN_TOWER,
                     "num_position_embeddings": 64,
                     "deepstack_visual_indexes": [0, 1],
-                    "out_hidden_size": 64,
                 }
             },
             rows={r"visual\.(merger|deepstack_merger_list\.\d+)\.linear_fc2\.weight$": 2.5},
@@ -186,8 +181,7 @@ SMALL: Mapping[str, Small] = MappingProxyType(
                     "processor_class": "Qwen3VLProcessor",
                     "size": {"longest_edge": 16777216, "shortest_edge": 65536},
                     "patch_size": 16,
-                    "temporal_patch_size": 2,
-                    "merge_size": 2,
+                    **_QWEN_PATCHES,
                 },
                 "video_preprocessor_config.json": {
                     **_HALF,
@@ -195,8 +189,7 @@ SMALL: Mapping[str, Small] = MappingProxyType(
                     "processor_class": "Qwen3VLProcessor",
                     "size": {"longest_edge": 25165824, "shortest_edge": 4096},
                     "patch_size": 16,
-                    "temporal_patch_size": 2,
-                    "merge_size": 2,
+                    **_QWEN_PATCHES,
                 },
             },
         ),

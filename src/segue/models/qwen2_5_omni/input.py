@@ -103,8 +103,7 @@ class InputProcessor:
                 ids = self._tokenized(request)
             case _:
                 ids = checked_ids(request.prompt_token_ids or [], self._vocab)
-        if not media:
-            ids = truncated(ids, request, _TEXT_STAGE, self._longest)
+        ids = truncated(ids, request, _TEXT_STAGE, self._longest, media=bool(media))
         if not own_tokens_only(request):
             self._check_length(ids, media, form)
         seen = TOKENS in request.modalities

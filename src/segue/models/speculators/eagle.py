@@ -69,11 +69,10 @@ class _Wide(LlamaDecoderLayer):
 
 
 class _Network(nn.Module):
-    def __init__(self, config: LlamaConfig, tensors: dict[str, torch.Tensor], *, third: bool) -> None:
+    def __init__(self, config: LlamaConfig, tensors: dict[str, torch.Tensor], *, third: bool, wide: bool) -> None:
         super().__init__()
         fc = tensors["fc.weight"]
         self.fc = nn.Linear(fc.shape[1], fc.shape[0], bias="fc.bias" in tensors)
-        wide = bool(getattr(config, "norm_before_residual", False))  # a field some configs have
         first: LlamaDecoderLayer = _Wide(config, 0, norm_before_residual=wide) if third else _First(config, 0)
         if not third and "layers.0.input_layernorm.weight" in tensors:
             first = LlamaDecoderLayer(config, 0)
@@ -98,8 +97,9 @@ class Eagle:
         values = read_values(directory)
         third = "layers.0.hidden_norm.weight" in tensors
         config = _config(values, tensors)
+        wide = bool(values.get("norm_before_residual"))  # a key of EAGLE's own: Llama's config has no such field
         network = filled(
-            lambda: _Network(config, tensors, third=third),
+            lambda: _Network(config, tensors, third=third, wide=wide),
             tensors,
             where=str(directory),
             device=target.device,

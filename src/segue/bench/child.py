@@ -1,0 +1,139 @@
+"""The process of a baseline, as the benchmark sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
+
+import segue
+from segue.bench.channel import LENGTH, Broken, Work, frame
+from segue.messages.errors import StageFailed
+
+# the child runs this very package, installed or not
+_PATHS = (str(Path(segue.__file__).parents[1]), os.environ.get("PYTHONPATH"))
+
+
+class Numbered(Protocol):
+    """Of requests and answers: which belong together."""
+
+    @property
+    def index(self) -> int: ...
+
+
+RequestT = TypeVar("RequestT", bound=Numbered)
+LoadedT = TypeVar("LoadedT")
+AnswerT = TypeVar("AnswerT", bound=Numbered)
+
+
+class ChildProcess(Generic[RequestT, LoadedT, AnswerT]):
+    """The process, shared by the drivers of one benchmark: the model is loaded once."""
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        options: msgspec.Struct,
+        loaded: type[LoadedT],
+        answer: type[AnswerT],
+        environment: Mapping[str, str],
+    ) -> None:
+        """`name`: for messages. `module`: what the process runs; it says `loaded` once and `answer` per request.
+        `environment`: beside ours."""
+        self._name, self._module = name, module
+        self._options = options
+        self._environment = dict(environment)
+        self._loaded_type, self._answer_type = loaded, answer
+        self._decoder = msgspec.msgpack.Decoder[Any](loaded | answer | Broken)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._listener: asyncio.Task[None] | None = None
+        self._answers: dict[int, asyncio.Future[AnswerT]] = {}
+        self._loaded: asyncio.Future[LoadedT] | None = None
+        self.startup = 0.0
+        """Seconds until the model was there."""
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "not started"
+        return self._process.pid
+
+    async def start(self) -> LoadedT:
+        """Returns when the model is there; once, whoever asks. Raises `StageFailed` with the process's own error."""
+        if self._loaded is None:
+            began = time.monotonic()
+            self._loaded = asyncio.get_running_loop().create_future()
+            ours, theirs = socket.socketpair()
+            with theirs:
+                options = msgspec.json.encode(self._options).decode()
+                paths = os.pathsep.join(filter(None, _PATHS))
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", self._module, str(theirs.fileno()), options],
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    env={**os.environ, "PYTHONPATH": paths, **self._environment},
+                )
+            reader, self._writer = await asyncio.open_connection(sock=ours)
+            self._listener = asyncio.create_task(self._listen(reader))
+            await asyncio.shield(self._loaded)
+            self.startup = time.monotonic() - began
+        return await asyncio.shield(self._loaded)
+
+    async def send(self, message: msgspec.Struct) -> None:
+        assert self._writer is not None, "not started"
+        self._writer.write(frame(message))
+        await self._writer.drain()
+
+    async def ask(self, request: RequestT) -> AnswerT:
+        """Send a request and wait for its answer."""
+        answer = self._answers[request.index] = asyncio.get_running_loop().create_future()
+        try:
+            await self.send(Work(request))
+            return await answer
+        finally:
+            del self._answers[request.index]
+
+    async def stop(self) -> None:
+        """End the process; idempotent."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if self._listener is not None:
+            self._listener.cancel()
+            await asyncio.gather(self._listener, return_exceptions=True)
+            self._listener = None
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()  # it may be in the middle of a generation that nobody waits for
+            process.wait()
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        message = f"the process of {self._name} ended by itself"
+        while (said := await self._next(reader)) is not None:
+            if isinstance(said, Broken):
+                message = f"{self._name} failed: {said.message}"
+            elif isinstance(said, self._loaded_type):
+                assert self._loaded is not None
+                self._loaded.set_result(said)
+            elif isinstance(said, self._answer_type) and said.index in self._answers:
+                self._answers[said.index].set_result(said)
+        for waiting in (self._loaded, *self._answers.values()):
+            if waiting is not None and not waiting.done():
+                waiting.set_exception(StageFailed(message))
+
+    async def _next(self, reader: asyncio.StreamReader) -> LoadedT | AnswerT | Broken | None:
+        """None at the end of the stream."""
+        try:
+            (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+            said: LoadedT | AnswerT | Broken = self._decoder.decode(await reader.readexactly(length))
+        except (asyncio.IncompleteReadError, ConnectionResetError):
+            return None
+        return said

@@ -1,0 +1,36 @@
+"""An adapter over another one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from segue.engines.autoregressive.contract import AutoregressiveAdapter, Fed
+from segue.engines.contract import Payload, StageRequest
+
+
+class Wrapped:
+    """What such an adapter leaves as it is: all of an `AutoregressiveAdapter` but its network. Whoever derives from it
+    adds `embed`, `forward` and `logits`."""
+
+    def __init__(self, inner: AutoregressiveAdapter) -> None:
+        self.inner = inner
+        self.device = inner.device
+        self.kv = inner.kv
+        self.axes = inner.axes
+        self.vocab_size = inner.vocab_size
+        self.max_model_len = inner.max_model_len
+        self.weight_bytes = inner.weight_bytes
+        self.conditioned = inner.conditioned
+        self.end_token_ids = inner.end_token_ids
+        self.default_sampling = inner.default_sampling
+        self.vocabulary = inner.vocabulary
+
+    def begin(self, request: StageRequest) -> Any:
+        return self.inner.begin(request)
+
+    def feed(self, state: Any, upstream: str, payload: Payload, *, final: bool) -> Fed:
+        return self.inner.feed(state, upstream, payload, final=final)
+
+    def decode_text(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return self.inner.decode_text(token_ids, skip_special_tokens=skip_special_tokens)

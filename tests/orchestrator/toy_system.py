@@ -1,0 +1,118 @@
+"""The whole system on the toy family: real processes, real sockets, real kills; no model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from segue.messages.deltas import Delta
+from segue.orchestrator.omni import AsyncOmni
+from segue.orchestrator.outputs import Collector, RequestOutput
+from segue.orchestrator.service import Health
+
+
+def expected_ids(text: str, count: int = 20) -> list[int]:
+    from segue_toy.stages import VOCAB, next_token
+
+    token, ids = 1 + ord(text[-1]) % (VOCAB - 1), []
+    while len(ids) < count and (not ids or ids[-1] != 0 or count > 20):
+        token = next_token(token)
+        ids.append(token)
+    return ids
+
+
+def assert_right(output: RequestOutput, text: str, count: int = 20) -> None:
+    """Text, ids and samples are what the toy's arithmetic says, none lost, none twice."""
+    from segue_toy.stages import SAMPLES_PER_TOKEN, VOCAB, text_of
+
+    ids = expected_ids(text, count)
+    assert output.token_ids == {"counter": ids}
+    assert output.text == text_of([token for token in ids if token])
+    if output.audio is not None:
+        prompt = [1 + ord(letter) % (VOCAB - 1) for letter in text]
+        values = np.array([*prompt, *ids[:-1]], dtype=np.float32) / VOCAB  # the last token is never forwarded
+        np.testing.assert_allclose(output.audio.samples, np.repeat(values, SAMPLES_PER_TOKEN), rtol=1e-6)
+
+
+class System:
+    """Running toys on one event loop. Starting one costs seconds (its workers import torch): most tests share one."""
+
+    def __init__(self, toy_dir: Path) -> None:
+        self._toy_dir = toy_dir
+        self._loop = asyncio.new_event_loop()
+        self._shared: AsyncOmni | None = None
+
+    def run(self, body: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._loop.run_until_complete(asyncio.wait_for(body(), timeout=60))
+
+    @asynccontextmanager
+    async def shared(self) -> AsyncIterator[AsyncOmni]:
+        if self._shared is None:
+            self._shared = AsyncOmni(self._toy_dir)
+            await self._shared.start()
+        yield self._shared
+        assert not self._shared.orchestrator.requests
+
+    @asynccontextmanager
+    async def own(self, **config: Any) -> AsyncIterator[AsyncOmni]:
+        async with AsyncOmni(self._toy_dir, config=config) as omni:
+            yield omni
+
+    def close(self) -> None:
+        if self._shared is not None:
+            self._loop.run_until_complete(self._shared.stop())
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()
+
+
+async def kill(pid: int) -> None:
+    """kill -9, and wait until it is gone."""
+    process = psutil.Process(pid)
+    process.kill()
+    await asyncio.to_thread(process.wait)
+
+
+def both(text: str, **options: Any) -> dict[str, Any]:
+    message = {"messages": [{"role": "user", "content": text}], "modalities": ["text", "audio"]}
+    return {**message, "options": options} if options else message
+
+
+async def collect(
+    omni: AsyncOmni, prompt: Any, on_delta: Callable[[Delta], None] = lambda delta: None
+) -> RequestOutput:
+    request = omni.request(prompt)
+    collector = Collector(request.request_id, wants_audio="audio" in request.modalities)
+    async for delta in omni.stream(request):
+        on_delta(delta)
+        collector.add(delta)
+    return collector.output()
+
+
+def pid_of(health: Health, stage: str) -> int:
+    [replica] = health.stages[stage].replicas
+    assert replica.pid is not None
+    return replica.pid
+
+
+class Gate:
+    """Holds a stage at a known point: `reached` returns when it is there; `open` lets it go on."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = str(directory / "gate")
+        os.mkfifo(self.path)
+
+    def option(self, stage: str, at: int) -> dict[str, Any]:
+        return {"stage": stage, "at": at, "fifo": self.path}
+
+    async def reached(self) -> int:
+        return await asyncio.to_thread(os.open, self.path, os.O_WRONLY)
+
+    def remove(self) -> None:
+        os.unlink(self.path)
