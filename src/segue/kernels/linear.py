@@ -10,9 +10,14 @@ from collections.abc import Collection
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 DECODE_ROWS = 8
 """Rows per call of a decoder on a CPU, most of the time: what its weights are laid out for."""
+
+LEAST_ROWS = 6
+"""Fewer rows are computed as if they were so many: oneDNN's product of one row with a packed weight reads 20-25 GB/s
+where that of six reads 27-37 (two cores; the products of a decode step of 387M parameters 70 → 58 ms)."""
 
 
 @torch.library.custom_op("segue::packed_linear", mutates_args=())
@@ -45,6 +50,13 @@ class PackedLinear(nn.Module):
         """[..., in_features] → [..., out_features], float32."""
         if torch.compiler.is_compiling():
             return packed_linear(x, self.weight, self.bias, self.out_features)
+        rows = x.numel() // self.in_features
+        if 0 < rows < LEAST_ROWS:
+            # the same row several times over, as far as there is one row: nothing is copied
+            few = x.reshape(rows, -1)
+            padded = few.expand(LEAST_ROWS, -1) if rows == 1 else functional.pad(few, (0, 0, 0, LEAST_ROWS - rows))
+            out = torch.ops.mkldnn._linear_pointwise(padded, self.weight, self.bias, "none", [], None)
+            return out[:rows].view(*x.shape[:-1], self.out_features)
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], None)
 
 
