@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from segue.bench.hardware import Machine
+from segue.bench.load import arriving, closed, in_turn
 from segue.bench.main import parser
 from segue.bench.stats import summary
-from segue.bench.text_load import TextSlice, arriving, closed, in_turn, intrude
+from segue.bench.text_load import TextSlice, intrude, told
 from segue.bench.text_report import markdown, plot
 from segue.bench.text_results import Scenario, TextResult, TextSettings, keeps, side_of
 from segue.bench.text_workload import Shape, TextOutcome, TextRequest, WrongLength, poisson, requests
@@ -93,7 +94,7 @@ def test_arrivals_come_at_the_rate() -> None:
 def test_a_closed_loop_keeps_its_clients_busy_and_every_side_gets_every_round() -> None:
     sides = [Side("a"), Side("b")]
     rounds = [requests(Shape(4, 2), start, 6, VOCAB, 0) for start in (0, 6)]
-    slices = asyncio.run(in_turn(sides, rounds, closed(3), 3, lambda line: None))
+    slices = asyncio.run(in_turn(sides, rounds, closed(3), 3, lambda line: None, told))
     assert [(taken.side, [one.index for one in taken.outcomes]) for taken in slices] == [
         (name, [one.index for one in asked]) for asked in rounds for name in "ab"
     ]

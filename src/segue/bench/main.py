@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from segue.bench.arguments import count, counts, some_of
+from segue.bench.diffusion_arguments import add_diffusion
 from segue.bench.text_arguments import add_text
 from segue.messages.errors import ConfigError, SegueError
 
@@ -64,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
     omni.add_argument("--out", type=Path, default=Path("out/bench"), help="directory of the results")
     omni.set_defaults(run=_omni)
     add_text(commands)
+    add_diffusion(commands)
     return top
 
 

@@ -11,10 +11,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from segue.bench.hardware import machine
+from segue.bench.load import Load, arriving, closed, in_turn, turn
 from segue.bench.stats import summary
 from segue.bench.text_baseline import ReferenceDriver, ReferenceProcess
 from segue.bench.text_http import HttpDriver, segue_command, segue_deployment, vllm_command, vllm_environment
-from segue.bench.text_load import Load, TextDriver, arriving, closed, in_turn, intrude, turn
+from segue.bench.text_load import TextDriver, intrude, told
 from segue.bench.text_results import Scenario, TextResult, TextSettings, side_of
 from segue.bench.text_wire import Options
 from segue.bench.text_workload import Shape, TextRequest, poisson, requests
@@ -149,7 +150,7 @@ async def _scenario(
         async with turn(driver, max(clients, 2)):
             await closed(2)(driver, warm)
     rounds = [_take(bench, sides, shape, count) for _ in range(bench.rounds)]
-    slices = await in_turn(drivers, rounds, load, clients or max(bench.concurrency), bench.say)
+    slices = await in_turn(drivers, rounds, load, clients or max(bench.concurrency), bench.say, told)
     own = {driver.name: [taken for taken in slices if taken.side == driver.name] for driver in drivers}
     objective = [] if clients else list(bench.objective)
     first = own[drivers[0].name]
@@ -175,7 +176,7 @@ async def _crowd(bench: TextBench, sides: _Sides, size: int) -> dict[str, dict[s
         bench.say(f"a crowd: {case}")
         asked = [_take(bench, sides, CROWD, size, equal=equal) for _ in range(bench.rounds)]
         drivers: list[TextDriver] = [sides.segue, *(one for way, one in sides.references.items() if way == "one")]
-        slices = await in_turn(drivers, asked, closed(size), size, bench.say)
+        slices = await in_turn(drivers, asked, closed(size), size, bench.say, told)
         found[case] = {
             driver.name: min(taken.wall for taken in slices if taken.side == driver.name) for driver in drivers
         }

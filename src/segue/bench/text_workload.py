@@ -40,6 +40,13 @@ class TextOutcome(msgspec.Struct, kw_only=True):
     sent: float = 0.0
     """time.monotonic() at the client."""
 
+    def check(self, request: TextRequest) -> None:
+        """Raise `WrongLength` unless as many tokens came as were asked for."""
+        if len(self.times) != request.tokens:
+            raise WrongLength(
+                f"request {request.index}: {len(self.times)} tokens came, {request.tokens} were asked for"
+            )
+
     @property
     def ttft(self) -> float:
         return self.times[0]
@@ -93,12 +100,6 @@ def poisson(rate: float, count: int, seed: int) -> list[float]:
         now += draw.expovariate(rate)
         times.append(now)
     return times
-
-
-def check(request: TextRequest, outcome: TextOutcome) -> None:
-    """Raise `WrongLength` unless as many tokens came as were asked for: else the sides do not do the same work."""
-    if len(outcome.times) != request.tokens:
-        raise WrongLength(f"request {request.index}: {len(outcome.times)} tokens came, {request.tokens} were asked for")
 
 
 class WrongLength(Exception):

@@ -1,0 +1,197 @@
+"""`segue bench diffusion`: Segue against pipelines of `diffusers` on pictures. `docs/benchmarks.md` says how to read it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from segue.bench.diffusion_results import (
+    DiffusionResult,
+    DiffusionScenario,
+    DiffusionSettings,
+    mean_jct,
+    side_of,
+)
+from segue.bench.diffusion_sides import (
+    BATCH,
+    ONE,
+    PictureDriver,
+    ReferenceDriver,
+    ReferenceProcess,
+    SegueDriver,
+)
+from segue.bench.diffusion_wire import Options
+from segue.bench.diffusion_workload import CLOSED, OPEN, Mix, PictureOutcome, PictureRequest, pictures
+from segue.bench.hardware import machine
+from segue.bench.load import Load, LoadSlice, arriving, closed, in_turn
+from segue.bench.meters import memory
+from segue.bench.text_workload import poisson
+from segue.models.registry import read_config
+
+SPACING = 10_000
+"""Between the first requests of scenarios: nothing is asked twice."""
+PREVIEWS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffusionBench:
+    """What to run."""
+
+    model_dir: Path
+    sizes: Sequence[int]
+    """Of pictures, in pixels."""
+    concurrency: Sequence[int]
+    requests: int
+    """Per round of a closed loop with several clients; half as many with one."""
+    rounds: int
+    load: float
+    """Of arrivals, as a share of what diffusers can do one at a time; 0: not measured."""
+    arrivals: int
+    guidance: float
+    threads: int
+    dtype: str
+    seed: int
+    config: Mapping[str, Any]
+    """Segue's deployment."""
+    say: Callable[[str], None] = print
+
+
+@dataclass
+class _Sides:
+    segue: SegueDriver
+    one: ReferenceDriver
+    batch: ReferenceDriver
+    process: ReferenceProcess
+    scenarios: int = 0
+
+
+async def run(bench: DiffusionBench) -> DiffusionResult:
+    """Start every side, measure, stop every side."""
+    found = machine()
+    pipeline = read_config(bench.model_dir)["_class_name"]
+    options = Options(
+        model_dir=str(bench.model_dir), dtype=bench.dtype, threads=bench.threads, sizes=list(bench.sizes)
+    )
+    process = ReferenceProcess(options, {"OMP_NUM_THREADS": str(bench.threads)})
+    segue = SegueDriver(bench.model_dir, pipeline, bench.dtype, bench.config)
+    sides = _Sides(segue, ReferenceDriver(process, ONE), ReferenceDriver(process, BATCH), process)
+    scenarios = []
+    async with AsyncExitStack() as stack:
+        bench.say("starting diffusers")
+        stack.push_async_callback(process.stop)
+        loaded = await process.start()
+        bench.say("starting segue")
+        stack.push_async_callback(segue.stop)
+        await segue.start()
+        for size in bench.sizes:
+            for clients in bench.concurrency:
+                scenarios.append(await _closed(bench, sides, size, clients, loaded.flops[size], loaded.ceiling))
+        if bench.load:
+            scenarios.append(await _open(bench, sides, bench.sizes[0], scenarios, loaded.flops, loaded.ceiling))
+        startup = {driver.name: driver.startup for driver in (sides.segue, sides.one)}
+    return DiffusionResult(
+        finished=datetime.now(UTC).isoformat(timespec="seconds"),
+        machine=found,
+        settings=DiffusionSettings(
+            model=bench.model_dir.name,
+            pipeline=pipeline,
+            dtype=bench.dtype,
+            seed=bench.seed,
+            rounds=bench.rounds,
+            threads=bench.threads,
+            guidance=bench.guidance,
+            versions=loaded.versions,
+            ceiling=loaded.ceiling,
+        ),
+        startup=startup,
+        scenarios=scenarios,
+    )
+
+
+async def _closed(
+    bench: DiffusionBench, sides: _Sides, size: int, clients: int, flops: float, ceiling: float
+) -> DiffusionScenario:
+    name = f"{size} x {size}, {clients} client{'s' if clients > 1 else ''}, {CLOSED}"
+    drivers: list[PictureDriver] = [sides.segue, sides.one, *([sides.batch] if clients > 1 else [])]
+    count = bench.requests if clients > 1 else max(2, bench.requests // 2)
+    slices = await _measure(bench, sides, drivers, name, CLOSED, size, count, closed(clients), clients)
+    return _scenario(bench, sides, drivers, slices, name, size, flops, ceiling, clients=clients)
+
+
+async def _open(
+    bench: DiffusionBench,
+    sides: _Sides,
+    size: int,
+    measured: Sequence[DiffusionScenario],
+    flops: Mapping[int, float],
+    ceiling: float,
+) -> DiffusionScenario:
+    """The rate follows from what diffusers did alone, with one client, in this very run."""
+    alone = next((one for one in measured if one.size == size and one.clients == 1), None)
+    assert alone is not None, "arrivals need the closed loop of one client before them"
+    rate = bench.load * alone.sides[ONE].steps_per_second / OPEN.mean
+    name = f"{size} x {size}, {rate:.3g} arrivals/s ({bench.load:.0%} of what diffusers can do), {OPEN}"
+    drivers: list[PictureDriver] = [sides.segue, sides.one]
+    load = arriving(poisson(rate, bench.arrivals, bench.seed))
+    slices = await _measure(bench, sides, drivers, name, OPEN, size, bench.arrivals, load, max(bench.concurrency))
+    return _scenario(bench, sides, drivers, slices, name, size, flops[size], ceiling, rate=rate)
+
+
+async def _measure(
+    bench: DiffusionBench,
+    sides: _Sides,
+    drivers: Sequence[PictureDriver],
+    name: str,
+    mix: Mix,
+    size: int,
+    count: int,
+    load: Load,
+    together: int,
+) -> list[LoadSlice[PictureOutcome]]:
+    bench.say(name)
+    sides.segue.previews = 0
+    warm = Mix((2,), (1,))
+
+    def take(asked: Mix, number: int) -> list[PictureRequest]:
+        start, sides.scenarios = SPACING * sides.scenarios, sides.scenarios + 1
+        return pictures(asked, size, start, number, bench.guidance, bench.seed)
+
+    for driver in drivers:
+        await in_turn([driver], [take(warm, together)], closed(together), together, lambda line: None, _told)
+    rounds = [take(mix, count) for _ in range(bench.rounds)]
+    return await in_turn(drivers, rounds, load, together, bench.say, _told)
+
+
+def _told(taken: LoadSlice[PictureOutcome]) -> str:
+    steps = sum(one.steps for one in taken.outcomes)
+    return f"{steps / taken.wall:.2f} steps/s, mean JCT {mean_jct(taken.outcomes):.2f} s"
+
+
+def _scenario(
+    bench: DiffusionBench,
+    sides: _Sides,
+    drivers: Sequence[PictureDriver],
+    slices: Sequence[LoadSlice[PictureOutcome]],
+    name: str,
+    size: int,
+    flops: float,
+    ceiling: float,
+    *,
+    clients: int = 0,
+    rate: float = 0.0,
+) -> DiffusionScenario:
+    own = {driver.name: [taken for taken in slices if taken.side == driver.name] for driver in drivers}
+    branches = 2 if bench.guidance > 1 else 1
+    segue_bytes = memory([os.getpid(), *sides.segue.pids()])[0]
+    held = {sides.segue.name: segue_bytes, ONE: memory([sides.process.pid])[0]}
+    first = own[sides.segue.name]
+    made = {
+        side: side_of(taken, first, branches * flops / ceiling, held.get(side, held[ONE]))
+        for side, taken in own.items()
+    }
+    return DiffusionScenario(name=name, size=size, clients=clients, rate=rate, sides=made)

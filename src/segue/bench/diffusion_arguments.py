@@ -1,0 +1,84 @@
+"""The arguments of `segue bench diffusion`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from segue.bench.arguments import count, counts
+from segue.messages.errors import ConfigError
+
+NEEDS = ("matplotlib", "psutil")
+
+
+def add_diffusion(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """The sub-command and its arguments."""
+    pictures = commands.add_parser("diffusion", help="pictures, Segue against diffusers' pipelines")
+    model = pictures.add_mutually_exclusive_group()
+    model.add_argument("--model", type=Path, help="directory of a pipeline that makes pictures")
+    model.add_argument("--preset", default="qwen-image", help="a preset of segue tiny, made if absent (qwen-image)")
+    pictures.add_argument("--preset-size", default="small", help="of the preset (default: small)")
+    pictures.add_argument("--cache", type=Path, default=Path("out"), help="where presets are made (default: out)")
+    pictures.add_argument("--sizes", type=counts, default=[256, 128], help="height and width in pixels (256,128)")
+    pictures.add_argument("--concurrency", type=counts, default=[1, 4, 8], help="clients (default: 1,4,8)")
+    pictures.add_argument("--requests", type=count, default=16, help="per round with several clients (default: 16)")
+    pictures.add_argument("--rounds", type=count, default=3)
+    pictures.add_argument("--load", type=float, default=0.8, help="arrivals, of diffusers' capacity; 0: none (0.8)")
+    pictures.add_argument("--arrivals", type=count, default=30, help="per round (default: 30)")
+    pictures.add_argument("--guidance", type=float, default=4.0, help="of classifier-free guidance; 1: none (4)")
+    cores = len(os.sched_getaffinity(0))
+    pictures.add_argument("--threads", type=count, default=cores, help="CPU threads of diffusers (default: all cores)")
+    pictures.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    pictures.add_argument("--config", type=Path, help="deployment file of Segue")
+    pictures.add_argument("--seed", type=int, default=0)
+    pictures.add_argument("--out", type=Path, default=Path("out/bench"), help="directory of the results")
+    pictures.set_defaults(run=_diffusion)
+
+
+def _diffusion(arguments: argparse.Namespace) -> int:
+    missing = [name for name in NEEDS if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"segue bench needs {' and '.join(missing)}: pip install 'segue[bench]'")
+    if arguments.load and 1 not in arguments.concurrency:
+        raise ConfigError("--load needs 1 among --concurrency: what diffusers can do is measured there", field="load")
+    # these bring torch and matplotlib: not for --help
+    import yaml
+
+    from segue.bench.diffusion import DiffusionBench, run
+    from segue.bench.diffusion_report import markdown, write_report
+
+    bench = DiffusionBench(
+        model_dir=_model(arguments).resolve(),
+        sizes=list(dict.fromkeys(arguments.sizes)),
+        concurrency=sorted(set(arguments.concurrency)),
+        requests=arguments.requests,
+        rounds=arguments.rounds,
+        load=arguments.load,
+        arrivals=arguments.arrivals,
+        guidance=arguments.guidance,
+        threads=arguments.threads,
+        dtype=arguments.dtype,
+        seed=arguments.seed,
+        config=yaml.safe_load(arguments.config.read_text()) if arguments.config is not None else {},
+        say=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    result = asyncio.run(run(bench))
+    paths = write_report(result, arguments.out)
+    print(markdown(result))
+    print("\n".join(f"written: {path}" for path in paths))
+    return 0
+
+
+def _model(arguments: argparse.Namespace) -> Path:
+    if arguments.model is not None:
+        return Path(arguments.model)
+    target = Path(arguments.cache) / f"{arguments.preset}-{arguments.preset_size}"
+    if not (target / "model_index.json").is_file():
+        from segue.models.tiny.presets import make
+
+        make(arguments.preset, target, arguments.preset_size)
+    return target

@@ -1,0 +1,121 @@
+"""`python -m segue.bench.diffusion_reference SOCKET_FD OPTIONS`: a pipeline of `diffusers`, alone in its process.
+
+One request at a time, or lists of prompts with equal numbers of steps in one call.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+from segue.bench.channel import Channel, serve
+from segue.bench.diffusion_wire import Answer, Loaded, Options, Policy
+from segue.bench.diffusion_workload import PictureRequest
+
+SQUARE = 2048
+"""Rows and columns of the product that says what the machine can do."""
+REPEATS = 5
+
+
+def main(argv: list[str]) -> int:
+    return serve(argv, Options, Policy, PictureRequest, _run)
+
+
+def _run(channel: Channel[Policy, PictureRequest], options: Options) -> None:
+    import torch
+
+    from segue.kernels import ensure_torchvision
+
+    ensure_torchvision()
+    from diffusers import DiffusionPipeline
+
+    torch.set_num_threads(options.threads)
+    dtype = getattr(torch, options.dtype)
+    pipeline = DiffusionPipeline.from_pretrained(options.model_dir, torch_dtype=dtype)
+    pipeline.set_progress_bar_config(disable=True)
+    flops = {size: _flops(pipeline, size) for size in options.sizes}
+    versions = {name: version(name) for name in ("torch", "transformers", "diffusers")}
+    channel.send(Loaded(versions, flops, _ceiling(dtype)))
+    policy = Policy(1, 0.0)
+    while (message := channel.take()) is not None:
+        if isinstance(message, Policy):
+            policy = message
+            continue
+        waiting = channel.gather(message.request, policy.most, policy.gather)
+        for steps in dict.fromkeys(one.steps for one in waiting):
+            for answer in _generate(pipeline, [one for one in waiting if one.steps == steps]):
+                channel.send(answer)
+
+
+def _generate(pipeline: Any, requests: Sequence[PictureRequest]) -> list[Answer]:
+    """One call."""
+    import numpy as np
+    import torch
+
+    first = requests[0]
+    made = pipeline(
+        prompt=[one.prompt for one in requests],
+        negative_prompt=[one.negative_prompt for one in requests],
+        height=first.size,
+        width=first.size,
+        num_inference_steps=first.steps,
+        generator=[torch.Generator().manual_seed(one.seed) for one in requests],
+        **guided(type(pipeline).__name__, first.guidance),
+    ).images
+    return [
+        Answer(index=one.index, picture=np.asarray(picture.convert("RGB"), np.uint8).tobytes())
+        for one, picture in zip(requests, made, strict=True)
+    ]
+
+
+def guided(pipeline: str, guidance: float) -> dict[str, float]:
+    """The argument that pipelines of this class take for true classifier-free guidance."""
+    return {"true_cfg_scale" if pipeline.startswith("QwenImage") else "guidance_scale": guidance}
+
+
+def _flops(pipeline: Any, size: int) -> float:
+    """Of one call of the network for one row, as torch counts products and attention."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    network = getattr(pipeline, "transformer", None) or pipeline.unet
+    counts: list[float] = []
+    counter = FlopCounterMode(display=False)
+
+    def before(module: Any, arguments: Any, named: Any) -> None:
+        counter.__enter__()
+
+    def after(module: Any, arguments: Any, named: Any, output: Any) -> None:
+        counter.__exit__(None, None, None)
+        rows = output[0].shape[0]
+        counts.append(counter.get_total_flops() / rows)
+
+    hooks = [
+        network.register_forward_pre_hook(before, with_kwargs=True),
+        network.register_forward_hook(after, with_kwargs=True),
+    ]
+    try:
+        _generate(pipeline, [PictureRequest(0, "a cat", "", 1.0, size, 1, 0)])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return counts[0]
+
+
+def _ceiling(dtype: Any) -> float:
+    """The best of a few large products."""
+    import torch
+
+    a, b = torch.randn(SQUARE, SQUARE, dtype=dtype), torch.randn(SQUARE, SQUARE, dtype=dtype)
+    times = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        torch.mm(a, b)
+        times.append(time.perf_counter() - began)
+    return float(2 * SQUARE**3 / min(times))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,136 @@
+"""The sides of `segue bench diffusion`: Segue, and one process of `diffusers` served in two ways."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+from segue.bench.child import ChildProcess
+from segue.bench.diffusion_reference import guided
+from segue.bench.diffusion_wire import Answer, Loaded, Options, Policy
+from segue.bench.diffusion_workload import PictureOutcome, PictureRequest
+from segue.bench.load import LoadDriver
+from segue.messages.deltas import Finished, ImageDelta
+from segue.messages.diffusion import DiffusionParams
+from segue.messages.request import Request
+from segue.orchestrator.omni import AsyncOmni
+
+GATHER_SECONDS = 0.05
+SEGUE, ONE, BATCH = "segue", "diffusers one at a time", "diffusers lists of prompts"
+
+PictureDriver = LoadDriver[PictureRequest, PictureOutcome]
+
+
+class SegueDriver:
+    """`AsyncOmni`, with the clients in the process of its orchestrator."""
+
+    name = SEGUE
+
+    def __init__(self, model_dir: Path, pipeline: str, dtype: str, config: Mapping[str, Any]) -> None:
+        """`pipeline`: the class that `model_index.json` names."""
+        self._omni = AsyncOmni(model_dir, dtype=dtype, config=config)
+        self._pipeline = pipeline
+        self.previews = 0
+        """Asked for with every request from now on."""
+        self.startup = 0.0
+
+    async def start(self) -> None:
+        began = time.monotonic()
+        await self._omni.start()
+        self.startup = time.monotonic() - began
+
+    async def take_over(self, together: int) -> None:
+        """Nothing to do: batching is the engine's own."""
+
+    async def hand_over(self) -> None:
+        """Nothing to do: the workers wait on their sockets."""
+
+    async def stop(self) -> None:
+        await self._omni.stop()
+
+    def pids(self) -> dict[int, str]:
+        """The workers, by what they do."""
+        return {
+            replica.pid: stage
+            for stage, health in self._omni.health().stages.items()
+            for replica in health.replicas
+            if replica.pid is not None
+        }
+
+    async def run(self, request: PictureRequest) -> PictureOutcome:
+        sent = time.monotonic()
+        preview, picture = None, b""
+        async with aclosing(self._omni.stream(self._request(request))) as deltas:
+            async for delta in deltas:
+                if isinstance(delta, ImageDelta):
+                    preview = preview or time.monotonic() - sent
+                    picture = delta.data if delta.partial is None else b""
+                elif isinstance(delta, Finished):
+                    jct = time.monotonic() - sent
+                    assert preview is not None, "a request of a picture ends with one"
+                    return PictureOutcome(
+                        index=request.index, steps=request.steps, jct=jct, first_preview=preview, picture=picture
+                    )
+        raise AssertionError("a stream ends with Finished or an error")
+
+    def _request(self, request: PictureRequest) -> Request:
+        return Request(
+            request_id=uuid.uuid4().hex,
+            prompt=request.prompt,
+            modalities=["image"],
+            seed=request.seed,
+            diffusion=DiffusionParams(
+                negative_prompt=request.negative_prompt,
+                height=request.size,
+                width=request.size,
+                num_inference_steps=request.steps,
+                partial_images=self.previews,
+                **guided(self._pipeline, request.guidance),
+            ),
+        )
+
+
+class ReferenceProcess(ChildProcess[PictureRequest, Loaded, Answer]):
+    """`segue.bench.diffusion_reference`."""
+
+    def __init__(self, options: Options, environment: Mapping[str, str]) -> None:
+        super().__init__("diffusers", "segue.bench.diffusion_reference", options, Loaded, Answer, environment)
+
+
+class ReferenceDriver:
+    """One way of serving with the process."""
+
+    def __init__(self, process: ReferenceProcess, name: str) -> None:
+        """`name`: `ONE` or `BATCH`."""
+        self.name = name
+        self._process = process
+
+    @property
+    def startup(self) -> float:
+        return self._process.startup
+
+    async def start(self) -> None:
+        await self._process.start()
+
+    async def take_over(self, together: int) -> None:
+        """From now on the process serves like this; a list is as long as there are clients."""
+        most = together if self.name == BATCH else 1
+        await self._process.send(Policy(most, GATHER_SECONDS if most > 1 else 0.0))
+
+    async def hand_over(self) -> None:
+        """Nothing to do: the process waits on a pipe."""
+
+    async def stop(self) -> None:
+        await self._process.stop()
+
+    async def run(self, request: PictureRequest) -> PictureOutcome:
+        sent = time.monotonic()
+        answer = await self._process.ask(request)
+        jct = time.monotonic() - sent
+        return PictureOutcome(
+            index=request.index, steps=request.steps, jct=jct, first_preview=jct, picture=answer.picture
+        )

@@ -1,0 +1,154 @@
+"""Clients of a benchmark: a closed loop, arrivals at given times, and the sides in turn."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+
+class Numbered(Protocol):
+    """A request."""
+
+    @property
+    def index(self) -> int: ...
+
+
+class Timed(Protocol):
+    """An outcome."""
+
+    sent: float
+    """time.monotonic() at the client."""
+
+    def check(self, request: Any) -> None:
+        """Raise unless it is the work that was asked for: else the sides do not do the same work."""
+
+
+RequestT = TypeVar("RequestT", bound=Numbered)
+OutcomeT = TypeVar("OutcomeT", bound=Timed)
+
+
+_Asked = TypeVar("_Asked", contravariant=True)
+_Given = TypeVar("_Given", covariant=True)
+
+
+class LoadDriver(Protocol[_Asked, _Given]):
+    """One side: started once, then given requests, several at a time."""
+
+    name: str
+
+    @property
+    def startup(self) -> float:
+        """Seconds from the start of its process until it serves."""
+
+    async def start(self) -> None: ...
+
+    async def take_over(self, together: int) -> None:
+        """This side's turn begins, with so many clients."""
+
+    async def hand_over(self) -> None:
+        """It ends: whatever this side does while nobody asks, it must not take the cores of the next one."""
+
+    async def run(self, request: _Asked) -> _Given:
+        """Send the request and wait for all of its answer. Raises what went wrong."""
+        ...
+
+    async def stop(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class LoadSlice(Generic[OutcomeT]):
+    """One side's part of one round."""
+
+    side: str
+    wall: float
+    """Seconds from the first request sent to the last answer."""
+    outcomes: list[OutcomeT]
+
+
+class Load(Protocol):
+    """Requests given to a side in some way; the outcomes in their order."""
+
+    async def __call__(
+        self, driver: LoadDriver[RequestT, OutcomeT], requests: Sequence[RequestT]
+    ) -> list[OutcomeT]: ...
+
+
+async def ask(driver: LoadDriver[RequestT, OutcomeT], request: RequestT) -> OutcomeT:
+    """One request, checked."""
+    sent = time.monotonic()
+    outcome = await driver.run(request)
+    outcome.check(request)
+    outcome.sent = sent
+    return outcome
+
+
+def closed(concurrency: int) -> Load:
+    """Each client sends its next request when its last one has come back."""
+
+    async def load(driver: LoadDriver[RequestT, OutcomeT], requests: Sequence[RequestT]) -> list[OutcomeT]:
+        waiting = iter(requests)
+        outcomes: dict[int, OutcomeT] = {}
+
+        async def client() -> None:
+            for request in waiting:  # shared: whoever is free takes the next
+                outcomes[request.index] = await ask(driver, request)
+
+        async with asyncio.TaskGroup() as clients:
+            for _ in range(concurrency):
+                clients.create_task(client())
+        return [outcomes[request.index] for request in requests]
+
+    return load
+
+
+def arriving(times: Sequence[float]) -> Load:
+    """Request i is sent at `times[i]`, whatever has become of those before it."""
+
+    async def load(driver: LoadDriver[RequestT, OutcomeT], requests: Sequence[RequestT]) -> list[OutcomeT]:
+        began = time.monotonic()
+
+        async def client(at: float, request: RequestT) -> OutcomeT:
+            await asyncio.sleep(max(0.0, began + at - time.monotonic()))
+            return await ask(driver, request)
+
+        async with asyncio.TaskGroup() as clients:
+            asked = [clients.create_task(client(at, one)) for at, one in zip(times, requests, strict=True)]
+        return [task.result() for task in asked]
+
+    return load
+
+
+@asynccontextmanager
+async def turn(driver: LoadDriver[Any, Any], together: int) -> AsyncIterator[None]:
+    """The time in which only this side works."""
+    await driver.take_over(together)
+    try:
+        yield
+    finally:
+        await driver.hand_over()
+
+
+async def in_turn(
+    drivers: Sequence[LoadDriver[RequestT, OutcomeT]],
+    rounds: Sequence[Sequence[RequestT]],
+    load: Load,
+    together: int,
+    say: Callable[[str], None],
+    speed: Callable[[LoadSlice[OutcomeT]], str],
+) -> list[LoadSlice[OutcomeT]]:
+    """Every round on every driver, in turn: a slow minute of the machine falls on all of them. `speed`: how a slice is
+    told of while the benchmark runs."""
+    slices = []
+    for number, requests in enumerate(rounds):
+        for driver in drivers:
+            async with turn(driver, together):
+                began = time.monotonic()
+                outcomes = await load(driver, requests)
+                taken = LoadSlice(driver.name, time.monotonic() - began, outcomes)
+            say(f"  round {number + 1}/{len(rounds)}, {driver.name}: {speed(taken)}")
+            slices.append(taken)
+    return slices
