@@ -9,7 +9,7 @@ from contextlib import ExitStack, aclosing
 
 import msgspec
 
-from segue.messages.deltas import Choice, Delta, Finished, TextDelta, Usage
+from segue.messages.deltas import Choice, ChoiceEnded, Delta, Finished, RequestMetrics, TextDelta, Usage
 from segue.messages.errors import SegueError, StageFailed
 from segue.messages.request import Request
 from segue.observe.logging import log_event
@@ -67,6 +67,8 @@ async def by_choice(
         async for index, delta in deltas:
             if isinstance(delta, TextDelta):
                 yield index + delta.index, delta
+            elif isinstance(delta, ChoiceEnded):
+                yield delta.choice.index, delta
             elif isinstance(delta, Finished) and len(delta.choices) > 1:
                 assert text_stage is not None
                 for choice in delta.choices:
@@ -84,6 +86,12 @@ def _of_choice(whole: Finished, choice: Choice, stage: str) -> Finished:
         usage=whole.usage if choice.index == 0 else Usage(),
         choices=[choice],
     )
+
+
+def early_end(ended: ChoiceEnded) -> Finished:
+    """What is known of the end of a choice while others go on: all but usage and metrics."""
+    choice = ended.choice
+    return Finished(choice.finish_reason, {ended.stage: choice.token_ids}, Usage(), RequestMetrics(), choices=[choice])
 
 
 async def _next(stream: AsyncGenerator[Delta]) -> Delta:
