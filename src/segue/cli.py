@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from segue.graph.deployment import KV_DTYPES, QUANTIZATIONS
+from segue.graph.deployment import KV_DTYPES, QUANTIZATIONS, SCHEDULINGS
 from segue.messages.errors import ConfigError, SegueError, nearest
 from segue.models.dialects.dialect import CALL_FORMATS
 
@@ -130,6 +130,7 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--quantization", choices=QUANTIZATIONS, help="make the weights into this while loading")
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, help="keys and values in this; default: as computed")
+    parser.add_argument("--scheduling", choices=SCHEDULINGS, help="whose request runs first; default: priority")
     parser.add_argument("--load-format", choices=["auto", "dummy"], default="auto")
     parser.add_argument(
         "--deterministic", action="store_true", help="the same logits to the bit whatever else is in the batch"
@@ -200,6 +201,7 @@ async def _serve_until_told(arguments: argparse.Namespace, settings: ServerSetti
         tensor_parallel=arguments.tensor_parallel,
         quantization=arguments.quantization,
         kv_dtype=arguments.kv_dtype,
+        scheduling=arguments.scheduling,
         lora=adapters if adapters or settings.allow_runtime_lora else None,
         name=arguments.name,
         on_progress=bars.show,
@@ -250,6 +252,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         tensor_parallel=arguments.tensor_parallel,
         quantization=arguments.quantization,
         kv_dtype=arguments.kv_dtype,
+        scheduling=arguments.scheduling,
         name=arguments.name,
     ) as omni:
         [output] = omni.generate(
@@ -291,6 +294,7 @@ def _graph(arguments: argparse.Namespace) -> int:
         tensor_parallel=arguments.tensor_parallel,
         quantization=arguments.quantization,
         kv_dtype=arguments.kv_dtype,
+        scheduling=arguments.scheduling,
     )
     plan = load_plan(graph, arguments.config, overrides=overrides)
     print(as_mermaid(graph) if arguments.mermaid else as_text(plan))

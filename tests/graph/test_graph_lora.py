@@ -65,7 +65,10 @@ def test_for_autoregressive_stages_alone() -> None:
         with pytest.raises(ConfigError, match=f"stages.voice.{key} is for autoregressive stages"):
             load_plan(graph(), {"stages": {"voice": {key: value}}}, hardware=MACHINE)
     plan = load_plan(
-        graph(), hardware=MACHINE, overrides=stage_overrides(None, quantization="int8", kv_dtype="fp8", lora={})
+        graph(),
+        hardware=MACHINE,
+        overrides=stage_overrides(None, quantization="int8", kv_dtype="fp8", scheduling="fair", lora={}),
     )
     assert (plan.stages["llm"].quantization, plan.stages["llm"].kv_dtype) == ("int8", "fp8")
     assert (plan.stages["voice"].quantization, plan.stages["voice"].kv_dtype) == ("none", "auto")
+    assert plan.stages["llm"].scheduling == "fair"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from toy_system import Gate, System, collect, kill, pid_of
 
-from segue.messages.deltas import Delta, Finished, TextDelta
+from segue.messages.deltas import ChoiceEnded, Delta, Finished, TextDelta
 from segue.messages.errors import ConfigError, InvalidRequest
 from segue.messages.sampling import SamplingParams
 from segue.orchestrator.omni import AsyncOmni
@@ -39,6 +39,38 @@ async def apart(omni: AsyncOmni, count: int) -> list[RequestOutput]:
 
 def said(output: RequestOutput) -> list[tuple[str, list[int], str]]:
     return [(one.text, one.token_ids, one.finish_reason) for one in output.outputs]
+
+
+def assert_ends_told(deltas: list[Delta]) -> None:
+    """Of each output once, after all of its text, as it is said at the end."""
+    end = deltas[-1]
+    assert isinstance(end, Finished)
+    ends = [delta.choice for delta in deltas if isinstance(delta, ChoiceEnded)]
+    assert [(one.finish_reason, one.token_ids) for one in sorted(ends, key=lambda one: one.index)] == [
+        (one.finish_reason, one.token_ids) for one in end.choices
+    ]
+    over: set[int] = set()
+    for delta in deltas:
+        if isinstance(delta, ChoiceEnded):
+            over.add(delta.choice.index)
+        assert not (isinstance(delta, TextDelta) and delta.index in over)
+
+
+def test_an_output_s_end_is_told_when_it_ends(system: System) -> None:
+    async def body() -> None:
+        async with system.shared() as omni:
+            deltas: list[Delta] = []
+            asked = ask(n=4, stop_token_ids=list(range(0, 97, 9)))
+            output = await collect(omni, asked, deltas.append)
+            assert len({len(one.token_ids) for one in output.outputs}) > 1
+            assert_ends_told(deltas)
+            first = next(place for place, delta in enumerate(deltas) if isinstance(delta, ChoiceEnded))
+            assert any(isinstance(delta, TextDelta) for delta in deltas[first:]), "others go on"
+            alone: list[Delta] = []
+            await collect(omni, ask(), alone.append)
+            assert not any(isinstance(delta, ChoiceEnded) for delta in alone), "the end of it all says it"
+
+    system.run(body)
 
 
 def test_n_outputs_are_those_of_n_requests(system: System) -> None:
@@ -114,6 +146,7 @@ def test_a_killed_worker_loses_no_output(system: System, tmp_path: Path, samplin
             for one in output.outputs:
                 ids = [i for d in deltas if isinstance(d, TextDelta) and d.index == one.index for i in d.token_ids]
                 assert ids == one.token_ids
+            assert_ends_told(deltas)
 
     system.run(body)
 

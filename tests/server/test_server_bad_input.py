@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from fake_service import FakeService, Live, live
+from fake_service import FakeService, Live, finished, live
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from segue.messages.deltas import Delta
+from segue.messages.errors import InvalidRequest
+from segue.messages.request import Request
 from segue.server.settings import ServerSettings
 
 HELLO = [{"role": "user", "content": "Say hello"}]
@@ -88,6 +91,19 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
         ({"top_k": 10**400}, "top_k", "-1 or 0"),
         ({"temperature": 10**400}, "temperature", "out of range"),
         ({"options": {"use_audio_in_video": 10**300}}, "options", "too large"),
+        ({"structured_outputs": {"json": {"maximum": 2**64}}}, "structured_outputs.json", "64 bits"),
+        ({"guided_json": {"maximum": -(2**64)}}, "guided_json", "64 bits"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"maximum": 2**64}}}},
+            "response_format.json_schema.schema",
+            "64 bits",
+        ),
+        (
+            {"sampling": {"thinker": {"structured_outputs": {"json": {"maximum": 2**64}}}}},
+            "sampling.thinker.structured_outputs.json",
+            "64 bits",
+        ),
+        ({"user": "x" * 257}, "user", "at most 256"),
         ({"logit_bias": {"-5": 1}}, "logit_bias", "no token id"),
         ({"stop_token_ids": [2**40]}, "stop_token_ids", "no token id"),
         ({"stop": [""]}, "stop", "empty string"),
@@ -245,6 +261,32 @@ def test_text_parameters_need_a_text_stage() -> None:
         assert "no stage that makes text" in error_of(ask(http, temperature=0))["message"]
         assert ask(http, seed=3).json()["choices"][0]["message"]["content"] is None
     assert service.requests[-1].modalities == ["image"]
+
+
+@pytest.mark.parametrize(
+    ("body", "named", "param"),
+    [
+        ({"top_k": 3}, "top_k", "top_k"),
+        ({"sampling": {"thinker": {"top_k": 3}}}, "top_k", "sampling.thinker.top_k"),
+        ({"top_k": 4, "sampling": {"thinker": {"top_k": 3}}}, "top_k", "sampling.thinker.top_k"),
+        ({"guided_json": {}}, "structured_outputs.json", "guided_json"),
+        ({"response_format": {"type": "json_object"}}, "structured_outputs", "response_format"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_stage_s_error_names_what_the_client_wrote(path: str, body: dict[str, Any], named: str, param: str) -> None:
+    async def refuses(request: Request) -> AsyncGenerator[Delta]:
+        field = f"sampling.thinker.{named}"
+        raise InvalidRequest(f"{field} will not do", field=field)
+        yield finished()
+
+    asked = {"model": "fake-omni", **body}
+    asked |= {"prompt": "Say"} if path == "/v1/completions" else {"messages": HELLO}
+    with live(FakeService(refuses)) as server, httpx.Client(base_url=server.url) as http:
+        for stream in (False, True):
+            answer = http.post(path, json={**asked, "stream": stream})
+            error = json.loads(answer.text.removeprefix("data: ").splitlines()[0])["error"]
+            assert (error["param"], error["message"]) == (param, f"{param} will not do")
 
 
 _JSON = st.recursive(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import AsyncGenerator, Iterator
 
@@ -33,7 +34,7 @@ WHAT = [
 async def told(request: Request) -> AsyncGenerator[Delta]:
     params = request.sampling.get("thinker", SamplingParams())
     prompt = [None, WHAT[0]] if params.prompt_logprobs is not None else []
-    told = WHAT if params.logprobs is not None else []
+    told = WHAT if params.logprobs is not None or params.logprob_token_ids else []
     yield TextDelta("thinker", "The", [5], logprobs=told[:1], prompt_logprobs=prompt)
     yield TextDelta("thinker", "", [6], logprobs=told[1:2])
     yield TextDelta("thinker", "海", [7, 1], logprobs=told[2:])
@@ -60,6 +61,20 @@ def test_whole(client: openai.OpenAI, server: Live) -> None:
     assert [(one.token, one.bytes) for one in told.content[0].top_logprobs] == [
         ("The", list(b"The")), (" A", list(b" A")),
     ]  # fmt: skip
+
+
+def test_asked_for_by_token(server: Live) -> None:
+    """Over both endpoints, as from Python: without another word."""
+    body = {"model": "fake-omni", "logprob_token_ids": [8]}
+    reply = httpx.post(f"{server.url}/v1/chat/completions", json={**body, "messages": HELLO}).json()
+    assert [one["token"] for one in reply["choices"][0]["logprobs"]["content"]][:1] == ["The"]
+    for stream in (False, True):
+        asked = {**body, "prompt": "Say", "stream": stream}
+        answer = httpx.post(f"{server.url}/v1/completions", json=asked)
+        lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line and "[DONE]" not in line]
+        told = [log for line in lines if (log := json.loads(line)["choices"][0]["logprobs"]) is not None]
+        assert told[0]["tokens"][:1] == ["The"]
+        assert told[0]["top_logprobs"][0].keys() == {"The", " A"}
 
 
 def test_streamed(client: openai.OpenAI) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import openai
 import pytest
 from fake_service import FakeService, Live, finished, live
 
-from segue.messages.deltas import Choice, Delta, Finished, RequestMetrics, TextDelta, Usage
+from segue.messages.deltas import Choice, ChoiceEnded, Delta, Finished, RequestMetrics, TextDelta, Usage
 from segue.messages.request import Request
 from segue.messages.sampling import SamplingParams
 
@@ -25,14 +26,21 @@ async def several(request: Request) -> AsyncGenerator[Delta]:
         for index in range(n):
             if word < LENGTHS[index]:
                 yield TextDelta("thinker", f"{index}{'abc'[word]}", [10 * index + word], index=index)
+            if word + 1 == LENGTHS[index] and n > 1:
+                yield ChoiceEnded("thinker", _choice(index))
     ids = [[10 * index + word for word in range(LENGTHS[index])] for index in range(n)]
     yield Finished(
         "stop",
         {"thinker": ids[0]},
         Usage(prompt_tokens=9, prompt_modalities={"text": 9}, completion_modalities={"text": sum(map(len, ids))}),
         RequestMetrics(jct=1.0),
-        choices=[Choice(index, "length" if index == 1 else "stop", ids[index]) for index in range(n)],
+        choices=[_choice(index) for index in range(n)],
     )
+
+
+def _choice(index: int) -> Choice:
+    ids = [10 * index + word for word in range(LENGTHS[index])]
+    return Choice(index, "length" if index == 1 else "stop", ids)
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +104,31 @@ def test_n_choices_stream_with_their_index(client: openai.OpenAI, server: Live) 
     assert ends == {0: "stop", 1: "length", 2: "stop"}
     assert usage is not None
     assert (usage.prompt_tokens, usage.completion_tokens) == (9, 6)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("metrics", [False, True])
+def test_a_choice_says_that_it_ends_when_it_does(server: Live, path: str, metrics: bool) -> None:
+    """And once; with what is known only when all have ended, it says so then."""
+    body: dict[str, Any] = {"model": "fake-omni", "n": 3, "stream": True, "return_token_ids": True}
+    body |= {"prompt": "Say"} if path == "/v1/completions" else {"messages": HELLO}
+    answer = httpx.post(server.url + path, json={**body, "return_metrics": metrics})
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    entries = [entry for line in lines[:-1] for entry in json.loads(line)["choices"]]
+    order = [(entry["index"], entry["finish_reason"]) for entry in entries if entry["finish_reason"]]
+    last_text = max(place for place, entry in enumerate(entries) if not entry["finish_reason"])
+    ends = [place for place, entry in enumerate(entries) if entry["finish_reason"]]
+    if metrics:
+        assert order == [(0, "stop"), (1, "length"), (2, "stop")]
+        assert min(ends) > last_text
+        assert all("segue" in entries[place] for place in ends)
+    else:
+        assert order == [(2, "stop"), (0, "stop"), (1, "length")]
+        assert [place < last_text for place in ends] == [True, True, False]
+    if path == "/v1/chat/completions":
+        ids = {entries[place]["index"]: entries[place]["token_ids"]["thinker"] for place in ends}
+        assert ids == {0: [0, 1], 1: [10, 11, 12], 2: [20]}
 
 
 def test_with_sound_each_choice_is_a_request(client: openai.OpenAI, server: Live) -> None:

@@ -104,6 +104,7 @@ def stage_overrides(
     tensor_parallel: int | None = None,
     quantization: str | None = None,
     kv_dtype: str | None = None,
+    scheduling: str | None = None,
     lora: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Keys of a stage that a caller may set for all stages; what is unset is left to the file. An empty `lora` is set:
@@ -115,6 +116,7 @@ def stage_overrides(
         "tensor_parallel": tensor_parallel,
         "quantization": quantization,
         "kv_dtype": kv_dtype,
+        "scheduling": scheduling,
         "lora": lora,
     }
     return {key: value for key, value in given.items() if value is not None}

@@ -177,6 +177,13 @@ class Choice(msgspec.Struct, frozen=True):
     """The stop token or stop string that ended it; None for the family's end token."""
 
 
+class ChoiceEnded(msgspec.Struct, frozen=True, tag="ended"):
+    """One of several outputs has ended; others may go on. Each stands in `Finished` as well."""
+
+    stage: str
+    choice: Choice
+
+
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
     """The last delta of a request."""
 
@@ -191,4 +198,14 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
     """The outputs of the main stage, where it is autoregressive, by index."""
 
 
-Delta = TextDelta | AudioDelta | ImageDelta | VideoDelta | ProgressDelta | EmbeddingDelta | TokensDelta | Finished
+Delta = (
+    TextDelta
+    | AudioDelta
+    | ImageDelta
+    | VideoDelta
+    | ProgressDelta
+    | EmbeddingDelta
+    | TokensDelta
+    | ChoiceEnded
+    | Finished
+)

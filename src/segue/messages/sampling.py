@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from segue.messages.carried import check_carried
 from segue.messages.errors import InvalidRequest, nearest
 
 GREEDY_BELOW = 1e-5
@@ -220,6 +221,7 @@ def check_structured(asked: StructuredOutput, field: str) -> None:
         names = ", ".join(StructuredOutput.__struct_fields__)
         said = f"sets {' and '.join(given)}" if given else "sets nothing"
         raise InvalidRequest(f"{field} {said}; give exactly one of: {names}", field=field)
+    check_carried(asked.json, f"{field}.json")
     if asked.choice is not None and not (asked.choice and all(asked.choice)):
         raise InvalidRequest(f"{field}.choice needs at least one text, and none that is empty", field=f"{field}.choice")
 

@@ -139,6 +139,15 @@ class StartFailed(msgspec.Struct, tag=True):
     message: str
 
 
+class OutputEnd(msgspec.Struct, frozen=True):
+    """How one output of a stage ended."""
+
+    index: int
+    finish_reason: str
+    cumulative_logprob: float | None = None
+    stop_reason: int | str | None = None
+
+
 class Emission(msgspec.Struct):
     """What one step of one stage made for one request, as far as the orchestrator cares."""
 
@@ -156,6 +165,8 @@ class Emission(msgspec.Struct):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     modality_tokens: dict[str, int] = {}
+    end: OutputEnd | None = None
+    """In the last emission of one of several outputs."""
 
 
 class Progress(msgspec.Struct, tag=True):
@@ -184,15 +195,6 @@ class InputLost(msgspec.Struct, tag=True):
     stage: str
     attempt: int
     source: str
-
-
-class OutputEnd(msgspec.Struct, frozen=True):
-    """How one output of a stage ended."""
-
-    index: int
-    finish_reason: str
-    cumulative_logprob: float | None = None
-    stop_reason: int | str | None = None
 
 
 class StageDone(msgspec.Struct, tag=True):

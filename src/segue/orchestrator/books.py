@@ -13,6 +13,7 @@ from segue.graph.stage_graph import Walk
 from segue.messages.deltas import (
     AudioDelta,
     Choice,
+    ChoiceEnded,
     Delta,
     EmbeddingDelta,
     Finished,
@@ -57,6 +58,8 @@ class RequestBooks:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     ends: list[OutputEnd] = field(default_factory=list)
     """Of the main stage's outputs, once it is done."""
+    told: set[int] = field(default_factory=set)
+    """Outputs of the main stage whose ends the client has."""
     timer: asyncio.TimerHandle | None = None
 
     @property
@@ -66,7 +69,7 @@ class RequestBooks:
     def workers(self) -> set[str]:
         return {book.worker for book in self.stages.values() if book.worker}
 
-    def took(self, emission: Emission) -> list[ClientDelta]:
+    def took(self, emission: Emission) -> list[Delta]:
         """Enter an emission; gives what the client does not have yet (an attempt starts its stream from the front)."""
         stage, place = emission.stage, (emission.stage, emission.index)
         fresh_ids: list[int] = []
@@ -79,7 +82,7 @@ class RequestBooks:
             self.usage.cached_tokens = self.usage.cached_tokens or emission.cached_tokens
             self.usage.prompt_modalities = self.usage.prompt_modalities or emission.modality_tokens
         position = emission.position
-        fresh: list[ClientDelta] = []
+        fresh: list[Delta] = []
         for delta in emission.deltas:
             if isinstance(delta, ImageDelta | VideoDelta | ProgressDelta):
                 if (unseen := self._unseen(delta)) is not None:
@@ -92,6 +95,9 @@ class RequestBooks:
             if new is not None:
                 fresh.append(new)
                 self._note_first(new)
+        if emission.end is not None and stage == self.main and emission.index not in self.told:
+            self.told.add(emission.index)
+            fresh += [ChoiceEnded(stage, choice) for choice in self._choices([emission.end])]
         return fresh
 
     def _unseen(self, delta: ImageDelta | VideoDelta | ProgressDelta) -> ClientDelta | None:
@@ -153,10 +159,10 @@ class RequestBooks:
             token_ids={stage: list(outputs.get(0, [])) for stage, outputs in self.journal.items()},
             usage=self.usage,
             metrics=self.metrics,
-            choices=self._choices(),
+            choices=self._choices(self.ends),
         )
 
-    def _choices(self) -> list[Choice]:
+    def _choices(self, ends: list[OutputEnd]) -> list[Choice]:
         journal = self.journal.get(self.main)
         if journal is None:
             return []  # of an engine that makes no tokens
@@ -164,7 +170,7 @@ class RequestBooks:
             Choice(
                 end.index, end.finish_reason, list(journal.get(end.index, [])), end.cumulative_logprob, end.stop_reason
             )
-            for end in self.ends
+            for end in ends
         ]
 
     def _note_first(self, delta: ClientDelta) -> None:

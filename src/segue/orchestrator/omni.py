@@ -67,13 +67,14 @@ class AsyncOmni:
         tensor_parallel: int | None = None,
         quantization: str | None = None,
         kv_dtype: str | None = None,
+        scheduling: str | None = None,
         lora: Mapping[str, str | Path] | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
         """`config`: a deployment file, or its content. `name`: what clients call the model (default: the directory).
-        `dtype`, `speculation`, `tensor_parallel`, `quantization` and `kv_dtype` are keys of a stage that win over the
-        deployment's `defaults`. `lora`: directories of adapters by name, besides those of the deployment; an empty
-        mapping lets them be loaded later.
+        `dtype`, `speculation`, `tensor_parallel`, `quantization`, `kv_dtype` and `scheduling` are keys of a stage that
+        win over the deployment's `defaults`. `lora`: directories of adapters by name, besides those of the deployment;
+        an empty mapping lets them be loaded later.
 
         Raises `ConfigError` for anything that cannot be served as it is written.
         """
@@ -88,6 +89,7 @@ class AsyncOmni:
             tensor_parallel=tensor_parallel,
             quantization=quantization,
             kv_dtype=kv_dtype,
+            scheduling=scheduling,
             lora=None if lora is None else {"adapters": {name: str(path) for name, path in lora.items()}},
         )
         self.plan = load_plan(graph, config, overrides=overrides)

@@ -40,14 +40,14 @@ def add_chat_completions(app: FastAPI, service: Service, settings: ServerSetting
         chat = await loop.run_in_executor(checking, chat_request, values, service.card, settings)
         chat = with_metrics(chat, request)
         if chat.stream:
-            deltas = by_choice(run_generations(service, chat.requests, metrics), service.card.text_stage)
+            deltas = by_choice(run_generations(service, chat.requests, metrics, chat.written), service.card.text_stage)
             return EventStream(events(chat_chunks(chat, deltas)), settings.stall_seconds)
         return json_response(await while_connected(request.receive, _whole(chat, service, metrics)))
 
 
 async def _whole(chat: ChatRequest, service: Service, metrics: ServerMetrics) -> dict[str, Any]:
     choices = [WholeChoice(index, chat) for index in range(chat.choices)]
-    generations = run_generations(service, chat.requests, metrics)
+    generations = run_generations(service, chat.requests, metrics, chat.written)
     async with aclosing(by_choice(generations, service.card.text_stage)) as deltas:
         async for index, delta in deltas:
             choices[index].take(delta)

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from segue.media.sources import shown
+from segue.messages.carried import check_carried
 from segue.messages.errors import InvalidRequest, nearest
 from segue.messages.sampling import StructuredOutput, check_structured
 from segue.server.body import check_names
@@ -33,7 +34,11 @@ def structured_output(
         check_names(structured, StructuredOutput.__struct_fields__, "structured_outputs")
         found["structured_outputs"] = _converted(structured, "structured_outputs")
     for name, value in guided.items():
-        found[name] = _converted({GUIDED[name]: value}, name)
+        try:
+            found[name] = _converted({GUIDED[name]: value}, name)
+        except InvalidRequest as error:  # the client has written one name, not two
+            said = error.message.replace(f"{name}.{GUIDED[name]}", name)
+            raise InvalidRequest(said, field=name) from error
     if len(found) > 1:
         last = list(found)[-1]
         raise InvalidRequest(f"{' and '.join(found)} are given; give one", field=last)
@@ -64,6 +69,7 @@ def _response_format(values: dict[str, Any]) -> StructuredOutput | None:
             f"response_format.json_schema.schema is {shown(schema)}; it must be an object",
             field="response_format.json_schema.schema",
         )
+    check_carried(schema, "response_format.json_schema.schema")
     return StructuredOutput(json=schema)
 
 

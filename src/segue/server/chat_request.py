@@ -95,7 +95,8 @@ class ChatRequest(Answering):
     @property
     def wants_logprobs(self) -> bool:
         """Of the output."""
-        return any(params.logprobs is not None for params in self.requests[0].sampling.values())
+        sampling = self.requests[0].sampling.values()
+        return any(params.logprobs is not None or params.logprob_token_ids for params in sampling)
 
     @property
     def wants_text(self) -> bool:
@@ -132,7 +133,7 @@ def chat_request(values: dict[str, Any], card: ModelCard, settings: ServerSettin
     messages = _messages(body, card, settings)
     options = chat_options(body, dialect, tools)
 
-    answering = answering_fields(body, "chatcmpl", now)
+    answering = answering_fields(body, card, "chatcmpl", now)
     completion_id = answering["completion_id"]
     requests = [
         Request(

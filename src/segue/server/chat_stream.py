@@ -9,12 +9,13 @@ from contextlib import aclosing
 from typing import Any
 
 from segue.media.encode import AudioEncoder, audio_encoder
-from segue.messages.deltas import AudioDelta, Delta, Finished, ImageDelta, TextDelta
+from segue.messages.deltas import AudioDelta, ChoiceEnded, Delta, Finished, ImageDelta, TextDelta
 from segue.models.dialects.pieces import Piece, Said
 from segue.server.accounts import usage_object
 from segue.server.chat_logprobs import logprobs_object
 from segue.server.chat_reply import audio_id, ending, expiry, image_object, samples_of
 from segue.server.chat_request import ChatRequest
+from segue.server.generations import early_end
 from segue.server.reply_reader import ReplyReader, delta_of
 
 
@@ -28,10 +29,15 @@ class _StreamedChoice:
         self._rate = 0
         self._audio_id = audio_id()
         self._begun = False
+        self._ended = False
         self._reader = ReplyReader(chat)
 
     async def chunks(self, delta: Delta) -> list[dict[str, Any]]:
         """The entries of `choices` one delta of ours becomes; the first ever carries the role."""
+        if isinstance(delta, ChoiceEnded) and not self._chat.return_metrics:  # those are there at the very end
+            delta = early_end(delta)
+        if self._ended:
+            return []
         entries = []
         if not self._begun:
             self._begun = True
@@ -49,6 +55,7 @@ class _StreamedChoice:
         elif isinstance(delta, ImageDelta):
             entries.append(self._entry({"images": [await asyncio.to_thread(image_object, delta)]}))
         elif isinstance(delta, Finished):
+            self._ended = True
             entries += self._read(self._reader.finish())
             if self._encoder is not None:
                 if data := await asyncio.to_thread(self._encoder.finish):

@@ -7,10 +7,11 @@ from typing import Any
 
 import msgspec
 
-from segue.messages.deltas import Choice, Delta, Finished, TextDelta, TokenLogprobs, TokensDelta, Usage
+from segue.messages.deltas import Choice, ChoiceEnded, Delta, Finished, TextDelta, TokenLogprobs, TokensDelta, Usage
 from segue.server.accounts import metrics_object
 from segue.server.chat_logprobs import prompt_logprobs_object
 from segue.server.completion_request import CompletionRequest
+from segue.server.generations import early_end
 
 
 class LegacyLogprobs(msgspec.Struct):
@@ -113,6 +114,8 @@ class CompletionChoice:
         self._completion = completion
         self._prompt = prompt
         self._writer = LogprobsWriter()
+        self.ended = False
+        """Its end has been told."""
 
     def opening(self) -> dict[str, Any] | None:
         """What is told of the prompt, where anything is."""
@@ -200,6 +203,8 @@ class CompletionReader:
         if isinstance(delta, TextDelta):
             opening, choice = self._choice(number, delta.index)
             return [entry for entry in (*opening, choice.text(delta)) if entry is not None]
+        if isinstance(delta, ChoiceEnded) and not self._completion.return_metrics:  # those are there at the very end
+            return self._end(number, early_end(delta))
         if not isinstance(delta, Finished):
             return []
         if not self._completion.generates:
@@ -208,11 +213,17 @@ class CompletionReader:
         slot = self._completion.slots[number]
         if slot.first == 0:
             self.prompts.append(delta)
+        return self._end(number, delta)
+
+    def _end(self, number: int, finished: Finished) -> list[dict[str, Any]]:
+        """The ends of the choices that have not been told to have ended."""
         entries = []
-        ends: list[Choice | None] = [*delta.choices] or [None]
+        ends: list[Choice | None] = [*finished.choices] or [None]
         for end in ends:
             opening, choice = self._choice(number, 0 if end is None else end.index)
-            entries += [*opening, choice.ending(delta, end)]
+            if not choice.ended:
+                choice.ended = True
+                entries += [*opening, choice.ending(finished, end)]
         return entries
 
     def _choice(self, number: int, output: int) -> tuple[list[dict[str, Any]], CompletionChoice]:

@@ -80,7 +80,9 @@ def completion_request(values: dict[str, Any], card: ModelCard, settings: Server
     now = time.time()
     common = common_fields(body, card, now)
     prompts = _prompts(body.prompt)
-    logprobs, echo = body.logprobs, bool(body.echo)
+    # tokens that are to be told of stand among the log-probabilities
+    logprobs = 0 if body.logprobs is None and body.logprob_token_ids else body.logprobs
+    echo = bool(body.echo)
     if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
         raise InvalidRequest(f"logprobs is {logprobs}; it must be from 0 to {MAX_LOGPROBS}", field="logprobs")
     if echo and body.truncate_prompt_tokens is not None:
@@ -100,7 +102,7 @@ def completion_request(values: dict[str, Any], card: ModelCard, settings: Server
     if as_one:
         sampling = together(sampling, each, card)
     seeds = seeds_of(body, 1 if as_one else each)
-    answering = answering_fields(body, "cmpl", now)
+    answering = answering_fields(body, card, "cmpl", now)
     completion_id = answering["completion_id"]
     slots = [Slot(prompt, first) for prompt in range(len(prompts)) for first in range(len(seeds))]
     requests = []

@@ -47,7 +47,7 @@ def _head(completion: CompletionRequest) -> dict[str, Any]:
 async def _whole(completion: CompletionRequest, service: Service, metrics: ServerMetrics) -> dict[str, Any]:
     reader = CompletionReader(completion)
     choices: dict[int, list[dict[str, Any]]] = {}
-    async with aclosing(run_generations(service, completion.requests, metrics)) as deltas:
+    async with aclosing(run_generations(service, completion.requests, metrics, completion.written)) as deltas:
         async for number, delta in deltas:
             for entry in reader.read(number, delta):
                 choices.setdefault(entry["index"], []).append(entry)
@@ -63,7 +63,7 @@ async def _chunks(
 ) -> AsyncGenerator[dict[str, object]]:
     reader = CompletionReader(completion)
     usage = {"usage": None} if completion.include_usage else {}
-    async with aclosing(run_generations(service, completion.requests, metrics)) as deltas:
+    async with aclosing(run_generations(service, completion.requests, metrics, completion.written)) as deltas:
         async for number, delta in deltas:
             for entry in reader.read(number, delta):
                 yield {**_head(completion), "choices": [entry], **usage}

@@ -26,7 +26,7 @@ from segue.server.body import read_json
 from segue.server.disconnect import while_connected
 from segue.server.errors import Unsupported, json_response
 from segue.server.generations import run_generations
-from segue.server.parameters import check_model, checked_token_ids, parse_body
+from segue.server.parameters import check_model, checked_token_ids, parse_body, turn_fields
 from segue.server.settings import ServerSettings
 
 MAX_INPUTS = 2048
@@ -85,10 +85,7 @@ def embeddings_request(values: dict[str, Any], card: ModelCard, settings: Server
         )
     if body.dimensions is not None and "dimensions" not in card.options:
         raise InvalidRequest("this model's vectors cannot be cut; leave dimensions out", field="dimensions")
-    if body.priority is not None and not -(2**31) <= body.priority < 2**31:
-        raise InvalidRequest(f"priority is {body.priority}; it must be a 32-bit integer", field="priority")
-    if body.deadline is not None and not 0 < body.deadline < 1e9:
-        raise InvalidRequest(f"deadline is {body.deadline}; it must be seconds above 0", field="deadline")
+    turn = turn_fields(body.priority, body.user, body.deadline, time.time())
     options = {} if body.dimensions is None else {"dimensions": body.dimensions}
     requests = [
         Request(
@@ -97,10 +94,8 @@ def embeddings_request(values: dict[str, Any], card: ModelCard, settings: Server
             prompt_token_ids=None if isinstance(text, str) else text,
             add_special_tokens=body.add_special_tokens,
             modalities=["embedding"],
-            priority=body.priority or 0,
-            tenant=body.user or "",
-            deadline=None if body.deadline is None else time.time() + body.deadline,
             options=options,
+            **turn,
         )
         for text in _texts(body.input)
     ]
@@ -152,7 +147,7 @@ async def _vectors(
     vectors: dict[int, bytes] = {}
     tokens = 0
     try:
-        async with aclosing(run_generations(service, requests, metrics)) as deltas:
+        async with aclosing(run_generations(service, requests, metrics, {})) as deltas:
             async for index, delta in deltas:
                 if isinstance(delta, EmbeddingDelta):
                     vectors[index] = delta.data

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import ExitStack, aclosing
 
 import msgspec
 
-from segue.messages.deltas import Choice, Delta, Finished, TextDelta, Usage
+from segue.messages.deltas import Choice, ChoiceEnded, Delta, Finished, RequestMetrics, TextDelta, Usage
 from segue.messages.errors import SegueError, StageFailed
 from segue.messages.request import Request
 from segue.observe.logging import log_event
 from segue.observe.metrics import GenerationWatch, ServerMetrics
 from segue.orchestrator.service import Service
+from segue.server.parameters import as_written
 
 _log = logging.getLogger("segue.server")
 
 
 async def run_generations(
-    service: Service, requests: list[Request], metrics: ServerMetrics
+    service: Service, requests: list[Request], metrics: ServerMetrics, written: Mapping[str, str]
 ) -> AsyncGenerator[tuple[int, Delta]]:
-    """(index of the request, delta) as they come; ends when all have finished. The first error ends all.
+    """(index of the request, delta) as they come; ends when all have finished. The first error ends all; it names
+    what the client wrote (`written`: as in `Answering`).
 
     At most one delta per request is held here, so a consumer that waits makes the service wait. Closing this closes
     the service's generators, which cancels what still runs.
@@ -38,7 +40,10 @@ async def run_generations(
                 done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     index = waiting.pop(task)
-                    delta = _result(task, watches[index], requests[index].request_id)
+                    try:
+                        delta = _result(task, watches[index], requests[index].request_id)
+                    except SegueError as error:
+                        raise as_written(error, written) from error
                     watches[index].saw(delta)
                     yield index, delta
                     if not isinstance(delta, Finished):
@@ -62,6 +67,8 @@ async def by_choice(
         async for index, delta in deltas:
             if isinstance(delta, TextDelta):
                 yield index + delta.index, delta
+            elif isinstance(delta, ChoiceEnded):
+                yield delta.choice.index, delta
             elif isinstance(delta, Finished) and len(delta.choices) > 1:
                 assert text_stage is not None
                 for choice in delta.choices:
@@ -79,6 +86,12 @@ def _of_choice(whole: Finished, choice: Choice, stage: str) -> Finished:
         usage=whole.usage if choice.index == 0 else Usage(),
         choices=[choice],
     )
+
+
+def early_end(ended: ChoiceEnded) -> Finished:
+    """What is known of the end of a choice while others go on: all but usage and metrics."""
+    choice = ended.choice
+    return Finished(choice.finish_reason, {ended.stage: choice.token_ids}, Usage(), RequestMetrics(), choices=[choice])
 
 
 async def _next(stream: AsyncGenerator[Delta]) -> Delta:

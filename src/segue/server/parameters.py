@@ -12,7 +12,7 @@ from fastapi import Request as HttpRequest
 
 from segue.media.sources import shown
 from segue.messages.carried import check_carried
-from segue.messages.errors import InvalidRequest, nearest
+from segue.messages.errors import InvalidRequest, SegueError, nearest
 from segue.messages.sampling import SamplingParams, StructuredOutput, check_sampling, check_token_ids, sampling_from
 from segue.orchestrator.service import ModelCard
 from segue.server.body import check_names, convert
@@ -84,6 +84,8 @@ class CommonBody(msgspec.Struct, kw_only=True):
     options: dict[str, Any] | None = None
 
 
+MAX_USER = 256
+"""Characters of `user`: a name is kept for each tenant, and goes with every request."""
 IGNORED = frozenset(
     {"metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
 )  # fmt: skip
@@ -112,12 +114,14 @@ class Answering:
     return_token_ids: bool
     return_metrics: bool
     wants_prompt_logprobs: bool
+    written: Mapping[str, str]
+    """Names of sampling parameters by stage (`sampling.llm.top_k`) → what the client wrote instead (`top_k`)."""
 
 
 A = TypeVar("A", bound=Answering)
 
 
-def answering_fields(body: CommonBody, prefix: str, now: float) -> dict[str, Any]:
+def answering_fields(body: CommonBody, card: ModelCard, prefix: str, now: float) -> dict[str, Any]:
     """The fields of `Answering`, under a new id."""
     return {
         "completion_id": f"{prefix}-{uuid.uuid4().hex}",
@@ -128,7 +132,38 @@ def answering_fields(body: CommonBody, prefix: str, now: float) -> dict[str, Any
         "return_token_ids": bool(body.return_token_ids),
         "return_metrics": bool(body.return_metrics),
         "wants_prompt_logprobs": body.prompt_logprobs is not None,
+        "written": _written(body, card.text_stage),
     }
+
+
+def _written(body: CommonBody, stage: str | None) -> dict[str, str]:
+    """What stands at the top of the body and goes to the text stage; the most special names first."""
+    names: dict[str, str] = {}
+    for form, of_form in GUIDED.items():
+        if getattr(body, form) is not None:
+            names |= {f"structured_outputs.{of_form}": form, "structured_outputs": form}
+    if body.response_format is not None:
+        names |= {
+            "structured_outputs.json": "response_format.json_schema.schema",
+            "structured_outputs": "response_format",
+        }
+    same = (name for name in body.__struct_fields__ if name in SamplingParams.__struct_fields__)
+    names = {**names, **{name: name for name in same if name not in names}}
+    own = (body.sampling or {}).get(stage or "", {})
+    return {f"sampling.{stage}.{name}": said for name, said in names.items() if own.get(name.partition(".")[0]) is None}
+
+
+def as_written(error: SegueError, written: Mapping[str, str]) -> SegueError:
+    """What a stage has to say, by the names that the client used. `written`: as in `Answering`."""
+    field = error.field or ""
+    for path, said in written.items():
+        if field == path or field.startswith(f"{path}."):
+            renamed = type(error)(
+                error.message.replace(path, said), field=said + field.removeprefix(path), stage=error.stage
+            )
+            renamed.__cause__ = error
+            return renamed
+    return error
 
 
 def with_metrics(answering: A, http: HttpRequest) -> A:
@@ -170,20 +205,30 @@ def common_fields(body: CommonBody, card: ModelCard, now: float) -> dict[str, An
     options = body.options or {}
     check_names(options, card.options, "options")
     check_carried(options, "options")
-    if body.priority is not None and not -(2**31) <= body.priority < 2**31:
-        raise InvalidRequest(f"priority is {body.priority}; it must be a 32-bit integer", field="priority")
-    if body.deadline is not None and not 0 < body.deadline < 1e9:
-        raise InvalidRequest(f"deadline is {body.deadline}; it must be seconds above 0", field="deadline")
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options is given, but stream is not true", field="stream_options")
     if body.prompt_logprobs is not None and body.stream:
         raise InvalidRequest("prompt_logprobs cannot be streamed; leave stream out", field="prompt_logprobs")
     return {
         "options": options,
-        "priority": body.priority or 0,
-        "tenant": body.user or "",
         "adapter": body.model if body.model in card.adapters else None,
-        "deadline": None if body.deadline is None else now + body.deadline,
+        **turn_fields(body.priority, body.user, body.deadline, now),
+    }
+
+
+def turn_fields(priority: int | None, user: str | None, deadline: float | None, now: float) -> dict[str, Any]:
+    """The fields of `Request` that say when it is its turn. `deadline`: seconds after `now`. Raises
+    `InvalidRequest`."""
+    if priority is not None and not -(2**31) <= priority < 2**31:
+        raise InvalidRequest(f"priority is {priority}; it must be a 32-bit integer", field="priority")
+    if user is not None and len(user) > MAX_USER:
+        raise InvalidRequest(f"user has {len(user)} characters; at most {MAX_USER} are taken", field="user")
+    if deadline is not None and not 0 < deadline < 1e9:
+        raise InvalidRequest(f"deadline is {deadline}; it must be seconds above 0", field="deadline")
+    return {
+        "priority": priority or 0,
+        "tenant": user or "",
+        "deadline": None if deadline is None else now + deadline,
     }
 
 

@@ -103,7 +103,8 @@ class StageRunner:
     def emission(self, run: Run, output: StageOutput) -> Emission | None:
         """What the orchestrator should hear of an output, if anything."""
         deltas = client_deltas(run.request, output)
-        if not deltas and not output.token_ids and not output.prompt_tokens:
+        end = end_of(output) if output.finished and run.request.outputs > 1 else None
+        if not deltas and not output.token_ids and not output.prompt_tokens and end is None:
             return None
         emission = Emission(
             request_id=output.request_id,
@@ -117,9 +118,15 @@ class StageRunner:
             prompt_tokens=output.prompt_tokens,
             cached_tokens=output.cached_tokens,
             modality_tokens=output.modality_tokens,
+            end=end,
         )
         run.positions[output.index] = emission.position + sum(units(delta) for delta in deltas)
         return emission
+
+
+def end_of(output: StageOutput) -> OutputEnd:
+    """How a finished output ended."""
+    return OutputEnd(output.index, output.finish_reason, output.cumulative_logprob, output.stop_reason)
 
 
 def units(delta: ClientDelta) -> int:

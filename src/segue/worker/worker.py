@@ -30,7 +30,6 @@ from segue.messages.wire import (
     InputLost,
     LoadAdapter,
     Moved,
-    OutputEnd,
     Peer,
     PeerLost,
     Ping,
@@ -51,7 +50,7 @@ from segue.worker.meter import Meter
 from segue.worker.outbox import Outbox
 from segue.worker.peers import Peers
 from segue.worker.ranks import fork_ranks
-from segue.worker.stage import Run, StageRunner
+from segue.worker.stage import Run, StageRunner, end_of
 
 REMEMBER_DROPPED = 4096
 """Ids of requests that are over, so that their late messages are known as such."""
@@ -165,9 +164,7 @@ class Worker:
                 self.acknowledge(stage, run)
         for output in outputs:
             if output.finished and output.error is None and (run := stage.runs.get(output.request_id)):
-                run.ends.append(
-                    OutputEnd(output.index, output.finish_reason, output.cumulative_logprob, output.stop_reason)
-                )
+                run.ends.append(end_of(output))
                 if len(run.ends) == run.request.outputs:
                     self.finish(stage, run)
 
