@@ -15,7 +15,6 @@ from segue.messages.errors import ConfigError, SegueError, nearest
 from segue.models.dialects.dialect import CALL_FORMATS
 
 if TYPE_CHECKING:
-    from segue.models.family import TinyPreset
     from segue.server.settings import ServerSettings
 
 
@@ -302,15 +301,9 @@ def _graph(arguments: argparse.Namespace) -> int:
 
 
 def _tiny(arguments: argparse.Namespace) -> int:
-    import importlib
+    from segue.models.registry import tiny_preset
 
-    from segue.models.registry import families
-
-    known = {name: family for family in families().values() for name in family.tiny_names}
-    family = known.get(arguments.family)
-    if family is None or family.tiny_module is None:
-        raise ConfigError(f"there is no tiny preset {arguments.family!r}{nearest(arguments.family, known)}")
-    preset: TinyPreset = importlib.import_module(family.tiny_module).PRESETS[arguments.family]
+    preset = tiny_preset(arguments.family)
     if arguments.size not in preset.sizes:
         raise ConfigError(f"{arguments.family} has no size {arguments.size!r}{nearest(arguments.size, preset.sizes)}")
     logging.getLogger("transformers").setLevel(logging.ERROR)  # see segue.worker.worker

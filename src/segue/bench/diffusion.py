@@ -1,4 +1,4 @@
-"""`segue bench diffusion`: Segue against pipelines of `diffusers` on pictures. `docs/benchmarks.md` says how to read it."""
+"""`segue bench diffusion`: Segue against pipelines of `diffusers` on pictures (`docs/benchmarks.md`)."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ from segue.models.registry import read_config
 SPACING = 10_000
 """Between the first requests of scenarios: nothing is asked twice."""
 PREVIEWS = 2
+"""Of one scenario that has any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,13 +75,10 @@ async def run(bench: DiffusionBench) -> DiffusionResult:
     """Start every side, measure, stop every side."""
     found = machine()
     pipeline = read_config(bench.model_dir)["_class_name"]
-    options = Options(
-        model_dir=str(bench.model_dir), dtype=bench.dtype, threads=bench.threads, sizes=list(bench.sizes)
-    )
+    options = Options(model_dir=str(bench.model_dir), dtype=bench.dtype, threads=bench.threads, sizes=list(bench.sizes))
     process = ReferenceProcess(options, {"OMP_NUM_THREADS": str(bench.threads)})
     segue = SegueDriver(bench.model_dir, pipeline, bench.dtype, bench.config)
     sides = _Sides(segue, ReferenceDriver(process, ONE), ReferenceDriver(process, BATCH), process)
-    scenarios = []
     async with AsyncExitStack() as stack:
         bench.say("starting diffusers")
         stack.push_async_callback(process.stop)
@@ -88,9 +86,15 @@ async def run(bench: DiffusionBench) -> DiffusionResult:
         bench.say("starting segue")
         stack.push_async_callback(segue.stop)
         await segue.start()
-        for size in bench.sizes:
-            for clients in bench.concurrency:
-                scenarios.append(await _closed(bench, sides, size, clients, loaded.flops[size], loaded.ceiling))
+        scenarios = [
+            await _closed(bench, sides, size, clients, loaded.flops[size], loaded.ceiling)
+            for size in bench.sizes
+            for clients in bench.concurrency
+        ]
+        size, clients = bench.sizes[0], bench.concurrency[0]
+        scenarios.append(
+            await _closed(bench, sides, size, clients, loaded.flops[size], loaded.ceiling, previews=PREVIEWS)
+        )
         if bench.load:
             scenarios.append(await _open(bench, sides, bench.sizes[0], scenarios, loaded.flops, loaded.ceiling))
         startup = {driver.name: driver.startup for driver in (sides.segue, sides.one)}
@@ -114,9 +118,13 @@ async def run(bench: DiffusionBench) -> DiffusionResult:
 
 
 async def _closed(
-    bench: DiffusionBench, sides: _Sides, size: int, clients: int, flops: float, ceiling: float
+    bench: DiffusionBench, sides: _Sides, size: int, clients: int, flops: float, ceiling: float, *, previews: int = 0
 ) -> DiffusionScenario:
+    """`previews`: that Segue gives of each picture; `diffusers` has none to give."""
     name = f"{size} x {size}, {clients} client{'s' if clients > 1 else ''}, {CLOSED}"
+    if previews:
+        name += f", {previews} previews"
+    sides.segue.previews = previews
     drivers: list[PictureDriver] = [sides.segue, sides.one, *([sides.batch] if clients > 1 else [])]
     count = bench.requests if clients > 1 else max(2, bench.requests // 2)
     slices = await _measure(bench, sides, drivers, name, CLOSED, size, count, closed(clients), clients)
@@ -137,6 +145,7 @@ async def _open(
     rate = bench.load * alone.sides[ONE].steps_per_second / OPEN.mean
     name = f"{size} x {size}, {rate:.3g} arrivals/s ({bench.load:.0%} of what diffusers can do), {OPEN}"
     drivers: list[PictureDriver] = [sides.segue, sides.one]
+    sides.segue.previews = 0
     load = arriving(poisson(rate, bench.arrivals, bench.seed))
     slices = await _measure(bench, sides, drivers, name, OPEN, size, bench.arrivals, load, max(bench.concurrency))
     return _scenario(bench, sides, drivers, slices, name, size, flops[size], ceiling, rate=rate)
@@ -154,7 +163,6 @@ async def _measure(
     together: int,
 ) -> list[LoadSlice[PictureOutcome]]:
     bench.say(name)
-    sides.segue.previews = 0
     warm = Mix((2,), (1,))
 
     def take(asked: Mix, number: int) -> list[PictureRequest]:

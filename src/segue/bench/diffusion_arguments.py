@@ -78,7 +78,11 @@ def _model(arguments: argparse.Namespace) -> Path:
         return Path(arguments.model)
     target = Path(arguments.cache) / f"{arguments.preset}-{arguments.preset_size}"
     if not (target / "model_index.json").is_file():
-        from segue.models.tiny.presets import make
+        from segue.models.registry import tiny_preset
 
-        make(arguments.preset, target, arguments.preset_size)
+        preset = tiny_preset(arguments.preset)
+        if arguments.preset_size not in preset.sizes:
+            known = f"{arguments.preset} has no size {arguments.preset_size!r}; it has {', '.join(preset.sizes)}"
+            raise ConfigError(known, field="preset-size")
+        preset.make(target, arguments.preset_size, 0)
     return target

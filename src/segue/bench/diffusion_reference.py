@@ -18,6 +18,7 @@ from segue.bench.diffusion_workload import PictureRequest
 SQUARE = 2048
 """Rows and columns of the product that says what the machine can do."""
 REPEATS = 5
+TRUE_CFG = "true_cfg_scale"
 
 
 def main(argv: list[str]) -> int:
@@ -73,7 +74,7 @@ def _generate(pipeline: Any, requests: Sequence[PictureRequest]) -> list[Answer]
 
 def guided(pipeline: str, guidance: float) -> dict[str, float]:
     """The argument that pipelines of this class take for true classifier-free guidance."""
-    return {"true_cfg_scale" if pipeline.startswith("QwenImage") else "guidance_scale": guidance}
+    return {TRUE_CFG if pipeline.startswith("QwenImage") else "guidance_scale": guidance}
 
 
 def _flops(pipeline: Any, size: int) -> float:

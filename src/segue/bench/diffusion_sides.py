@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from segue.bench.child import ChildProcess
-from segue.bench.diffusion_reference import guided
+from segue.bench.diffusion_reference import TRUE_CFG, guided
 from segue.bench.diffusion_wire import Answer, Loaded, Options, Policy
 from segue.bench.diffusion_workload import PictureOutcome, PictureRequest
 from segue.bench.load import LoadDriver
@@ -33,7 +33,7 @@ class SegueDriver:
     def __init__(self, model_dir: Path, pipeline: str, dtype: str, config: Mapping[str, Any]) -> None:
         """`pipeline`: the class that `model_index.json` names."""
         self._omni = AsyncOmni(model_dir, dtype=dtype, config=config)
-        self._pipeline = pipeline
+        self._true_cfg = TRUE_CFG in guided(pipeline, 1.0)
         self.previews = 0
         """Asked for with every request from now on."""
         self.startup = 0.0
@@ -89,7 +89,8 @@ class SegueDriver:
                 width=request.size,
                 num_inference_steps=request.steps,
                 partial_images=self.previews,
-                **guided(self._pipeline, request.guidance),
+                true_cfg_scale=request.guidance if self._true_cfg else None,
+                guidance_scale=None if self._true_cfg else request.guidance,
             ),
         )
 

@@ -46,8 +46,8 @@ class PictureOutcome(msgspec.Struct, kw_only=True):
         values = np.frombuffer(self.picture, np.uint8)
         if len(values) != 3 * request.size**2 or values.std() < 1:
             raise WrongPicture(
-                f"request {request.index}: {len(values)} values with a deviation of {values.std():.1f}; asked for was a "
-                f"picture of {request.size} x {request.size}"
+                f"request {request.index}: {len(values)} values with a deviation of {values.std():.1f} came; asked for "
+                f"was a picture of {request.size} x {request.size}"
             )
 
 

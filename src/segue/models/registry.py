@@ -6,13 +6,14 @@ Packages outside register theirs through the entry-point group `segue.models`: t
 
 from __future__ import annotations
 
+import importlib
 import json
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from segue.messages.errors import ConfigError, nearest
-from segue.models.family import Family
+from segue.models.family import Family, TinyPreset
 
 PIPELINE = "model_index.json"
 """Names the parts of a pipeline of diffusers, each in a folder of its own."""
@@ -71,3 +72,12 @@ def family_of(config: dict[str, Any], model_dir: Path) -> Family:
     served = sorted(name for family in known.values() for name in family.architectures)
     hint = nearest(wanted[0], served) if wanted else f"; known: {', '.join(served)}"
     raise ConfigError(f"no family serves architectures {wanted!r}{hint}", field="architectures")
+
+
+def tiny_preset(name: str) -> TinyPreset:
+    """The preset `segue tiny` knows by this name. Raises `ConfigError`."""
+    known = {name: family for family in families().values() for name in family.tiny_names}
+    family = known.get(name)
+    if family is None or family.tiny_module is None:
+        raise ConfigError(f"there is no tiny preset {name!r}{nearest(name, known)}", field="family")
+    return cast(TinyPreset, importlib.import_module(family.tiny_module).PRESETS[name])

@@ -1,0 +1,119 @@
+"""`segue bench diffusion`: the same pictures for every side, mixes as they are named, figures that follow."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from segue.bench.diffusion_report import markdown, plot
+from segue.bench.diffusion_results import (
+    DiffusionResult,
+    DiffusionScenario,
+    DiffusionSettings,
+    side_of,
+)
+from segue.bench.diffusion_workload import (
+    CLOSED,
+    OPEN,
+    Mix,
+    PictureOutcome,
+    PictureRequest,
+    WrongPicture,
+    largest_difference,
+    pictures,
+)
+from segue.bench.hardware import Machine
+from segue.bench.load import LoadSlice
+from segue.bench.main import parser
+
+
+def outcome(request: PictureRequest, jct: float = 1.0, seed: int = 0) -> PictureOutcome:
+    noise = np.random.default_rng([request.index, seed]).integers(0, 256, (request.size, request.size, 3), np.uint8)
+    return PictureOutcome(
+        index=request.index, steps=request.steps, jct=jct, first_preview=jct / 2, picture=noise.tobytes()
+    )
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 5)), min_size=1, max_size=3, unique_by=lambda one: one[0]),
+    st.integers(1, 4),
+    st.integers(0, 50),
+)
+def test_a_mix_has_every_number_of_steps_as_often_as_it_says(parts, groups, start) -> None:
+    mix = Mix(tuple(steps for steps, _ in parts), tuple(weight for _, weight in parts))
+    count = groups * sum(mix.weights)
+    asked = pictures(mix, 32, start, count, 4.0, seed=1)
+    assert asked == pictures(mix, 32, start, count, 4.0, seed=1)
+    assert [one.index for one in asked] == list(range(start, start + count))
+    for steps, weight in parts:
+        assert sum(one.steps == steps for one in asked) == groups * weight
+    assert sum(one.steps for one in asked) / count == pytest.approx(mix.mean)
+
+
+def test_requests_differ_by_seed_and_index() -> None:
+    asked = pictures(OPEN, 32, 0, 40, 4.0, seed=0)
+    assert len({one.seed for one in asked}) == 40
+    assert len({one.prompt for one in asked}) > 10
+    assert [one.prompt for one in asked] != [one.prompt for one in pictures(OPEN, 32, 0, 40, 4.0, seed=1)]
+
+
+def test_a_plain_or_a_wrong_picture_stops_the_benchmark() -> None:
+    [request] = pictures(CLOSED, 8, 0, 1, 4.0, seed=0)
+    outcome(request).check(request)
+    for picture in (b"", bytes(3 * 8 * 8), bytes(range(100))):
+        wrong = PictureOutcome(index=0, steps=8, jct=1.0, first_preview=1.0, picture=picture)
+        with pytest.raises(WrongPicture, match="request 0"):
+            wrong.check(request)
+
+
+def test_figures_follow_from_the_outcomes() -> None:
+    asked = pictures(Mix((4, 6), (1, 1)), 8, 0, 4, 4.0, seed=0)
+    fast = [LoadSlice("a", 2.0, [outcome(one) for one in asked])]
+    slow = [LoadSlice("b", 8.0, [outcome(one, 3.0) for one in asked])]
+    figures = side_of(slow, fast, 0.1, 2**20)
+    assert (figures.images_per_second, figures.steps_per_second) == (0.5, 2.5)
+    assert figures.of_ceiling == pytest.approx(20 * 0.1 / 8)
+    assert figures.jct.mean == 3.0
+    assert set(figures.jct_by_steps) == {4, 6}
+    assert figures.largest_difference == 0.0
+    other = [outcome(asked[0], seed=1), *(outcome(one) for one in asked[1:])]
+    assert largest_difference([outcome(one) for one in asked], other) > 0.5
+
+
+def test_the_report_has_every_figure(tmp_path) -> None:
+    asked = pictures(CLOSED, 8, 0, 4, 4.0, seed=0)
+    own = [LoadSlice("segue", 1.0, [outcome(one, 0.5) for one in asked])]
+    theirs = [LoadSlice("diffusers", 3.0, [outcome(one) for one in asked])]
+    sides = {"segue": side_of(own, own, 0.001, 2**20), "diffusers": side_of(theirs, own, 0.001, 2**21)}
+    result = DiffusionResult(
+        finished="2026-01-02T00:00:00+00:00",
+        machine=Machine("a cpu", 2, 2**34, [], "Linux", "3.11", {"torch": "2"}, (0.0, 0.0, 0.0)),
+        settings=DiffusionSettings(
+            model="tiny",
+            pipeline="SomePipeline",
+            dtype="float32",
+            seed=0,
+            rounds=1,
+            threads=2,
+            guidance=4.0,
+            versions={"diffusers": "1.0"},
+            ceiling=2e11,
+        ),
+        startup={"segue": 2.0, "diffusers": 7.0},
+        scenarios=[DiffusionScenario(name="8 x 8, 2 clients", size=8, clients=2, sides=sides)],
+    )
+    text = markdown(result)
+    for part in ("3.00×", "50%", "200 GFLOP/s", "SomePipeline", "diffusers 1.0", "| segue | 2.0 |"):
+        assert part in text, part
+    plot(result, tmp_path / "diffusion.png")
+    assert (tmp_path / "diffusion.png").stat().st_size > 10_000
+
+
+def test_arrivals_need_the_capacity_that_one_client_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    from segue.bench.main import main
+
+    assert main(["diffusion", "--concurrency", "4", "--model", "nowhere"]) == 2
+    assert "--load needs 1 among --concurrency" in capsys.readouterr().err
+    assert parser().parse_args(["diffusion"]).concurrency == [1, 4, 8]
