@@ -42,6 +42,9 @@ class QwenImageDenoiser(Denoiser):
         """[text tokens, hidden] each."""
         return [text["embeds"].to(self.dtype) for text in given.texts(self.device)]
 
+    def trial_conditions(self, params: DiffusionParams) -> list[torch.Tensor]:
+        return [torch.zeros(64, self.network.config.joint_attention_dim, dtype=self.dtype, device=self.device)]
+
     def predict(self, rows: Sequence[Row]) -> Sequence[torch.Tensor]:
         lengths = [len(row.condition) for row in rows]
         text = rows[0].condition.new_zeros(len(rows), max(lengths), rows[0].condition.shape[-1])
