@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from segue.engines.diffusion.contract import Row
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import InvalidRequest, TooLarge
+from segue.models.diffusion import decoder
 from segue.models.qwen_image import denoiser, tiny
 
 GUIDED = {
@@ -129,6 +130,25 @@ def test_large_pictures_are_computed_by_text_length(
     assert max(apart(one, picture) for one, picture in zip(made, theirs, strict=True)) < WITHIN
 
 
+def test_random_weights_of_the_same_shape(directory: Path) -> None:
+    [made] = Chain(directory, load_format="dummy").run(GUIDED)
+    assert made.pixels[0].shape == (64, 96, 3)
+    assert made.pixels[0].isfinite().all()
+
+
+def test_large_outputs_in_tiles_and_one_by_one(chain: Chain, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    large = {**PLAIN, "height": 288, "width": 288, "num_inference_steps": 2, "num_images_per_prompt": 2}
+    [whole] = chain.run(large)
+    tiled = Chain(directory, options={"decoder": {"tile_pixels": 65536}})
+    assert torch.equal(tiled.run(PLAIN)[0].pixels[0], chain.run(PLAIN)[0].pixels[0]), "this one is small"
+    [other] = tiled.run(large)
+    for mine, yours in zip(other.pixels, whole.pixels, strict=True):
+        assert mine.shape == yours.shape == (288, 288, 3)
+        assert 0 < float((mine - yours).abs().mean()) < 0.1
+    monkeypatch.setattr(decoder, "CALL_PIXELS", 1)
+    assert apart(chain.run(large)[0], whole.pixels) < WITHIN
+
+
 def test_the_published_shape(chain: Chain) -> None:
     """20 billion parameters, nothing computed: the library's defaults are those of the published checkpoint."""
     adapters = {name: copy.copy(chain.adapters[name]) for name in ("denoiser", "decoder")}
@@ -177,6 +197,7 @@ def test_progress_and_previews(chain: Chain, theirs: list[list[torch.Tensor]]) -
         ({"num_frames": 5}, "num_frames", "takes no num_frames"),
         ({"max_sequence_length": 2000}, "max_sequence_length", "at most 1024"),
         ({"partial_images": 5}, "partial_images", "at most"),
+        ({"num_inference_steps": 1}, "num_inference_steps", "at least 2"),
         ({"num_inference_steps": 0}, "num_inference_steps", "at least 1"),
         ({"height": "tall"}, "height", "int"),
         ({"true_cfg_scale": float("nan")}, "true_cfg_scale", "finite"),

@@ -199,13 +199,13 @@ class DiffusionEngine:
 
     def _schedule(self) -> list[_Running]:
         """Who takes the next step; counts who is passed over."""
-        ready = [
-            (running, entry.request.priority)
-            for entry in self._entries.values()
-            if not entry.paused
-            for running in entry.running
-        ]
-        by_candidate = {self._candidate(running, priority): running for running, priority in ready}
+        ready = [(running, entry) for entry in self._entries.values() if not entry.paused for running in entry.running]
+        # what is left of a request is left of all its samples: it is done when each is
+        work = {name: sum(map(self._work, entry.running)) for name, entry in self._entries.items()}
+        by_candidate = {
+            self._candidate(running, entry.request.priority, work[running.sample.request_id]): running
+            for running, entry in ready
+        }
 
         def max_rows(leader: Candidate) -> int:
             sample = by_candidate[leader].sample
@@ -220,13 +220,17 @@ class DiffusionEngine:
             running.passed = 0
         return chosen
 
-    def _candidate(self, running: _Running, priority: int) -> Candidate:
+    def _work(self, running: _Running) -> float:
+        """Seconds of calls that a sample still needs, about."""
         sample = running.sample
-        rows = len(self._adapter.branches(sample))
+        return sample.remaining * self.costs.of(sample.tokens, len(self._adapter.branches(sample)))
+
+    def _candidate(self, running: _Running, priority: int, work: float) -> Candidate:
+        sample = running.sample
         return Candidate(
             bucket=self._adapter.bucket(sample),
-            rows=rows,
-            work=sample.remaining * self.costs.of(sample.tokens, rows),
+            rows=len(self._adapter.branches(sample)),
+            work=work,
             priority=priority,
             arrival=running.arrival,
             passed=running.passed,
