@@ -34,7 +34,7 @@ def table_of(fixed: float, per_row: float, tokens: int = 64, most: int = 16, wit
 def test_a_batch_grows_while_rows_get_cheaper() -> None:
     assert table_of(10.0, 0.01).rows_worth(64, 16) == 16
     assert table_of(0.0, 1.0).rows_worth(64, 16) == 1
-    assert table_of(0.2, 1.0).rows_worth(64, 16) == 4  # 1.2, 1.1, 1.05, 1.025
+    assert table_of(0.6, 1.0).rows_worth(64, 16) == 4  # a row takes 1.6, 1.3, 1.15, 1.075
 
 
 def test_measuring_stops_where_rows_get_no_cheaper_and_in_time() -> None:

@@ -2,7 +2,7 @@
 
 For samples of few tokens a call of two rows takes hardly longer than one of one; for many tokens the products are near
 the machine's peak already, and two rows take twice as long: then a larger batch only makes the shortest request wait.
-So a batch grows as long as the time per row falls.
+So a batch grows as long as the time per row falls enough.
 
 Measured in the warm-up, on made-up samples, for 1, 2, 4, … rows; on a CPU every real call is entered as well.
 """
@@ -13,8 +13,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-GAIN = 0.03
-"""A batch twice as large has to save this share of the time per row: less is noise."""
+GAIN = 0.1
+"""A batch twice as large has to save this share of the time per row. Where it saves less, what it adds in throughput is
+worth less than serving the shortest request alone: simulated at half to nine tenths of the capacity, with four requests
+of 4 steps to one of 50, the mean completion time is shortest so."""
 _WEIGHT = 0.2
 """Of a new measurement against what was known."""
 
