@@ -16,7 +16,6 @@ import torch
 from segue.engines.contract import Engine, LoadContext, StageOutput, StageRequest
 from segue.engines.diffusion.engine import DiffusionConfig, DiffusionEngine
 from segue.engines.module.engine import ModuleEngine
-from segue.graph.stage_graph import INPUT
 from segue.media.pictures import PICTURES, picture_parts
 from segue.media.sources import PYTHON_POLICY
 from segue.messages.diffusion import PARAMETERS, diffusion_from
@@ -44,15 +43,20 @@ class Made:
 class Chain:
     """A checkpoint, loaded. `adapters` by stage may be changed by a test."""
 
-    def __init__(self, model_dir: Path, *, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, model_dir: Path, *, load_format: str = "auto", options: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> None:
+        """`options`: of stages, by name."""
         config = read_config(model_dir)
         family = family_of(config, model_dir)
         self.graph = family.graph(config)
         self.stages = family.load_stages()
         self.adapters: dict[str, Any] = {}
         for name in self.graph.topological():
-            given = dict(options or {}) if name == INPUT else {}
-            ctx = LoadContext(model_dir, name, torch.device("cpu"), torch.float32, options=given)
+            given = dict((options or {}).get(name, {}))
+            ctx = LoadContext(
+                model_dir, name, torch.device("cpu"), torch.float32, load_format=load_format, options=given
+            )
             self.adapters[name] = self.stages.ADAPTERS[name](ctx)
         self.batches: list[int] = []
         """Rows of each step of the denoiser."""

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from diffusion_chain import WITHIN, Chain, apart, expected, pipeline_of
+from safetensors.torch import load_file, save_file
 
+from segue.engines.diffusion.contract import Row
+from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import InvalidRequest, TooLarge
-from segue.models.qwen_image import tiny
+from segue.models.diffusion import decoder
+from segue.models.qwen_image import denoiser, tiny
 
 GUIDED = {
     "prompt": "a small boat left the harbour in the early morning",
@@ -81,19 +89,88 @@ def test_parity_fails_when_the_request_is_another(chain: Chain, theirs: list[lis
     assert apart(made, theirs[0]) > 5 * WITHIN
 
 
-def test_parity_fails_when_one_weight_is_another(directory: Path, theirs: list[list[torch.Tensor]]) -> None:
-    for stage, name in (
-        ("text_encoder", "_network.language_model.layers.0.mlp.down_proj"),
-        *(("denoiser", f"network.transformer_blocks.{block}.attn.to_v") for block in range(3)),
-        ("decoder", "vae.decoder.mid_block.resnets.0.conv1"),
-    ):
-        chain = Chain(directory)
-        root, _, path = name.partition(".")
-        weight = getattr(chain.adapters[stage], root).get_submodule(path).weight
-        with torch.no_grad():
-            weight[0, 0] += 1.0
-        [made] = chain.run(GUIDED)
-        assert apart(made, theirs[0]) > WITHIN, name
+@pytest.mark.parametrize(
+    ("part", "tensor"),
+    [
+        ("text_encoder", "layers.0.mlp.down_proj.weight"),
+        *(("transformer", f"transformer_blocks.{block}.attn.to_v.weight") for block in range(3)),
+        ("vae", "decoder.mid_block.resnets.0.conv1.weight"),
+    ],
+)
+def test_parity_fails_when_one_weight_is_another(
+    directory: Path, theirs: list[list[torch.Tensor]], tmp_path: Path, part: str, tensor: str
+) -> None:
+    copy = Path(shutil.copytree(directory, tmp_path / "copy"))
+    [path] = (copy / part).glob("*.safetensors")
+    tensors = load_file(path)
+    [name] = [name for name in tensors if name.endswith(tensor) and "visual" not in name]
+    tensors[name][0, 0] += 1.0
+    save_file(tensors, path, {"format": "pt"})
+    [made] = Chain(copy).run(GUIDED)
+    assert apart(made, theirs[0]) > WITHIN
+
+
+def test_guidance_in_a_part_of_the_steps(chain: Chain, theirs: list[list[torch.Tensor]]) -> None:
+    [whole] = chain.run({**GUIDED, "guidance_interval": (0.0, 1.0)})
+    assert apart(whole, theirs[0]) < WITHIN
+    assert chain.batches == [2, 2, 2, 2, 2]
+    [part] = chain.run({**GUIDED, "guidance_interval": (0.2, 0.6)})
+    assert chain.batches == [1, 2, 2, 1, 1]
+    assert apart(part, theirs[0]) > WITHIN
+    [never] = chain.run({**GUIDED, "guidance_interval": (0.0, 0.0)})
+    unguided = {key: value for key, value in GUIDED.items() if key != "negative_prompt"}
+    assert apart(never, chain.run(unguided)[0].pixels) < WITHIN
+
+
+def test_large_pictures_are_computed_by_text_length(
+    chain: Chain, theirs: list[list[torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(denoiser, "PADDED_TOKENS", 1)
+    made = chain.run(*CASES)
+    assert max(apart(one, picture) for one, picture in zip(made, theirs, strict=True)) < WITHIN
+
+
+def test_random_weights_of_the_same_shape(directory: Path) -> None:
+    [made] = Chain(directory, load_format="dummy").run(GUIDED)
+    assert made.pixels[0].shape == (64, 96, 3)
+    assert made.pixels[0].isfinite().all()
+
+
+def test_large_outputs_in_tiles_and_one_by_one(chain: Chain, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    large = {**PLAIN, "height": 288, "width": 288, "num_inference_steps": 2, "num_images_per_prompt": 2}
+    [whole] = chain.run(large)
+    tiled = Chain(directory, options={"decoder": {"tile_pixels": 65536}})
+    assert torch.equal(tiled.run(PLAIN)[0].pixels[0], chain.run(PLAIN)[0].pixels[0]), "this one is small"
+    [other] = tiled.run(large)
+    for mine, yours in zip(other.pixels, whole.pixels, strict=True):
+        assert mine.shape == yours.shape == (288, 288, 3)
+        assert 0 < float((mine - yours).abs().mean()) < 0.1
+    monkeypatch.setattr(decoder, "CALL_PIXELS", 1)
+    assert apart(chain.run(large)[0], whole.pixels) < WITHIN
+
+
+def test_the_published_shape(chain: Chain) -> None:
+    """20 billion parameters, nothing computed: the library's defaults are those of the published checkpoint."""
+    adapters = {name: copy.copy(chain.adapters[name]) for name in ("denoiser", "decoder")}
+    meta = torch.device("meta")
+    with meta:
+        adapters["denoiser"].network = QwenImageTransformer2DModel().to(torch.bfloat16)
+        adapters["decoder"].vae = AutoencoderKLQwenImage()
+    assert sum(weight.numel() for weight in adapters["denoiser"].network.parameters()) > 20e9
+    adapters["denoiser"].device, adapters["denoiser"].dtype = meta, torch.bfloat16
+    params = DiffusionParams(height=928, width=1664, num_inference_steps=2)
+    adapters["denoiser"].trial_params = lambda: [params]
+    adapters["denoiser"].schedulers = copy.copy(chain.adapters["denoiser"].schedulers)
+    [sample] = adapters["denoiser"].trials()
+    assert sample.latents.shape == (1, 58 * 104, 64)
+    short = [torch.empty(5, 3584, dtype=torch.bfloat16, device=meta)]
+    other = dataclasses.replace(sample, conditions=short)
+    for predicted in adapters["denoiser"].predict([Row(sample, 0), Row(other, 0)]):
+        assert predicted.shape == sample.latents.shape
+    finished = adapters["denoiser"].finish(sample)
+    assert finished["latents"].shape == (1, 16, 1, 116, 208)
+    adapters["decoder"].device = meta
+    assert adapters["decoder"].vae.decode(finished["latents"].float()).sample.shape == (1, 3, 1, 928, 1664)
 
 
 def test_progress_and_previews(chain: Chain, theirs: list[list[torch.Tensor]]) -> None:
@@ -120,6 +197,7 @@ def test_progress_and_previews(chain: Chain, theirs: list[list[torch.Tensor]]) -
         ({"num_frames": 5}, "num_frames", "takes no num_frames"),
         ({"max_sequence_length": 2000}, "max_sequence_length", "at most 1024"),
         ({"partial_images": 5}, "partial_images", "at most"),
+        ({"num_inference_steps": 1}, "num_inference_steps", "at least 2"),
         ({"num_inference_steps": 0}, "num_inference_steps", "at least 1"),
         ({"height": "tall"}, "height", "int"),
         ({"true_cfg_scale": float("nan")}, "true_cfg_scale", "finite"),

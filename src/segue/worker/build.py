@@ -194,7 +194,9 @@ def _engine(plan: StagePlan, adapter: Adapter, context: LoadContext, wake: Calla
                 speculation,
             )
         case "diffusion":
-            return DiffusionEngine(adapter, DiffusionConfig(max_batch=plan.max_batch))
+            return DiffusionEngine(
+                adapter, DiffusionConfig(max_batch=plan.max_batch, memory_bytes=plan.memory_bytes or None)
+            )
         case "module":
             return ModuleEngine(adapter, ModuleConfig(max_batch=plan.max_batch))
         case other:

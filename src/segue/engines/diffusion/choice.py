@@ -2,9 +2,9 @@
 
 The rule is *shortest remaining work first, with ageing*, within a priority (lower numbers first, as in every engine):
 
-- the leader of a step is the sample with the least work left, so that short requests do not wait for long ones (mean
-  completion time is least so: Schrage, "A proof of the optimality of the shortest remaining processing time
-  discipline", 1968);
+- the leader of a step is a sample of the request with the least work left, so that short requests do not wait for long
+  ones (mean completion time is least so: Schrage, "A proof of the optimality of the shortest remaining processing
+  time discipline", 1968);
 - but a sample that has been passed over `patience` times in a row is *overdue*: while there are such, the one passed
   over most often leads;
 - the call is filled up with samples of the leader's bucket, in the same order, while their rows fit.
@@ -30,7 +30,7 @@ class Candidate:
     rows: int
     """Of its next call: one per guidance branch."""
     work: float
-    """What is left to compute for it, in any one unit."""
+    """What is left to compute for its request, in any one unit."""
     priority: int
     arrival: int
     """Lower came earlier; different for each sample."""

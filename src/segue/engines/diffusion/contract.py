@@ -12,7 +12,7 @@ call, runs it, lets the adapter combine the branches of each sample, and advance
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -87,8 +87,18 @@ class Row:
 class DiffusionAdapter(Protocol):
     """A denoiser as the engine sees it."""
 
+    weight_bytes: int
+    """Memory of what does not change from request to request."""
+
     def warm_up(self) -> None:
         """Run what a first request would run, on something small. Leaves nothing behind that a request could see."""
+
+    def trials(self) -> Iterator[Sample]:
+        """Made-up samples, the smallest first, with which the engine measures calls before there is a request: of rows
+        under their first condition. None: it learns from real calls."""
+
+    def row_bytes(self, sample: Sample) -> int:
+        """Memory that a call needs for one row of a sample, about; 0: unknown."""
 
     def begin(self, request: StageRequest) -> Any:
         """State of a request, until its samples are made."""
@@ -98,9 +108,6 @@ class DiffusionAdapter(Protocol):
 
         Raises `InvalidRequest` for that request alone.
         """
-
-    def outputs(self, state: Any) -> int:
-        """How many samples the request will have."""
 
     def branches(self, sample: Sample) -> Sequence[int]:
         """The branches that the next step computes; a call's rows are these, for each of its samples."""

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import msgspec
 import torch
+from torch import nn
 from torch.nn import functional
 
 from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.engines.diffusion.contract import Row, Sample
 from segue.messages.diffusion import DiffusionParams
+from segue.messages.request import Request
+from segue.messages.sampling import SamplingParams
+from segue.models.checkpoint import held_bytes
 from segue.models.diffusion.loading import load_component
 from segue.models.diffusion.schedulers import Schedulers
 
 PREVIEW_SHRINK = 2
 """A preview has so many times fewer pixels in height and in width."""
+
+ACTIVATIONS = 20
+"""Numbers per token and width of the network that a call holds at once, about."""
 
 
 @dataclass(slots=True)
@@ -55,6 +63,8 @@ class Denoiser(ABC):
         self.dtype = ctx.dtype
         self.network = load_component(ctx, self.component)
         self.schedulers = Schedulers(ctx.model_dir)
+        self.weight_bytes = held_bytes(self.network)
+        self._width = width_of(self.network)
 
     # ── what a family says ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -127,8 +137,38 @@ class Denoiser(ABC):
 
     # ── DiffusionAdapter ───────────────────────────────────────────────────────────────────────────────────────────
 
+    def trial_conditions(self, params: DiffusionParams) -> list[Any]:
+        """The conditions of a made-up sample, the prompt's alone; none: there are no trials."""
+        return []
+
+    def trial_params(self) -> list[DiffusionParams]:
+        """What made-up samples are of, the smallest first; with the defaults that the other hooks need."""
+        sides = (128, 256, 512, 1024)
+        return [DiffusionParams(height=side, width=side, num_inference_steps=2) for side in sides]
+
     def warm_up(self) -> None:  # noqa: B027
-        """Families that know a small sample may do more."""
+        """The engine's trials are enough."""
+
+    def trials(self) -> Iterator[Sample]:
+        made_up = StageRequest(
+            request_id="trial",
+            stage="",
+            request=Request(request_id="trial", prompt=""),
+            sampling=SamplingParams(),
+            seed=0,
+            upstreams=frozenset(),
+            downstreams=frozenset(),
+            to_client=frozenset(),
+        )
+        for params in self.trial_params():
+            given = Given(made_up, params=params)
+            if conditions := self.trial_conditions(params):
+                yield from self._samples(given, conditions)
+
+    def row_bytes(self, sample: Sample) -> int:
+        """Of a transformer: what a layer holds at once for each token (its input and what it adds, queries, keys,
+        values and their product, the hidden layer's four widths twice, norms)."""
+        return ACTIVATIONS * self._width * sample.tokens * sample.latents.element_size()
 
     def begin(self, request: StageRequest) -> Given:
         return Given(request)
@@ -142,10 +182,7 @@ class Denoiser(ABC):
             return []
         [settings] = state.inputs["input"]
         state.params = msgspec.convert(settings["settings"], DiffusionParams)
-        return self._samples(state)
-
-    def outputs(self, state: Given) -> int:
-        return state.params.num_images_per_prompt
+        return list(self._samples(state, self.conditions(state)))
 
     def branches(self, sample: Sample) -> Sequence[int]:
         everything = range(len(sample.conditions))
@@ -172,30 +209,25 @@ class Denoiser(ABC):
     def end(self, state: Given) -> None:  # noqa: B027
         """Nothing is kept but the state itself."""
 
-    def _samples(self, given: Given) -> list[Sample]:
+    def _samples(self, given: Given, conditions: list[Any]) -> Iterator[Sample]:
         generator = torch.Generator().manual_seed(given.request.seed)
         noise = self.draw(given, generator)
-        conditions = self.conditions(given)
-        samples = []
         for index in range(given.params.num_images_per_prompt):
             scheduler = self.schedulers.make(given.params.scheduler)
             latents = self.packed(noise[index : index + 1].to(self.device), given)
             timesteps = self.set_timesteps(scheduler, latents, given.params)
-            samples.append(
-                Sample(
-                    given.request.request_id,
-                    index,
-                    self.started(latents, scheduler, given),
-                    scheduler,
-                    timesteps,
-                    tokens=self.tokens(latents),
-                    bucket=self.bucket_of(latents, given, conditions),
-                    conditions=conditions,
-                    params=given.params,
-                    step_arguments=self._step_arguments(scheduler, generator, given.request.seed, index),
-                )
+            yield Sample(
+                given.request.request_id,
+                index,
+                self.started(latents, scheduler, given),
+                scheduler,
+                timesteps,
+                tokens=self.tokens(latents),
+                bucket=self.bucket_of(latents, given, conditions),
+                conditions=conditions,
+                params=given.params,
+                step_arguments=self._step_arguments(scheduler, generator, given.request.seed, index),
             )
-        return samples
 
     def _step_arguments(self, scheduler: Any, generator: torch.Generator, seed: int, index: int) -> dict[str, Any]:
         """Schedulers that add noise draw output 0's where the pipeline would: behind the first noise. The others have a
@@ -203,3 +235,12 @@ class Denoiser(ABC):
         if "generator" not in inspect.signature(scheduler.step).parameters:
             return {}
         return {"generator": generator if index == 0 else torch.Generator().manual_seed(seed + index)}
+
+
+def width_of(network: nn.Module) -> int:
+    """The width that most weights of linear layers read; 0 where there are none."""
+    counts: Counter[int] = Counter()
+    for module in network.modules():
+        if isinstance(module, nn.Linear):
+            counts[module.in_features] += module.weight.numel()
+    return counts.most_common(1)[0][0] if counts else 0

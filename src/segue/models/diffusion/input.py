@@ -26,6 +26,9 @@ COMMON = frozenset(
 )  # fmt: skip
 """What every family takes."""
 
+ALWAYS_PARTIAL = 3
+"""As many previews as OpenAI's clients may ask for are never too many; of few steps, fewer come."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rules:
@@ -116,12 +119,18 @@ class DiffusionInput(InputStage):
         _bound("num_images_per_prompt", params.num_images_per_prompt, limits.max_outputs, "max_outputs")
         steps = params.num_inference_steps or 0
         _bound("num_inference_steps", steps, limits.max_inference_steps, "max_inference_steps")
-        if params.partial_images >= max(2, steps + 1):
+        if params.partial_images > max(ALWAYS_PARTIAL, steps - 1):
             raise InvalidRequest(
-                f"partial_images is {params.partial_images}; {steps} steps have at most {max(0, steps - 1)}",
+                f"partial_images is {params.partial_images}; {steps} steps have at most {steps - 1}",
                 field="partial_images",
             )
         self.schedulers.check(params.scheduler)
+        if steps == 1 and self.schedulers.config.get("shift_terminal"):
+            raise InvalidRequest(
+                "num_inference_steps is 1; this model's scheduler stretches the noise levels between the first and the "
+                "last (shift_terminal), so it needs at least 2",
+                field="num_inference_steps",
+            )
         longest = self.rules.max_sequence_length
         if longest is not None and (params.max_sequence_length or 0) > longest:
             raise InvalidRequest(

@@ -18,6 +18,9 @@ class QwenImageDecoder(Decoder):
         self._mean = torch.tensor(config.latents_mean, device=self.device, dtype=self.dtype).reshape(shape)
         self._std = torch.tensor(config.latents_std, device=self.device, dtype=self.dtype).reshape(shape)
 
+    def warm_up(self) -> None:
+        self.pixels(torch.zeros(1, self.vae.config.z_dim, 1, 8, 8))
+
     @property
     def scale(self) -> int:
         return int(self.vae.spatial_compression_ratio)

@@ -20,6 +20,10 @@ class Encoder(TextEncoder):
         # what is over the last hidden state, the head, goes
         self._network = load_component(ctx, "text_encoder").model
 
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        self.encode([{"ids": [0] * 64, "drop": 32, "most": 32}])
+
     def encode(self, items: Sequence[Any]) -> list[dict[str, torch.Tensor]]:
         lengths = [len(item["ids"]) for item in items]
         ids = torch.zeros(len(items), max(lengths), dtype=torch.long, device=self.device)

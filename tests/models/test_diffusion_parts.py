@@ -1,0 +1,131 @@
+"""Parts of a pipeline: found, loaded, refused; schedulers; prompts encoded once."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from segue.engines.contract import LoadContext
+from segue.engines.module.contract import Work
+from segue.messages.errors import ConfigError, InvalidRequest
+from segue.models.diffusion.loading import load_component, load_tokenizer
+from segue.models.diffusion.schedulers import Schedulers
+from segue.models.diffusion.text_encoder import TextEncoder
+from segue.models.qwen_image import tiny
+from segue.models.registry import PIPELINE, family_of, read_config
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("qwen-image")
+    tiny.make(made)
+    return made
+
+
+@pytest.fixture
+def copy(directory: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(directory, tmp_path / "copy"))
+
+
+def context(directory: Path, **more: Any) -> LoadContext:
+    return LoadContext(directory, "denoiser", torch.device("cpu"), torch.float32, **more)
+
+
+def edit(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def test_a_pipeline_is_found_by_its_class(directory: Path) -> None:
+    config = read_config(directory)
+    assert config["architectures"] == ["QwenImagePipeline"]
+    assert family_of(config, directory).name == "qwen_image"
+
+
+def test_parts_that_cannot_be_loaded_are_named(copy: Path) -> None:
+    with pytest.raises(ConfigError, match="load_format"):
+        load_component(context(copy, load_format="dumy"), "transformer")
+    with pytest.raises(ConfigError, match="no part 'unet'"):
+        load_component(context(copy), "unet")
+    edit(copy / PIPELINE, vae=["diffusers", "AutoencoderOfNobody"], transformer=["their_code", "Transformer"])
+    for part in ("vae", "transformer"):
+        with pytest.raises(ConfigError, match="do not have"):
+            load_component(context(copy), part)
+    shutil.rmtree(copy / "tokenizer")
+    with pytest.raises(ConfigError, match="tokenizer"):
+        load_tokenizer(copy)
+
+
+def test_a_tensor_that_is_missing_is_named(copy: Path) -> None:
+    [path] = (copy / "transformer").glob("*.safetensors")
+    tensors = load_file(path)
+    del tensors["proj_out.weight"]
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"proj_out\.weight"):
+        load_component(context(copy), "transformer")
+    path.unlink()
+    with pytest.raises(ConfigError, match="weights"):
+        load_component(context(copy), "transformer")
+
+
+def test_schedulers_are_those_that_diffusers_lists(copy: Path) -> None:
+    diffusers.EulerDiscreteScheduler(beta_start=0.001).save_pretrained(copy / "scheduler")
+    edit(copy / PIPELINE, scheduler=["diffusers", "EulerDiscreteScheduler"])
+    schedulers = Schedulers(copy)
+    assert {"EulerDiscreteScheduler", "DDIMScheduler", "UniPCMultistepScheduler"} <= set(schedulers.known)
+    first, second = schedulers.make("DDIMScheduler"), schedulers.make("DDIMScheduler")
+    assert type(first) is diffusers.DDIMScheduler
+    assert first is not second
+    assert first.config.beta_start == 0.001, "with the checkpoint's settings"
+    assert type(schedulers.make()) is diffusers.EulerDiscreteScheduler
+    for name in ("FlowMatchEulerDiscreteScheduler", "DDIMSchedular", "QwenImagePipeline"):
+        with pytest.raises(InvalidRequest, match=name) as caught:
+            schedulers.make(name)
+        assert caught.value.field == "scheduler"
+
+
+class Lengths(TextEncoder):
+    """A text becomes its length and the sum of its bytes."""
+
+    names = ("embeds", "pooled")
+
+    def __init__(self, ctx: LoadContext) -> None:
+        super().__init__(ctx)
+        self.calls: list[list[Any]] = []
+
+    def encode(self, items: Sequence[Any]) -> list[dict[str, torch.Tensor]]:
+        self.calls.append(list(items))
+        return [
+            {"embeds": torch.tensor([len(item["text"])]), "pooled": torch.tensor(sum(item["text"].encode()))}
+            for item in items
+        ]
+
+
+def works(*texts: Sequence[str]) -> list[Work]:
+    encoder_input = [[{"text": text, "tensor": torch.ones(2)} for text in one] for one in texts]
+    return [Work(str(place), items, last=True) for place, items in enumerate(encoder_input)]
+
+
+def test_equal_prompts_of_many_requests_are_encoded_once(directory: Path) -> None:
+    encoder = Lengths(context(directory))
+    results = encoder.run(works(["red", ""], ["blue", ""], ["red"]))
+    assert [[item["text"] for item in call] for call in encoder.calls] == [["red", "", "blue"]]
+    made = [[int(text["embeds"]) for text in (result.payload or {})["texts"]] for result in results]
+    assert made == [[3, 0], [4, 0], [3]]
+    again = encoder.run(works(["blue", "green"]))
+    assert [item["text"] for item in encoder.calls[1]] == ["green"]
+    assert [int(text["pooled"]) for text in (again[0].payload or {})["texts"]] == [
+        sum(b"blue"),
+        sum(b"green"),
+    ]
+    none = Lengths(context(directory, options={"cache_bytes": 0}))
+    none.run(works(["red"]))
+    none.run(works(["red"]))
+    assert len(none.calls) == 2
