@@ -162,7 +162,7 @@ class DiffusionInput(InputStage):
         near = [str(size) for size in (below, below + multiple) if size > 0]
         what = f"a multiple of {multiple}" + (f" and {offset} more" if offset else "")
         raise InvalidRequest(
-            f"{name} is {value}; this model makes {what}, the nearest: {' or '.join(near)}", field=name
+            f"{name} is {value}; this model needs {what}, the nearest: {' or '.join(near)}", field=name
         )
 
 
