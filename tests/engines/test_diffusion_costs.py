@@ -37,6 +37,14 @@ def test_a_batch_grows_while_rows_get_cheaper() -> None:
     assert table_of(0.6, 1.0).rows_worth(64, 16) == 4  # a row takes 1.6, 1.3, 1.15, 1.075
 
 
+def test_a_size_that_saves_little_does_not_hide_larger_ones_that_save_much() -> None:
+    table = CostTable()
+    for rows, milliseconds in ((1, 70.0), (2, 52.9), (4, 47.7), (8, 38.5), (16, 35.0)):
+        table.enter(64, rows, rows * milliseconds)
+    assert table.rows_worth(64, 16) == 8
+    assert table.rows_worth(64, 4) == 4
+
+
 def test_measuring_stops_where_rows_get_no_cheaper_and_in_time() -> None:
     device = Device(0.0, 1.0)
     measure(CostTable(), 64, 16, device, 1e9, device.clock)

@@ -2,7 +2,7 @@
 
 For samples of few tokens a call of two rows takes hardly longer than one of one; for many tokens the products are near
 the machine's peak already, and two rows take twice as long: then a larger batch only makes the shortest request wait.
-So a batch grows as long as the time per row falls enough.
+So a batch is as large as saves enough of the time per row.
 
 Measured in the warm-up, on made-up samples, for 1, 2, 4, … rows; on a CPU every real call is entered as well.
 """
@@ -17,6 +17,8 @@ GAIN = 0.1
 """A batch twice as large has to save this share of the time per row. Where it saves less, what it adds in throughput is
 worth less than serving the shortest request alone: simulated at half to nine tenths of the capacity, with four requests
 of 4 steps to one of 50, the mean completion time is shortest so."""
+_NOISE = 0.02
+"""Smaller savings are none."""
 _WEIGHT = 0.2
 """Of a new measurement against what was known."""
 
@@ -43,7 +45,8 @@ class CostTable:
         return sizes[beside] * rows * tokens / near
 
     def rows_worth(self, tokens: int, most: int, *, explore: bool = False) -> int:
-        """The largest batch, up to `most` rows, up to which each larger one that was measured took less time per row.
+        """The largest batch, up to `most` rows, that saves enough of the time per row of every smaller one; a size
+        between two that does not, but is no dearer, is passed over (calls are not measured to the percent).
 
         What was never measured is tried at twice the rows that were, and with `explore` what was found not to be worth
         it. Tokens that were not measured are judged like the nearest that were.
@@ -52,8 +55,9 @@ class CostTable:
             return most
         _, sizes = self._nearest(tokens)
         best = min(sizes)
-        while 2 * best in sizes and sizes[2 * best] <= (1 - GAIN) * sizes[best]:
-            best *= 2
+        for size in sorted(sizes):
+            if sizes[size] <= sizes[best] * (1 - GAIN) ** math.log2(size / best):
+                best = size
         if explore or 2 * best not in sizes:
             best *= 2
         return min(best, most)
@@ -72,7 +76,8 @@ def measure(
     while rows <= most and clock() - begin < within:
         call(rows)
         table.enter(tokens, rows, min(call(rows), call(rows)))
-        if table.rows_worth(tokens, most) < rows:
+        sizes = table.per_row[tokens]
+        if rows > 1 and sizes[rows] > (1 - _NOISE) * sizes[rows // 2]:
             return
         rows *= 2
 
