@@ -35,7 +35,7 @@ def _run(channel: Channel[Policy, PictureRequest], options: Options) -> None:
 
     torch.set_num_threads(options.threads)
     dtype = getattr(torch, options.dtype)
-    pipeline = DiffusionPipeline.from_pretrained(options.model_dir, torch_dtype=dtype)
+    pipeline = DiffusionPipeline.from_pretrained(options.model_dir, dtype=dtype)
     pipeline.set_progress_bar_config(disable=True)
     flops = {size: _flops(pipeline, size) for size in options.sizes}
     versions = {name: version(name) for name in ("torch", "transformers", "diffusers")}
@@ -98,7 +98,7 @@ def _flops(pipeline: Any, size: int) -> float:
         network.register_forward_hook(after, with_kwargs=True),
     ]
     try:
-        _generate(pipeline, [PictureRequest(0, "a cat", "", 1.0, size, 1, 0)])
+        _generate(pipeline, [PictureRequest(0, "a cat", "", 1.0, size, 2, 0)])
     finally:
         for hook in hooks:
             hook.remove()
