@@ -31,7 +31,7 @@ from segue.graph.stage_graph import StageGraph
 from segue.graph.wiring import KINDS
 from segue.graph.written import AUTOREGRESSIVE_KEYS, LIMIT_KEYS, STAGE_KEYS, TOP_KEYS
 from segue.messages import errors, wire
-from segue.messages.diffusion import DiffusionParams
+from segue.messages.diffusion import PARAMETERS
 from segue.messages.errors import ConfigError, SegueError
 from segue.messages.sampling import FALLBACK, SamplingParams
 from segue.models.chat_template import ChatTemplate
@@ -400,7 +400,7 @@ def test_every_sampling_field_is_documented() -> None:
 
 def test_every_parameter_of_a_picture_is_documented() -> None:
     listed = {name for row in rows(DOCS / "python.md", "### Pictures and video") for name in names(row[0])}
-    assert listed - {"image"} == set(DiffusionParams.__struct_fields__)
+    assert listed - {"image"} == PARAMETERS
 
 
 def test_every_field_of_an_output_is_documented() -> None:

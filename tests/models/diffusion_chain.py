@@ -36,6 +36,8 @@ class Made:
     """By index: uint8 pictures or frames, as the client gets them."""
     previews: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
     progress: list[tuple[int, int]] = field(default_factory=list)
+    pieces: list[tuple[int, int, float]] = field(default_factory=list)
+    """(index, frames, frames per second) of each piece of a video."""
     pixels: list[torch.Tensor] = field(default_factory=list)
     """[h, w, 3] or [frames, h, w, 3] in [0, 1], before they are rounded."""
 
@@ -136,8 +138,15 @@ class Chain:
         shown = payload.get("image", payload.get("video")) if self.graph.stages[stage].gives else None
         if shown is not None:
             partial = payload.get("partial")
-            place: Any = payload["index"] if partial is None else (payload["index"], partial)
-            (made.shown if partial is None else made.previews)[place] = shown.numpy()
+            if partial is not None:
+                made.previews[payload["index"], partial] = shown.numpy()
+            elif "video" in payload:
+                so_far = made.shown.get(payload["index"], shown.numpy()[:0])
+                assert len(so_far) == payload["first"], "pieces of a video come in order"
+                made.shown[payload["index"]] = np.concatenate([so_far, shown.numpy()])
+                made.pieces.append((payload["index"], len(shown), payload["fps"]))
+            else:
+                made.shown[payload["index"]] = shown.numpy()
 
 
 @contextmanager

@@ -56,7 +56,9 @@ class DiffusionParams(msgspec.Struct, kw_only=True, frozen=True):
     """Previews on the way, evenly spread over the steps."""
 
 
-PARAMETERS = frozenset(DiffusionParams.__struct_fields__)
+_ALSO = {"num_videos_per_prompt": "num_images_per_prompt"}
+"""Names that pipelines of video have for the same."""
+PARAMETERS = frozenset(DiffusionParams.__struct_fields__) | frozenset(_ALSO)
 """What a request may ask for, by name."""
 _AT_LEAST_ONE = ("height", "width", "num_frames", "num_inference_steps", "num_images_per_prompt", "max_sequence_length")
 _NUMBERS = ("guidance_scale", "guidance_scale_2", "true_cfg_scale")
@@ -65,6 +67,11 @@ _NUMBERS = ("guidance_scale", "guidance_scale_2", "true_cfg_scale")
 def diffusion_from(values: Mapping[str, Any]) -> DiffusionParams:
     """Checked parameters from what a caller writes; None stands for the default. Raises `InvalidRequest`."""
     given = {name: value for name, value in values.items() if value is not None}
+    for also, name in _ALSO.items():
+        if also in given:
+            value = given.pop(also)
+            if given.setdefault(name, value) != value:
+                raise _wrong(also, value, f"left out beside {name}, which is the same")
     try:
         params = msgspec.convert(given, DiffusionParams)
     except (msgspec.ValidationError, TypeError) as error:

@@ -26,8 +26,10 @@ def families() -> dict[str, Family]:
     from segue.models.qwen2_5_omni.family import FAMILY as QWEN2_5_OMNI
     from segue.models.qwen_image.family import FAMILY as QWEN_IMAGE
     from segue.models.text_embedding.family import FAMILY as TEXT_EMBEDDING
+    from segue.models.wan.family import FAMILY as WAN
 
-    known = {family.name: family for family in (QWEN2_5_OMNI, QWEN_IMAGE, TEXT_EMBEDDING, MULTIMODAL_LM, CAUSAL_LM)}
+    own = (QWEN2_5_OMNI, QWEN_IMAGE, WAN, TEXT_EMBEDDING, MULTIMODAL_LM, CAUSAL_LM)
+    known = {family.name: family for family in own}
     for point in entry_points(group="segue.models"):
         family = point.load()
         known[family.name] = family

@@ -54,15 +54,22 @@ class Decoder(ABC):
     @torch.inference_mode()
     def pixels(self, latents: torch.Tensor) -> torch.Tensor:
         """[B, channels, (frames,) h, w] → [B, (frames,) H, W, 3] float32 in [0, 1]."""
-        area = latents.shape[-1] * latents.shape[-2] * self.scale**2
-        if area > self._tile_pixels:
+        if self.tiled(latents):
             self.vae.enable_tiling()
         else:
             self.vae.disable_tiling()
         frames = latents.shape[2] if latents.ndim == 5 else 1
-        at_once = max(1, CALL_PIXELS // (area * frames))
+        at_once = max(1, CALL_PIXELS // (self._area(latents) * frames))
         decoded = torch.cat([self.decode(part) for part in latents.to(self.device, self.dtype).split(at_once)])
         return (decoded.float() / 2 + 0.5).clamp(0, 1).movedim(1, -1)
+
+    def tiled(self, latents: torch.Tensor) -> bool:
+        """Whether what these become is so large that it is decoded in tiles."""
+        return self._area(latents) > self._tile_pixels
+
+    def _area(self, latents: torch.Tensor) -> int:
+        """Pixels of one picture or frame."""
+        return latents.shape[-1] * latents.shape[-2] * self.scale**2
 
     def warm_up(self) -> None:  # noqa: B027
         """Families that know a small latent may do more."""

@@ -41,10 +41,12 @@ class Given:
     params: DiffusionParams = field(default_factory=DiffusionParams)
     """With the family's defaults; set when all is there."""
 
-    def texts(self, device: torch.device, stage: str = "text_encoder") -> list[dict[str, torch.Tensor]]:
-        """What a text encoder made of each item, in order."""
+    def texts(
+        self, device: torch.device, stage: str = "text_encoder", carries: str = "texts"
+    ) -> list[dict[str, torch.Tensor]]:
+        """What an encoder made of each item, in order; `carries`: its key of them."""
         [payload] = self.inputs[stage]
-        return [{name: tensor.to(device) for name, tensor in item.items()} for item in payload["texts"]]
+        return [{name: tensor.to(device) for name, tensor in item.items()} for item in payload[carries]]
 
 
 class Denoiser(ABC):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,17 @@ class Schedulers:
         self._default = kind
         compatible = kind.from_config(self.config).compatibles
         # of one that needs a package which is not there, diffusers gives a stand-in
-        self._kinds = {one.__name__: one for one in (kind, *compatible) if issubclass(one, SchedulerMixin)}
+        self._kinds = {
+            one.__name__: one
+            for one in (kind, *compatible)
+            if issubclass(one, SchedulerMixin) and (one is kind or self._understood_by(one))
+        }
         self.known: tuple[str, ...] = tuple(sorted(self._kinds))
+
+    def _understood_by(self, kind: type[SchedulerMixin]) -> bool:
+        """Not all that diffusers lists as compatible can step along the velocities of a flow."""
+        flows = self.config.get("prediction_type") == "flow_prediction"
+        return not flows or "use_flow_sigmas" in inspect.signature(kind).parameters
 
     def check(self, name: str | None) -> None:
         """Raise `InvalidRequest` for a scheduler that diffusers does not list as compatible with the checkpoint's."""

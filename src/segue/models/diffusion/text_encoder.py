@@ -1,4 +1,5 @@
-"""A text encoder as a stage of its own: prompts of many requests in one call, each encoded once."""
+"""An encoder of conditions as a stage of its own, mostly of text: prompts of many requests in one call, each encoded
+once."""
 
 from __future__ import annotations
 
@@ -21,6 +22,8 @@ class TextEncoder(ABC):
     and kept (option `cache_bytes`).
     """
 
+    carries: ClassVar[str] = "texts"
+    """The key of the items, in what comes in and in what goes out; e.g. `pictures` for an encoder of pictures."""
     names: ClassVar[tuple[str, ...]] = ("embeds",)
     """The tensors that `encode` gives for an item."""
 
@@ -46,7 +49,7 @@ class TextEncoder(ABC):
 
     def feed(self, state: str, upstream: str, payload: Payload, *, final: bool) -> list[Work]:
         """The input stage's one chunk."""
-        items = payload["texts"]
+        items = payload[self.carries]
         return [Work(state, items, bucket=self.bucket(items), cost=len(items), last=True, ordered=False)]
 
     @torch.inference_mode()
@@ -65,7 +68,7 @@ class TextEncoder(ABC):
                 found[key] = {name: tensors[name].clone() for name in self.names}
                 for name in self.names:
                     self.cache.put((name, key), found[key][name])
-        return [Result({"texts": [found[key] for key, _ in pairs]}) for pairs in keyed]
+        return [Result({self.carries: [found[key] for key, _ in pairs]}) for pairs in keyed]
 
     def end(self, state: str) -> None:  # noqa: B027
         """Nothing is kept per request."""

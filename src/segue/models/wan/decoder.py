@@ -1,0 +1,100 @@
+"""The decoder of the VAE, which is causal: frames leave as they are decoded, a latent's at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from segue.engines.contract import LoadContext, Payload
+from segue.engines.module.contract import Result, Work
+from segue.models.diffusion.decoder import Decoder
+from segue.models.wan.library import WanCausalConv3d, unpatchify
+
+
+@dataclass(slots=True)
+class _Video:
+    """One on its way from latents to frames."""
+
+    index: int
+    fps: float
+    latents: torch.Tensor
+    """[1, channels, frames, h, w], as the VAE takes them."""
+    kept: list[Any]
+    """By causal convolution, in the order they run: the frames it looks back on (the library's `feat_cache`)."""
+    done: int = 0
+    """Latents decoded."""
+    frames: int = 0
+    """Frames that have left."""
+
+
+@dataclass(slots=True)
+class _Next:
+    """An item of work: the next latent of a video."""
+
+    video: _Video
+
+
+class WanDecoder(Decoder):
+    """`ModuleAdapter`; latents are [1, channels, frames, h, w], normalised by channel. The first one is one frame, the
+    others are four each. What is larger than `tile_pixels` is decoded whole, in tiles."""
+
+    def __init__(self, ctx: LoadContext) -> None:
+        super().__init__(ctx)
+        config = self.vae.config
+        shape = (1, config.z_dim, 1, 1, 1)
+        self._mean = torch.tensor(config.latents_mean, device=self.device, dtype=self.dtype).reshape(shape)
+        self._std = torch.tensor(config.latents_std, device=self.device, dtype=self.dtype).reshape(shape)
+        self._convolutions = sum(isinstance(module, WanCausalConv3d) for module in self.vae.decoder.modules())
+
+    @property
+    def scale(self) -> int:
+        return int(self.vae.config.scale_factor_spatial)
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        [frames] = self.vae.decode(latents * self._std + self._mean, return_dict=False)
+        return frames
+
+    def feed(self, state: Any, upstream: str, payload: Payload, *, final: bool) -> list[Work]:
+        works = []
+        for work in super().feed(state, upstream, payload, final=final):
+            works += self._in_pieces(work)
+        return works
+
+    def _in_pieces(self, work: Work) -> list[Work]:
+        """A video's work, latent by latent."""
+        payload = work.item
+        if payload is None or payload.get("partial") is not None or self.tiled(payload["latents"]):
+            return [work]
+        latents = payload["latents"].to(self.device, self.dtype) * self._std + self._mean
+        video = _Video(payload["index"], payload["fps"], latents, [None] * self._convolutions)
+        count = latents.shape[2]
+        # in a bucket of its own: the frames of one video at once are enough for a device
+        bucket, cost = (work.request_id, video.index, "frames"), max(1, work.cost // count)
+        pieces = [Work(work.request_id, _Next(video), bucket, cost) for _ in range(count)]
+        pieces[-1].last = work.last
+        return pieces
+
+    @torch.inference_mode()
+    def run(self, works: list[Work]) -> list[Result]:
+        if isinstance(works[0].item, _Next):
+            return [Result(self._frames(work.item.video)) for work in works]
+        return super().run(works)
+
+    def _frames(self, video: _Video) -> Payload:
+        place = video.done
+        frames = self.vae.decoder(
+            self.vae.post_quant_conv(video.latents[:, :, place : place + 1]),
+            feat_cache=video.kept,
+            feat_idx=[0],
+            first_chunk=place == 0,
+        )
+        if self.vae.config.patch_size is not None:
+            frames = unpatchify(frames, patch_size=self.vae.config.patch_size)
+        first, count = video.frames, frames.shape[2]
+        video.done, video.frames = place + 1, first + count
+        if video.done == video.latents.shape[2]:
+            video.kept.clear()
+        levels = ((frames[0].float() / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
+        return {"video": levels.permute(1, 2, 3, 0), "index": video.index, "fps": video.fps, "first": first}

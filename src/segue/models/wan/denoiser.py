@@ -1,0 +1,128 @@
+"""The denoiser: a transformer over patches of a video's latents, or two of them, one per half of the way."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from segue.engines.contract import LoadContext, Payload
+from segue.engines.diffusion.contract import Row, Sample
+from segue.messages.diffusion import DiffusionParams
+from segue.models.diffusion.denoiser import Denoiser, Given
+from segue.models.diffusion.loading import load_component
+from segue.models.wan.shape import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """Of one branch."""
+
+    text: torch.Tensor
+    """[max_sequence_length, hidden]: zeros behind the prompt, which the network was trained to see."""
+    latents: torch.Tensor | None = None
+    """[1, channels, frames, h, w]: what `VaeEncoder` gives, where there are pictures."""
+    looks: torch.Tensor | None = None
+    """[pictures, tokens, hidden]: what `ImageEncoder` gives."""
+
+
+class WanDenoiser(Denoiser):
+    """`DiffusionAdapter`; latents are [1, channels, frames, h, w]. Of two experts, rows of one call have the same."""
+
+    noise_dtype: ClassVar[torch.dtype | None] = torch.float32
+
+    def __init__(self, ctx: LoadContext) -> None:
+        super().__init__(ctx)
+        self._shape = Shape.of(ctx.model_dir)
+        self.second = load_component(ctx, "transformer_2") if self._shape.boundary is not None else None
+
+    def noise_shape(self, params: DiffusionParams) -> tuple[int, ...]:
+        return self._shape.latents(params)
+
+    def tokens(self, latents: torch.Tensor) -> int:
+        frames, height, width = (
+            side // patch for side, patch in zip(latents.shape[2:], self._shape.patch, strict=True)
+        )
+        return frames * height * width
+
+    def conditions(self, given: Given) -> list[Condition]:
+        latents = looks = None
+        if "vae_encoder" in given.inputs:
+            [found] = given.texts(self.device, "vae_encoder", "pictures")
+            latents = found["latents"][None]
+        if "image_encoder" in given.inputs:
+            [seen] = given.texts(self.device, "image_encoder", "looks")
+            looks = seen["embeds"].to(self.dtype)
+        return [Condition(self._padded(text["embeds"], given), latents, looks) for text in given.texts(self.device)]
+
+    def bucket_of(self, latents: torch.Tensor, given: Given, conditions: Sequence[Condition]) -> Hashable:
+        return (tuple(latents.shape), len(conditions[0].text))
+
+    def set_timesteps(self, scheduler: Any, latents: torch.Tensor, params: DiffusionParams) -> Sequence[torch.Tensor]:
+        # on the CPU: which expert is next is asked before each step
+        scheduler.set_timesteps(params.num_inference_steps, device="cpu")
+        scheduler.set_begin_index(0)  # of timesteps that are rounded, two may be equal
+        return list(scheduler.timesteps)
+
+    def bucket(self, sample: Sample) -> Hashable:
+        return (sample.bucket, self._is_second(sample))
+
+    def predict(self, rows: Sequence[Row]) -> Sequence[torch.Tensor]:
+        network = self.second if self._is_second(rows[0].sample) else self.network
+        assert network is not None
+        looks = [row.condition.looks for row in rows if row.condition.looks is not None]
+        [predictions] = network(
+            hidden_states=torch.cat([self._seen(row) for row in rows]).to(self.dtype),
+            timestep=torch.stack([self._timestep(row) for row in rows]),
+            encoder_hidden_states=torch.stack([row.condition.text for row in rows]),
+            encoder_hidden_states_image=torch.cat(looks) if looks else None,
+            return_dict=False,
+        )
+        return predictions.split(1)
+
+    def guidance(self, sample: Sample) -> float:
+        first, second = sample.params.guidance_scale, sample.params.guidance_scale_2
+        chosen = second if second is not None and self._is_second(sample) else first
+        assert chosen is not None
+        return chosen
+
+    def unpacked(self, sample: Sample, latents: torch.Tensor) -> torch.Tensor:
+        given = sample.conditions[0].latents
+        if given is None or not self._shape.timestep_per_token:
+            return latents
+        return torch.cat([given, latents[:, :, 1:]], dim=2)
+
+    def told(self, sample: Sample) -> Payload:
+        return {"fps": sample.params.fps}
+
+    def _is_second(self, sample: Sample) -> bool:
+        """Whether the second expert has the next step."""
+        return self._shape.boundary is not None and bool(sample.timestep < self._shape.boundary)
+
+    def _padded(self, embeds: torch.Tensor, given: Given) -> torch.Tensor:
+        longest = given.params.max_sequence_length
+        assert longest is not None
+        text = torch.zeros(longest, embeds.shape[-1], dtype=self.dtype, device=self.device)
+        text[: len(embeds)] = embeds
+        return text
+
+    def _seen(self, row: Row) -> torch.Tensor:
+        """What the network is given of a sample: its latents, and what is beside them, or in place of the first."""
+        latents, given = row.sample.latents, row.condition.latents
+        if given is None:
+            return latents
+        if self._shape.timestep_per_token:
+            return torch.cat([given, latents[:, :, 1:]], dim=2)
+        return torch.cat([latents, given], dim=1)
+
+    def _timestep(self, row: Row) -> torch.Tensor:
+        """Of a row: a number, or [tokens], 0 for those that are given."""
+        timestep = row.sample.timestep.to(self.device, torch.float32)
+        if not self._shape.timestep_per_token:
+            return timestep
+        tokens = timestep.repeat(self.tokens(row.sample.latents))
+        if row.condition.latents is not None:
+            tokens[: self.tokens(row.condition.latents)] = 0
+        return tokens
