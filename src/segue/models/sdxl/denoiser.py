@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,13 +73,19 @@ class SdxlDenoiser(Denoiser):
         made = []
         for branch, (one, other) in enumerate(zip(first, second, strict=True)):
             text = torch.cat([one["embeds"], other["embeds"]], dim=-1).to(self.dtype)
-            sizes = self._sizes(given.params, negative=branch == 1, picture=given.state is not None)
+            sizes = self._sizes(given, negative=branch == 1)
             made.append(Condition(text[None], other["pooled"][None].to(self.dtype), sizes))
         if len(made) == 1 and (given.params.guidance_scale or 0) > 1:  # guided by zeros
             [only] = made
-            sizes = self._sizes(given.params, negative=True, picture=given.state is not None)
+            sizes = self._sizes(given, negative=True)
             made.append(Condition(torch.zeros_like(only.text), torch.zeros_like(only.pooled), sizes))
         return made
+
+    def trial_conditions(self, params: DiffusionParams) -> list[Condition]:
+        config = self.network.config
+        pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+        shapes = ((1, 77, config.cross_attention_dim), (1, pooled), (1, 6))
+        return [Condition(*(torch.zeros(shape, dtype=self.dtype, device=self.device) for shape in shapes))]
 
     def set_timesteps(self, scheduler: Any, latents: torch.Tensor, params: DiffusionParams) -> list[torch.Tensor]:
         if params.sigmas is not None and "sigmas" not in inspect.signature(scheduler.set_timesteps).parameters:
@@ -152,8 +158,8 @@ class SdxlDenoiser(Denoiser):
     def unpacked(self, sample: Sample, latents: torch.Tensor) -> torch.Tensor:
         return latents
 
-    def _samples(self, given: Given) -> list[Sample]:
-        samples = super()._samples(given)
+    def _samples(self, given: Given, conditions: list[Any]) -> Iterator[Sample]:
+        samples = list(super()._samples(given, conditions))
         for sample in samples:
             arguments = sample.step_arguments
             if given.params.eta is not None and "eta" in inspect.signature(sample.scheduler.step).parameters:
@@ -162,10 +168,11 @@ class SdxlDenoiser(Denoiser):
             behind_noise = samples[0].step_arguments["generator"].get_state()
             for sample in samples:
                 sample.step_arguments["generator"] = torch.Generator().set_state(behind_noise)
-        return samples
+        yield from samples
 
-    def _sizes(self, params: DiffusionParams, *, negative: bool, picture: bool) -> torch.Tensor:
+    def _sizes(self, given: Given, *, negative: bool) -> torch.Tensor:
         """[1, 6]. Of the pipelines, the one from text takes the negative sizes only where both are given."""
+        params, picture = given.params, "vae_encoder" in given.inputs
         size = (params.height or 0, params.width or 0)
         told = {
             "original_size": params.original_size or size,
