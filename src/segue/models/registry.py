@@ -25,11 +25,12 @@ def families() -> dict[str, Family]:
     from segue.models.multimodal_lm.family import FAMILY as MULTIMODAL_LM
     from segue.models.qwen2_5_omni.family import FAMILY as QWEN2_5_OMNI
     from segue.models.qwen_image.family import FAMILY as QWEN_IMAGE
+    from segue.models.sdxl.family import FAMILY as SDXL
     from segue.models.text_embedding.family import FAMILY as TEXT_EMBEDDING
     from segue.models.wan.family import FAMILY as WAN
 
-    own = (QWEN2_5_OMNI, QWEN_IMAGE, WAN, TEXT_EMBEDDING, MULTIMODAL_LM, CAUSAL_LM)
-    known = {family.name: family for family in own}
+    named = (QWEN2_5_OMNI, QWEN_IMAGE, SDXL, WAN)
+    known = {family.name: family for family in (*named, TEXT_EMBEDDING, MULTIMODAL_LM, CAUSAL_LM)}
     for point in entry_points(group="segue.models"):
         family = point.load()
         known[family.name] = family

@@ -41,12 +41,21 @@ class Given:
     params: DiffusionParams = field(default_factory=DiffusionParams)
     """With the family's defaults; set when all is there."""
 
-    def texts(
-        self, device: torch.device, stage: str = "text_encoder", carries: str = "texts"
-    ) -> list[dict[str, torch.Tensor]]:
-        """What an encoder made of each item, in order; `carries`: its key of them."""
+    state: Any = None
+    """The family's own, while the samples are made."""
+
+    def texts(self, device: torch.device, stage: str = "text_encoder") -> list[dict[str, torch.Tensor]]:
+        """What a text encoder made of each item, in order."""
+        return self.encoded(device, stage, "texts")
+
+    def pictures(self, device: torch.device, stage: str = "vae_encoder") -> list[dict[str, torch.Tensor]]:
+        """What a picture encoder made of each item, in order; none where the request's walk does without it."""
+        return self.encoded(device, stage, "pictures") if stage in self.inputs else []
+
+    def encoded(self, device: torch.device, stage: str, key: str) -> list[dict[str, torch.Tensor]]:
+        """What an encoder made of each item, in order; `key`: of its items."""
         [payload] = self.inputs[stage]
-        return [{name: tensor.to(device) for name, tensor in item.items()} for item in payload[carries]]
+        return [{name: tensor.to(device) for name, tensor in item.items()} for item in payload[key]]
 
 
 class Denoiser(ABC):

@@ -7,8 +7,8 @@
      …}                        # what else the family's stages need, e.g. "pictures"
 
 **input → text_encoder** (`texts`) · **input → denoiser** (`settings`) · **text_encoder → denoiser** (`whole`):
-`{"texts": [{name: tensor}, …]}`, one per item, in order · **denoiser → decoder** (`whole`): per picture or clip
-`{"latents": tensor, "index": int, "partial": int | None, …}`.
+`{"texts": [{name: tensor}, …]}`, one per item, in order; so for pictures, under `pictures`, where they are encoded ·
+**denoiser → decoder** (`whole`): per picture or clip `{"latents": tensor, "index": int, "partial": int | None, …}`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,16 @@ def picked(*keys: str) -> Transfer:
     return transfer
 
 
+def renamed(key: str, name: str) -> Transfer:
+    """A transfer of one key of a payload, under another name; nothing is sent where it is missing."""
+
+    def transfer(request: StageRequest, output: StageOutput) -> Payload | None:
+        payload = output.payload or {}
+        return {name: payload[key]} if key in payload else None
+
+    return transfer
+
+
 def whole(request: StageRequest, output: StageOutput) -> Payload | None:
     """All of the payload."""
     return output.payload
@@ -33,3 +43,4 @@ def whole(request: StageRequest, output: StageOutput) -> Payload | None:
 
 texts = picked("texts")
 settings = picked("settings")
+pictures = picked("pictures")

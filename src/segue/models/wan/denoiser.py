@@ -50,10 +50,10 @@ class WanDenoiser(Denoiser):
     def conditions(self, given: Given) -> list[Condition]:
         latents = looks = None
         if "vae_encoder" in given.inputs:
-            [found] = given.texts(self.device, "vae_encoder", "pictures")
+            [found] = given.pictures(self.device)
             latents = found["latents"][None]
         if "image_encoder" in given.inputs:
-            [seen] = given.texts(self.device, "image_encoder", "looks")
+            [seen] = given.encoded(self.device, "image_encoder", "looks")
             looks = seen["embeds"].to(self.dtype)
         return [Condition(self._padded(text["embeds"], given), latents, looks) for text in given.texts(self.device)]
 

@@ -18,7 +18,7 @@ class VaeEncoder(TextEncoder):
     alone, [channels, 1, h, w]; else [mask + channels, frames, h, w], the mask being 1 where a frame is given, with one
     channel per frame of a latent."""
 
-    carries: ClassVar[str] = "pictures"
+    key: ClassVar[str] = "pictures"
     names: ClassVar[tuple[str, ...]] = ("latents",)
 
     def __init__(self, ctx: LoadContext) -> None:
@@ -58,7 +58,7 @@ class VaeEncoder(TextEncoder):
 class ImageEncoder(TextEncoder):
     """`ModuleAdapter`; `embeds` of an item: [pictures, tokens, hidden], the last hidden states but one."""
 
-    carries: ClassVar[str] = "looks"
+    key: ClassVar[str] = "looks"
 
     def __init__(self, ctx: LoadContext) -> None:
         super().__init__(ctx)

@@ -1,0 +1,1 @@
+"""Stable Diffusion XL: two CLIP text encoders, a UNet, a VAE."""

@@ -1,0 +1,104 @@
+"""The input stage: prompts as ids of both text encoders, and a picture to begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from diffusers.image_processor import VaeImageProcessor
+
+from segue.engines.contract import LoadContext, Payload
+from segue.messages.diffusion import DiffusionParams
+from segue.messages.errors import InvalidRequest
+from segue.messages.request import Request
+from segue.models.diffusion.input import DiffusionInput, Picture, Rules, prompt_of
+from segue.models.diffusion.loading import component_config, load_tokenizer, pipeline_index
+from segue.models.sdxl.spaces import pixels_per_latent
+
+TAKES = frozenset(
+    ("negative_prompt", "prompt_2", "negative_prompt_2", "guidance_scale", "guidance_rescale", "eta", "clip_skip",
+     "original_size", "crops_coords_top_left", "target_size", "negative_original_size",
+     "negative_crops_coords_top_left", "negative_target_size", "sigmas", "strength")
+)  # fmt: skip
+STRENGTH = 0.3
+"""How much of a picture to begin with is made anew, where the request says nothing, as in the library's."""
+
+
+class Input(DiffusionInput):
+    """`ModuleAdapter`. An item for a text encoder: `{"ids": [int, …], "skip": int}`."""
+
+    def __init__(self, ctx: LoadContext) -> None:
+        self._scale = pixels_per_latent(ctx.model_dir)
+        unet = component_config(ctx.model_dir, "unet")
+        size = unet["sample_size"] * self._scale
+        super().__init__(
+            ctx,
+            Rules(
+                defaults=DiffusionParams(height=size, width=size, num_inference_steps=50, guidance_scale=5.0),
+                takes=TAKES,
+                multiple=self._scale,
+                pictures=(0, 1),
+            ),
+        )
+        self._tokenizers = [load_tokenizer(ctx.model_dir, name) for name in ("tokenizer", "tokenizer_2")]
+        self._layers = min(
+            component_config(ctx.model_dir, name)["num_hidden_layers"] for name in ("text_encoder", "text_encoder_2")
+        )
+        # without a negative prompt, the published checkpoint is guided by zeros
+        self._zeros: bool = pipeline_index(ctx.model_dir).get("force_zeros_for_empty_prompt", True)
+        self._pictures = VaeImageProcessor(vae_scale_factor=self._scale)
+
+    def completed(self, params: DiffusionParams, pictures: Sequence[Picture]) -> DiffusionParams:
+        if not pictures:
+            if params.strength is not None:
+                raise InvalidRequest("strength is for a picture to begin with; the request has none", field="strength")
+            return super().completed(params, pictures)
+        [picture] = pictures
+        if picture.role:
+            raise InvalidRequest(f"this model takes no {picture.role}; it takes image", field=picture.role)
+        height, width = self._pictures.get_default_height_width(picture.image)
+        opened = {
+            "height": params.height or max(self._scale, height),
+            "width": params.width or max(self._scale, width),
+            "strength": STRENGTH if params.strength is None else params.strength,
+        }
+        completed = super().completed(msgspec.structs.replace(params, **opened), pictures)
+        steps = len(completed.sigmas) if completed.sigmas is not None else completed.num_inference_steps or 1
+        if int(steps * opened["strength"]) < 1:
+            raise InvalidRequest(
+                f"strength is {opened['strength']}: of {steps} steps that leaves none; {1 / steps:.3g} is the least",
+                field="strength",
+            )
+        return completed
+
+    def texts(self, prompt: str, params: DiffusionParams, pictures: Sequence[Picture]) -> list[Any]:
+        return self._items(0, prompt, params.negative_prompt, params)
+
+    def process(self, request: Request) -> Payload:
+        payload = super().process(request)
+        params = msgspec.convert(payload["settings"], DiffusionParams)
+        prompt = params.prompt_2 or prompt_of(request)
+        payload["texts_2"] = self._items(1, prompt, params.negative_prompt_2 or params.negative_prompt, params)
+        return payload
+
+    def more(self, params: DiffusionParams, pictures: Sequence[Picture]) -> Payload:
+        if not pictures:
+            return {}
+        [picture] = pictures
+        return {"pictures": list(self._pictures.preprocess(picture.image, params.height, params.width))}
+
+    def _items(self, encoder: int, prompt: str, negative: str | None, params: DiffusionParams) -> list[Any]:
+        skip = params.clip_skip or 0
+        if skip > self._layers - 1:
+            raise InvalidRequest(f"clip_skip is {skip}; at most {self._layers - 1} layers can be", field="clip_skip")
+        items = [{"ids": self._ids(encoder, prompt), "skip": skip}]
+        guided = (params.guidance_scale or 0) > 1
+        if guided and not (self._zeros and params.negative_prompt is None):
+            items.append({"ids": self._ids(encoder, negative or ""), "skip": 0})
+        return items
+
+    def _ids(self, encoder: int, text: str) -> list[int]:
+        tokenizer = self._tokenizers[encoder]
+        longest = tokenizer.model_max_length
+        return list(tokenizer(text, padding="max_length", max_length=longest, truncation=True).input_ids)

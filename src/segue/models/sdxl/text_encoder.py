@@ -1,0 +1,34 @@
+"""The text encoders: hidden states of CLIP before its last layer; the second one's projection of the whole prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import CLIPTextModelWithProjection
+
+from segue.engines.contract import LoadContext
+from segue.models.diffusion.loading import load_component
+from segue.models.diffusion.text_encoder import TextEncoder
+
+
+class ClipEncoder(TextEncoder):
+    """`ModuleAdapter` of either; the stage's name is the folder's. An item: `{"ids": [int, …], "skip": int}`, the ids
+    padded to the length that CLIP reads; `embeds`: [tokens, hidden], `pooled`: [dimension], empty of the first one."""
+
+    names = ("embeds", "pooled")
+
+    def __init__(self, ctx: LoadContext) -> None:
+        super().__init__(ctx)
+        self._network = load_component(ctx, ctx.stage)
+        self._pools = isinstance(self._network, CLIPTextModelWithProjection)
+
+    def encode(self, items: Sequence[Any]) -> list[dict[str, torch.Tensor]]:
+        ids = torch.tensor([item["ids"] for item in items], device=self.device)
+        found = self._network(ids, output_hidden_states=True)
+        pooled = found.text_embeds if self._pools else found.last_hidden_state.new_zeros(len(items), 0)
+        return [
+            {"embeds": found.hidden_states[-2 - item["skip"]][row], "pooled": pooled[row]}
+            for row, item in enumerate(items)
+        ]
