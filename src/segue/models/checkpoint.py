@@ -130,9 +130,9 @@ def fill_random(module: torch.nn.Module, *, device: torch.device, dtype: torch.d
     """Give a module built on the meta device random parameters, made on `device`.
 
     Matrices keep the variance of what goes through them (normal, std fan_in**-0.5), gains are 1, biases 0, so that
-    outputs are finite at any depth.
+    outputs are finite at any depth. On the meta device they have shapes alone.
     """
-    generator = torch.Generator(device=device).manual_seed(seed)
+    generator = None if device.type == "meta" else torch.Generator(device=device).manual_seed(seed)
     state: dict[str, torch.Tensor] = {}
     for name, empty in module.state_dict().items():
         if empty.ndim >= 2:

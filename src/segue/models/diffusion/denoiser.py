@@ -46,6 +46,14 @@ class Given:
         [payload] = self.inputs[stage]
         return [{name: tensor.to(device) for name, tensor in item.items()} for item in payload["texts"]]
 
+    def pictures(self, device: torch.device, stage: str = "picture_encoder") -> list[dict[str, torch.Tensor]]:
+        """What a picture encoder made of each picture of the request, in order; none where it brings none."""
+        return [
+            {name: tensor.to(device) for name, tensor in picture.items()}
+            for payload in self.inputs.get(stage, [])
+            for picture in payload["pictures"]
+        ]
+
 
 class Denoiser(ABC):
     """`DiffusionAdapter` over one network of diffusers.

@@ -8,7 +8,9 @@
 
 **input → text_encoder** (`texts`) · **input → denoiser** (`settings`) · **text_encoder → denoiser** (`whole`):
 `{"texts": [{name: tensor}, …]}`, one per item, in order · **denoiser → decoder** (`whole`): per picture or clip
-`{"latents": tensor, "index": int, "partial": int | None, …}`.
+`{"latents": tensor, "index": int, "partial": int | None, …}`. With several text encoders (`texts_for`) each gets its own
+part of the items. **input → picture_encoder** (`pictures`): `{"pictures": [[3, H, W] in [-1, 1], …]}` ·
+**picture_encoder → denoiser** (`whole`): `{"pictures": [{name: tensor}, …]}`.
 """
 
 from __future__ import annotations
@@ -31,5 +33,16 @@ def whole(request: StageRequest, output: StageOutput) -> Payload | None:
     return output.payload
 
 
+def texts_for(name: str) -> Transfer:
+    """A transfer to one of several text encoders: of each item what is under its name."""
+
+    def transfer(request: StageRequest, output: StageOutput) -> Payload | None:
+        payload = output.payload or {}
+        return {"texts": [item[name] for item in payload["texts"]]} if "texts" in payload else None
+
+    return transfer
+
+
 texts = picked("texts")
 settings = picked("settings")
+pictures = picked("pictures")

@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-_CORPUS = Path(__file__).parent / "data" / "corpus.txt"
+CORPUS = Path(__file__).parent / "data" / "corpus.txt"
 BASE_VOCAB = 640
 """Byte-level BPE tokens; special tokens follow."""
 # how GPT-4's, Llama 3's and Qwen's tokenizers cut text into words before merging bytes
@@ -37,7 +37,7 @@ def train_tokenizer(special_tokens: Sequence[str], *, begin: str | None = None, 
     trainer = trainers.BpeTrainer(
         vocab_size=BASE_VOCAB, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    tokenizer.train([str(_CORPUS)], trainer)
+    tokenizer.train([str(CORPUS)], trainer)
     if tokenizer.get_vocab_size() != BASE_VOCAB:
         raise RuntimeError(f"the corpus gives {tokenizer.get_vocab_size()} tokens, not {BASE_VOCAB}")
     tokenizer.add_special_tokens(list(special_tokens))
