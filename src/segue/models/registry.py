@@ -25,9 +25,14 @@ def families() -> dict[str, Family]:
     from segue.models.multimodal_lm.family import FAMILY as MULTIMODAL_LM
     from segue.models.qwen2_5_omni.family import FAMILY as QWEN2_5_OMNI
     from segue.models.qwen_image.family import FAMILY as QWEN_IMAGE
+    from segue.models.stable_diffusion_3.family import FAMILY as STABLE_DIFFUSION_3
     from segue.models.text_embedding.family import FAMILY as TEXT_EMBEDDING
 
-    known = {family.name: family for family in (QWEN2_5_OMNI, QWEN_IMAGE, TEXT_EMBEDDING, MULTIMODAL_LM, CAUSAL_LM)}
+    own = (
+        *(QWEN2_5_OMNI, QWEN_IMAGE, STABLE_DIFFUSION_3),
+        *(TEXT_EMBEDDING, MULTIMODAL_LM, CAUSAL_LM),
+    )
+    known = {family.name: family for family in own}
     for point in entry_points(group="segue.models"):
         family = point.load()
         known[family.name] = family
