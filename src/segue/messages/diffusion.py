@@ -27,6 +27,8 @@ class DiffusionParams(msgspec.Struct, kw_only=True, frozen=True):
     height: int | None = None
     """Pixels."""
     width: int | None = None
+    max_area: int | None = None
+    """Pixels: height and width are made to fit it, in their proportions (Flux Kontext)."""
     num_frames: int | None = None
     fps: float | None = None
     """Of the file that is written; the network knows no frame rate."""
@@ -58,7 +60,15 @@ class DiffusionParams(msgspec.Struct, kw_only=True, frozen=True):
 
 PARAMETERS = frozenset(DiffusionParams.__struct_fields__)
 """What a request may ask for, by name."""
-_AT_LEAST_ONE = ("height", "width", "num_frames", "num_inference_steps", "num_images_per_prompt", "max_sequence_length")
+_AT_LEAST_ONE = (
+    "height",
+    "width",
+    "max_area",
+    "num_frames",
+    "num_inference_steps",
+    "num_images_per_prompt",
+    "max_sequence_length",
+)
 _NUMBERS = ("guidance_scale", "guidance_scale_2", "true_cfg_scale")
 
 

@@ -8,8 +8,9 @@
 
 **input → text_encoder** (`texts`) · **input → denoiser** (`settings`) · **text_encoder → denoiser** (`whole`):
 `{"texts": [{name: tensor}, …]}`, one per item, in order · **denoiser → decoder** (`whole`): per picture or clip
-`{"latents": tensor, "index": int, "partial": int | None, …}`. With several text encoders (`texts_for`) each gets its own
-part of the items. **input → picture_encoder** (`pictures`): `{"pictures": [[3, H, W] in [-1, 1], …]}` ·
+`{"latents": tensor, "index": int, "partial": int | None, …}`.
+With several text encoders (`texts_for`) each gets its own part of the items. **input → picture_encoder**
+(`pictures`): `{"pictures": [[3, H, W] in [-1, 1], …]}` ·
 **picture_encoder → denoiser** (`whole`): `{"pictures": [{name: tensor}, …]}`.
 """
 
