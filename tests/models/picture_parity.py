@@ -17,7 +17,6 @@ from segue.messages.diffusion import DiffusionParams
 from segue.messages.request import Request
 from segue.messages.sampling import FALLBACK
 from segue.models.diffusion.denoiser import Given
-from segue.models.diffusion.picture_encoder import PictureEncoder
 from segue.models.diffusion.text_encoder import TextEncoder
 from segue.models.diffusion.tiny import Part, write_index
 from segue.models.encoder_cache import EncoderCache
@@ -50,7 +49,7 @@ class PictureParity:
     @pytest.fixture(scope="class")
     @classmethod
     def chain(cls, directory: Path) -> Chain:
-        return Chain(directory, options=cls.options)
+        return Chain(directory, options={"input": cls.options})
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -115,7 +114,7 @@ class PictureParity:
     def _forget(self, chain: Chain) -> None:
         """What encoders have kept."""
         for adapter in chain.adapters.values():
-            if isinstance(adapter, TextEncoder | PictureEncoder):
+            if isinstance(adapter, TextEncoder):
                 adapter.cache = EncoderCache(adapter.cache.capacity)
 
 

@@ -122,7 +122,7 @@ class TestKontext(PictureParity):
         {**SEVERAL, "image": picture(64, 64), "max_area": 64 * 96},
     )
     changes: ClassVar = {**CHANGES, "image": picture(80, 50, 3), "max_area": 64 * 64}
-    weights = (*WEIGHTS, ("picture_encoder", "vae.encoder.mid_block.resnets.0.conv1"))
+    weights = (*WEIGHTS, ("vae_encoder", "vae.encoder.mid_block.resnets.0.conv1"))
     options: ClassVar = {"auto_resize": False}
     theirs_only: ClassVar = {"_auto_resize": False}
 
@@ -136,7 +136,7 @@ class TestKontext(PictureParity):
 
     def test_an_option_that_is_none(self, directory: Path) -> None:
         with pytest.raises(ConfigError, match="true or false"):
-            Chain(directory, options={"auto_resize": "no"})
+            Chain(directory, options={"input": {"auto_resize": "no"}})
 
 
 class _Shown:

@@ -37,6 +37,19 @@ class DiffusionParams(msgspec.Struct, kw_only=True, frozen=True):
     guidance_scale_2: float | None = None
     """Of the second expert (Wan2.2 A14B)."""
     true_cfg_scale: float | None = None
+    guidance_rescale: float | None = None
+    """How far what guidance adds is brought back to the deviation of the prompt's own prediction, 0 to 1."""
+    eta: float | None = None
+    """Of DDIM: how much noise each step adds, 0 to 1."""
+    clip_skip: int | None = None
+    """Layers of a CLIP text encoder that are left out, counted from its end."""
+    original_size: tuple[int, int] | None = None
+    """(height, width) that the network is told (SDXL); likewise those below."""
+    crops_coords_top_left: tuple[int, int] | None = None
+    target_size: tuple[int, int] | None = None
+    negative_original_size: tuple[int, int] | None = None
+    negative_crops_coords_top_left: tuple[int, int] | None = None
+    negative_target_size: tuple[int, int] | None = None
     guidance_interval: tuple[float, float] | None = None
     """(from, to) in shares of the steps, e.g. (0.1, 0.8): outside it, the guidance branch is not computed. A loss."""
     sigmas: list[float] | None = None
@@ -69,6 +82,10 @@ _AT_LEAST_ONE = (
     "num_images_per_prompt",
     "max_sequence_length",
 )
+_SIZES = (
+    *("original_size", "crops_coords_top_left", "target_size"),
+    *("negative_original_size", "negative_crops_coords_top_left", "negative_target_size"),
+)
 _NUMBERS = ("guidance_scale", "guidance_scale_2", "true_cfg_scale")
 
 
@@ -99,6 +116,16 @@ def check_diffusion(params: DiffusionParams) -> None:
             raise _wrong(name, value, "a finite number above 0")
     if params.strength is not None and not 0 < params.strength <= 1:
         raise _wrong("strength", params.strength, "above 0 and at most 1")
+    for name in ("guidance_rescale", "eta"):
+        value = getattr(params, name)
+        if value is not None and not 0 <= value <= 1:
+            raise _wrong(name, value, "from 0 to 1")
+    if params.clip_skip is not None and params.clip_skip < 0:
+        raise _wrong("clip_skip", params.clip_skip, "at least 0")
+    for name in _SIZES:
+        size = getattr(params, name)
+        if size is not None and not all(0 <= side < 2**16 for side in size):
+            raise _wrong(name, size, "two numbers of pixels")
     if params.partial_images < 0:
         raise _wrong("partial_images", params.partial_images, "at least 0")
     if params.guidance_interval is not None:

@@ -41,18 +41,20 @@ class Given:
     params: DiffusionParams = field(default_factory=DiffusionParams)
     """With the family's defaults; set when all is there."""
 
+    state: Any = None
+    """The family's own, while the samples are made."""
+
     def texts(self, device: torch.device, stage: str = "text_encoder") -> list[dict[str, torch.Tensor]]:
         """What a text encoder made of each item, in order."""
-        [payload] = self.inputs[stage]
-        return [{name: tensor.to(device) for name, tensor in item.items()} for item in payload["texts"]]
+        return self._encoded(device, stage, "texts")
 
-    def pictures(self, device: torch.device, stage: str = "picture_encoder") -> list[dict[str, torch.Tensor]]:
-        """What a picture encoder made of each picture of the request, in order; none where it brings none."""
-        return [
-            {name: tensor.to(device) for name, tensor in picture.items()}
-            for payload in self.inputs.get(stage, [])
-            for picture in payload["pictures"]
-        ]
+    def pictures(self, device: torch.device, stage: str = "vae_encoder") -> list[dict[str, torch.Tensor]]:
+        """What a picture encoder made of each item, in order; none where the request's walk does without it."""
+        return self._encoded(device, stage, "pictures") if stage in self.inputs else []
+
+    def _encoded(self, device: torch.device, stage: str, key: str) -> list[dict[str, torch.Tensor]]:
+        [payload] = self.inputs[stage]
+        return [{name: tensor.to(device) for name, tensor in item.items()} for item in payload[key]]
 
 
 class Denoiser(ABC):

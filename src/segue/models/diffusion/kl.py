@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from segue.engines.contract import LoadContext
 from segue.models.diffusion.decoder import Decoder
-from segue.models.diffusion.loading import component_config
+from segue.models.diffusion.loading import component_config, load_component
 from segue.models.diffusion.picture_encoder import PictureEncoder
 
 
@@ -33,13 +32,17 @@ class KLDecoder(Decoder):
 
 
 class KLEncoder(PictureEncoder):
-    """`ModuleAdapter`; of a picture: `mean` and `std` [channels, h, w] of its latents, as the denoiser has them."""
+    """`ModuleAdapter`: [3, H, W] in [-1, 1] → the distribution of its latents, as the denoiser has them: `mean` and `std`,
+    [channels, h, w] each."""
 
     names = ("mean", "std")
 
-    def encode(self, pixels: Sequence[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        config: Any = self.vae.config
-        seen = self.vae.encode(torch.stack(list(pixels)).to(self.device, self.dtype)).latent_dist
-        means = (seen.mean - (config.shift_factor or 0.0)) * config.scaling_factor
-        stds = seen.std * config.scaling_factor
-        return [{"mean": mean, "std": std} for mean, std in zip(means, stds, strict=True)]
+    def __init__(self, ctx: LoadContext) -> None:
+        super().__init__(ctx)
+        self.vae = load_component(ctx, "vae")
+
+    def encode_alike(self, pictures: torch.Tensor) -> dict[str, torch.Tensor]:
+        config = self.vae.config
+        [seen] = self.vae.encode(pictures.to(self.dtype), return_dict=False)
+        shift = config.shift_factor or 0.0
+        return {"mean": (seen.mean - shift) * config.scaling_factor, "std": seen.std * config.scaling_factor}

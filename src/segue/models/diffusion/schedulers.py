@@ -29,18 +29,26 @@ class Schedulers:
         self.known: tuple[str, ...] = tuple(sorted(self._kinds))
 
     def check(self, name: str | None) -> None:
-        """Raise `InvalidRequest` for a scheduler that diffusers does not list as compatible with the checkpoint's."""
-        if name is not None and name not in self._kinds:
+        """Raise `InvalidRequest` for a scheduler that diffusers does not list as compatible with the checkpoint's, or
+        cannot make of its settings."""
+        self.make(name)
+
+    def make(self, name: str | None = None) -> Any:
+        """A new scheduler with the checkpoint's settings; its timesteps are not set. Raises `InvalidRequest`."""
+        if name is None:
+            return self._default.from_config(self.config)
+        if name not in self._kinds:
             raise InvalidRequest(
                 f"scheduler is {name!r}, which this model is not sampled with; known: {', '.join(self.known)}"
                 f"{_meant(name, self.known)}",
                 field="scheduler",
             )
-
-    def make(self, name: str | None = None) -> Any:
-        """A new scheduler with the checkpoint's settings; its timesteps are not set."""
-        self.check(name)
-        return (self._default if name is None else self._kinds[name]).from_config(self.config)
+        try:
+            return self._kinds[name].from_config(self.config)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            raise InvalidRequest(
+                f"scheduler is {name!r}, which is not made of this model's settings: {error}", field="scheduler"
+            ) from error
 
 
 def _meant(name: str, known: tuple[str, ...]) -> str:

@@ -21,6 +21,8 @@ class TextEncoder(ABC):
     and kept (option `cache_bytes`).
     """
 
+    key: ClassVar[str] = "texts"
+    """Under which the items come and leave."""
     names: ClassVar[tuple[str, ...]] = ("embeds",)
     """The tensors that `encode` gives for an item."""
 
@@ -46,7 +48,7 @@ class TextEncoder(ABC):
 
     def feed(self, state: str, upstream: str, payload: Payload, *, final: bool) -> list[Work]:
         """The input stage's one chunk."""
-        items = payload["texts"]
+        items = payload[self.key]
         return [Work(state, items, bucket=self.bucket(items), cost=len(items), last=True, ordered=False)]
 
     @torch.inference_mode()
@@ -65,7 +67,7 @@ class TextEncoder(ABC):
                 found[key] = {name: tensors[name].clone() for name in self.names}
                 for name in self.names:
                     self.cache.put((name, key), found[key][name])
-        return [Result({"texts": [found[key] for key, _ in pairs]}) for pairs in keyed]
+        return [Result({self.key: [found[key] for key, _ in pairs]}) for pairs in keyed]
 
     def end(self, state: str) -> None:  # noqa: B027
         """Nothing is kept per request."""

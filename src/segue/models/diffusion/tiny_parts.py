@@ -2,52 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from segue.models.diffusion.library import LIBRARIES, AutoConfig
 from segue.models.diffusion.tiny import randomise, scale_to
-from segue.models.tiny.files import CORPUS
+from segue.models.diffusion.tiny_clip import END, make_clip, write_clip_tokenizer
+from segue.models.tiny.files import corpus
 
-CLIP_VOCAB = 768
-"""The last two are the begin and the end."""
 T5_VOCAB = 768
 CLIP_WIDTH = 32
 T5_WIDTH = 64
-_BEGIN, _END = "<|startoftext|>", "<|endoftext|>"
 _PIXEL_STD = 0.5
 """In [-1, 1]."""
-
-
-def write_clip_tokenizer(directory: Path, *, pad: str = _END) -> None:
-    """BPE on lower-cased words, as CLIP has it; `pad`: the library's second one is filled with "!"."""
-    tokenizer = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
-    tokenizer.normalizer = normalizers.Lowercase()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    # given in order, as the trainer would number what ends a word as it comes; and so has the published one
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(
-        vocab_size=CLIP_VOCAB - 2,
-        special_tokens=[*letters, *(f"{letter}</w>" for letter in letters)],
-        end_of_word_suffix="</w>",
-        show_progress=False,
-    )
-    tokenizer.train([str(CORPUS)], trainer)
-    model = json.loads(tokenizer.to_str())["model"]
-    vocab = {**model["vocab"], _BEGIN: CLIP_VOCAB - 2, _END: CLIP_VOCAB - 1}
-    if sorted(vocab.values()) != list(range(CLIP_VOCAB)):
-        raise RuntimeError(f"the corpus gives {len(vocab)} tokens, not {CLIP_VOCAB}")
-    merges = [tuple(pair) for pair in model["merges"]]
-    made = LIBRARIES["transformers"].CLIPTokenizer(vocab=vocab, merges=merges, pad_token=pad, model_max_length=77)
-    made.save_pretrained(directory)
-    made.backend_tokenizer.model.save(str(directory))
 
 
 def write_t5_tokenizer(directory: Path, *, longest: int = 512) -> None:
@@ -58,7 +29,8 @@ def write_t5_tokenizer(directory: Path, *, longest: int = 512) -> None:
     )
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
     special = ("<pad>", "</s>", "<unk>")
-    tokenizer.train([str(CORPUS)], trainers.BpeTrainer(vocab_size=T5_VOCAB - len(special), show_progress=False))
+    trainer = trainers.BpeTrainer(vocab_size=T5_VOCAB - len(special), show_progress=False)
+    tokenizer.train_from_iterator([corpus()], trainer)
     parts = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().__getitem__)
     vocab = [(token, 0.0) for token in special]
     vocab += [(part, -5.0 - rank / len(parts)) for rank, part in enumerate(parts)]
@@ -66,26 +38,21 @@ def write_t5_tokenizer(directory: Path, *, longest: int = 512) -> None:
     kind(vocab=vocab, extra_ids=0, model_max_length=longest).save_pretrained(directory)
 
 
-def write_clip(directory: Path, seed: int, *, projected: bool, width: int = CLIP_WIDTH) -> None:
-    """A text encoder of `width`, its projection (if any) of the same."""
-    config = AutoConfig.for_model(
-        "clip_text_model",
-        vocab_size=CLIP_VOCAB,
-        hidden_size=width,
-        intermediate_size=2 * width,
+def write_clip(directory: Path, number: str, seed: int, *, projected: bool, pad: str = END) -> None:
+    """Tokenizer and text encoder, in `tokenizer` and `text_encoder` and their `number` ("", "_2"), of `CLIP_WIDTH`; its
+    projection, if any, of the same. `pad`: what fills up a prompt."""
+    vocab = write_clip_tokenizer(directory / f"tokenizer{number}", pad=pad)
+    make_clip(
+        directory / f"text_encoder{number}",
+        "CLIPTextModelWithProjection" if projected else "CLIPTextModel",
+        vocab,
+        seed,
+        hidden_size=CLIP_WIDTH,
+        intermediate_size=2 * CLIP_WIDTH,
         num_hidden_layers=3,
         num_attention_heads=2,
-        max_position_embeddings=77,
-        projection_dim=width,
-        bos_token_id=CLIP_VOCAB - 2,
-        eos_token_id=CLIP_VOCAB - 1,
-        pad_token_id=CLIP_VOCAB - 1,
+        projection_dim=CLIP_WIDTH,
     )
-    transformers = LIBRARIES["transformers"]
-    kind = transformers.CLIPTextModelWithProjection if projected else transformers.CLIPTextModel
-    model = kind(config).eval()
-    randomise(model, seed, {r"\.[qk]_proj\.": 2.0, r"\.out_proj\.": 3.0})
-    model.save_pretrained(directory)
 
 
 def write_t5(directory: Path, seed: int, *, width: int = T5_WIDTH) -> None:

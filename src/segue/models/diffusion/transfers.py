@@ -7,11 +7,9 @@
      …}                        # what else the family's stages need, e.g. "pictures"
 
 **input → text_encoder** (`texts`) · **input → denoiser** (`settings`) · **text_encoder → denoiser** (`whole`):
-`{"texts": [{name: tensor}, …]}`, one per item, in order · **denoiser → decoder** (`whole`): per picture or clip
-`{"latents": tensor, "index": int, "partial": int | None, …}`.
-With several text encoders (`texts_for`) each gets its own part of the items. **input → picture_encoder**
-(`pictures`): `{"pictures": [[3, H, W] in [-1, 1], …]}` ·
-**picture_encoder → denoiser** (`whole`): `{"pictures": [{name: tensor}, …]}`.
+`{"texts": [{name: tensor}, …]}`, one per item, in order; so for pictures, under `pictures`, where they are encoded ·
+**denoiser → decoder** (`whole`): per picture or clip `{"latents": tensor, "index": int, "partial": int | None, …}`.
+With several text encoders (`texts_for`) each gets its own part of the items.
 """
 
 from __future__ import annotations
@@ -25,6 +23,16 @@ def picked(*keys: str) -> Transfer:
     def transfer(request: StageRequest, output: StageOutput) -> Payload | None:
         payload = output.payload or {}
         return {key: payload[key] for key in keys if key in payload} or None
+
+    return transfer
+
+
+def renamed(key: str, name: str) -> Transfer:
+    """A transfer of one key of a payload, under another name; nothing is sent where it is missing."""
+
+    def transfer(request: StageRequest, output: StageOutput) -> Payload | None:
+        payload = output.payload or {}
+        return {name: payload[key]} if key in payload else None
 
     return transfer
 

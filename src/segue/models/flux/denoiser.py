@@ -118,7 +118,7 @@ class FluxDenoiser(Denoiser):
         return places.flatten(0, 1)
 
     def _begins_with_picture(self, given: Given) -> bool:
-        return "picture_encoder" in given.inputs
+        return "vae_encoder" in given.inputs
 
     def _sides(self, params: DiffusionParams) -> tuple[int, int]:
         """Height and width in latents."""
@@ -170,6 +170,6 @@ class KontextDenoiser(FluxDenoiser):
 
 def _picture_noise(given: Given, generator: torch.Generator) -> torch.Tensor:
     """What the latents of the request's picture vary by: [channels, h, w]. The pipeline draws it first."""
-    [payload] = given.inputs["picture_encoder"]
+    [payload] = given.inputs["vae_encoder"]
     mean = payload["pictures"][0]["mean"]
     return torch.randn(mean.shape, generator=generator, dtype=mean.dtype)

@@ -12,12 +12,12 @@ def graph(config: dict[str, Any]) -> StageGraph:
     g = StageGraph("flux")
     g.stage("clip_encoder", "module", takes={"text"}, fuse_with="t5_encoder")
     g.stage("t5_encoder", "module", takes={"text"})
-    g.stage("picture_encoder", "module", takes={"image"}, fuse_with="decoder")  # for requests that bring one
+    g.stage("vae_encoder", "module", takes={"image"}, fuse_with="decoder")  # for requests that bring one
     g.stage("denoiser", "diffusion")
     g.stage("decoder", "module", gives={"image"})
     g.edge(INPUT, "denoiser")  # what is asked for: size, steps, guidance
     g.edge("clip_encoder", "denoiser")
     g.edge("t5_encoder", "denoiser")
-    g.edge("picture_encoder", "denoiser")
+    g.edge("vae_encoder", "denoiser")
     g.edge("denoiser", "decoder")  # a chunk per picture, and per preview
     return g

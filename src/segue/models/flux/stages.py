@@ -33,17 +33,17 @@ ADAPTERS: dict[str, Callable[..., Any]] = {
     "input": Input,
     "clip_encoder": PooledClipEncoder,
     "t5_encoder": T5,
-    "picture_encoder": KLEncoder,
+    "vae_encoder": KLEncoder,
     "denoiser": denoiser,
     "decoder": KLDecoder,
 }
 TRANSFERS: dict[tuple[str, str], Transfer] = {
     ("input", "clip_encoder"): texts_for("clip"),
     ("input", "t5_encoder"): texts_for("t5"),
-    ("input", "picture_encoder"): pictures,
+    ("input", "vae_encoder"): pictures,
     ("input", "denoiser"): settings,
     ("clip_encoder", "denoiser"): whole,
     ("t5_encoder", "denoiser"): whole,
-    ("picture_encoder", "denoiser"): whole,
+    ("vae_encoder", "denoiser"): whole,
     ("denoiser", "decoder"): whole,
 }

@@ -17,7 +17,6 @@ from segue.models.diffusion.tiny_parts import (
     CLIP_WIDTH,
     T5_WIDTH,
     write_clip,
-    write_clip_tokenizer,
     write_kl_vae,
     write_t5,
     write_t5_tokenizer,
@@ -63,10 +62,9 @@ def make(
         raise InvalidRequest(f"no size {size!r}{nearest(size, SIZES)}", field="size")
     directory.mkdir(parents=True, exist_ok=True)
     write_index(directory, pipeline, PARTS)
-    write_clip_tokenizer(directory / "tokenizer")
     write_t5_tokenizer(directory / "tokenizer_2")
     with torch.random.fork_rng(devices=[]):  # the libraries draw weights of their own first
-        write_clip(directory / "text_encoder", seed, projected=False)
+        write_clip(directory, "", seed, projected=False)
         write_t5(directory / "text_encoder_2", seed + 1)
         _make_transformer(directory, SIZES[size], seed + 2, distilled)
         write_kl_vae(

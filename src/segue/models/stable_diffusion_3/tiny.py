@@ -16,7 +16,6 @@ from segue.models.diffusion.tiny_parts import (
     CLIP_WIDTH,
     T5_WIDTH,
     write_clip,
-    write_clip_tokenizer,
     write_kl_vae,
     write_t5,
     write_t5_tokenizer,
@@ -61,11 +60,9 @@ def make(directory: Path, size: str = "tiny", seed: int = 0, *, with_t5: bool = 
     directory.mkdir(parents=True, exist_ok=True)
     absent = {} if with_t5 else {"text_encoder_3": (None, None), "tokenizer_3": (None, None)}
     write_index(directory, "StableDiffusion3Pipeline", {**PARTS, **absent})
-    write_clip_tokenizer(directory / "tokenizer")
-    write_clip_tokenizer(directory / "tokenizer_2", pad="!")
     with torch.random.fork_rng(devices=[]):  # the libraries draw weights of their own first
-        write_clip(directory / "text_encoder", seed, projected=True)
-        write_clip(directory / "text_encoder_2", seed + 1, projected=True)
+        write_clip(directory, "", seed, projected=True)
+        write_clip(directory, "_2", seed + 1, projected=True, pad="!")
         if with_t5:
             write_t5_tokenizer(directory / "tokenizer_3")
             write_t5(directory / "text_encoder_3", seed + 2)

@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-CORPUS = Path(__file__).parent / "data" / "corpus.txt"
+_CORPUS = Path(__file__).parent / "data" / "corpus.txt"
 BASE_VOCAB = 640
 """Byte-level BPE tokens; special tokens follow."""
 # how GPT-4's, Llama 3's and Qwen's tokenizers cut text into words before merging bytes
@@ -20,6 +20,11 @@ _WORDS = (
 
 def write_json(directory: Path, name: str, value: Any) -> None:
     (directory / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def corpus() -> str:
+    """The page of text that tokenizers are trained on."""
+    return _CORPUS.read_text()
 
 
 def train_tokenizer(special_tokens: Sequence[str], *, begin: str | None = None, end: str | None = None) -> Tokenizer:
@@ -37,7 +42,7 @@ def train_tokenizer(special_tokens: Sequence[str], *, begin: str | None = None, 
     trainer = trainers.BpeTrainer(
         vocab_size=BASE_VOCAB, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    tokenizer.train([str(CORPUS)], trainer)
+    tokenizer.train([str(_CORPUS)], trainer)
     if tokenizer.get_vocab_size() != BASE_VOCAB:
         raise RuntimeError(f"the corpus gives {tokenizer.get_vocab_size()} tokens, not {BASE_VOCAB}")
     tokenizer.add_special_tokens(list(special_tokens))
