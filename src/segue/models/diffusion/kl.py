@@ -32,8 +32,8 @@ class KLDecoder(Decoder):
 
 
 class KLEncoder(PictureEncoder):
-    """`ModuleAdapter`: [3, H, W] in [-1, 1] → the distribution of its latents, as the denoiser has them: `mean` and `std`,
-    [channels, h, w] each."""
+    """`ModuleAdapter`: [3, H, W] in [-1, 1] → the distribution of its latents, as the denoiser has them: `mean` and
+    `std`, [channels, h, w] each."""
 
     names = ("mean", "std")
 
