@@ -161,10 +161,10 @@ def quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def pipeline_of(model_dir: Path, kind: str) -> Any:
-    """The library's own pipeline on a checkpoint."""
+def pipeline_of(model_dir: Path, kind: str, **parts: Any) -> Any:
+    """The library's own pipeline on a checkpoint; `parts`: in place of the checkpoint's."""
     with quiet():
-        pipeline = getattr(diffusers, kind).from_pretrained(model_dir, dtype=torch.float32)
+        pipeline = getattr(diffusers, kind).from_pretrained(model_dir, dtype=torch.float32, **parts)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 

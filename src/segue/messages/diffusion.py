@@ -27,6 +27,8 @@ class DiffusionParams(msgspec.Struct, kw_only=True, frozen=True):
     height: int | None = None
     """Pixels."""
     width: int | None = None
+    max_area: int | None = None
+    """Pixels: height and width are made to fit it, in their proportions (Flux Kontext)."""
     num_frames: int | None = None
     fps: float | None = None
     """Of the file that is written; the network knows no frame rate."""
@@ -73,7 +75,15 @@ _ALSO = {"num_videos_per_prompt": "num_images_per_prompt"}
 """Names that pipelines of video have for the same."""
 PARAMETERS = frozenset(DiffusionParams.__struct_fields__) | frozenset(_ALSO)
 """What a request may ask for, by name."""
-_AT_LEAST_ONE = ("height", "width", "num_frames", "num_inference_steps", "num_images_per_prompt", "max_sequence_length")
+_AT_LEAST_ONE = (
+    "height",
+    "width",
+    "max_area",
+    "num_frames",
+    "num_inference_steps",
+    "num_images_per_prompt",
+    "max_sequence_length",
+)
 _SIZES = (
     *("original_size", "crops_coords_top_left", "target_size"),
     *("negative_original_size", "negative_crops_coords_top_left", "negative_target_size"),

@@ -130,7 +130,7 @@ def fill_random(module: torch.nn.Module, *, device: torch.device, dtype: torch.d
     """Give a module built on the meta device random parameters, made on `device`.
 
     Matrices keep the variance of what goes through them (normal, std fan_in**-0.5), gains are 1, biases 0, so that
-    outputs are finite at any depth. On the meta device, where shapes are looked at, nothing is drawn.
+    outputs are finite at any depth. On the meta device they have shapes alone.
     """
     generator = None if device.type == "meta" else torch.Generator(device=device).manual_seed(seed)
     state: dict[str, torch.Tensor] = {}

@@ -40,6 +40,8 @@ class Rules:
     """Fields of `DiffusionParams` it understands, besides `COMMON`."""
     multiple: int
     """Height and width are multiples of this many pixels."""
+    largest_side: int | None = None
+    """Pixels: what the network has positions for, in height and in width."""
     frame_step: int = 1
     """A number of frames is 1 more than a multiple of this."""
     max_sequence_length: int | None = None
@@ -145,6 +147,8 @@ class DiffusionInput(InputStage):
         height, width = params.height or 0, params.width or 0
         for name, value in (("height", height), ("width", width)):
             self._check_multiple(name, value, self.rules.multiple, 0)
+            if self.rules.largest_side is not None and value > self.rules.largest_side:
+                raise TooLarge(f"{name} is {value}; this model makes at most {self.rules.largest_side}", field=name)
         most = self._limits.max_output_pixels
         if height * width > most:
             multiple, shrink = self.rules.multiple, (most / (height * width)) ** 0.5

@@ -9,6 +9,7 @@ import diffusers
 import transformers
 from diffusers import ConfigMixin, ModelMixin, SchedulerMixin
 from diffusers import __version__ as VERSION
+from diffusers.image_processor import VaeImageProcessor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 LIBRARIES = {"diffusers": diffusers, "transformers": transformers}
@@ -24,4 +25,5 @@ __all__ = [
     "PreTrainedModel",
     "PreTrainedTokenizerBase",
     "SchedulerMixin",
+    "VaeImageProcessor",
 ]

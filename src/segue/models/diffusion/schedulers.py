@@ -7,6 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
+from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import InvalidRequest, nearest
 from segue.models.diffusion.library import SchedulerMixin
 from segue.models.diffusion.loading import component_class
@@ -69,3 +73,16 @@ def shifted(config: Mapping[str, Any], tokens: int) -> float:
     low, high = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
     slope = (high - low) / (most - least)
     return tokens * slope + (low - slope * least)
+
+
+def set_shifted(scheduler: Any, params: DiffusionParams, tokens: int, device: torch.device) -> list[torch.Tensor]:
+    """Set evenly spaced noise levels, or those the request gives, shifted for so many tokens; their timesteps."""
+    steps = params.num_inference_steps or 1
+    sigmas: Any = params.sigmas if params.sigmas is not None else np.linspace(1.0, 1 / steps, steps)
+    mu = shifted(scheduler.config, tokens)
+    if scheduler.config.get("use_flow_sigmas"):  # it spaces them itself
+        scheduler.set_timesteps(steps, device=device, mu=mu)
+    else:
+        scheduler.set_timesteps(sigmas=sigmas, device=device, mu=mu)
+    scheduler.set_begin_index(0)
+    return list(scheduler.timesteps)

@@ -20,9 +20,12 @@ from segue.models.diffusion.library import VERSION
 from segue.models.registry import PIPELINE
 from segue.models.tiny.files import added_tokens, write_json
 
+Part = tuple[str | None, str | None]
+"""(library, class); both None for a part that is left out."""
 
-def write_index(directory: Path, pipeline: str, parts: Mapping[str, tuple[str, str]], **settings: Any) -> None:
-    """`model_index.json`: `parts` by name as (library, class)."""
+
+def write_index(directory: Path, pipeline: str, parts: Mapping[str, Part], **settings: Any) -> None:
+    """`model_index.json`: `parts` by name ."""
     named = {name: list(part) for name, part in sorted(parts.items())}
     write_json(directory, PIPELINE, {"_class_name": pipeline, "_diffusers_version": VERSION, **settings, **named})
 

@@ -12,7 +12,7 @@ from transformers import CLIPTokenizer
 
 from segue.models.diffusion.library import LIBRARIES, AutoConfig
 from segue.models.diffusion.tiny import randomise
-from segue.models.tiny.files import corpus, write_json
+from segue.models.tiny.files import CORPUS, write_json
 
 BEGIN, END = "<|startoftext|>", "<|endoftext|>"
 LONGEST = 77
@@ -61,7 +61,7 @@ def _learn() -> tuple[dict[str, int], list[str]]:
     blank = CLIPTokenizer().backend_tokenizer
     assert blank.normalizer is not None
     assert blank.pre_tokenizer is not None
-    found = blank.pre_tokenizer.pre_tokenize_str(blank.normalizer.normalize_str(corpus()))
+    found = blank.pre_tokenizer.pre_tokenize_str(blank.normalizer.normalize_str(CORPUS.read_text()))
     words = {word: (*word[:-1], word[-1] + _WORD_END) for word, _ in found}
     counts = Counter(word for word, _ in found)
     learnt: list[tuple[str, str]] = []

@@ -9,6 +9,7 @@
 **input → text_encoder** (`texts`) · **input → denoiser** (`settings`) · **text_encoder → denoiser** (`whole`):
 `{"texts": [{name: tensor}, …]}`, one per item, in order; so for pictures, under `pictures`, where they are encoded ·
 **denoiser → decoder** (`whole`): per picture or clip `{"latents": tensor, "index": int, "partial": int | None, …}`.
+With several text encoders (`texts_for`) each gets its own part of the items.
 """
 
 from __future__ import annotations
@@ -39,6 +40,16 @@ def renamed(key: str, name: str) -> Transfer:
 def whole(request: StageRequest, output: StageOutput) -> Payload | None:
     """All of the payload."""
     return output.payload
+
+
+def texts_for(name: str) -> Transfer:
+    """A transfer to one of several text encoders: of each item what is under its name."""
+
+    def transfer(request: StageRequest, output: StageOutput) -> Payload | None:
+        payload = output.payload or {}
+        return {"texts": [item[name] for item in payload["texts"]]} if "texts" in payload else None
+
+    return transfer
 
 
 texts = picked("texts")

@@ -22,11 +22,6 @@ def write_json(directory: Path, name: str, value: Any) -> None:
     (directory / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
-def corpus() -> str:
-    """The page of text that tokenizers are trained on."""
-    return _CORPUS.read_text()
-
-
 def train_tokenizer(special_tokens: Sequence[str], *, begin: str | None = None, end: str | None = None) -> Tokenizer:
     """A byte-level BPE tokenizer; the special tokens have the ids from `BASE_VOCAB` on. `begin`, `end`: the special
     tokens it puts before and behind a text."""

@@ -1,0 +1,175 @@
+"""The denoisers: double-stream, then single-stream transformer over text and picture tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from segue.engines.contract import LoadContext
+from segue.engines.diffusion.contract import Row, Sample
+from segue.messages.diffusion import DiffusionParams
+from segue.models.diffusion.denoiser import Denoiser, Given
+from segue.models.diffusion.kl import pixels_per_latent
+from segue.models.diffusion.prompts import Condition, stacked
+from segue.models.diffusion.schedulers import set_shifted
+from segue.models.diffusion.squares import to_latents, to_tokens
+
+
+class FluxDenoiser(Denoiser):
+    """`DiffusionAdapter`: text to image, and image to image, which starts from a picture with noise (`strength`).
+
+    Guidance of the distilled models is a number each row has; true guidance is a second row. The network masks no text:
+    rows of one call have texts of one length.
+    """
+
+    def __init__(self, ctx: LoadContext) -> None:
+        super().__init__(ctx)
+        self._scale = pixels_per_latent(ctx.model_dir)
+        self._channels: int = self.network.config.in_channels // 4
+
+    def noise_shape(self, params: DiffusionParams) -> tuple[int, ...]:
+        return self._channels, *self._sides(params)
+
+    def draw(self, given: Given, generator: torch.Generator) -> torch.Tensor:
+        if self._begins_with_picture(given):  # whose own noise is drawn before it
+            _picture_noise(given, generator)
+        return super().draw(given, generator)
+
+    def packed(self, noise: torch.Tensor, given: Given) -> torch.Tensor:
+        return to_tokens(noise)
+
+    def set_timesteps(self, scheduler: Any, latents: torch.Tensor, params: DiffusionParams) -> list[torch.Tensor]:
+        timesteps = set_shifted(scheduler, params, latents.shape[1], self.device)
+        if params.strength is None:
+            return timesteps
+        steps = params.num_inference_steps or 1
+        skipped = int(max(steps - min(steps * params.strength, steps), 0)) * scheduler.order
+        scheduler.set_begin_index(skipped)
+        return timesteps[skipped:]
+
+    def started(self, latents: torch.Tensor, scheduler: Any, given: Given) -> torch.Tensor:
+        if not self._begins_with_picture(given):
+            return latents
+        [picture] = given.pictures(self.device)
+        generator = torch.Generator().manual_seed(given.request.seed)
+        noise = _picture_noise(given, generator).to(latents)
+        known = to_tokens((picture["mean"] + picture["std"] * noise)[None].to(latents))
+        begin = scheduler.begin_index
+        mixed = scheduler.scale_noise(known, scheduler.timesteps[begin : begin + 1], latents)
+        assert isinstance(mixed, torch.Tensor)
+        return mixed
+
+    def bucket_of(self, latents: torch.Tensor, given: Given, conditions: Sequence[Any]) -> Hashable:
+        return (*self._sides(given.params), len(conditions[0].text))
+
+    def conditions(self, given: Given) -> list[Any]:
+        clips, t5s = given.texts(self.device, "clip_encoder"), given.texts(self.device, "t5_encoder")
+        return [
+            Condition(t5["embeds"].to(self.dtype), clip["pooled"].to(self.dtype))
+            for clip, t5 in zip(clips, t5s, strict=True)
+        ]
+
+    def trial_conditions(self, params: DiffusionParams) -> list[Any]:
+        config = self.network.config
+        text = torch.zeros(512, config.joint_attention_dim, dtype=self.dtype, device=self.device)
+        return [Condition(text, text.new_zeros(config.pooled_projection_dim))]
+
+    def predict(self, rows: Sequence[Row]) -> Sequence[torch.Tensor]:
+        text, pooled = stacked([row.condition for row in rows])
+        height, width = self._sides(rows[0].sample.params)
+        return self._call(
+            rows, torch.cat([row.sample.latents for row in rows]), text, pooled, self._places(0, height, width)
+        )
+
+    def _call(
+        self, rows: Sequence[Row], tokens: torch.Tensor, text: torch.Tensor, pooled: torch.Tensor, places: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
+        guidance = None
+        if self.network.config.guidance_embeds:
+            scales = [row.sample.params.guidance_scale for row in rows]
+            guidance = torch.tensor(scales, device=self.device, dtype=torch.float32)
+        timesteps = torch.stack([row.sample.timestep for row in rows]).to(self.device, self.dtype)
+        [predictions] = self.network(
+            hidden_states=tokens,
+            timestep=timesteps / 1000,
+            guidance=guidance,
+            pooled_projections=pooled,
+            encoder_hidden_states=text,
+            txt_ids=text.new_zeros(text.shape[1], 3),
+            img_ids=places,
+            return_dict=False,
+        )
+        return [one[None, : rows[0].sample.latents.shape[1]] for one in predictions]
+
+    def guidance(self, sample: Sample) -> float:
+        return sample.params.true_cfg_scale or 1.0
+
+    def unpacked(self, sample: Sample, latents: torch.Tensor) -> torch.Tensor:
+        return to_latents(latents, *self._sides(sample.params))
+
+    def _places(self, which: int, height: int, width: int) -> torch.Tensor:
+        """[tokens, 3]: the picture, row and column of each; `height`, `width` in latents."""
+        places = torch.zeros(height // 2, width // 2, 3, device=self.device, dtype=self.dtype)
+        places[..., 0] = which
+        places[..., 1] += torch.arange(height // 2, device=self.device)[:, None]
+        places[..., 2] += torch.arange(width // 2, device=self.device)[None]
+        return places.flatten(0, 1)
+
+    def _begins_with_picture(self, given: Given) -> bool:
+        return "vae_encoder" in given.inputs
+
+    def _sides(self, params: DiffusionParams) -> tuple[int, int]:
+        """Height and width in latents."""
+        assert params.height is not None
+        assert params.width is not None
+        return params.height // self._scale, params.width // self._scale
+
+
+class Edited(NamedTuple):
+    """A prompt and the picture it is about."""
+
+    text: torch.Tensor
+    pooled: torch.Tensor
+    picture: torch.Tensor
+    """[tokens, features]"""
+    sides: tuple[int, int]
+    """Its height and width, in latents."""
+
+
+class KontextDenoiser(FluxDenoiser):
+    """`DiffusionAdapter`: the tokens of the given picture stand behind those that are denoised."""
+
+    def conditions(self, given: Given) -> list[Any]:
+        plain = super().conditions(given)
+        pictures = given.pictures(self.device)
+        if not pictures:
+            return plain
+        mean = pictures[0]["mean"].to(self.dtype)
+        [tokens] = to_tokens(mean[None])
+        return [Edited(one.text, one.pooled, tokens, (mean.shape[-2], mean.shape[-1])) for one in plain]
+
+    def bucket_of(self, latents: torch.Tensor, given: Given, conditions: Sequence[Any]) -> Hashable:
+        first = conditions[0]
+        return super().bucket_of(latents, given, conditions), first.sides if isinstance(first, Edited) else None
+
+    def predict(self, rows: Sequence[Row]) -> Sequence[torch.Tensor]:
+        first = rows[0].condition
+        if not isinstance(first, Edited):
+            return super().predict(rows)
+        text, pooled = stacked([Condition(row.condition.text, row.condition.pooled) for row in rows])
+        pictures = torch.stack([row.condition.picture for row in rows])
+        tokens = torch.cat([torch.cat([row.sample.latents for row in rows]), pictures], dim=1)
+        places = [self._places(0, *self._sides(rows[0].sample.params)), self._places(1, *first.sides)]
+        return self._call(rows, tokens, text, pooled, torch.cat(places))
+
+    def _begins_with_picture(self, given: Given) -> bool:
+        return False
+
+
+def _picture_noise(given: Given, generator: torch.Generator) -> torch.Tensor:
+    """What the latents of the request's picture vary by: [channels, h, w]. The pipeline draws it first."""
+    [payload] = given.inputs["vae_encoder"]
+    mean = payload["pictures"][0]["mean"]
+    return torch.randn(mean.shape, generator=generator, dtype=mean.dtype)

@@ -1,0 +1,29 @@
+"""The stage graph of Stable Diffusion 3. No torch here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from segue.graph.stage_graph import INPUT, StageGraph
+
+
+def graph(config: dict[str, Any]) -> StageGraph:
+    """Stages of a checkpoint, from its `model_index.json`: it may come without T5."""
+    g = StageGraph("stable_diffusion_3")
+    has_t5 = reads_with_t5(config)
+    g.stage("clip_encoder", "module", takes={"text"}, fuse_with="t5_encoder" if has_t5 else None)
+    if has_t5:
+        g.stage("t5_encoder", "module", takes={"text"})
+    g.stage("denoiser", "diffusion")
+    g.stage("decoder", "module", gives={"image"})
+    g.edge(INPUT, "denoiser")  # what is asked for: size, steps, guidance
+    g.edge("clip_encoder", "denoiser")
+    if has_t5:
+        g.edge("t5_encoder", "denoiser")
+    g.edge("denoiser", "decoder")  # a chunk per picture, and per preview
+    return g
+
+
+def reads_with_t5(config: dict[str, Any]) -> bool:
+    """Whether the checkpoint has the third text encoder."""
+    return (config.get("text_encoder_3") or [None, None])[1] is not None

@@ -1,0 +1,57 @@
+"""The input stage: a prompt, or three, as the token ids of three text encoders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from segue.engines.contract import LoadContext
+from segue.messages.diffusion import DiffusionParams
+from segue.models.diffusion.input import DiffusionInput, Picture, Rules
+from segue.models.diffusion.kl import pixels_per_latent
+from segue.models.diffusion.loading import component_config, load_tokenizer, pipeline_index
+from segue.models.diffusion.prompts import clip_length, padded_ids
+from segue.models.stable_diffusion_3.graph import reads_with_t5
+
+_PROMPTS = ("prompt_2", "prompt_3", "negative_prompt", "negative_prompt_2", "negative_prompt_3")
+
+
+class Input(DiffusionInput):
+    """`ModuleAdapter`. An item for the text encoders: `{"clip": [ids, ids], "t5": ids}`."""
+
+    def __init__(self, ctx: LoadContext) -> None:
+        transformer = component_config(ctx.model_dir, "transformer")
+        scale, patch = pixels_per_latent(ctx.model_dir), transformer.get("patch_size", 2)
+        size = transformer.get("sample_size", 128) * scale
+        super().__init__(
+            ctx,
+            Rules(
+                defaults=DiffusionParams(
+                    height=size, width=size, num_inference_steps=28, guidance_scale=7.0, max_sequence_length=256
+                ),
+                takes=frozenset((*_PROMPTS, "guidance_scale", "sigmas", "max_sequence_length")),
+                multiple=patch * scale,
+                largest_side=transformer.get("pos_embed_max_size", 96) * patch * scale,
+                max_sequence_length=512,
+            ),
+        )
+        self._clips = [load_tokenizer(ctx.model_dir, name) for name in ("tokenizer", "tokenizer_2")]
+        has_t5 = reads_with_t5(pipeline_index(ctx.model_dir))
+        self._t5 = load_tokenizer(ctx.model_dir, "tokenizer_3") if has_t5 else None
+
+    def texts(self, prompt: str, params: DiffusionParams, pictures: Sequence[Picture]) -> list[Any]:
+        items = [self._item(prompt, params.prompt_2, params.prompt_3, params)]
+        if (params.guidance_scale or 0) > 1:
+            negative = params.negative_prompt or ""
+            items.append(self._item(negative, params.negative_prompt_2, params.negative_prompt_3, params))
+        return items
+
+    def _item(self, first: str, second: str | None, third: str | None, params: DiffusionParams) -> dict[str, Any]:
+        """What is empty is as the first."""
+        clips = zip(self._clips, (first, second or first), strict=True)
+        # both are as long as the first one's, as in the pipeline
+        length = clip_length(self._clips[0])
+        item: dict[str, Any] = {"clip": [padded_ids(tokenizer, text, length) for tokenizer, text in clips]}
+        if self._t5 is not None:
+            item["t5"] = padded_ids(self._t5, third or first, params.max_sequence_length or 256)
+        return item

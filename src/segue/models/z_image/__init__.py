@@ -1,0 +1,1 @@
+"""Z-Image (Tongyi-MAI): text to image, on diffusers' networks."""

@@ -1,0 +1,117 @@
+"""`segue tiny z-image`: a small Z-Image in the published layout, made here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from segue.messages.errors import InvalidRequest, nearest
+from segue.models.diffusion.library import LIBRARIES, AutoConfig
+from segue.models.diffusion.tiny import randomise, scale_to, write_index, write_tokenizer
+from segue.models.diffusion.tiny_parts import write_kl_vae
+from segue.models.family import TinyPreset
+from segue.models.tiny.files import BASE_VOCAB, train_tokenizer
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+TEMPLATE = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}"
+    "{{- '<|im_start|>assistant\\n' }}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
+    "{%- endif %}"
+)
+PARTS = {
+    "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
+    "text_encoder": ("transformers", "Qwen3Model"),
+    "tokenizer": ("transformers", "Qwen2Tokenizer"),
+    "transformer": ("diffusers", "ZImageTransformer2DModel"),
+    "vae": ("diffusers", "AutoencoderKL"),
+}
+
+
+@dataclass(frozen=True)
+class _Small:
+    """One size of the denoiser."""
+
+    layers: int
+    heads: int
+    rope: tuple[int, int, int]
+    """Their sum is the dimension of a head."""
+
+
+SIZES: Mapping[str, _Small] = {"tiny": _Small(3, 2, (4, 6, 6)), "small": _Small(16, 6, (16, 24, 24))}
+_HIDDEN = 64
+"""Of the text encoder."""
+_PREDICTION_STD = 1.0
+
+
+def make(directory: Path, size: str = "tiny", seed: int = 0) -> None:
+    """Write a checkpoint with random weights: the same files for the same size and seed.
+
+    Raises `InvalidRequest` for an unknown size.
+    """
+    if size not in SIZES:
+        raise InvalidRequest(f"no size {size!r}{nearest(size, SIZES)}", field="size")
+    directory.mkdir(parents=True, exist_ok=True)
+    write_index(directory, "ZImagePipeline", PARTS)
+    more = {"bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": TEMPLATE}
+    tokenizer = train_tokenizer(SPECIAL)
+    write_tokenizer(directory / "tokenizer", tokenizer, SPECIAL, "Qwen2Tokenizer", longest=32768, **more)
+    with torch.random.fork_rng(devices=[]):  # the libraries draw weights of their own first
+        _make_text_encoder(directory, seed)
+        _make_transformer(directory, SIZES[size], seed + 1)
+        write_kl_vae(directory / "vae", seed + 2, scaling_factor=0.3611, shift_factor=0.1159)
+    scheduler = LIBRARIES["diffusers"].FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler.save_pretrained(directory / "scheduler")
+
+
+def _make_text_encoder(directory: Path, seed: int) -> None:
+    config = AutoConfig.for_model(
+        "qwen3",
+        vocab_size=672,
+        hidden_size=_HIDDEN,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=2048,
+        bos_token_id=BASE_VOCAB,
+        eos_token_id=BASE_VOCAB + 2,
+        pad_token_id=BASE_VOCAB,
+    )
+    model = LIBRARIES["transformers"].Qwen3Model(config).eval()
+    randomise(model, seed, {r"\.[qk]_norm\.": 2.0, r"\.o_proj\.": 4.0})
+    model.save_pretrained(directory / "text_encoder")
+
+
+def _make_transformer(directory: Path, small: _Small, seed: int) -> None:
+    network = LIBRARIES["diffusers"].ZImageTransformer2DModel(
+        in_channels=16,
+        dim=small.heads * sum(small.rope),
+        n_layers=small.layers,
+        n_refiner_layers=1,
+        n_heads=small.heads,
+        n_kv_heads=small.heads,
+        cap_feat_dim=_HIDDEN,
+        axes_dims=list(small.rope),
+        axes_lens=[1024, 128, 128],
+    )
+    network.eval()
+    # the prompt has to be seen: sharp attention, and more of it than of what a token was before
+    randomise(network, seed, {r"\.norm_[qk]\.": 1.5, "^all_x_embedder": 0.5})
+    generator = torch.Generator().manual_seed(seed)
+    pictures = [torch.randn(16, 1, 8, 8, generator=generator) for _ in range(2)]
+    texts = [torch.randn(12, _HIDDEN, generator=generator) for _ in range(2)]
+    times = torch.tensor([0.1, 0.7])
+    last = network.all_final_layer["2-1"].linear
+    scale_to(_PREDICTION_STD, last, lambda: torch.cat(network(pictures, times, texts, return_dict=False)[0]))
+    network.save_pretrained(directory / "transformer")
+
+
+PRESETS = {"z-image": TinyPreset(tuple(SIZES), make)}

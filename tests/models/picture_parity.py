@@ -1,0 +1,171 @@
+"""What is checked of every family that makes pictures: those of the library's pipeline, however they are run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from diffusion_chain import WITHIN, Chain, apart, expected, pipeline_of
+
+from segue.engines.contract import LoadContext, StageRequest
+from segue.engines.diffusion.contract import Row, Sample
+from segue.messages.diffusion import DiffusionParams
+from segue.messages.request import Request
+from segue.messages.sampling import FALLBACK
+from segue.models.diffusion.denoiser import Given
+from segue.models.diffusion.text_encoder import TextEncoder
+from segue.models.diffusion.tiny import Part, write_index
+from segue.models.encoder_cache import EncoderCache
+from segue.models.tiny.files import write_json
+
+
+class PictureParity:
+    """Base of a family's tests; says nothing of its own."""
+
+    make: ClassVar[Callable[[Path], None]]
+    pipeline: ClassVar[str]
+    cases: ClassVar[Sequence[Mapping[str, Any]]]
+    """Of other sizes, steps and guidance; the first has a second row, and one makes two pictures."""
+    changes: ClassVar[Mapping[str, Any]]
+    """By argument of the first case: another value, which must show."""
+    weights: ClassVar[Sequence[tuple[str, str]]]
+    """(stage, dotted name of a layer in its adapter): one weight of it must show."""
+    options: ClassVar[Mapping[str, Any]] = {}
+    """Of the input stage."""
+    theirs_only: ClassVar[Mapping[str, Any]] = {}
+    """What the library's pipeline is told besides."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def directory(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        made = tmp_path_factory.mktemp("pipeline")
+        cls.make(made)
+        return made
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def chain(cls, directory: Path) -> Chain:
+        return Chain(directory, options={"input": cls.options})
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def theirs(cls, directory: Path) -> list[list[torch.Tensor]]:
+        """By case."""
+        pipeline = pipeline_of(directory, cls.pipeline)
+        return [expected(pipeline, {**case, **cls.theirs_only}) for case in cls.cases]
+
+    def test_alone(self, chain: Chain, theirs: list[list[torch.Tensor]]) -> None:
+        for case, pictures in zip(self.cases, theirs, strict=True):
+            [made] = chain.run(case)
+            assert apart(made, pictures) < WITHIN
+            for index, pixels in enumerate(pictures):
+                levels = abs(made.shown[index].astype(int) - (pixels.numpy() * 255).round().astype(int))
+                assert levels.max() <= 1
+
+    def test_in_a_batch(self, chain: Chain, theirs: list[list[torch.Tensor]]) -> None:
+        made = chain.run(*self.cases)
+        assert max(apart(one, pictures) for one, pictures in zip(made, theirs, strict=True)) < WITHIN
+        assert max(chain.batches) > 2, "some share a call"
+
+    def test_joined_late(self, chain: Chain, theirs: list[list[torch.Tensor]]) -> None:
+        made = chain.run(*self.cases, late={index: index for index in range(1, len(self.cases))})
+        assert max(apart(one, pictures) for one, pictures in zip(made, theirs, strict=True)) < WITHIN
+        assert max(chain.batches) > 2, "some share a call"
+
+    def test_pictures_are_not_grey_and_not_alike(self, theirs: list[list[torch.Tensor]]) -> None:
+        for pictures in theirs:
+            assert all(0.1 < float(one.std()) < 0.45 for one in pictures)
+            for one, other in pairwise(pictures):
+                assert float((one - other).abs().mean()) > 0.05
+        assert any(len(pictures) == 2 for pictures in theirs)
+
+    def test_parity_fails_when_the_request_is_another(self, chain: Chain, theirs: list[list[torch.Tensor]]) -> None:
+        for name, value in {"seed": 77, **self.changes}.items():
+            [made] = chain.run({**self.cases[0], name: value})
+            assert apart(made, theirs[0]) > 5 * WITHIN, name
+
+    def test_parity_fails_when_one_weight_is_another(self, chain: Chain, theirs: list[list[torch.Tensor]]) -> None:
+        for stage, name in self.weights:
+            adapter = chain.adapters[stage]
+            root, _, path = name.partition(".")
+            weight = getattr(adapter, root).get_submodule(path).weight
+            before = weight.clone()
+            with torch.no_grad():
+                weight[0, 0] += 1.0
+            self._forget(chain)
+            [made] = chain.run(self.cases[0])
+            with torch.no_grad():
+                weight.copy_(before)
+            self._forget(chain)
+            assert apart(made, theirs[0]) > WITHIN, name
+        [made] = chain.run(self.cases[0])
+        assert apart(made, theirs[0]) < WITHIN
+
+    def test_the_same_seed_makes_the_same_files(self, directory: Path, tmp_path: Path) -> None:
+        type(self).make(tmp_path / "again")
+        for path in sorted(directory.rglob("*")):
+            if path.is_file():
+                assert path.read_bytes() == (tmp_path / "again" / path.relative_to(directory)).read_bytes(), path
+
+    def _forget(self, chain: Chain) -> None:
+        """What encoders have kept."""
+        for adapter in chain.adapters.values():
+            if isinstance(adapter, TextEncoder):
+                adapter.cache = EncoderCache(adapter.cache.capacity)
+
+
+def full_size(directory: Path, pipeline: str, parts: Mapping[str, Part], configs: Mapping[str, Any]) -> None:
+    """A checkpoint of these configs without weights."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_index(directory, pipeline, parts)
+    for name, config in configs.items():
+        (directory / name).mkdir()
+        file = "scheduler_config.json" if name == "scheduler" else "config.json"
+        write_json(directory / name, file, config)
+
+
+def on_meta(directory: Path, stage: str) -> LoadContext:
+    """To load a stage of it with nothing in its tensors."""
+    return LoadContext(directory, stage, torch.device("meta"), torch.bfloat16, load_format="dummy")
+
+
+def parameters(network: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in network.parameters())
+
+
+def called_on_meta(denoiser: Any, params: DiffusionParams, conditions: list[Any]) -> tuple[Sample, torch.Tensor]:
+    """A made-up sample, and what the network says to it: shapes only."""
+    request = StageRequest(
+        request_id="0",
+        stage="denoiser",
+        request=Request(request_id="0", prompt=""),
+        sampling=FALLBACK,
+        seed=0,
+        upstreams=frozenset(),
+        downstreams=frozenset(),
+        to_client=frozenset(),
+    )
+    given = Given(request, params=params)
+    noise = denoiser.draw(given, torch.Generator().manual_seed(0)).to("meta")
+    latents = denoiser.packed(noise, given)
+    scheduler = denoiser.schedulers.make()
+    sample = Sample(
+        request_id="0",
+        index=0,
+        latents=latents,
+        scheduler=scheduler,
+        timesteps=[torch.tensor(500.0)],
+        tokens=denoiser.tokens(latents),
+        bucket=None,
+        conditions=conditions,
+        params=params,
+    )
+    rows = [Row(sample, branch) for branch in range(len(conditions))]
+    with torch.inference_mode():
+        predictions = list(denoiser.predict(rows))
+    assert len(predictions) == len(rows)
+    return sample, predictions[0]

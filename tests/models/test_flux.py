@@ -1,0 +1,198 @@
+"""Flux: the same pictures as diffusers' pipelines, from text, from a picture, and edited (Kontext)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from diffusion_chain import WITHIN, Chain, apart, expected, pipeline_of
+from picture_parity import PictureParity, called_on_meta, full_size, on_meta, parameters
+from PIL import Image
+
+from segue.messages.diffusion import DiffusionParams
+from segue.messages.errors import ConfigError, InvalidRequest
+from segue.models.diffusion.prompts import Condition
+from segue.models.flux import tiny
+from segue.models.flux.denoiser import Edited, FluxDenoiser, KontextDenoiser
+from segue.models.flux.sizes import adjusted, preferred
+
+PLAIN = {
+    "prompt": "a red bicycle",
+    "height": 64,
+    "width": 96,
+    "num_inference_steps": 3,
+    "max_sequence_length": 32,
+    "seed": 4,
+}
+GUIDED = {
+    **PLAIN,
+    "prompt": "a small boat left the harbour in the early morning",
+    "negative_prompt": "grey, and without any colour",
+    "true_cfg_scale": 3.0,
+    "guidance_scale": 2.5,
+    "num_inference_steps": 5,
+    "seed": 3,
+}
+TURNED = {**PLAIN, "prompt": "a house", "height": 96, "width": 64, "guidance_scale": 9.0, "seed": 5}
+SEVERAL = {
+    **GUIDED,
+    "prompt": "seven brothers",
+    "prompt_2": "seven sisters",
+    "negative_prompt_2": "nobody",
+    "num_inference_steps": 4,
+    "num_images_per_prompt": 2,
+    "seed": 6,
+}
+WEIGHTS = (
+    ("clip_encoder", "networks.0.encoder.layers.1.mlp.fc2"),
+    ("t5_encoder", "network.encoder.block.1.layer.1.DenseReluDense.wo"),
+    *(("denoiser", f"network.transformer_blocks.{block}.attn.to_v") for block in range(2)),
+    *(("denoiser", f"network.single_transformer_blocks.{block}.proj_mlp") for block in range(2)),
+    ("decoder", "vae.decoder.mid_block.resnets.0.conv1"),
+)
+CHANGES = {
+    "prompt": "a small boot",
+    "prompt_2": "a small boot",
+    "negative_prompt": "green",
+    "negative_prompt_2": "green",
+    "true_cfg_scale": 2.9,
+    "guidance_scale": 3.5,
+    "max_sequence_length": 33,
+}
+
+
+def picture(height: int, width: int, seed: int = 0) -> Image.Image:
+    """Smooth, in colour."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+
+
+class TestFlux(PictureParity):
+    make = tiny.make
+    pipeline = "FluxPipeline"
+    cases = (GUIDED, PLAIN, TURNED, SEVERAL)
+    changes: ClassVar = CHANGES
+    weights = WEIGHTS
+
+    @pytest.mark.parametrize(
+        ("wrong", "field", "says"),
+        [
+            ({"height": 100}, "height", "96 or 112"),
+            ({"max_sequence_length": 513}, "max_sequence_length", "at most 512"),
+            ({"prompt_3": "a"}, "prompt_3", "takes no prompt_3"),
+            ({"max_area": 4096}, "max_area", "takes no max_area"),
+            ({"strength": 0.5}, "strength", "the request has none"),
+            ({"image": [picture(8, 8), picture(8, 8)]}, "image", "at most 1"),
+        ],
+    )
+    def test_refused(self, chain: Chain, wrong: dict[str, Any], field: str, says: str) -> None:
+        with pytest.raises(InvalidRequest, match=says) as caught:
+            chain.run({**PLAIN, **wrong})
+        assert field in str(caught.value.field)
+
+    def test_from_a_picture(self, directory: Path, chain: Chain) -> None:
+        """With those that have none in one batch; the noise of the picture's latents is that of the pipeline, too."""
+        pipeline = pipeline_of(directory, "FluxImg2ImgPipeline")
+        cases: list[dict[str, Any]] = [
+            {**GUIDED, "image": picture(80, 120), "strength": 0.7},
+            {**PLAIN, "image": picture(64, 96, 1), "num_inference_steps": 4},
+            {**SEVERAL, "image": picture(33, 64, 2), "strength": 1.0},
+        ]
+        made = chain.run(PLAIN, *cases, late={2: 1})[1:]
+        for case, one in zip(cases, made, strict=True):
+            assert apart(one, expected(pipeline, case)) < WITHIN
+        assert len(made[0].progress) == 4, "of 5 steps, 3.5 are due"
+        for changed in ({"image": picture(80, 120, 3)}, {"strength": 0.9}, {"seed": 8}):
+            [other] = chain.run({**cases[0], **changed})
+            assert float((other.pixels[0] - made[0].pixels[0]).abs().max()) > 5 * WITHIN
+
+
+class TestKontext(PictureParity):
+    """Small pictures: at their own size, and in an area that is told, so that it is not a megapixel each."""
+
+    make = tiny.PRESETS["flux-kontext"].make
+    pipeline = "FluxKontextPipeline"
+    cases = (
+        {**GUIDED, "image": picture(80, 50), "max_area": 64 * 96},
+        {**PLAIN, "image": picture(80, 50, 1), "max_area": 64 * 96, "num_inference_steps": 4},
+        {**PLAIN, "max_area": 64 * 64},
+        {**SEVERAL, "image": picture(64, 64), "max_area": 64 * 96},
+    )
+    changes: ClassVar = {**CHANGES, "image": picture(80, 50, 3), "max_area": 64 * 64}
+    weights = (*WEIGHTS, ("vae_encoder", "vae.encoder.mid_block.resnets.0.conv1"))
+    options: ClassVar = {"auto_resize": False}
+    theirs_only: ClassVar = {"_auto_resize": False}
+
+    def test_pictures_are_seen_in_a_size_the_network_knows(self, directory: Path) -> None:
+        chain = Chain(directory)
+        seen = [
+            chain.adapters["input"].more(DiffusionParams(), [_Shown(picture(*size))])["pictures"][0]
+            for size in ((50, 50), (300, 700), (1000, 600))
+        ]
+        assert [tuple(one.shape) for one in seen] == [(3, 1024, 1024), (3, 672, 1568), (3, 1328, 800)]
+
+    def test_an_option_that_is_none(self, directory: Path) -> None:
+        with pytest.raises(ConfigError, match="true or false"):
+            Chain(directory, options={"input": {"auto_resize": "no"}})
+
+
+class _Shown:
+    role = "image"
+
+    def __init__(self, image: Image.Image) -> None:
+        self.image = image
+
+
+def test_sizes_of_kontext() -> None:
+    assert adjusted(1024, 1024, None, 16) == (1024, 1024)
+    assert adjusted(512, 512, None, 16) == (1024, 1024)
+    assert adjusted(600, 1000, None, 16) == (784, 1312)
+    assert adjusted(64, 96, 64 * 96, 16) == (64, 96)
+    assert preferred(1024, 1000, 16) == (1024, 1024)
+
+
+def test_schnell(tmp_path: Path) -> None:
+    """It knows no guidance, and its noise levels are not shifted."""
+    tiny.PRESETS["flux-schnell"].make(tmp_path, "tiny", 0)
+    chain, pipeline = Chain(tmp_path), pipeline_of(tmp_path, "FluxPipeline")
+    cases = ({**PLAIN, "guidance_scale": 0.0}, SEVERAL)
+    for case, made in zip(cases, chain.run(*cases), strict=True):
+        assert apart(made, expected(pipeline, case)) < WITHIN
+
+
+SCHEDULER = {
+    "_class_name": "FlowMatchEulerDiscreteScheduler",
+    "num_train_timesteps": 1000,
+    "use_dynamic_shifting": True,
+}
+VAE = {"block_out_channels": [128, 256, 512, 512]}
+PUBLISHED = {
+    "_class_name": "FluxTransformer2DModel",
+    "in_channels": 64,
+    "num_layers": 19,
+    "num_single_layers": 38,
+    "attention_head_dim": 128,
+    "num_attention_heads": 24,
+    "joint_attention_dim": 4096,
+    "pooled_projection_dim": 768,
+    "patch_size": 1,
+}
+
+
+@pytest.mark.parametrize("distilled", [False, True])
+def test_published_shapes(tmp_path: Path, distilled: bool) -> None:
+    configs = {"transformer": {**PUBLISHED, "guidance_embeds": distilled}, "scheduler": SCHEDULER, "vae": VAE}
+    full_size(tmp_path, "FluxPipeline", tiny.PARTS, configs)
+    kind = KontextDenoiser if distilled else FluxDenoiser
+    denoiser = kind(on_meta(tmp_path, "denoiser"))
+    assert parameters(denoiser.network) / 1e9 == pytest.approx(11.90 if distilled else 11.89, abs=0.01)
+    text = torch.zeros(512, 4096, dtype=torch.bfloat16, device="meta")
+    plain = Condition(text, text.new_zeros(768))
+    condition = Edited(*plain, text.new_zeros(86 * 47, 64), (172, 94)) if distilled else plain
+    params = DiffusionParams(height=1024, width=768, guidance_scale=3.5)
+    sample, prediction = called_on_meta(denoiser, params, [condition])
+    assert prediction.shape == sample.latents.shape == (1, 64 * 48, 64)
+    assert denoiser.unpacked(sample, prediction).shape == (1, 16, 128, 96)
