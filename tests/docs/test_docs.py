@@ -42,6 +42,7 @@ from segue.orchestrator.service import ModelCard
 from segue.server import errors as server_errors
 from segue.server.chat_request import ChatBody, chat_request
 from segue.server.completion_request import CompletionBody
+from segue.server.image_request import ImageBody
 from segue.server.parameters import CommonBody
 from segue.server.settings import ServerSettings
 
@@ -326,6 +327,11 @@ def test_every_parameter_of_completions_is_documented() -> None:
     listed = [name for row in rows(DOCS / "api.md", "## Completions") for name in names(row[0])]
     own = set(CompletionBody.__struct_fields__) - set(CommonBody.__struct_fields__)
     assert sorted(listed) == sorted(own | {"max_tokens"})
+
+
+def test_every_parameter_of_pictures_is_documented() -> None:
+    listed = [name for row in rows(DOCS / "api.md", "## Pictures") for name in names(row[0])]
+    assert sorted(listed) == sorted(ImageBody.__struct_fields__)
 
 
 def test_every_endpoint_is_documented(server: str) -> None:

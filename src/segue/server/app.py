@@ -11,6 +11,7 @@ from segue.server.completions import add_completions
 from segue.server.embeddings import add_embeddings
 from segue.server.errors import install_error_handlers
 from segue.server.health import add_health
+from segue.server.images import add_images
 from segue.server.lora import add_lora
 from segue.server.metrics import add_metrics
 from segue.server.middleware import Door
@@ -30,6 +31,7 @@ def create_app(service: Service, settings: ServerSettings | None = None) -> Fast
     add_completions(app, service, settings, own)
     add_tokenize(app, service, settings)
     add_embeddings(app, service, settings, own)
+    add_images(app, service, settings, own)
     add_models(app, service, settings)
     add_lora(app, service, settings)
     add_health(app, service)

@@ -13,6 +13,7 @@ from segue.server.chat_request import ChatBody
 from segue.server.completion_request import CompletionBody
 from segue.server.embeddings import EmbeddingsBody
 from segue.server.errors import json_response
+from segue.server.image_request import ImageBody
 from segue.server.lora import LoadLoraBody, UnloadLoraBody
 from segue.server.tokenize import DetokenizeBody, TokenizeBody
 
@@ -38,6 +39,7 @@ _POST: dict[str, tuple[type[msgspec.Struct], str, bool]] = {
     "/v1/chat/completions": (ChatBody, "An answer to messages, whole or streamed.", True),
     "/v1/completions": (CompletionBody, "What a prompt goes on with, whole or streamed.", True),
     "/v1/embeddings": (EmbeddingsBody, "The vectors of texts.", False),
+    "/v1/images/generations": (ImageBody, "Pictures of a prompt, whole or streamed.", True),
     "/tokenize": (TokenizeBody, "A prompt or messages as token ids.", False),
     "/detokenize": (DetokenizeBody, "The text of token ids.", False),
     "/v1/load_lora_adapter": (LoadLoraBody, "Load a LoRA adapter.", False),
