@@ -42,7 +42,7 @@ from segue.orchestrator.service import ModelCard
 from segue.server import errors as server_errors
 from segue.server.chat_request import ChatBody, chat_request
 from segue.server.completion_request import CompletionBody
-from segue.server.image_request import ImageBody
+from segue.server.image_request import EditBody, ImageBody
 from segue.server.parameters import CommonBody
 from segue.server.settings import ServerSettings
 
@@ -332,6 +332,8 @@ def test_every_parameter_of_completions_is_documented() -> None:
 def test_every_parameter_of_pictures_is_documented() -> None:
     listed = [name for row in rows(DOCS / "api.md", "## Pictures") for name in names(row[0])]
     assert sorted(listed) == sorted(ImageBody.__struct_fields__)
+    of_edits = [name for row in rows(DOCS / "api.md", "### Editing pictures") for name in names(row[0])]
+    assert sorted(of_edits) == sorted(set(EditBody.__struct_fields__) - set(ImageBody.__struct_fields__))
 
 
 def test_every_endpoint_is_documented(server: str) -> None:

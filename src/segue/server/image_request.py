@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from segue.media.encode_image import check_image_format
+from segue.media.parts import part_of
 from segue.media.sources import shown
 from segue.messages.carried import check_carried
 from segue.messages.diffusion import PARAMETERS, DiffusionParams, check_diffusion
-from segue.messages.errors import InvalidRequest, SegueError, TooLong
+from segue.messages.errors import InvalidRequest, SegueError, TooLarge, TooLong
 from segue.messages.request import MediaPart, Message, Request
 from segue.orchestrator.service import ModelCard
 from segue.server.errors import Unsupported
@@ -23,6 +24,8 @@ from segue.server.settings import ServerSettings
 
 MAX_PROMPT = 32_000
 """Characters; OpenAI's."""
+MAX_PICTURES = 16
+"""Of one request; OpenAI's."""
 _TEXTS = ("negative_prompt", "prompt_2", "prompt_3", "negative_prompt_2", "negative_prompt_3")
 _SIZE = re.compile(r"([1-9]\d{0,8})x([1-9]\d{0,8})")
 
@@ -54,6 +57,14 @@ class ImageBody(PaintingBody, kw_only=True, frozen=True):
     """Seconds from now."""
 
 
+class EditBody(ImageBody, kw_only=True, frozen=True):
+    """Every parameter of `/v1/images/edits` that does something."""
+
+    image: Any
+    """A file (or a URL), or several."""
+    mask: Any = None
+
+
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "background": ("auto", "opaque"),
     "quality": ("auto", "standard"),
@@ -65,6 +76,12 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "svg": (),
 }
 """OpenAI's parameters that cannot be honoured → the values that ask for nothing (null always does)."""
+
+UNSUPPORTED_OF_EDITS: dict[str, tuple[object, ...]] = {
+    **UNSUPPORTED,
+    "input_fidelity": ("low",),
+    "markup": (),
+}
 
 P = TypeVar("P", bound=PaintingBody)
 
@@ -117,6 +134,34 @@ def image_request(
         stream=stream,
         event=event,
     )
+
+
+def edited_pictures(body: EditBody, card: ModelCard, settings: ServerSettings) -> list[MediaPart]:
+    """The pictures to work on. Blocking (HTTP). Raises `InvalidRequest`."""
+    if "image" in card.gives and "image" not in card.takes:
+        raise Unsupported(
+            "this model takes no pictures; this server does not support that endpoint for it", field="model"
+        )
+    several = isinstance(body.image, list)
+    given = body.image if several else [body.image]
+    if not given:
+        raise InvalidRequest("image is empty; give at least one picture", field="image")
+    if len(given) > MAX_PICTURES:
+        raise TooLarge(f"image has {len(given)} pictures; at most {MAX_PICTURES} are taken", field="image")
+    pictures = [
+        picture_part(source, f"image[{index}]" if several else "image", settings) for index, source in enumerate(given)
+    ]
+    if body.mask is not None:
+        mask = picture_part(body.mask, "mask", settings)
+        pictures.append(msgspec.structs.replace(mask, role="mask_image"))
+    return pictures
+
+
+def picture_part(source: object, field: str, settings: ServerSettings) -> MediaPart:
+    """One picture from the bytes of a file or a URL. Blocking (HTTP). Raises `InvalidRequest`."""
+    if not isinstance(source, bytes | str):
+        raise InvalidRequest(f"{field} is {shown(source)}; it must be a file or a URL", field=field)
+    return part_of("image", source, settings.media, field)
 
 
 def painting_body(values: dict[str, Any], kind: type[P], unsupported: dict[str, tuple[object, ...]]) -> P:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
@@ -12,7 +14,17 @@ from segue.server.disconnect import EventStream, while_connected
 from segue.server.errors import json_response
 from segue.server.events import named_events
 from segue.server.image_reply import image_events, whole_images
-from segue.server.image_request import UNSUPPORTED, ImageBody, ImageRequest, image_request, painting_body
+from segue.server.image_request import (
+    UNSUPPORTED,
+    UNSUPPORTED_OF_EDITS,
+    EditBody,
+    ImageBody,
+    ImageRequest,
+    edited_pictures,
+    image_request,
+    painting_body,
+)
+from segue.server.multipart import read_values
 from segue.server.settings import ServerSettings
 
 
@@ -24,6 +36,14 @@ def add_images(app: FastAPI, service: Service, settings: ServerSettings, metrics
         values = await read_json(request, settings.max_body_bytes)
         body = painting_body(values, ImageBody, UNSUPPORTED)
         asked = image_request(body, service.card, settings, event="image_generation", pictures=[])
+        return await _answer(asked, request, service, settings, metrics)
+
+    @app.post("/v1/images/edits")
+    async def edit(request: Request) -> Response:
+        values = await read_values(request, settings.max_body_bytes, EditBody, frozenset({"image", "mask"}))
+        body = painting_body(values, EditBody, UNSUPPORTED_OF_EDITS)
+        pictures = await asyncio.to_thread(edited_pictures, body, service.card, settings)
+        asked = image_request(body, service.card, settings, event="image_edit", pictures=pictures)
         return await _answer(asked, request, service, settings, metrics)
 
 

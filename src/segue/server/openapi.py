@@ -13,7 +13,7 @@ from segue.server.chat_request import ChatBody
 from segue.server.completion_request import CompletionBody
 from segue.server.embeddings import EmbeddingsBody
 from segue.server.errors import json_response
-from segue.server.image_request import ImageBody
+from segue.server.image_request import EditBody, ImageBody
 from segue.server.lora import LoadLoraBody, UnloadLoraBody
 from segue.server.tokenize import DetokenizeBody, TokenizeBody
 
@@ -40,6 +40,7 @@ _POST: dict[str, tuple[type[msgspec.Struct], str, bool]] = {
     "/v1/completions": (CompletionBody, "What a prompt goes on with, whole or streamed.", True),
     "/v1/embeddings": (EmbeddingsBody, "The vectors of texts.", False),
     "/v1/images/generations": (ImageBody, "Pictures of a prompt, whole or streamed.", True),
+    "/v1/images/edits": (EditBody, "Pictures made of others, whole or streamed.", True),
     "/tokenize": (TokenizeBody, "A prompt or messages as token ids.", False),
     "/detokenize": (DetokenizeBody, "The text of token ids.", False),
     "/v1/load_lora_adapter": (LoadLoraBody, "Load a LoRA adapter.", False),
@@ -72,7 +73,7 @@ def _document() -> dict[str, Any]:
     _, components = msgspec.json.schema_components([*bodies, ErrorAnswer], ref_template="#/components/schemas/{name}")
     paths: dict[str, Any] = {path: {"get": _get(path, *entry)} for path, entry in _GET.items()}
     for path, entry in _POST.items():
-        paths[path] = {"post": _post(*entry)}
+        paths[path] = {"post": _post(path, *entry)}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Segue", "version": version("segue")},
@@ -91,13 +92,18 @@ def _get(path: str, media: str, about: str) -> dict[str, Any]:
     return operation
 
 
-def _post(body: type[msgspec.Struct], about: str, streams: bool) -> dict[str, Any]:
+_FORMS = frozenset({"/v1/images/edits"})
+"""What is also taken as a form."""
+
+
+def _post(path: str, body: type[msgspec.Struct], about: str, streams: bool) -> dict[str, Any]:
     kinds: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if streams:
         kinds["text/event-stream"] = {"schema": {"type": "string"}}
+    taken = ("application/json", "multipart/form-data") if path in _FORMS else ("application/json",)
     return {
         "summary": about,
-        "requestBody": {"required": True, "content": {"application/json": {"schema": _reference(body)}}},
+        "requestBody": {"required": True, "content": {one: {"schema": _reference(body)} for one in taken}},
         "responses": _answers(kinds),
         "security": [{}, {"key": []}],
     }

@@ -46,6 +46,8 @@ class Rules:
     """Most tokens of a prompt that can be asked for."""
     pictures: tuple[int, int] = (0, 0)
     """How few and how many pictures a request carries."""
+    roles: frozenset[str] = frozenset()
+    """What pictures may be besides the pictures themselves (`MediaPart.role`), e.g. `mask_image`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ class DiffusionInput(InputStage):
         self._check_taken(given)
         prompt = prompt_of(request)
         parts = pictures_of(request)
-        self._check_pictures(len(parts))
+        self._check_pictures(parts)
         pictures = [Picture(Image.fromarray(decode_image(part, self._media)), part.role) for part in parts]
         params = self.completed(given, pictures)
         if params.sigmas is not None:
@@ -105,7 +107,11 @@ class DiffusionInput(InputStage):
             if value != neutral.get(name) and name not in known:
                 raise InvalidRequest(f"this model takes no {name}; it takes {', '.join(sorted(known))}", field=name)
 
-    def _check_pictures(self, count: int) -> None:
+    def _check_pictures(self, parts: Sequence[MediaPart]) -> None:
+        for part in parts:
+            if part.role and part.role not in self.rules.roles:
+                raise InvalidRequest(f"this model takes no {part.role}", field=part.field or part.role)
+        count = sum(not part.role for part in parts)
         least, most = self.rules.pictures
         if count > most:
             right = f"at most {most}" if most else "none"
