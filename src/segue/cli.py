@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from segue import cli_generate
 from segue.graph.deployment import KV_DTYPES, QUANTIZATIONS, SCHEDULINGS
 from segue.messages.errors import ConfigError, SegueError, nearest
 from segue.models.dialects.dialect import CALL_FORMATS
@@ -74,16 +75,8 @@ def parser() -> argparse.ArgumentParser:
 
     generate = commands.add_parser("generate", help="run one request and write what comes out")
     _model_arguments(generate)
-    generate.add_argument("prompt", help="the user message; for a model without chat template, the text to go on with")
-    generate.add_argument("--image", type=Path, action="append", default=[])
-    generate.add_argument("--audio", type=Path, action="append", default=[])
-    generate.add_argument("--video", type=Path, action="append", default=[])
-    generate.add_argument("--voice")
-    generate.add_argument("--seed", type=int)
-    generate.add_argument("--max-tokens", type=int)
-    generate.add_argument("--temperature", type=float)
-    generate.add_argument("-o", "--output", type=Path, help="write speech here (.wav, .mp3, .flac, .opus)")
-    generate.set_defaults(run=_generate)
+    cli_generate.add_arguments(generate)
+    generate.set_defaults(run=cli_generate.run)
 
     graph = commands.add_parser("graph", help="print the stage graph of a model as it would be deployed")
     _model_arguments(graph)
@@ -226,57 +219,6 @@ async def _serve_until_told(arguments: argparse.Namespace, settings: ServerSetti
         await omni.stop(drain=not server.force_exit)
         sock.close()
     return 1 if server.force_exit else 0  # forced: requests were cut off
-
-
-def _generate(arguments: argparse.Namespace) -> int:
-    from segue.media.encode import encode_audio
-    from segue.messages.sampling import SamplingParams
-    from segue.orchestrator.omni import Omni, Prompt
-
-    kind = _speech_format(arguments.output) if arguments.output is not None else "wav"
-    parts = [
-        {"type": kind, kind: path}
-        for kind in ("image", "audio", "video")
-        for path in getattr(arguments, kind)  # the three options above
-    ]
-    content = [*parts, {"type": "text", "text": arguments.prompt}]
-    prompt: Prompt = {"messages": [{"role": "user", "content": content}]} if parts else arguments.prompt
-    with Omni(
-        arguments.model,
-        config=arguments.config,
-        dtype=arguments.dtype,
-        speculation=arguments.speculation,
-        load_format=arguments.load_format,
-        deterministic=arguments.deterministic,
-        tensor_parallel=arguments.tensor_parallel,
-        quantization=arguments.quantization,
-        kv_dtype=arguments.kv_dtype,
-        scheduling=arguments.scheduling,
-        name=arguments.name,
-    ) as omni:
-        [output] = omni.generate(
-            prompt,
-            modalities=["text", "audio"] if arguments.output else None,
-            voice=arguments.voice,
-            seed=arguments.seed,
-            sampling=SamplingParams(temperature=arguments.temperature, max_tokens=arguments.max_tokens),
-        )
-    print(output.text)
-    if arguments.output is not None and output.audio is not None:
-        try:
-            arguments.output.write_bytes(encode_audio(output.audio.samples, output.audio.sample_rate, kind))
-        except OSError as error:
-            raise ConfigError(f"--output {str(arguments.output)!r} cannot be written: {error.strerror}") from error
-    return 0
-
-
-def _speech_format(path: Path) -> str:
-    """What the ending of a file name says; seen to before the stages are started."""
-    from segue.media.encode import check_audio_format
-
-    if not path.parent.is_dir():
-        raise ConfigError(f"--output {str(path)!r}: there is no directory {str(path.parent)!r}")
-    return check_audio_format(path.suffix.lstrip(".").lower() or "wav", "--output")
 
 
 def _graph(arguments: argparse.Namespace) -> int:
