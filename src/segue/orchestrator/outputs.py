@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,15 @@ class Video:
     """[frames, height, width, 3] uint8."""
     fps: float
     """Frames per second."""
+
+    def save(self, path: str | os.PathLike[str], *, audio: Audio | None = None) -> None:
+        """Write an MP4 file (H.264; AAC for the sound), whole or not at all. Raises `OSError`."""
+        from segue.media.write_video import VideoWriter
+
+        with VideoWriter(path, fps=self.fps, sample_rate=audio.sample_rate if audio is not None else None) as video:
+            video.add(self.frames)
+            if audio is not None:
+                video.add_sound(audio.samples)
 
 
 @dataclass(slots=True)

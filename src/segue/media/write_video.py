@@ -1,0 +1,124 @@
+"""Frames, and sound where there is some, into an MP4 file: H.264 and AAC, written as they come."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from fractions import Fraction
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import av
+import numpy as np
+from av.audio.stream import AudioStream
+from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc
+from av.video.stream import VideoStream
+
+Frames = np.ndarray[Any, np.dtype[np.uint8]]
+"""[frames, height, width, 3] RGB."""
+_QUALITY = "18"
+"""x264's constant rate factor: what most eyes cannot tell from the original."""
+
+
+class VideoWriter:
+    """One file. Under its name only when it is whole: until then it is `NAME.part`, which an error takes away.
+
+        with VideoWriter(path, fps=16) as video:
+            video.add(frames)   # as often as there are frames
+
+    What cannot be written (a full disk, no such directory) raises `OSError`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, fps: float, sample_rate: int | None = None) -> None:
+        """`sample_rate`: of the sound, where there will be some; it may come before, between or after the frames."""
+        self._path = Path(path)
+        self._part = self._path.with_name(self._path.name + ".part")
+        self._fps = Fraction(fps).limit_denominator(1001)
+        self._rate = sample_rate
+        self._part.write_bytes(b"")  # the container opens it with the first frame; what is wrong with it shows here
+        # with the index in front, players begin before they have all of it
+        self._container = av.open(str(self._part), "w", format="mp4", options={"movflags": "+faststart"})
+        self._video: VideoStream | None = None
+        self._audio: AudioStream | None = None
+        self._samples = 0
+        if sample_rate is not None:
+            self._audio = self._container.add_stream("aac", rate=sample_rate, layout="mono")
+
+    def add(self, frames: Frames) -> None:
+        """The next frames, all of one size: [frames, height, width, 3] uint8."""
+        if frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8:
+            raise ValueError(f"frames are {frames.dtype} {frames.shape}; they must be uint8 [frames, height, width, 3]")
+        for pixels in frames:
+            stream = self._stream(*pixels.shape[:2])
+            frame = av.VideoFrame.from_ndarray(_even(pixels), format="rgb24")
+            frame = frame.reformat(format="yuv420p", dst_colorspace=Colorspace.ITU709, dst_color_range=ColorRange.MPEG)
+            self._container.mux(stream.encode(frame))
+
+    def add_sound(self, samples: np.ndarray[Any, np.dtype[np.float32]]) -> None:
+        """The next samples: [samples] float32 mono in [-1, 1]."""
+        if self._audio is None or self._rate is None:
+            raise ValueError("the file was opened without a sample_rate, so it has no sound")
+        frame = av.AudioFrame.from_ndarray(
+            np.ascontiguousarray(samples, dtype=np.float32)[None], format="fltp", layout="mono"
+        )
+        frame.rate, frame.pts, frame.time_base = self._rate, self._samples, Fraction(1, self._rate)
+        self._samples += len(samples)
+        self._container.mux(self._audio.encode(frame))
+
+    def close(self) -> None:
+        """Finish the file: it is there now, under its name."""
+        try:
+            if self._video is None:
+                raise ValueError("a video has at least one frame")
+            for stream in (self._video, self._audio):
+                if stream is not None:
+                    self._container.mux(stream.encode(None))
+            self._container.close()
+            self._part.replace(self._path)
+        except BaseException:
+            self.discard()
+            raise
+
+    def discard(self) -> None:
+        """Leave nothing behind."""
+        with contextlib.suppress(OSError):  # what it could not write before, it cannot write now
+            self._container.close()
+        self._part.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
+    def _stream(self, height: int, width: int) -> VideoStream:
+        """Of the first frame's size; a frame of another size raises `ValueError`."""
+        size = (height + height % 2, width + width % 2)
+        if self._video is None:
+            stream = self._container.add_stream("libx264", rate=self._fps, options={"crf": _QUALITY})
+            stream.height, stream.width = size
+            stream.pix_fmt = "yuv420p"
+            stream.codec_context.colorspace = Colorspace.ITU709
+            stream.codec_context.color_range = ColorRange.MPEG
+            stream.codec_context.color_primaries = ColorPrimaries.BT709
+            stream.codec_context.color_trc = ColorTrc.BT709
+            self._video = stream
+        elif size != (self._video.height, self._video.width):
+            raise ValueError(
+                f"a frame is {height} x {width}; those before it are {self._video.height} x {self._video.width}"
+            )
+        return self._video
+
+
+def _even(pixels: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """H.264 with colours at half the size needs even sides: the last row and column are repeated where they are odd."""
+    height, width, _ = pixels.shape
+    if height % 2 or width % 2:
+        pixels = np.pad(pixels, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")
+    return np.ascontiguousarray(pixels)
