@@ -70,6 +70,15 @@ def parser() -> argparse.ArgumentParser:
         default=30.0,
         help="how long running requests may go on after a signal to stop; default: %(default)g",
     )
+    serve.add_argument(
+        "--video-dir", type=Path, help="keep jobs of video here, over restarts; default: the user's state directory"
+    )
+    serve.add_argument(
+        "--max-videos", type=_count, default=256, help="jobs of video that are kept; default: %(default)s"
+    )
+    serve.add_argument(
+        "--max-video-bytes", type=_size, default="16GiB", help="of all of them on disk; default: %(default)s"
+    )
     serve.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
     serve.set_defaults(run=_serve)
 
@@ -101,6 +110,12 @@ def _size(text: str) -> int:
     if not size:
         raise argparse.ArgumentTypeError(f"{text!r} is no size above 0, such as 1048576, '64MiB' or '1GB'")
     return size
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return int(text)
 
 
 def _seconds(text: str) -> float:
@@ -167,6 +182,9 @@ def _serve(arguments: argparse.Namespace) -> int:
         tool_parser=arguments.tool_parser,
         allow_runtime_lora=arguments.allow_runtime_lora,
         media=MediaPolicy(media_root=arguments.media_root, http_hosts=frozenset(arguments.media_host)),
+        video_dir=arguments.video_dir,
+        max_videos=arguments.max_videos,
+        max_video_bytes=arguments.max_video_bytes,
         max_body_bytes=arguments.max_body_bytes,
         stall_seconds=arguments.stall_seconds,
         drain_seconds=arguments.drain_seconds,

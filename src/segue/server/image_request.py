@@ -19,7 +19,7 @@ from segue.messages.errors import InvalidRequest, SegueError, TooLarge, TooLong
 from segue.messages.request import MediaPart, Message, Request
 from segue.orchestrator.service import ModelCard
 from segue.server.errors import Unsupported
-from segue.server.parameters import check_model, parse_body
+from segue.server.parameters import check_model, parse_body, turn_fields
 from segue.server.settings import ServerSettings
 
 MAX_PROMPT = 32_000
@@ -118,13 +118,9 @@ def image_request(
     if not stream and (given := "partial_images" if body.partial_images else "progress" if body.progress else None):
         raise InvalidRequest(f"{given} is given, but stream is not true", field=given)
     output_format = check_image_format(body.output_format or "png", "output_format")
-    now = time.time()
     request = painting_request(body, card, settings, prefix="img", modality="image", pictures=pictures)
     request.diffusion = _with_count(body, request.diffusion or DiffusionParams())
-    if body.deadline is not None:
-        if not 0 < body.deadline < 1e9:
-            raise InvalidRequest(f"deadline is {body.deadline}; it must be seconds above 0", field="deadline")
-        request.deadline = now + body.deadline
+    request.deadline = turn_fields(None, None, body.deadline, time.time())["deadline"]
     return ImageRequest(
         request=request,
         size=body.size,
@@ -191,9 +187,7 @@ def painting_request(
         _check_text(name, getattr(body, name) or "")
     if body.seed is not None and not -(2**63) <= body.seed < 2**64:
         raise InvalidRequest(f"seed is {body.seed}; it must be a 64-bit integer", field="seed")
-    if body.priority is not None and not -(2**31) <= body.priority < 2**31:
-        raise InvalidRequest(f"priority is {body.priority}; it must be a 32-bit integer", field="priority")
-    params = DiffusionParams(**{name: getattr(body, name) for name in PARAMETERS})
+    params = DiffusionParams(**{name: getattr(body, name) for name in DiffusionParams.__struct_fields__})
     params = _with_size(body.size, params)
     check_carried(msgspec.to_builtins(params), "the body")
     check_diffusion(params)
@@ -204,8 +198,7 @@ def painting_request(
         modalities=[modality],
         diffusion=params,
         seed=body.seed,
-        priority=body.priority or 0,
-        tenant=body.user or "",
+        **turn_fields(body.priority, body.user, None, 0),
         adapter=body.model if body.model in card.adapters else None,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import version
 from typing import Any
 
@@ -16,6 +17,7 @@ from segue.server.errors import json_response
 from segue.server.image_request import EditBody, ImageBody
 from segue.server.lora import LoadLoraBody, UnloadLoraBody
 from segue.server.tokenize import DetokenizeBody, TokenizeBody
+from segue.server.video_request import VideoBody
 
 
 class ErrorObject(msgspec.Struct, kw_only=True):
@@ -41,6 +43,7 @@ _POST: dict[str, tuple[type[msgspec.Struct], str, bool]] = {
     "/v1/embeddings": (EmbeddingsBody, "The vectors of texts.", False),
     "/v1/images/generations": (ImageBody, "Pictures of a prompt, whole or streamed.", True),
     "/v1/images/edits": (EditBody, "Pictures made of others, whole or streamed.", True),
+    "/v1/videos": (VideoBody, "Begin to make a video.", False),
     "/tokenize": (TokenizeBody, "A prompt or messages as token ids.", False),
     "/detokenize": (DetokenizeBody, "The text of token ids.", False),
     "/v1/load_lora_adapter": (LoadLoraBody, "Load a LoRA adapter.", False),
@@ -50,6 +53,9 @@ _POST: dict[str, tuple[type[msgspec.Struct], str, bool]] = {
 _GET = {
     "/v1/models": ("application/json", "What is served."),
     "/v1/models/{name}": ("application/json", "One model."),
+    "/v1/videos": ("application/json", "The videos of this server, made or being made."),
+    "/v1/videos/{video_id}": ("application/json", "How a video stands."),
+    "/v1/videos/{video_id}/content": ("video/mp4", "The file of a video."),
     "/v1/audio/voices": ("application/json", "Voices and audio formats."),
     "/tokenizer_info": ("application/json", "Special tokens and the chat template."),
     "/health": ("application/json", "Whether every stage is ready."),
@@ -73,7 +79,9 @@ def _document() -> dict[str, Any]:
     _, components = msgspec.json.schema_components([*bodies, ErrorAnswer], ref_template="#/components/schemas/{name}")
     paths: dict[str, Any] = {path: {"get": _get(path, *entry)} for path, entry in _GET.items()}
     for path, entry in _POST.items():
-        paths[path] = {"post": _post(path, *entry)}
+        paths.setdefault(path, {})["post"] = _post(path, *entry)
+    for path, about in _DELETE.items():
+        paths[path]["delete"] = _get(path, "application/json", about)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Segue", "version": version("segue")},
@@ -87,12 +95,17 @@ def _document() -> dict[str, Any]:
 
 def _get(path: str, media: str, about: str) -> dict[str, Any]:
     operation: dict[str, Any] = {"summary": about, "responses": _answers({media: {}})}
-    if "{name}" in path:
-        operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+    named = re.findall(r"{(\w+)}", path)
+    if named or path in _QUERIES:
+        operation["parameters"] = [_parameter(name, "path") for name in named] + [
+            _parameter(name, "query") for name in _QUERIES.get(path, ())
+        ]
     return operation
 
 
-_FORMS = frozenset({"/v1/images/edits"})
+_QUERIES = {"/v1/videos": ("after", "limit", "order"), "/v1/videos/{video_id}/content": ("variant",)}
+_DELETE = {"/v1/videos/{video_id}": "End and forget a video."}
+_FORMS = frozenset({"/v1/images/edits", "/v1/videos"})
 """What is also taken as a form."""
 
 
@@ -107,6 +120,10 @@ def _post(path: str, body: type[msgspec.Struct], about: str, streams: bool) -> d
         "responses": _answers(kinds),
         "security": [{}, {"key": []}],
     }
+
+
+def _parameter(name: str, where: str) -> dict[str, Any]:
+    return {"name": name, "in": where, "required": where == "path", "schema": {"type": "string"}}
 
 
 def _answers(content: dict[str, Any]) -> dict[str, Any]:
