@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from segue import cli_generate
 from segue.graph.deployment import KV_DTYPES, QUANTIZATIONS, SCHEDULINGS
 from segue.messages.errors import ConfigError, SegueError, nearest
 from segue.models.dialects.dialect import CALL_FORMATS
@@ -69,21 +70,22 @@ def parser() -> argparse.ArgumentParser:
         default=30.0,
         help="how long running requests may go on after a signal to stop; default: %(default)g",
     )
+    serve.add_argument(
+        "--video-dir", type=Path, help="keep jobs of video here, over restarts; default: the user's state directory"
+    )
+    serve.add_argument(
+        "--max-videos", type=_count, default=256, help="jobs of video that are kept; default: %(default)s"
+    )
+    serve.add_argument(
+        "--max-video-bytes", type=_size, default="16GiB", help="of all of them on disk; default: %(default)s"
+    )
     serve.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
     serve.set_defaults(run=_serve)
 
     generate = commands.add_parser("generate", help="run one request and write what comes out")
     _model_arguments(generate)
-    generate.add_argument("prompt", help="the user message; for a model without chat template, the text to go on with")
-    generate.add_argument("--image", type=Path, action="append", default=[])
-    generate.add_argument("--audio", type=Path, action="append", default=[])
-    generate.add_argument("--video", type=Path, action="append", default=[])
-    generate.add_argument("--voice")
-    generate.add_argument("--seed", type=int)
-    generate.add_argument("--max-tokens", type=int)
-    generate.add_argument("--temperature", type=float)
-    generate.add_argument("-o", "--output", type=Path, help="write speech here (.wav, .mp3, .flac, .opus)")
-    generate.set_defaults(run=_generate)
+    cli_generate.add_arguments(generate)
+    generate.set_defaults(run=cli_generate.run)
 
     graph = commands.add_parser("graph", help="print the stage graph of a model as it would be deployed")
     _model_arguments(graph)
@@ -108,6 +110,12 @@ def _size(text: str) -> int:
     if not size:
         raise argparse.ArgumentTypeError(f"{text!r} is no size above 0, such as 1048576, '64MiB' or '1GB'")
     return size
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return int(text)
 
 
 def _seconds(text: str) -> float:
@@ -174,6 +182,9 @@ def _serve(arguments: argparse.Namespace) -> int:
         tool_parser=arguments.tool_parser,
         allow_runtime_lora=arguments.allow_runtime_lora,
         media=MediaPolicy(media_root=arguments.media_root, http_hosts=frozenset(arguments.media_host)),
+        video_dir=arguments.video_dir,
+        max_videos=arguments.max_videos,
+        max_video_bytes=arguments.max_video_bytes,
         max_body_bytes=arguments.max_body_bytes,
         stall_seconds=arguments.stall_seconds,
         drain_seconds=arguments.drain_seconds,
@@ -226,57 +237,6 @@ async def _serve_until_told(arguments: argparse.Namespace, settings: ServerSetti
         await omni.stop(drain=not server.force_exit)
         sock.close()
     return 1 if server.force_exit else 0  # forced: requests were cut off
-
-
-def _generate(arguments: argparse.Namespace) -> int:
-    from segue.media.encode import encode_audio
-    from segue.messages.sampling import SamplingParams
-    from segue.orchestrator.omni import Omni, Prompt
-
-    kind = _speech_format(arguments.output) if arguments.output is not None else "wav"
-    parts = [
-        {"type": kind, kind: path}
-        for kind in ("image", "audio", "video")
-        for path in getattr(arguments, kind)  # the three options above
-    ]
-    content = [*parts, {"type": "text", "text": arguments.prompt}]
-    prompt: Prompt = {"messages": [{"role": "user", "content": content}]} if parts else arguments.prompt
-    with Omni(
-        arguments.model,
-        config=arguments.config,
-        dtype=arguments.dtype,
-        speculation=arguments.speculation,
-        load_format=arguments.load_format,
-        deterministic=arguments.deterministic,
-        tensor_parallel=arguments.tensor_parallel,
-        quantization=arguments.quantization,
-        kv_dtype=arguments.kv_dtype,
-        scheduling=arguments.scheduling,
-        name=arguments.name,
-    ) as omni:
-        [output] = omni.generate(
-            prompt,
-            modalities=["text", "audio"] if arguments.output else None,
-            voice=arguments.voice,
-            seed=arguments.seed,
-            sampling=SamplingParams(temperature=arguments.temperature, max_tokens=arguments.max_tokens),
-        )
-    print(output.text)
-    if arguments.output is not None and output.audio is not None:
-        try:
-            arguments.output.write_bytes(encode_audio(output.audio.samples, output.audio.sample_rate, kind))
-        except OSError as error:
-            raise ConfigError(f"--output {str(arguments.output)!r} cannot be written: {error.strerror}") from error
-    return 0
-
-
-def _speech_format(path: Path) -> str:
-    """What the ending of a file name says; seen to before the stages are started."""
-    from segue.media.encode import check_audio_format
-
-    if not path.parent.is_dir():
-        raise ConfigError(f"--output {str(path)!r}: there is no directory {str(path.parent)!r}")
-    return check_audio_format(path.suffix.lstrip(".").lower() or "wav", "--output")
 
 
 def _graph(arguments: argparse.Namespace) -> int:

@@ -42,8 +42,10 @@ from segue.orchestrator.service import ModelCard
 from segue.server import errors as server_errors
 from segue.server.chat_request import ChatBody, chat_request
 from segue.server.completion_request import CompletionBody
+from segue.server.image_request import EditBody, ImageBody, PaintingBody
 from segue.server.parameters import CommonBody
 from segue.server.settings import ServerSettings
+from segue.server.video_request import VideoBody
 
 DOCS = ROOT / "docs"
 MODEL = "out/qwen2.5-omni-tiny"
@@ -326,6 +328,15 @@ def test_every_parameter_of_completions_is_documented() -> None:
     listed = [name for row in rows(DOCS / "api.md", "## Completions") for name in names(row[0])]
     own = set(CompletionBody.__struct_fields__) - set(CommonBody.__struct_fields__)
     assert sorted(listed) == sorted(own | {"max_tokens"})
+
+
+def test_every_parameter_of_pictures_is_documented() -> None:
+    listed = [name for row in rows(DOCS / "api.md", "## Pictures") for name in names(row[0])]
+    assert sorted(listed) == sorted(ImageBody.__struct_fields__)
+    of_edits = [name for row in rows(DOCS / "api.md", "### Editing pictures") for name in names(row[0])]
+    of_videos = {name for row in rows(DOCS / "api.md", "## Videos") for name in names(row[0])}
+    assert set(VideoBody.__struct_fields__) - set(PaintingBody.__struct_fields__) <= of_videos
+    assert sorted(of_edits) == sorted(set(EditBody.__struct_fields__) - set(ImageBody.__struct_fields__))
 
 
 def test_every_endpoint_is_documented(server: str) -> None:

@@ -158,6 +158,7 @@ def test_cancelled(painter: Painter, truth: RequestOutput) -> None:
         ({"height": 65}, "height"),
         ({"num_frames": 9}, "num_frames"),
         ({"image": np.zeros((8, 8, 3), dtype=np.uint8)}, "image"),
+        ({"mask_image": np.zeros((8, 8, 3), dtype=np.uint8)}, "mask_image"),
         ({"heigth": 64}, "heigth"),
         ({"num_inference_steps": "many"}, "num_inference_steps"),
         ({"image": 7}, "image"),

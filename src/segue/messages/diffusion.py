@@ -30,6 +30,8 @@ class DiffusionParams(msgspec.Struct, kw_only=True, frozen=True):
     max_area: int | None = None
     """Pixels: height and width are made to fit it, in their proportions (Flux Kontext)."""
     num_frames: int | None = None
+    seconds: float | None = None
+    """Of a video, instead of `num_frames`: the nearest number of frames that the model makes."""
     fps: float | None = None
     """Of the file that is written; the network knows no frame rate."""
     num_inference_steps: int | None = None
@@ -117,10 +119,12 @@ def check_diffusion(params: DiffusionParams) -> None:
         value = getattr(params, name)
         if value is not None and not (math.isfinite(value) and value >= 0):
             raise _wrong(name, value, "a finite number of at least 0")
-    for name in ("fps", "step_cache_threshold"):
+    for name in ("fps", "seconds", "step_cache_threshold"):
         value = getattr(params, name)
         if value is not None and not (math.isfinite(value) and value > 0):
             raise _wrong(name, value, "a finite number above 0")
+    if params.seconds is not None and params.num_frames is not None:
+        raise _wrong("seconds", params.seconds, "left out beside num_frames")
     if params.strength is not None and not 0 < params.strength <= 1:
         raise _wrong("strength", params.strength, "above 0 and at most 1")
     for name in ("guidance_rescale", "eta"):

@@ -9,11 +9,12 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
 from tqdm import tqdm
 
 from segue.graph.deployment import Plan
@@ -23,7 +24,7 @@ from segue.graph.stage_graph import StageGraph
 from segue.media.parts import messages_from
 from segue.media.pictures import PICTURES, picture_parts
 from segue.media.sources import MediaPolicy, shown
-from segue.messages.deltas import Delta, Finished, TokensDelta
+from segue.messages.deltas import Delta, Finished, ProgressDelta, TokensDelta
 from segue.messages.diffusion import PARAMETERS, DiffusionParams, check_diffusion, diffusion_from
 from segue.messages.errors import ConfigError, InvalidRequest, NotFound, StageFailed, nearest
 from segue.messages.request import Message, Request, check_types
@@ -34,6 +35,7 @@ from segue.observe.stats import render_gauges, render_worker_stats
 from segue.orchestrator.orchestrator import Orchestrator
 from segue.orchestrator.outputs import Collector, RequestOutput
 from segue.orchestrator.service import Health, ModelCard
+from segue.orchestrator.step_bar import StepBar
 from segue.orchestrator.supervisor import OnProgress
 
 Prompt = str | Mapping[str, Any]
@@ -184,12 +186,18 @@ class AsyncOmni:
         self._check(request)
         return self.orchestrator.stream(request)
 
-    async def generate(self, prompt: Prompt, **settings: Any) -> RequestOutput:
-        """One request, whole. `settings` as for `Omni.generate`."""
+    async def generate(self, prompt: Prompt, *, step_bar: bool = False, **settings: Any) -> RequestOutput:
+        """One request, whole. `step_bar`: draw a bar by denoising step. `settings` as for `Omni.generate`."""
         request = self.request(prompt, **settings)
         collector = Collector(request.request_id, wants_audio="audio" in request.modalities)
-        async for delta in self.stream(request):
-            collector.add(delta)
+        params = request.diffusion or DiffusionParams()
+        if step_bar and self._pictures:
+            request.diffusion = msgspec.structs.replace(params, progress=True)
+        with closing(StepBar(params.num_images_per_prompt)) as bar:
+            async for delta in self.stream(request):
+                collector.add(delta)
+                if step_bar and isinstance(delta, ProgressDelta):
+                    bar.show(delta)
         return collector.output()
 
     async def tokenize(self, prompt: Prompt) -> list[int]:
@@ -414,7 +422,7 @@ class Omni:
 
             async def one(prompt: Prompt) -> RequestOutput:
                 try:
-                    return await self._async.generate(prompt, **settings)
+                    return await self._async.generate(prompt, step_bar=bar.disable and self._progress, **settings)
                 finally:
                     bar.update()
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, nullcontext
+
 from fastapi import FastAPI
 
 from segue.observe.metrics import ServerMetrics
@@ -11,6 +14,7 @@ from segue.server.completions import add_completions
 from segue.server.embeddings import add_embeddings
 from segue.server.errors import install_error_handlers
 from segue.server.health import add_health
+from segue.server.images import add_images
 from segue.server.lora import add_lora
 from segue.server.metrics import add_metrics
 from segue.server.middleware import Door
@@ -19,17 +23,32 @@ from segue.server.openapi import add_openapi
 from segue.server.page import add_page
 from segue.server.settings import ServerSettings
 from segue.server.tokenize import add_tokenize
+from segue.server.videos import Videos, add_videos
 
 
 def create_app(service: Service, settings: ServerSettings | None = None) -> FastAPI:
-    """All endpoints. The service must live on the event loop that serves the application."""
+    """All endpoints. The service must live on the event loop that serves the application.
+
+    Raises `ConfigError` where jobs of video cannot be kept.
+    """
     settings = settings or ServerSettings()
     own = ServerMetrics()
-    app = FastAPI(title="Segue", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    videos = Videos(service, settings, own) if "video" in service.card.gives else None
+
+    @asynccontextmanager
+    async def running(app: FastAPI) -> AsyncGenerator[None]:
+        async with videos.running() if videos is not None else nullcontext():
+            yield
+
+    app = FastAPI(
+        title="Segue", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=running
+    )
     add_chat_completions(app, service, settings, own)
     add_completions(app, service, settings, own)
     add_tokenize(app, service, settings)
     add_embeddings(app, service, settings, own)
+    add_images(app, service, settings, own)
+    add_videos(app, service, settings, videos)
     add_models(app, service, settings)
     add_lora(app, service, settings)
     add_health(app, service)

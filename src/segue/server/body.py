@@ -26,7 +26,7 @@ async def read_json(request: Request, limit: int) -> dict[str, Any]:
     if declared != "application/json" and not declared.endswith("+json"):
         # also what keeps a web page of another origin from posting here without asking first
         raise UnsupportedMediaType(f"Content-Type is {shown(declared)}; it must be application/json")
-    body = await _read(request, limit)
+    body = await read_body(request, limit)
     # a large body (base64 of a video) takes tens of milliseconds: other clients' events go out meanwhile
     value = _decode(body) if len(body) < _LARGE else await asyncio.to_thread(_decode, body)
     if not isinstance(value, dict):
@@ -43,9 +43,9 @@ def _decode(body: bytes) -> Any:
         raise InvalidRequest("the body is nested too deeply") from error
 
 
-async def _read(request: Request, limit: int) -> bytes:
-    """The body. What is over the limit is read on and dropped (up to as much again), so that the client gets to
-    reading the answer instead of failing to write."""
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body, whatever it is. What is over the limit is read on and dropped (up to as much again), so that the client
+    gets to reading the answer instead of failing to write."""
     pieces: list[bytes] = []
     size = 0
     try:

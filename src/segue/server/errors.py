@@ -41,6 +41,21 @@ class UnsupportedMediaType(InvalidRequest):
     code = "unsupported_media_type"
 
 
+class CrossSite(SegueError):
+    """A form that a web page of another site sent."""
+
+    status = 403
+    type = "invalid_request_error"
+    code = "cross_site"
+
+
+class StorageFull(SegueError):
+    """What is to be kept has no room on this server's disk."""
+
+    status = 507
+    code = "storage_full"
+
+
 def error_body(error: SegueError) -> dict[str, Any]:
     """OpenAI's error object; `stage` is ours, and there only where a stage failed."""
     body = {"message": error.message, "type": error.type, "param": error.field, "code": error.code}

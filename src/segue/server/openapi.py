@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import version
 from typing import Any
 
@@ -13,8 +14,10 @@ from segue.server.chat_request import ChatBody
 from segue.server.completion_request import CompletionBody
 from segue.server.embeddings import EmbeddingsBody
 from segue.server.errors import json_response
+from segue.server.image_request import EditBody, ImageBody
 from segue.server.lora import LoadLoraBody, UnloadLoraBody
 from segue.server.tokenize import DetokenizeBody, TokenizeBody
+from segue.server.video_request import VideoBody
 
 
 class ErrorObject(msgspec.Struct, kw_only=True):
@@ -38,6 +41,9 @@ _POST: dict[str, tuple[type[msgspec.Struct], str, bool]] = {
     "/v1/chat/completions": (ChatBody, "An answer to messages, whole or streamed.", True),
     "/v1/completions": (CompletionBody, "What a prompt goes on with, whole or streamed.", True),
     "/v1/embeddings": (EmbeddingsBody, "The vectors of texts.", False),
+    "/v1/images/generations": (ImageBody, "Pictures of a prompt, whole or streamed.", True),
+    "/v1/images/edits": (EditBody, "Pictures made of others, whole or streamed.", True),
+    "/v1/videos": (VideoBody, "Begin to make a video.", False),
     "/tokenize": (TokenizeBody, "A prompt or messages as token ids.", False),
     "/detokenize": (DetokenizeBody, "The text of token ids.", False),
     "/v1/load_lora_adapter": (LoadLoraBody, "Load a LoRA adapter.", False),
@@ -47,6 +53,9 @@ _POST: dict[str, tuple[type[msgspec.Struct], str, bool]] = {
 _GET = {
     "/v1/models": ("application/json", "What is served."),
     "/v1/models/{name}": ("application/json", "One model."),
+    "/v1/videos": ("application/json", "The videos of this server, made or being made."),
+    "/v1/videos/{video_id}": ("application/json", "How a video stands."),
+    "/v1/videos/{video_id}/content": ("video/mp4", "The file of a video."),
     "/v1/audio/voices": ("application/json", "Voices and audio formats."),
     "/tokenizer_info": ("application/json", "Special tokens and the chat template."),
     "/health": ("application/json", "Whether every stage is ready."),
@@ -70,7 +79,9 @@ def _document() -> dict[str, Any]:
     _, components = msgspec.json.schema_components([*bodies, ErrorAnswer], ref_template="#/components/schemas/{name}")
     paths: dict[str, Any] = {path: {"get": _get(path, *entry)} for path, entry in _GET.items()}
     for path, entry in _POST.items():
-        paths[path] = {"post": _post(*entry)}
+        paths.setdefault(path, {})["post"] = _post(path, *entry)
+    for path, about in _DELETE.items():
+        paths[path]["delete"] = _get(path, "application/json", about)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Segue", "version": version("segue")},
@@ -84,21 +95,35 @@ def _document() -> dict[str, Any]:
 
 def _get(path: str, media: str, about: str) -> dict[str, Any]:
     operation: dict[str, Any] = {"summary": about, "responses": _answers({media: {}})}
-    if "{name}" in path:
-        operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+    named = re.findall(r"{(\w+)}", path)
+    if named or path in _QUERIES:
+        operation["parameters"] = [_parameter(name, "path") for name in named] + [
+            _parameter(name, "query") for name in _QUERIES.get(path, ())
+        ]
     return operation
 
 
-def _post(body: type[msgspec.Struct], about: str, streams: bool) -> dict[str, Any]:
+_QUERIES = {"/v1/videos": ("after", "limit", "order"), "/v1/videos/{video_id}/content": ("variant",)}
+_DELETE = {"/v1/videos/{video_id}": "End and forget a video."}
+_FORMS = frozenset({"/v1/images/edits", "/v1/videos"})
+"""What is also taken as a form."""
+
+
+def _post(path: str, body: type[msgspec.Struct], about: str, streams: bool) -> dict[str, Any]:
     kinds: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if streams:
         kinds["text/event-stream"] = {"schema": {"type": "string"}}
+    taken = ("application/json", "multipart/form-data") if path in _FORMS else ("application/json",)
     return {
         "summary": about,
-        "requestBody": {"required": True, "content": {"application/json": {"schema": _reference(body)}}},
+        "requestBody": {"required": True, "content": {one: {"schema": _reference(body)} for one in taken}},
         "responses": _answers(kinds),
         "security": [{}, {"key": []}],
     }
+
+
+def _parameter(name: str, where: str) -> dict[str, Any]:
+    return {"name": name, "in": where, "required": where == "path", "schema": {"type": "string"}}
 
 
 def _answers(content: dict[str, Any]) -> dict[str, Any]:

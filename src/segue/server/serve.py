@@ -66,7 +66,7 @@ def http_server(service: Service, settings: ServerSettings) -> HttpServer:
         ws="none",
         log_config=None,
         access_log=False,
-        lifespan="off",
+        lifespan="on",
         server_header=False,
         timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
     )

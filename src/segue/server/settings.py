@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from segue.media.sources import MediaPolicy
 
@@ -23,6 +24,12 @@ class ServerSettings:
     media: MediaPolicy = field(default_factory=MediaPolicy)
     allow_runtime_lora: bool = False
     """Clients may have LoRA adapters loaded from any directory of this machine, and unloaded."""
+    video_dir: Path | None = None
+    """Where jobs of video are kept, over restarts; None: under the user's state directory, by the model's name."""
+    max_videos: int = 256
+    """Jobs of video; the oldest finished ones make room for new ones."""
+    max_video_bytes: int = 16 << 30
+    """Of all jobs of video together, on disk."""
     max_body_bytes: int = 384 << 20
     """Of one HTTP request; base64 makes a file a third larger."""
     stall_seconds: float = 60.0

@@ -48,6 +48,8 @@ class Rules:
     """Most tokens of a prompt that can be asked for."""
     pictures: tuple[int, int] = (0, 0)
     """How few and how many pictures a request carries."""
+    roles: frozenset[str] = frozenset()
+    """What pictures may be besides the pictures themselves (`MediaPart.role`), e.g. `mask_image`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +86,10 @@ class DiffusionInput(InputStage):
     def process(self, request: Request) -> Payload:
         given = request.diffusion or DiffusionParams()
         self._check_taken(given)
+        given = self._with_frames(given)
         prompt = prompt_of(request)
         parts = pictures_of(request)
-        self._check_pictures(len(parts))
+        self._check_pictures(parts)
         pictures = [Picture(Image.fromarray(decode_image(part, self._media)), part.role) for part in parts]
         params = self.completed(given, pictures)
         if params.sigmas is not None:
@@ -102,12 +105,26 @@ class DiffusionInput(InputStage):
 
     def _check_taken(self, given: DiffusionParams) -> None:
         neutral = dict(_fields(DiffusionParams()))
-        known = COMMON | self.rules.takes
+        known = COMMON | self.rules.takes | ({"seconds"} if "num_frames" in self.rules.takes else set())
         for name, value in _fields(given):
             if value != neutral.get(name) and name not in known:
                 raise InvalidRequest(f"this model takes no {name}; it takes {', '.join(sorted(known))}", field=name)
 
-    def _check_pictures(self, count: int) -> None:
+    def _with_frames(self, given: DiffusionParams) -> DiffusionParams:
+        """What lasts so many seconds as frames: the nearest number that the model makes."""
+        if given.seconds is None:
+            return given
+        fps = given.fps or self.rules.defaults.fps
+        if fps is None:
+            raise InvalidRequest("this model knows no frame rate; send num_frames, or fps as well", field="seconds")
+        steps = round(min(given.seconds * fps, 1e9) / self.rules.frame_step)
+        return msgspec.structs.replace(given, seconds=None, num_frames=steps * self.rules.frame_step + 1)
+
+    def _check_pictures(self, parts: Sequence[MediaPart]) -> None:
+        for part in parts:
+            if part.role and part.role not in self.rules.roles:
+                raise InvalidRequest(f"this model takes no {part.role}", field=part.field or part.role)
+        count = len(parts)
         least, most = self.rules.pictures
         if count > most:
             right = f"at most {most}" if most else "none"

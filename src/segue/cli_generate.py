@@ -1,0 +1,193 @@
+"""`segue generate`: one request, and files of what comes out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from segue.messages.errors import ConfigError
+
+if TYPE_CHECKING:
+    from segue.orchestrator.outputs import RequestOutput
+
+_PICTURES = {".png": "png", ".webp": "webp", ".jpg": "jpeg", ".jpeg": "jpeg"}
+"""Ending → format."""
+_SIZE = re.compile(r"([1-9]\d{0,8})x([1-9]\d{0,8})")
+_PARAMETERS = {
+    "negative": "negative_prompt",
+    "steps": "num_inference_steps",
+    "guidance": "guidance_scale",
+    "true_cfg": "true_cfg_scale",
+    "scheduler": "scheduler",
+    "number": "num_images_per_prompt",
+    "frames": "num_frames",
+    "fps": "fps",
+}
+"""Option → what pipelines call it."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Everything but the model."""
+    parser.add_argument("prompt", help="the user message; for a model without chat template, the text to go on with")
+    parser.add_argument("--image", type=Path, action="append", default=[])
+    parser.add_argument("--audio", type=Path, action="append", default=[])
+    parser.add_argument("--video", type=Path, action="append", default=[])
+    parser.add_argument("--voice")
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--max-tokens", type=int)
+    parser.add_argument("--temperature", type=float)
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        help="write speech (.wav, .mp3, .flac, .opus) or pictures (.png, .webp, .jpg) here; several get numbers",
+    )
+    pictures = parser.add_argument_group("pictures and video")
+    pictures.add_argument("--size", type=_size, metavar="WxH", help="pixels, e.g. 1024x768; default: the model's")
+    pictures.add_argument("--steps", type=int, help="denoising steps")
+    pictures.add_argument("--negative", metavar="TEXT", help="what should not be there")
+    pictures.add_argument("--guidance", type=float, help="guidance_scale of the model's pipeline")
+    pictures.add_argument("--true-cfg", type=float, help="true_cfg_scale of the model's pipeline")
+    pictures.add_argument("--scheduler", help="class name of one of diffusers' schedulers")
+    pictures.add_argument("-n", "--number", type=int, help="how many pictures")
+    pictures.add_argument("--frames", type=int, help="of a video")
+    pictures.add_argument("--fps", type=float, help="of the video that is written")
+    pictures.add_argument(
+        "--parameter",
+        type=_parameter,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="another argument of the model's pipeline; may be given repeatedly",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The exit status. Raises `ConfigError` for what cannot be written before anything is started."""
+    from segue.messages.sampling import SamplingParams
+    from segue.orchestrator.omni import Omni
+
+    output: Path | None = arguments.output
+    modality = _modality(arguments.model, output)
+    asks = {"voice": arguments.voice} if modality in (None, "audio") else {}
+    sampling = SamplingParams(temperature=arguments.temperature, max_tokens=arguments.max_tokens)
+    said = sampling != SamplingParams()
+    with Omni(
+        arguments.model,
+        config=arguments.config,
+        dtype=arguments.dtype,
+        speculation=arguments.speculation,
+        load_format=arguments.load_format,
+        deterministic=arguments.deterministic,
+        tensor_parallel=arguments.tensor_parallel,
+        quantization=arguments.quantization,
+        kv_dtype=arguments.kv_dtype,
+        scheduling=arguments.scheduling,
+        name=arguments.name,
+    ) as omni:
+        [out] = omni.generate(
+            _prompt(arguments),
+            modalities=None if modality is None else ["text", "audio"] if modality == "audio" else [modality],
+            seed=arguments.seed,
+            sampling=sampling if said else None,
+            **asks,
+            **_parameters(arguments),
+        )
+    if modality in (None, "audio"):
+        print(out.text)
+    if output is not None:
+        for path in _write(output, out):
+            if modality == "image":
+                print(path)
+    return 0
+
+
+def _prompt(arguments: argparse.Namespace) -> Any:
+    parts = [
+        {"type": kind, kind: path}
+        for kind, paths in (("image", arguments.image), ("audio", arguments.audio), ("video", arguments.video))
+        for path in paths
+    ]
+    content = [*parts, {"type": "text", "text": arguments.prompt}]
+    return {"messages": [{"role": "user", "content": content}]} if parts else arguments.prompt
+
+
+def _parameters(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What was said of pictures and video, by the pipelines' names."""
+    given = vars(arguments)
+    parameters = {name: given[option] for option, name in _PARAMETERS.items() if given[option] is not None}
+    if arguments.size is not None:
+        parameters |= {"width": arguments.size[0], "height": arguments.size[1]}
+    return {**parameters, **dict(arguments.parameter)}
+
+
+def _modality(model: Path, output: Path | None) -> str | None:
+    """What the ending of the file asks for; None: text. Raises `ConfigError` for what the model does not give."""
+    from segue.media.encode import AUDIO_FORMATS, check_audio_format
+    from segue.models.registry import family_of, read_config
+
+    config = read_config(model)
+    gives = family_of(config, model).graph(config).gives
+    if output is None:
+        if "text" in gives or "image" not in gives:
+            return None
+        raise ConfigError("this model makes pictures: say where to, e.g. --output out.png", field="output")
+    if not output.parent.is_dir():
+        raise ConfigError(f"--output {str(output)!r}: there is no directory {str(output.parent)!r}", field="output")
+    ending = output.suffix.lower()
+    if ending in _PICTURES:
+        modality = "image"
+    else:
+        if "audio" not in gives and ending.removeprefix(".") not in AUDIO_FORMATS:
+            right = ", ".join(_PICTURES) if "image" in gives else "no --output"
+            raise ConfigError(f"--output {str(output)!r} has no ending this model writes: {right}", field="output")
+        check_audio_format(ending.removeprefix(".") or "wav", "--output")
+        modality = "audio"
+    if modality not in gives:
+        right = ", ".join(sorted(gives))
+        raise ConfigError(f"--output {str(output)!r}: this model gives no {modality}, but {right}", field="output")
+    return modality
+
+
+def _write(path: Path, output: RequestOutput) -> list[Path]:
+    """The files that were written: one of the name itself, several with numbers. Raises `ConfigError`."""
+    from segue.media.encode import encode_audio
+    from segue.media.encode_image import encode_image
+
+    ending = path.suffix.lower()
+    files: list[bytes] = []
+    if ending in _PICTURES:
+        files += [
+            encode_image(image.tobytes(), image.height, image.width, _PICTURES[ending]) for image in output.images
+        ]
+    elif output.audio is not None:
+        name = ending.removeprefix(".") or "wav"
+        files.append(encode_audio(output.audio.samples, output.audio.sample_rate, name))
+    paths = [path] if len(files) == 1 else [path.with_stem(f"{path.stem}-{index}") for index in range(len(files))]
+    for to, data in zip(paths, files, strict=True):
+        try:
+            to.write_bytes(data)
+        except OSError as error:
+            raise ConfigError(f"--output {str(to)!r} cannot be written: {error.strerror}", field="output") from error
+    return paths
+
+
+def _size(text: str) -> tuple[int, int]:
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size, such as 1024x768 (width, height)")
+    return int(match[1]), int(match[2])
+
+
+def _parameter(text: str) -> tuple[str, Any]:
+    """NAME=VALUE, the value in JSON or, where it is none, as text."""
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value

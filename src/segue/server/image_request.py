@@ -1,0 +1,263 @@
+"""`/v1/images/*`: the body, as OpenAI has it with the pipelines' own arguments, into a checked `Request`."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from segue.media.encode_image import check_image_format
+from segue.media.parts import part_of
+from segue.media.sources import shown
+from segue.messages.carried import check_carried
+from segue.messages.diffusion import PARAMETERS, DiffusionParams, check_diffusion
+from segue.messages.errors import InvalidRequest, SegueError, TooLarge, TooLong
+from segue.messages.request import MediaPart, Message, Request
+from segue.orchestrator.service import ModelCard
+from segue.server.errors import Unsupported
+from segue.server.parameters import check_model, parse_body, turn_fields
+from segue.server.settings import ServerSettings
+
+MAX_PROMPT = 32_000
+"""Characters; OpenAI's."""
+MAX_PICTURES = 16
+"""Of one request; OpenAI's."""
+_TEXTS = ("negative_prompt", "prompt_2", "prompt_3", "negative_prompt_2", "negative_prompt_3")
+_SIZE = re.compile(r"([1-9]\d{0,8})x([1-9]\d{0,8})")
+
+
+class PaintingBody(DiffusionParams, kw_only=True, frozen=True):
+    """What every endpoint takes that makes pictures or video. null means not given."""
+
+    prompt: str
+    model: str | None = None
+    """None: the one that is served."""
+    size: str | None = None
+    """`WIDTHxHEIGHT` in pixels."""
+    seed: int | None = None
+    user: str | None = None
+    """The tenant, for fair scheduling."""
+    priority: int | None = None
+
+
+class ImageBody(PaintingBody, kw_only=True, frozen=True):
+    """Every parameter of `/v1/images/generations` that does something."""
+
+    n: int | None = None
+    response_format: str | None = None
+    output_format: str | None = None
+    output_compression: int | None = None
+    """Quality, 0 to 100, of WebP and JPEG."""
+    stream: bool | None = None
+    deadline: float | None = None
+    """Seconds from now."""
+
+
+class EditBody(ImageBody, kw_only=True, frozen=True):
+    """Every parameter of `/v1/images/edits` that does something."""
+
+    image: Any
+    """A file (or a URL), or several."""
+    mask: Any = None
+
+
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "background": ("auto", "opaque"),
+    "quality": ("auto", "standard"),
+    "style": (),
+    "moderation": ("auto", "low"),
+    "complexity": (),
+    "frame_count": (),
+    "frame_duration_ms": (),
+    "svg": (),
+}
+"""OpenAI's parameters that cannot be honoured → the values that ask for nothing (null always does)."""
+
+UNSUPPORTED_OF_EDITS: dict[str, tuple[object, ...]] = {
+    **UNSUPPORTED,
+    "input_fidelity": ("low",),
+    "markup": (),
+}
+
+P = TypeVar("P", bound=PaintingBody)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageRequest:
+    """A checked request, and how to answer it."""
+
+    request: Request
+    size: str | None
+    """As the client wrote it."""
+    n_given: bool
+    output_format: str
+    output_quality: int
+    stream: bool
+    event: str
+    """What names of events begin with."""
+
+    def as_written(self, error: SegueError) -> SegueError:
+        """What the stages have to say, by the names that the client used."""
+        return as_written(error, self.size, self.n_given)
+
+
+def image_request(
+    body: ImageBody, card: ModelCard, settings: ServerSettings, *, event: str, pictures: list[MediaPart]
+) -> ImageRequest:
+    """Check everything that can be checked without the stages. Raises `InvalidRequest`."""
+    if body.response_format not in (None, "b64_json"):
+        right = "pictures are not kept here: leave it out, or use b64_json"
+        if body.response_format == "url":
+            raise Unsupported(f"response_format is 'url'; {right}", field="response_format")
+        raise InvalidRequest(f"response_format is {shown(body.response_format)}; {right}", field="response_format")
+    stream = bool(body.stream)
+    if not stream and (given := "partial_images" if body.partial_images else "progress" if body.progress else None):
+        raise InvalidRequest(f"{given} is given, but stream is not true", field=given)
+    output_format = check_image_format(body.output_format or "png", "output_format")
+    request = painting_request(body, card, settings, prefix="img", modality="image", pictures=pictures)
+    request.diffusion = _with_count(body, request.diffusion or DiffusionParams())
+    request.deadline = turn_fields(None, None, body.deadline, time.time())["deadline"]
+    return ImageRequest(
+        request=request,
+        size=body.size,
+        n_given=body.n is not None,
+        output_format=output_format,
+        output_quality=_quality(body.output_compression, output_format),
+        stream=stream,
+        event=event,
+    )
+
+
+def edited_pictures(body: EditBody, card: ModelCard, settings: ServerSettings) -> list[MediaPart]:
+    """The pictures to work on. Blocking (HTTP). Raises `InvalidRequest`."""
+    if "image" in card.gives and "image" not in card.takes:
+        raise Unsupported(
+            "this model takes no pictures; this server does not support that endpoint for it", field="model"
+        )
+    several = isinstance(body.image, list)
+    given = body.image if several else [body.image]
+    if not given:
+        raise InvalidRequest("image is empty; give at least one picture", field="image")
+    if len(given) > MAX_PICTURES:
+        raise TooLarge(f"image has {len(given)} pictures; at most {MAX_PICTURES} are taken", field="image")
+    pictures = [
+        picture_part(source, f"image[{index}]" if several else "image", settings) for index, source in enumerate(given)
+    ]
+    if body.mask is not None:
+        mask = picture_part(body.mask, "mask", settings)
+        pictures.append(msgspec.structs.replace(mask, role="mask_image"))
+    return pictures
+
+
+def picture_part(source: object, field: str, settings: ServerSettings) -> MediaPart:
+    """One picture from the bytes of a file or a URL. Blocking (HTTP). Raises `InvalidRequest`."""
+    if not isinstance(source, bytes | str):
+        raise InvalidRequest(f"{field} is {shown(source)}; it must be a file or a URL", field=field)
+    return part_of("image", source, settings.media, field)
+
+
+def painting_body(values: dict[str, Any], kind: type[P], unsupported: dict[str, tuple[object, ...]]) -> P:
+    """The typed body. Raises `InvalidRequest`."""
+    given = {name: value for name, value in values.items() if value is not None or name not in PARAMETERS}
+    return parse_body(given, kind, unsupported, {})
+
+
+def painting_request(
+    body: PaintingBody,
+    card: ModelCard,
+    settings: ServerSettings,
+    *,
+    prefix: str,
+    modality: str,
+    pictures: list[MediaPart],
+) -> Request:
+    """One generation of pictures or video, under a new id. Raises `InvalidRequest`."""
+    if body.model is not None:
+        check_model(body.model, card, settings)
+    if modality not in card.gives:
+        raise Unsupported(
+            f"this model makes no {modality}; this server does not support that endpoint for it", field="model"
+        )
+    _check_text("prompt", body.prompt)
+    for name in _TEXTS:
+        _check_text(name, getattr(body, name) or "")
+    if body.seed is not None and not -(2**63) <= body.seed < 2**64:
+        raise InvalidRequest(f"seed is {body.seed}; it must be a 64-bit integer", field="seed")
+    params = DiffusionParams(**{name: getattr(body, name) for name in DiffusionParams.__struct_fields__})
+    params = _with_size(body.size, params)
+    check_carried(msgspec.to_builtins(params), "the body")
+    check_diffusion(params)
+    return Request(
+        request_id=f"{prefix}-{uuid.uuid4().hex}",
+        prompt=body.prompt,
+        messages=[Message("user", list(pictures))] if pictures else [],
+        modalities=[modality],
+        diffusion=params,
+        seed=body.seed,
+        **turn_fields(body.priority, body.user, None, 0),
+        adapter=body.model if body.model in card.adapters else None,
+    )
+
+
+def as_written(error: SegueError, size: str | None, n_given: bool = False) -> SegueError:
+    """What the stages have to say, by the names that the client used. `size`: where it wrote one."""
+    message, field = error.message, error.field
+    if size is not None and field in ("height", "width"):
+        message, field = f"size is {size}: {message}", "size"
+    elif n_given and field == "num_images_per_prompt":
+        message, field = message.replace(field, "n"), "n"
+    else:
+        return error
+    renamed = type(error)(message, field=field, stage=error.stage)
+    renamed.__cause__ = error
+    return renamed
+
+
+def _check_text(name: str, text: str) -> None:
+    if len(text) > MAX_PROMPT:
+        raise TooLong(f"{name} has {len(text)} characters; at most {MAX_PROMPT} are taken", field=name)
+    check_carried(text, name)
+
+
+def _with_size(size: str | None, params: DiffusionParams) -> DiffusionParams:
+    if size is None or size == "auto":
+        return params
+    match = _SIZE.fullmatch(size)
+    if match is None:
+        raise InvalidRequest(
+            f"size is {shown(size)}; it must be WIDTHxHEIGHT in pixels, e.g. 1024x1024, or auto", field="size"
+        )
+    if params.width is not None or params.height is not None:
+        raise InvalidRequest(f"size is {size}, and width or height is given as well; give one", field="size")
+    return msgspec.structs.replace(params, width=int(match[1]), height=int(match[2]))
+
+
+def _with_count(body: ImageBody, params: DiffusionParams) -> DiffusionParams:
+    if body.n is None:
+        return params
+    if body.n < 1:
+        raise InvalidRequest(f"n is {body.n}; it must be at least 1", field="n")
+    if params.num_images_per_prompt not in (1, body.n):
+        raise InvalidRequest(
+            f"n is {body.n} and num_images_per_prompt {params.num_images_per_prompt}; give one", field="n"
+        )
+    return msgspec.structs.replace(params, num_images_per_prompt=body.n)
+
+
+def _quality(compression: int | None, output_format: str) -> int:
+    if compression is None:
+        return 100
+    if not 0 <= compression <= 100:
+        raise InvalidRequest(
+            f"output_compression is {compression}; it must be from 0 to 100", field="output_compression"
+        )
+    if output_format == "png" and compression != 100:
+        raise InvalidRequest(
+            f"output_compression is {compression}, but a png is always exact; use webp or jpeg, or leave it out",
+            field="output_compression",
+        )
+    return compression

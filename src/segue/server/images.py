@@ -1,0 +1,55 @@
+"""POST /v1/images/generations and /v1/images/edits, as OpenAI has them."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from segue.observe.metrics import ServerMetrics
+from segue.orchestrator.service import Service
+from segue.server.body import read_json
+from segue.server.disconnect import EventStream, while_connected
+from segue.server.errors import json_response
+from segue.server.events import named_events
+from segue.server.image_reply import image_events, whole_images
+from segue.server.image_request import (
+    UNSUPPORTED,
+    UNSUPPORTED_OF_EDITS,
+    EditBody,
+    ImageBody,
+    ImageRequest,
+    edited_pictures,
+    image_request,
+    painting_body,
+)
+from segue.server.multipart import read_values
+from segue.server.settings import ServerSettings
+
+
+def add_images(app: FastAPI, service: Service, settings: ServerSettings, metrics: ServerMetrics) -> None:
+    """Add the endpoints."""
+
+    @app.post("/v1/images/generations")
+    async def generate(request: Request) -> Response:
+        values = await read_json(request, settings.max_body_bytes)
+        body = painting_body(values, ImageBody, UNSUPPORTED)
+        asked = image_request(body, service.card, settings, event="image_generation", pictures=[])
+        return await _answer(asked, request, service, settings, metrics)
+
+    @app.post("/v1/images/edits")
+    async def edit(request: Request) -> Response:
+        values = await read_values(request, settings.max_body_bytes, EditBody, frozenset({"image", "mask"}))
+        body = painting_body(values, EditBody, UNSUPPORTED_OF_EDITS)
+        pictures = await asyncio.to_thread(edited_pictures, body, service.card, settings)
+        asked = image_request(body, service.card, settings, event="image_edit", pictures=pictures)
+        return await _answer(asked, request, service, settings, metrics)
+
+
+async def _answer(
+    asked: ImageRequest, request: Request, service: Service, settings: ServerSettings, metrics: ServerMetrics
+) -> Response:
+    if asked.stream:
+        return EventStream(named_events(image_events(asked, service, metrics)), settings.stall_seconds)
+    return json_response(await while_connected(request.receive, whole_images(asked, service, metrics)))

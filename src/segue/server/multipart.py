@@ -1,0 +1,144 @@
+"""A body of `multipart/form-data` (RFC 7578): fields and files, read within limits."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from email.message import Message
+from email.parser import BytesParser
+from typing import Any, Union
+from urllib.parse import urlsplit
+
+import msgspec
+from fastapi import Request
+
+from segue.media.sources import shown
+from segue.messages.errors import InvalidRequest
+from segue.server.body import read_body, read_json
+from segue.server.errors import CrossSite
+
+MAX_PARTS = 512
+_MAX_HEAD = 16 << 10
+_NAME = re.compile(r"(?P<name>[^\[\]]+)(?:\[(?P<key>[^\[\]]*)\])?")
+
+
+@dataclass(frozen=True, slots=True)
+class FormPart:
+    """One field or file."""
+
+    name: str
+    """As it is written: `image[]`."""
+    data: bytes
+    is_file: bool
+
+
+async def read_values(
+    request: Request, limit: int, kind: type[msgspec.Struct], files: frozenset[str]
+) -> dict[str, Any]:
+    """The values of a JSON object or of a form, by name. Raises `InvalidRequest`, or `TooLarge` above `limit` bytes.
+
+    Of a form, the fields in `files` are bytes (text where they are no file), and the texts of the others become what
+    the field of `kind` is: numbers, booleans, lists. `name[]`, and a name that is there twice, is a list; `name[key]`
+    an entry of an object.
+    """
+    declared = request.headers.get("content-type", "")
+    if declared.partition(";")[0].strip().lower() != "multipart/form-data":
+        return await read_json(request, limit)
+    _check_origin(request)
+    body = await read_body(request, limit)
+    parts = await asyncio.to_thread(parse_multipart, body, declared)
+    return form_values(parts, kind, files)
+
+
+def _check_origin(request: Request) -> None:
+    """A web page of another site may send forms without asking first, which it may not do with JSON."""
+    origin = request.headers.get("origin")
+    if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
+        raise CrossSite(f"a form from another site ({shown(origin)}) is not taken")
+
+
+def parse_multipart(body: bytes, content_type: str) -> list[FormPart]:
+    """The parts in order. Raises `InvalidRequest`."""
+    declared = Message()
+    declared["content-type"] = content_type
+    boundary = declared.get_boundary()
+    if not boundary:
+        raise InvalidRequest("the body is multipart/form-data, but its Content-Type names no boundary")
+    try:
+        marker = b"--" + boundary.encode("ascii")
+    except UnicodeEncodeError as error:
+        raise InvalidRequest("the boundary of the body is not ASCII") from error
+    at = 0 if body.startswith(marker) else body.find(b"\r\n" + marker) + 2
+    if at == 1:
+        raise InvalidRequest("the body is not multipart/form-data: its boundary is not in it")
+    parts: list[FormPart] = []
+    at += len(marker)
+    while body[at : at + 2] != b"--":
+        if len(parts) == MAX_PARTS:
+            raise InvalidRequest(f"the form has more than {MAX_PARTS} parts")
+        end = body.find(b"\r\n" + marker, at)
+        if end < 0:
+            raise InvalidRequest("the form breaks off: its last boundary is missing")
+        parts.append(_part(body, at, end))
+        at = end + 2 + len(marker)
+    return parts
+
+
+def _part(body: bytes, start: int, end: int) -> FormPart:
+    """`start`: after a boundary. `end`: where the line break before the next one begins."""
+    head_end = body.find(b"\r\n\r\n", start, min(end + 2, start + _MAX_HEAD))
+    if head_end < 0:
+        raise InvalidRequest("a part of the form has no head, or one that is too long")
+    head = BytesParser().parsebytes(body[start:head_end].lstrip() + b"\r\n\r\n")
+    name = head.get_param("name", header="content-disposition")
+    if head.get_content_disposition() != "form-data" or not isinstance(name, str) or not name:
+        raise InvalidRequest("a part of the form has no Content-Disposition: form-data with a name")
+    return FormPart(name, body[head_end + 4 : end], head.get_filename() is not None)
+
+
+def form_values(parts: list[FormPart], kind: type[msgspec.Struct], files: frozenset[str]) -> dict[str, Any]:
+    """Values by name, as a JSON body has them. Raises `InvalidRequest`."""
+    hints = typing.get_type_hints(kind)
+    values: dict[str, Any] = {}
+    for part in parts:
+        match = _NAME.fullmatch(part.name)
+        if match is None:
+            raise InvalidRequest(f"the form has a field {shown(part.name)}, no known way to write a name")
+        name, key = match["name"], match["key"]
+        if part.is_file and name not in files:
+            raise InvalidRequest(f"{name} is a file; it must be text", field=name)
+        value = part.data if part.is_file else _value(name, part.data, hints)
+        if key:
+            held = values.setdefault(name, {})
+            if not isinstance(held, dict):
+                raise InvalidRequest(f"{name} is given as a value and as an object", field=name)
+            held[key] = value
+        elif name in values or key == "":
+            held = values.setdefault(name, [])
+            values[name] = [*held, value] if isinstance(held, list) else [held, value]
+        else:
+            values[name] = value
+    return values
+
+
+def _value(name: str, data: bytes, hints: Mapping[str, Any]) -> Any:
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"{name} is not UTF-8 text", field=name) from error
+    if name not in hints or _takes_text(hints[name]):
+        return text
+    try:
+        return msgspec.json.decode(data.lower() if data in (b"True", b"False") else data)
+    except msgspec.DecodeError:
+        return text  # the check of its type says what is wrong
+
+
+def _takes_text(hint: Any) -> bool:
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        return any(one is str for one in typing.get_args(hint))
+    return hint is str or hint is Any

@@ -1,0 +1,92 @@
+"""`/v1/videos`: the body, as OpenAI has it with the pipelines' own arguments, into a `Request` and the job of it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from segue.media.sources import shown
+from segue.messages.errors import InvalidRequest, SegueError
+from segue.messages.request import MediaPart, Request
+from segue.orchestrator.service import ModelCard
+from segue.server.errors import Unsupported
+from segue.server.image_request import PaintingBody, painting_body, painting_request, picture_part
+from segue.server.image_request import as_written as size_as_written
+from segue.server.settings import ServerSettings
+from segue.server.video_store import Job
+
+FILES = frozenset({"input_reference", "last_image"})
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {"characters": ([],)}
+
+
+class VideoBody(PaintingBody, kw_only=True, frozen=True):
+    """Every parameter that does something. null means not given."""
+
+    input_reference: Any = None
+    """The picture the video begins with: a file, a URL, or `{"image_url": URL}`."""
+    last_image: Any = None
+    """Ours: the picture it ends with."""
+
+
+def video_request(values: dict[str, Any], card: ModelCard, settings: ServerSettings) -> tuple[Job, Request]:
+    """Check everything that can be checked without the stages. Blocking (HTTP). Raises `InvalidRequest`."""
+    body = painting_body(_with_seconds(values), VideoBody, _UNSUPPORTED)
+    for name, harmless in (("num_images_per_prompt", 1), ("partial_images", 0)):
+        if (value := getattr(body, name)) != harmless:
+            raise Unsupported(f"{name} is {value}; a job makes one video, without previews: leave it out", field=name)
+    request = painting_request(
+        body, card, settings, prefix="video", modality="video", pictures=_pictures(body, card, settings)
+    )
+    if request.seed is None:
+        request.seed = secrets.randbits(63)  # here, so that the job can be run again
+    now = time.time()
+    job = Job(
+        id=request.request_id.replace("-", "_"),
+        model=body.model or (settings.served_names or (card.name,))[0],
+        prompt=body.prompt,
+        created=now,
+        seed=request.seed,
+        size=body.size or "auto",
+        seconds="auto" if body.seconds is None else f"{body.seconds:g}",
+    )
+    return job, request
+
+
+def as_written(error: SegueError, size: str, seconds: str) -> SegueError:
+    """What the stages have to say, by the names that the client used."""
+    if error.field == "num_frames" and seconds != "auto":
+        return type(error)(f"seconds is {seconds}: {error.message}", field="seconds", stage=error.stage)
+    return size_as_written(error, None if size == "auto" else size)
+
+
+def _with_seconds(values: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI writes seconds as text."""
+    seconds = values.get("seconds")
+    if not isinstance(seconds, str):
+        return values
+    try:
+        return {**values, "seconds": float(seconds)}
+    except ValueError as error:
+        raise InvalidRequest(f"seconds is {shown(seconds)}; it must be a number", field="seconds") from error
+
+
+def _pictures(body: VideoBody, card: ModelCard, settings: ServerSettings) -> list[MediaPart]:
+    pictures = []
+    for name, source in (("input_reference", body.input_reference), ("last_image", body.last_image)):
+        if source is None:
+            continue
+        if "image" not in card.takes:
+            raise Unsupported(f"this model takes no pictures: leave {name} out", field=name)
+        if isinstance(source, Mapping):
+            if set(source) != {"image_url"}:
+                raise Unsupported(
+                    f"{name} has {', '.join(map(repr, source))}; send a file, a URL or image_url", field=name
+                )
+            source = source["image_url"]
+        part = picture_part(source, name, settings)
+        pictures.append(msgspec.structs.replace(part, role="" if name == "input_reference" else name))
+    return pictures

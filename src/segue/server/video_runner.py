@@ -1,0 +1,172 @@
+"""Runs jobs of video, a few at a time, and writes what comes of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, suppress
+
+import msgspec
+
+from segue.media.encode_image import encode_image
+from segue.media.write_video import VideoWriter
+from segue.messages.deltas import Delta, ProgressDelta, VideoDelta
+from segue.messages.diffusion import DiffusionParams
+from segue.messages.errors import Overloaded, SegueError, ShuttingDown, StageFailed
+from segue.messages.request import Request
+from segue.observe.metrics import ServerMetrics
+from segue.orchestrator.service import Service
+from segue.server.generations import run_generations
+from segue.server.video_request import as_written
+from segue.server.video_store import THUMBNAIL, VIDEO, Job, JobError, VideoStore
+
+AT_ONCE = 4
+"""Jobs that are in the stages at a time; the others wait in order."""
+_AGAIN_SECONDS = 1.0
+"""Between two tries where the stages are full."""
+
+log = logging.getLogger("segue.server")
+
+
+class VideoRunner:
+    """The jobs of a store that are not done. Lives on the event loop of the service."""
+
+    def __init__(self, service: Service, store: VideoStore, metrics: ServerMetrics) -> None:
+        self._service = service
+        self._store = store
+        self._metrics = metrics
+        self._room = asyncio.Semaphore(AT_ONCE)
+        self._running: dict[str, asyncio.Task[None]] = {}
+
+    def start(self) -> None:
+        """Go on with what an earlier server left."""
+        for job in self._store.jobs():
+            if not job.ended:
+                self.submit(job)
+
+    async def stop(self) -> None:
+        """End what runs; it stays to be run again."""
+        running = [self._store.job(job_id) for job_id in self._running]
+        await self._cancel(list(self._running.values()))
+        for job in running:
+            await self._put_back(job)
+
+    async def _put_back(self, job: Job) -> None:
+        """The next server's; that this one was stopped is no fault of the job."""
+        if not job.ended:
+            job.status, job.progress, job.attempts = "queued", 0, max(0, job.attempts - 1)
+            with suppress(OSError):
+                await asyncio.to_thread(self._store.update, job)
+
+    def submit(self, job: Job) -> None:
+        """Run it when it is its turn."""
+        task = asyncio.create_task(self._run(job))
+        self._running[job.id] = task
+        task.add_done_callback(lambda _: self._running.pop(job.id, None))
+
+    async def delete(self, job: Job) -> None:
+        """End it where it runs, and forget it."""
+        if (task := self._running.get(job.id)) is not None:
+            await self._cancel([task])
+        await asyncio.to_thread(self._store.delete, job)
+
+    @staticmethod
+    async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, job: Job) -> None:
+        async with self._room:
+            try:
+                await self._make(job)
+            except ShuttingDown:
+                await self._put_back(job)
+            except SegueError as error:
+                said = as_written(error, job.size, job.seconds)
+                await self._fail(job, JobError(said.code, said.message))
+            except OSError as error:
+                await self._fail(job, JobError("storage_full", f"the video cannot be written: {error.strerror}"))
+            except Exception:
+                # whatever it is, whoever waits for the job is told, and its text stays in the log
+                log.exception("a mistake in the server")
+                await self._fail(job, JobError("internal_error", f"internal error; the server's log has it: {job.id}"))
+
+    async def _fail(self, job: Job, error: JobError) -> None:
+        log.warning("%s failed: %s", job.id, error.message)
+        await asyncio.to_thread(self._store.fail, job, error)
+
+    async def _make(self, job: Job) -> None:
+        try:
+            request = await asyncio.to_thread(self._store.request, job)
+        except ValueError as error:
+            raise StageFailed(f"what was asked for cannot be read any more: {error}") from error
+        job.status, job.attempts = "in_progress", job.attempts + 1
+        await asyncio.to_thread(self._store.update, job)
+        params = request.diffusion or DiffusionParams()
+        request.diffusion = msgspec.structs.replace(params, progress=True)
+        while True:
+            try:
+                await self._write(job, request)
+            except Overloaded:
+                await asyncio.sleep(_AGAIN_SECONDS)
+            else:
+                break
+        await asyncio.to_thread(self._store.complete, job)
+
+    async def _write(self, job: Job, request: Request) -> None:
+        """The frames into the parts of the job."""
+        frames = 0
+        # one thread: what a cancelled call began is over before the file is closed
+        with ThreadPoolExecutor(1, thread_name_prefix="segue-video") as thread:
+            loop = asyncio.get_running_loop()
+            parts: _Parts | None = None
+            whole = False
+            try:
+                async with aclosing(self._deltas(request)) as deltas:
+                    async for delta in deltas:
+                        if isinstance(delta, ProgressDelta):
+                            job.progress = max(job.progress, min(99, 100 * delta.step // delta.steps))
+                        elif isinstance(delta, VideoDelta):
+                            if parts is None:
+                                parts = await loop.run_in_executor(thread, _Parts, self._store, job, delta)
+                                job.size = f"{delta.width}x{delta.height}"
+                            await loop.run_in_executor(thread, parts.add, delta)
+                            frames += delta.frames
+                            job.seconds = f"{frames / delta.fps:g}"
+                whole = True
+            finally:
+                if parts is not None:
+                    await loop.run_in_executor(thread, parts.close, whole)
+        if not frames:
+            raise StageFailed("the model gave no frames")
+
+    async def _deltas(self, request: Request) -> AsyncGenerator[Delta]:
+        async with aclosing(run_generations(self._service, [request], self._metrics, {})) as deltas:
+            async for _, delta in deltas:
+                yield delta
+
+
+class _Parts:
+    """The files of a job while they are written. Blocking."""
+
+    def __init__(self, store: VideoStore, job: Job, first: VideoDelta) -> None:
+        thumbnail = encode_image(first.array[0].tobytes(), first.height, first.width, "webp", 90)
+        store.part(job, THUMBNAIL).write_bytes(thumbnail)
+        self._path = store.part(job, VIDEO)
+        self._writer = VideoWriter(self._path, fps=first.fps)
+
+    def add(self, delta: VideoDelta) -> None:
+        self._writer.add(delta.array)
+
+    def close(self, whole: bool) -> None:
+        """Finish the file, down to the disk, where it is `whole`."""
+        if not whole:
+            self._writer.discard()
+            return
+        self._writer.close()
+        with open(self._path, "rb") as file:
+            os.fsync(file.fileno())

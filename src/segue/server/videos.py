@@ -1,0 +1,168 @@
+"""/v1/videos, as OpenAI has it: jobs that are made, watched, fetched and deleted."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi import Request as HttpRequest
+from starlette.responses import FileResponse, Response
+
+from segue.graph.parts import TOKENS
+from segue.media.sources import shown
+from segue.messages.errors import InvalidRequest, NotFound, SegueError
+from segue.messages.request import Request
+from segue.observe.metrics import ServerMetrics
+from segue.orchestrator.service import ModelCard, Service
+from segue.server.disconnect import while_connected
+from segue.server.errors import Unsupported, json_response
+from segue.server.multipart import read_values
+from segue.server.settings import ServerSettings
+from segue.server.video_request import FILES, VideoBody, as_written, video_request
+from segue.server.video_runner import VideoRunner
+from segue.server.video_store import THUMBNAIL, VIDEO, Job, VideoStore
+
+MAX_LISTED = 100
+"""OpenAI's."""
+_LISTED = 20
+_VARIANTS = {"video": (VIDEO, "video/mp4"), "thumbnail": (THUMBNAIL, "image/webp")}
+
+
+class Videos:
+    """The jobs of a server, for as long as it runs."""
+
+    def __init__(self, service: Service, settings: ServerSettings, metrics: ServerMetrics) -> None:
+        """Raises `ConfigError` where the jobs cannot be kept."""
+        self.store = VideoStore(
+            settings.video_dir or default_directory(service.card),
+            max_jobs=settings.max_videos,
+            max_bytes=settings.max_video_bytes,
+        )
+        self.runner = VideoRunner(service, self.store, metrics)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[None]:
+        """Make what is waited for."""
+        self.runner.start()
+        try:
+            yield
+        finally:
+            await self.runner.stop()
+            self.store.close()
+
+
+def default_directory(card: ModelCard) -> Path:
+    """Where a server of this model finds its jobs again (XDG Base Directory Specification: state)."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "segue" / "videos" / re.sub(r"[^\w.-]", "_", card.name)
+
+
+def add_videos(app: FastAPI, service: Service, settings: ServerSettings, videos: Videos | None) -> None:
+    """Add the endpoints. `videos`: None where the model makes none."""
+
+    def kept() -> Videos:
+        if videos is None:
+            raise Unsupported(
+                "this model makes no video; this server does not support that endpoint for it", field="model"
+            )
+        return videos
+
+    @app.post("/v1/videos")
+    async def create(http: HttpRequest) -> Response:
+        values = await read_values(http, settings.max_body_bytes, VideoBody, FILES)
+        job, request = await asyncio.to_thread(video_request, values, service.card, settings)
+        await while_connected(http.receive, _check(job, request, service))
+        await asyncio.to_thread(kept().store.create, job, request)
+        kept().runner.submit(job)
+        return json_response(_object(job))
+
+    @app.get("/v1/videos")
+    async def all_videos(http: HttpRequest) -> Response:
+        return json_response(_listed(kept().store.jobs(), dict(http.query_params)))
+
+    @app.get("/v1/videos/{video_id}")
+    async def one_video(video_id: str) -> Response:
+        return json_response(_object(kept().store.job(video_id)))
+
+    @app.get("/v1/videos/{video_id}/content")
+    async def content(video_id: str, http: HttpRequest) -> Response:
+        store, job = kept().store, kept().store.job(video_id)
+        variant = http.query_params.get("variant", "video")
+        if variant == "spritesheet":
+            raise Unsupported("variant is 'spritesheet'; there are video and thumbnail", field="variant")
+        if variant not in _VARIANTS:
+            raise InvalidRequest(f"variant is {shown(variant)}; it must be video or thumbnail", field="variant")
+        if job.status != "completed":
+            raise NotFound(f"the video is {job.status}; it is there when its status is completed", field="video_id")
+        name, media_type = _VARIANTS[variant]
+        path = store.path(job, name)
+        if not path.exists():
+            raise NotFound(f"the {variant} is not there any more", field="video_id")
+        return FileResponse(path, media_type=media_type)
+
+    @app.delete("/v1/videos/{video_id}")
+    async def delete(video_id: str) -> Response:
+        await kept().runner.delete(kept().store.job(video_id))
+        return json_response({"id": video_id, "object": "video.deleted", "deleted": True})
+
+
+async def _check(job: Job, request: Request, service: Service) -> None:
+    """Let the input stage see it, and no other: what is wrong is said now and not by a job that fails."""
+    seen = msgspec.structs.replace(request, request_id=f"{request.request_id}-check", modalities=[TOKENS])
+    try:
+        async with aclosing(service.stream(seen)) as deltas:
+            async for _ in deltas:
+                pass
+    except SegueError as error:
+        raise as_written(error, job.size, job.seconds) from error
+
+
+def _listed(jobs: list[Job], query: dict[str, str]) -> dict[str, Any]:
+    """A page of them. Raises `InvalidRequest`."""
+    order, limit, after = query.get("order", "desc"), query.get("limit", str(_LISTED)), query.get("after")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest(f"order is {shown(order)}; it must be asc or desc", field="order")
+    if not (limit.isascii() and limit.isdecimal() and len(limit) < 9 and 1 <= int(limit) <= MAX_LISTED):
+        raise InvalidRequest(f"limit is {shown(limit)}; it must be from 1 to {MAX_LISTED}", field="limit")
+    if order == "desc":
+        jobs = jobs[::-1]
+    if after is not None:
+        place = next((index for index, job in enumerate(jobs) if job.id == after), None)
+        if place is None:
+            raise NotFound(f"after is {shown(after)}, and there is no such video", field="after")
+        jobs = jobs[place + 1 :]
+    page = jobs[: int(limit)]
+    return {
+        "object": "list",
+        "data": [_object(job) for job in page],
+        "first_id": page[0].id if page else None,
+        "last_id": page[-1].id if page else None,
+        "has_more": len(page) < len(jobs),
+    }
+
+
+def _object(job: Job) -> dict[str, Any]:
+    """OpenAI's; `seed` is ours."""
+    return {
+        "id": job.id,
+        "object": "video",
+        "model": job.model,
+        "status": job.status,
+        "progress": job.progress,
+        "created_at": int(job.created),
+        "completed_at": None if job.completed is None else int(job.completed),
+        "expires_at": None,
+        "prompt": job.prompt,
+        "size": job.size,
+        "seconds": job.seconds,
+        "remixed_from_video_id": None,
+        "seed": job.seed,
+        "error": None if job.error is None else {"code": job.error.code, "message": job.error.message},
+    }

@@ -1,0 +1,65 @@
+"""`segue generate` of a model that makes pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from server_process import segue
+
+from segue.cli import parser
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("qwen-image")
+    made = segue("tiny", "qwen-image", str(directory))
+    assert made.returncode == 0, made.stderr
+    return directory
+
+
+def read(path: Path) -> np.ndarray:
+    with Image.open(path) as image:
+        return np.asarray(image).astype(int)
+
+
+def test_pictures_are_written(model: Path, tmp_path: Path) -> None:
+    """One file of the name that was given; several with numbers, of which the first is the one alone."""
+    asked = ["generate", str(model), "a red bicycle", "--size", "64x96", "--steps", "3", "--seed", "3"]
+    more = ["--true-cfg", "2", "--negative", "grey", "--parameter", "max_sequence_length=64"]
+    one = segue(*asked, *more, "-o", str(tmp_path / "out.png"), timeout=120)
+    assert one.returncode == 0, one.stderr
+    assert one.stdout.split() == [str(tmp_path / "out.png")]
+    two = segue(*asked, *more, "-n", "2", "-o", str(tmp_path / "two.webp"), timeout=120)
+    assert two.stdout.split() == [str(tmp_path / f"two-{index}.webp") for index in (0, 1)]
+    alone, first, second = (read(tmp_path / name) for name in ("out.png", "two-0.webp", "two-1.webp"))
+    assert alone.shape == first.shape == (96, 64, 3)
+    assert np.abs(alone - first).mean() < np.abs(alone - second).mean() / 2, "webp is lossy"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "--output out.png"),
+        (["-o", "x.xyz"], "no ending this model writes: .png"),
+        (["-o", "x.wav"], "gives no audio"),
+        (["-o", "no/x.png"], "there is no directory 'no'"),
+    ],
+)
+def test_refused_before_anything_starts(model: Path, arguments: list[str], says: str) -> None:
+    done = segue("generate", str(model), "hi", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert says in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [(["--size", "64"], "is no size"), (["--size", "0x64"], "is no size"), (["--parameter", "x"], "is not NAME=VALUE")],
+)
+def test_arguments_are_read(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(["generate", "nowhere", "hi", *arguments])
+    assert says in capsys.readouterr().err

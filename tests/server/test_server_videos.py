@@ -1,0 +1,354 @@
+"""/v1/videos as the official client uses it, over restarts of the server, and with a full disk."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import av
+import httpx
+import numpy as np
+import openai
+import pytest
+from fake_service import FakeService, Live, live
+from filmer import FPS, filmer, frames
+from PIL import Image
+
+from segue.media.encode_image import encode_image
+from segue.messages.errors import ConfigError
+from segue.messages.request import MediaPart
+from segue.server.settings import ServerSettings
+from segue.server.video_store import MAX_ATTEMPTS, VideoStore
+
+# OpenAI has taken its own model back; the client of it still works
+pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
+URL = "/v1/videos"
+PICTURE = encode_image(frames(0, 1, 16, 16).tobytes(), 16, 16, "png")
+
+
+@contextmanager
+def serving(directory: Path, service: FakeService | None = None, **settings: Any) -> Iterator[Live]:
+    with live(service or filmer(), ServerSettings(drain_seconds=1, video_dir=directory, **settings)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    with serving(tmp_path_factory.mktemp("videos")) as server:
+        yield server
+
+
+@pytest.fixture
+def http(server: Live) -> Iterator[httpx.Client]:
+    with client_of(server.url) as client:
+        yield client
+
+
+def client_of(url: str) -> httpx.Client:
+    return httpx.Client(base_url=url, timeout=20)
+
+
+def created(http: httpx.Client, **fields: Any) -> dict[str, Any]:
+    answer = http.post(URL, json={"model": "filmer", "prompt": "a boat", "seed": 1, **fields})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def until(http: httpx.Client, video_id: str, true: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """Ask how it stands until it is so."""
+    end = time.monotonic() + 20
+    while not true(video := http.get(f"{URL}/{video_id}").json()):
+        assert time.monotonic() < end, video
+        time.sleep(0.01)
+    return video
+
+
+def ended(http: httpx.Client, video_id: str) -> dict[str, Any]:
+    return until(http, video_id, lambda video: video["status"] in ("completed", "failed"))
+
+
+def decoded(data: bytes) -> tuple[np.ndarray, float]:
+    """([frames, height, width, 3] int, frames per second)."""
+    with av.open(io.BytesIO(data)) as file:
+        [stream] = file.streams
+        assert isinstance(stream, av.VideoStream)
+        assert stream.codec_context.name == "h264"
+        rate = stream.average_rate
+        shown = [frame.to_ndarray(format="rgb24").astype(int) for frame in file.decode(stream)]
+    assert rate is not None
+    return np.stack(shown), float(rate)
+
+
+def content(http: httpx.Client, video_id: str) -> np.ndarray:
+    answer = http.get(f"{URL}/{video_id}/content")
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "video/mp4")
+    return decoded(answer.content)[0]
+
+
+# ── what it gives ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_made_watched_fetched_deleted(client: openai.OpenAI, server: Live) -> None:
+    video = client.videos.create_and_poll(
+        prompt="a boat", model="filmer", size="64x32", seconds="2", extra_body={"seed": 3}, poll_interval_ms=10
+    )  # type: ignore[call-overload]
+    assert (video.status, video.progress, video.error) == ("completed", 100, None)
+    assert (video.size, video.seconds) == ("64x32", f"{17 / FPS:g}")
+    assert video.completed_at is not None
+    assert video.created_at <= video.completed_at <= video.created_at + 20
+    shown, rate = decoded(client.videos.download_content(video.id).read())
+    assert rate == FPS
+    assert shown.shape == (17, 32, 64, 3)
+    assert np.abs(shown - frames(3, 17, 32, 64)).max() <= 8, "H.264 loses a little"
+    thumbnail = client.videos.download_content(video.id, variant="thumbnail").read()
+    with Image.open(io.BytesIO(thumbnail)) as image:
+        assert (image.format, image.size) == ("WEBP", (64, 32))
+    [request] = [one for one in server.service.requests if one.seed == 3 and one.modalities == ["video"]]
+    assert request.diffusion is not None
+    assert (request.diffusion.seconds, request.diffusion.width, request.diffusion.height) == (2.0, 64, 32)
+    deleted = client.videos.delete(video.id)
+    assert (deleted.id, deleted.deleted, deleted.object) == (video.id, True, "video.deleted")
+    with pytest.raises(openai.NotFoundError):
+        client.videos.retrieve(video.id)
+
+
+def test_pictures_to_begin_and_to_end_with(client: openai.OpenAI, http: httpx.Client, server: Live) -> None:
+    video = client.videos.create(prompt="x", input_reference=("a.png", PICTURE))
+    [message] = server.service.requests[-1].messages
+    assert message.content == [MediaPart("image", PICTURE, field="input_reference")]
+    assert ended(http, video.id)["status"] == "completed"
+    answer = http.post(URL, data={"prompt": "x"}, files={"input_reference": PICTURE, "last_image": PICTURE})
+    assert answer.status_code == 200, answer.text
+    about = answer.json()["id"].replace("_", "-")
+    [message] = next(one for one in server.service.requests if one.request_id.startswith(about)).messages
+    assert [part.role for part in message.content if isinstance(part, MediaPart)] == ["", "last_image"]
+
+
+def test_progress(http: httpx.Client, tmp_path: Path) -> None:
+    """Of the steps, while it runs; there is no content until it is done."""
+    door = tmp_path / "door"
+    video = created(http, prompt=f"wait for {door}")
+    running = until(http, video["id"], lambda video: video["progress"] == 50)
+    assert running["status"] == "in_progress"
+    early = http.get(f"{URL}/{video['id']}/content")
+    assert (early.status_code, early.json()["error"]["code"]) == (404, "not_found")
+    door.touch()
+    assert ended(http, video["id"])["progress"] == 100
+
+
+def test_pages(http: httpx.Client, client: openai.OpenAI) -> None:
+    made = [created(http)["id"] for _ in range(3)]
+    newest = http.get(URL, params={"limit": 2}).json()
+    assert [video["id"] for video in newest["data"]] == [made[2], made[1]]
+    assert (newest["has_more"], newest["first_id"], newest["last_id"]) == (True, made[2], made[1])
+    older = http.get(URL, params={"after": made[1], "limit": 1}).json()
+    assert [video["id"] for video in older["data"]] == [made[0]]
+    everything = [video.id for video in client.videos.list(limit=2, order="asc")]
+    assert everything[-3:] == made, "the client turns the pages"
+    assert len(everything) == len(set(everything))
+    for query in ({"limit": "0"}, {"limit": "101"}, {"limit": "x"}, {"order": "up"}):
+        assert http.get(URL, params=query).json()["error"]["param"] == next(iter(query))
+    assert http.get(URL, params={"after": "video_x"}).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param", "says"),
+    [
+        ({"size": "50x32"}, 400, "size", "48 or 64"),
+        ({"seconds": "long"}, 400, "seconds", "number"),
+        ({"seconds": -1}, 400, "seconds", "above 0"),
+        ({"seconds": 1, "num_frames": 9}, 400, "seconds", "left out"),
+        ({"num_images_per_prompt": 2}, 400, "num_images_per_prompt", "one video"),
+        ({"partial_images": 2}, 400, "partial_images", "previews"),
+        ({"input_reference": {"file_id": "file-1"}}, 400, "input_reference", "image_url"),
+        ({"input_reference": 7}, 400, "input_reference", "file or a URL"),
+        ({"prompt": "x" * 40_000}, 400, "prompt", "32000"),
+        ({"fsp": 8}, 400, "fsp", "fps"),
+        ({"model": "other"}, 404, "model", "filmer"),
+    ],
+)
+def test_refused(http: httpx.Client, fields: dict[str, Any], status: int, param: str, says: str) -> None:
+    """At once, and no job is left of it."""
+    before = http.get(URL, params={"limit": 1}).json()["first_id"]
+    answer = http.post(URL, json={"prompt": "a boat", **fields})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (status, param), error
+    assert says in error["message"]
+    assert http.get(URL, params={"limit": 1}).json()["first_id"] == before
+
+
+def test_variants_and_names_that_are_not_there(http: httpx.Client) -> None:
+    video = created(http)
+    ended(http, video["id"])
+    for variant, code in (("spritesheet", "unsupported_parameter"), ("vdeo", "invalid_value")):
+        error = http.get(f"{URL}/{video['id']}/content", params={"variant": variant}).json()["error"]
+        assert (error["param"], error["code"]) == ("variant", code)
+    for call in (http.get, http.delete):
+        assert call(f"{URL}/video_0").status_code == 404
+    assert http.get(f"{URL}/..%2f..%2fetc/content").status_code == 404
+
+
+def test_a_job_that_fails_says_why(http: httpx.Client) -> None:
+    video = ended(http, created(http, prompt="break")["id"])
+    assert (video["status"], video["error"]) == ("failed", {"code": "stage_failed", "message": "it broke"})
+
+
+def test_deleting_ends_what_runs(http: httpx.Client, server: Live, tmp_path: Path) -> None:
+    video = created(http, prompt=f"wait for {tmp_path / 'never'}")
+    until(http, video["id"], lambda video: video["progress"] == 50)
+    assert http.delete(f"{URL}/{video['id']}").json()["deleted"]
+    while server.service.cancelled.get(timeout=10).replace("-", "_") != video["id"]:
+        pass  # what other tests broke off
+
+
+def test_a_model_that_makes_no_video() -> None:
+    with live(FakeService()) as server, client_of(server.url) as http:
+        for answer in (http.get(URL), http.post(URL, json={"prompt": "x"}), http.get(f"{URL}/video_0")):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_parameter")
+
+
+# ── over restarts ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def process(directory: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """(a server in a process of its own, its URL)."""
+    here = Path(__file__).parent
+    paths = [str(here), str(here.parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with subprocess.Popen(
+        [sys.executable, str(here / "video_script.py"), str(directory)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as server:
+        assert server.stdout is not None
+        try:
+            yield server, server.stdout.readline().strip()
+        finally:
+            server.kill()
+
+
+def test_a_killed_server_goes_on_where_it_was(tmp_path: Path) -> None:
+    """What was done is there; what was not is made again, the same."""
+    jobs, door = tmp_path / "jobs", tmp_path / "door"
+    with process(jobs) as (server, url), client_of(url) as http:
+        done = ended(http, created(http, seed=4)["id"])
+        film = http.get(f"{URL}/{done['id']}/content").content
+        half = created(http, prompt=f"wait for {door}", seed=5)
+        until(http, half["id"], lambda video: video["progress"] == 50)
+        server.kill()
+        server.wait()
+    door.touch()
+    with process(jobs) as (server, url), client_of(url) as http:
+        assert http.get(f"{URL}/{done['id']}").json() == done
+        assert http.get(f"{URL}/{done['id']}/content").content == film
+        again = ended(http, half["id"])
+        assert (again["status"], again["seed"]) == ("completed", 5)
+        assert np.abs(content(http, half["id"]) - frames(5, 17, 32, 48)).max() <= 8
+
+
+def test_a_stopped_server_leaves_its_jobs_to_the_next(tmp_path: Path) -> None:
+    """However often: that it was told to stop is no fault of the job."""
+    jobs, door = tmp_path / "jobs", tmp_path / "door"
+    with serving(jobs) as server, client_of(server.url) as http:
+        video = created(http, prompt=f"wait for {door}", seed=None)
+    for _ in range(MAX_ATTEMPTS + 1):
+        with serving(jobs) as server, client_of(server.url) as http:
+            until(http, video["id"], lambda video: video["progress"] == 50)
+    door.touch()
+    with serving(jobs) as server, client_of(server.url) as http:
+        assert ended(http, video["id"])["status"] == "completed"
+        assert server.service.requests[-1].seed == video["seed"]
+
+
+def test_a_job_that_brings_the_server_down_is_given_up(tmp_path: Path) -> None:
+    jobs = tmp_path / "jobs"
+    with serving(jobs) as server, client_of(server.url) as http:
+        video = created(http, prompt=f"wait for {tmp_path / 'never'}")
+    file = jobs / video["id"] / "job.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "attempts": MAX_ATTEMPTS}))
+    with serving(jobs) as server, client_of(server.url) as http:
+        assert ended(http, video["id"])["error"]["code"] == "interrupted"
+        assert not server.service.requests
+
+
+def test_what_is_half_written_is_not_there(tmp_path: Path) -> None:
+    """Folders without their name, files without theirs, and what is not ours."""
+    jobs = tmp_path / "jobs"
+    with serving(jobs) as server, client_of(server.url) as http:
+        video = ended(http, created(http)["id"])
+    (jobs / (".new-video_" + "0" * 32)).mkdir()
+    (jobs / video["id"] / "video.mp4.part").write_bytes(b"half")
+    (jobs / ("video_" + "1" * 32)).mkdir()
+    (jobs / "mine").write_text("keep this")
+    (jobs / video["id"] / "video.mp4").unlink()
+    with serving(jobs) as server, client_of(server.url) as http:
+        [listed] = http.get(URL).json()["data"]
+        assert (listed["status"], listed["error"]["code"]) == ("failed", "lost")
+        assert http.get(f"{URL}/{video['id']}/content").status_code == 404
+    assert sorted(path.name for path in jobs.iterdir()) == [".lock", "mine", "video_" + "1" * 32, video["id"]]
+    assert not list(jobs.glob("*/*.part"))
+
+
+def test_a_directory_is_one_server_s(tmp_path: Path) -> None:
+    with serving(tmp_path), pytest.raises(ConfigError, match="in use by another server"):
+        VideoStore(tmp_path, max_jobs=1, max_bytes=1)
+    with pytest.raises(ConfigError, match="cannot be used"):
+        VideoStore(Path("/proc/nothing"), max_jobs=1, max_bytes=1)
+
+
+# ── room ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_oldest_finished_ones_make_room(tmp_path: Path) -> None:
+    with serving(tmp_path / "jobs", max_videos=2) as server, client_of(server.url) as http:
+        first, second = (ended(http, created(http)["id"])["id"] for _ in range(2))
+        waits = created(http, prompt=f"wait for {tmp_path / 'door'}")["id"]
+        assert [video["id"] for video in http.get(URL).json()["data"]] == [waits, second]
+        assert http.get(f"{URL}/{first}").status_code == 404
+        created(http, prompt=f"wait for {tmp_path / 'door'}")
+        refused = http.post(URL, json={"prompt": "one more"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
+        (tmp_path / "door").touch()
+        ended(http, waits)
+
+
+def test_bytes_are_bounded(tmp_path: Path) -> None:
+    with serving(tmp_path, max_video_bytes=300_000) as server, client_of(server.url) as http:
+        large = {"prompt": "noisy", "size": "128x128"}
+        first = ended(http, created(http, **large)["id"])
+        second = ended(http, created(http, **large)["id"])
+        assert (first["status"], second["status"]) == ("completed", "completed")
+        assert [video["id"] for video in http.get(URL).json()["data"]] == [second["id"]]
+        third = ended(http, created(http, prompt="noisy", size="256x256")["id"])
+        assert third["error"]["code"] == "storage_full"
+        assert "300000" in third["error"]["message"]
+    assert sum(path.stat().st_size for path in tmp_path.glob("*/*")) <= 300_000
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """Said clearly, nothing half-written served, and what was there before stays."""
+    with process(tmp_path) as (server, url), client_of(url) as http:
+        before = ended(http, created(http)["id"])["id"]
+        resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (30_000, resource.RLIM_INFINITY))
+        video = ended(http, created(http, prompt="noisy", size="128x128")["id"])
+        assert (video["status"], video["error"]["code"]) == ("failed", "storage_full")
+        assert "too large" in video["error"]["message"]
+        assert http.get(f"{URL}/{video['id']}/content").status_code == 404
+        assert not list((tmp_path / video["id"]).glob("*.mp4*"))
+        resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        refused = http.post(URL, json={"prompt": "x"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (507, "storage_full")
+        resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        assert content(http, before).shape == (17, 32, 48, 3)
+        assert ended(http, created(http)["id"])["status"] == "completed"
+        assert not list(tmp_path.glob(".new*"))
