@@ -227,7 +227,7 @@ def test_a_frame_rate_of_the_request_previews_and_tiles(load: Load) -> None:
         ("tiny", {"scheduler": "DDIMScheduler"}, "scheduler", "UniPCMultistepScheduler"),
         ("tiny", {"num_videos_per_prompt": 2, "num_images_per_prompt": 3}, "num_videos_per_prompt", "the same"),
         ("2.1-i2v", {}, "image", "needs 1"),
-        ("2.1-i2v", BOTH, "image", "at most 1"),
+        ("2.1-i2v", BOTH, "last_image", "takes no last_image"),
         ("2.1-i2v", {"image": FIRST, "max_sequence_length": 100}, "max_sequence_length", "512 tokens"),
         ("2.1-flf2v", {"image": FIRST}, "image", "needs 2"),
         ("2.1-flf2v", {"image": [FIRST, LAST]}, "image", "as last_image"),
