@@ -49,6 +49,7 @@ class Input(DiffusionInput):
                 frame_step=shape.scale[0],
                 max_sequence_length=TEXT_TOKENS,
                 pictures=shape.pictures,
+                roles=frozenset({_LAST} if shape.pictures[1] > 1 else ()),
             ),
         )
         self._tokenizer = load_tokenizer(ctx.model_dir)
@@ -85,9 +86,6 @@ class Input(DiffusionInput):
 
     def _check_roles(self, params: DiffusionParams, pictures: Sequence[Picture], first: int, last: int) -> None:
         _, most = self.rules.pictures
-        for picture in pictures:
-            if picture.role not in ("", _LAST):
-                raise InvalidRequest(f"this model takes no {picture.role}", field=picture.role)
         if pictures and first != 1:
             right = "one as image" + (" and the one to end with as last_image" if most > 1 else "")
             raise InvalidRequest(

@@ -12,7 +12,7 @@ import torch
 from segue.messages.errors import InvalidRequest, nearest
 from segue.models.diffusion.library import LIBRARIES, AutoConfig
 from segue.models.diffusion.tiny import randomise, scale_to, write_index
-from segue.models.diffusion.tiny_t5 import VOCAB, write_t5_tokenizer
+from segue.models.diffusion.tiny_parts import T5_VOCAB, write_t5_tokenizer
 from segue.models.family import TinyPreset
 
 PARTS = {
@@ -105,7 +105,7 @@ def _write_index(directory: Path, small: _Small) -> None:
 def _make_text_encoder(directory: Path, seed: int) -> None:
     config = AutoConfig.for_model(
         "umt5",
-        vocab_size=VOCAB,
+        vocab_size=T5_VOCAB,
         d_model=_HIDDEN,
         d_kv=16,
         d_ff=96,
