@@ -52,6 +52,9 @@ class WanDecoder(Decoder):
     def scale(self) -> int:
         return int(self.vae.config.scale_factor_spatial)
 
+    def warm_up(self) -> None:
+        self.pixels(torch.zeros(1, self.vae.config.z_dim, 2, 8, 8))
+
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         [frames] = self.vae.decode(latents * self._std + self._mean, return_dict=False)
         return frames

@@ -6,14 +6,23 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import msgspec
 import torch
+from torch import nn
 
 from segue.engines.contract import LoadContext, Payload
 from segue.engines.diffusion.contract import Row, Sample
+from segue.kernels.linear import pack_linears
 from segue.messages.diffusion import DiffusionParams
+from segue.models.checkpoint import held_bytes
 from segue.models.diffusion.denoiser import Denoiser, Given
 from segue.models.diffusion.loading import load_component
-from segue.models.wan.shape import Shape
+from segue.models.wan.shape import TEXT_TOKENS, Shape
+
+PACKED_ROWS = 256
+"""Tokens of a call, roughly, on a CPU: what the weights are laid out for."""
+READ = frozenset({"condition_embedder.time_embedder.linear_1", "condition_embedder.time_embedder.linear_2"})
+"""Layers whose weights the network looks at by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +45,12 @@ class WanDenoiser(Denoiser):
     def __init__(self, ctx: LoadContext) -> None:
         super().__init__(ctx)
         self._shape = Shape.of(ctx.model_dir)
-        self.second = load_component(ctx, "transformer_2") if self._shape.boundary is not None else None
+        pack_linears(self.network, PACKED_ROWS, keep=READ)
+        self.second: nn.Module | None = None
+        if self._shape.boundary is not None:
+            self.second = load_component(ctx, "transformer_2")
+            self.weight_bytes += held_bytes(self.second)
+            pack_linears(self.second, PACKED_ROWS, keep=READ)
 
     def noise_shape(self, params: DiffusionParams) -> tuple[int, ...]:
         return self._shape.latents(params)
@@ -56,6 +70,21 @@ class WanDenoiser(Denoiser):
             [seen] = given.encoded(self.device, "image_encoder", "looks")
             looks = seen["embeds"].to(self.dtype)
         return [Condition(self._padded(text["embeds"], given), latents, looks) for text in given.texts(self.device)]
+
+    def trial_params(self) -> list[DiffusionParams]:
+        longest = {"num_frames": 1, "max_sequence_length": TEXT_TOKENS}
+        return [msgspec.structs.replace(params, **longest) for params in super().trial_params()]
+
+    def trial_conditions(self, params: DiffusionParams) -> list[Condition]:
+        text = torch.zeros(TEXT_TOKENS, self.network.config.text_dim, dtype=self.dtype, device=self.device)
+        _, frames, height, width = self._shape.latents(params)
+        beside = self.network.config.in_channels - self._shape.channels
+        latents = torch.zeros(1, beside, frames, height, width, device=self.device) if beside else None
+        looks = None
+        if self._shape.looks:
+            shape = (self._shape.pictures[1], self._shape.seen, self.network.config.image_dim)
+            looks = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        return [Condition(text, latents, looks)]
 
     def bucket_of(self, latents: torch.Tensor, given: Given, conditions: Sequence[Condition]) -> Hashable:
         return (tuple(latents.shape), len(conditions[0].text))

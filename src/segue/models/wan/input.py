@@ -16,12 +16,10 @@ from segue.messages.errors import ConfigError, InvalidRequest
 from segue.models.diffusion.input import DiffusionInput, Picture, Rules
 from segue.models.diffusion.loading import component_class, load_tokenizer
 from segue.models.wan.library import prompt_clean
-from segue.models.wan.shape import Shape
+from segue.models.wan.shape import TEXT_TOKENS, Shape
 
 FPS, FPS_TI2V = 16.0, 24.0
 """What the checkpoints were trained at."""
-TEXT_TOKENS = 512
-"""The cross-attention of Wan 2.1's image models takes all but the last 512 tokens for those of the picture."""
 _LAST = "last_image"
 
 
@@ -51,7 +49,7 @@ class Input(DiffusionInput):
                 frame_step=shape.scale[0],
                 max_sequence_length=TEXT_TOKENS,
                 pictures=shape.pictures,
-                roles=frozenset({_LAST}) if shape.pictures[1] > 1 else frozenset(),
+                roles=frozenset({_LAST} if shape.pictures[1] > 1 else ()),
             ),
         )
         self._tokenizer = load_tokenizer(ctx.model_dir)

@@ -10,6 +10,10 @@ from segue.messages.errors import ConfigError
 from segue.models.diffusion.loading import component_config, pipeline_index
 from segue.models.wan.graph import has_part, sees
 
+TEXT_TOKENS = 512
+"""Of a prompt. The cross-attention of Wan 2.1's image models takes all but the last 512 tokens for those of the
+picture."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -27,6 +31,8 @@ class Shape:
     """TI2V: a token of the given frame is at timestep 0, and the picture's latents take the place of the noise."""
     looks: bool
     """Wan 2.1: the network looks at what CLIP makes of the pictures, too."""
+    seen: int
+    """Tokens that CLIP makes of a picture."""
     boundary: float | None
     """Of two experts: the first has the timesteps from this one on, the second those below it."""
 
@@ -58,6 +64,7 @@ class Shape:
             pictures=_pictures(sees(index), bool(index.get("expand_timesteps")), looks, network),
             timestep_per_token=bool(index.get("expand_timesteps")),
             looks=looks,
+            seen=_seen(component_config(model_dir, "image_encoder")) if looks else 0,
             boundary=None if ratio is None else ratio * scheduler.get("num_train_timesteps", 1000),
         )
 
@@ -80,3 +87,8 @@ def _pictures(seeing: bool, per_token: bool, looks: bool, network: dict[str, obj
     if looks:
         return (2, 2) if network.get("pos_embed_seq_len") is not None else (1, 1)
     return (1, 2)
+
+
+def _seen(clip: dict[str, int]) -> int:
+    """A token per square of the picture, and one for the whole of it."""
+    return (clip["image_size"] // clip["patch_size"]) ** 2 + 1

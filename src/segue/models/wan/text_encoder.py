@@ -19,6 +19,10 @@ class Encoder(TextEncoder):
         super().__init__(ctx)
         self._network = load_component(ctx, "text_encoder")
 
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        self.encode([{"ids": [0] * 64}])
+
     def encode(self, items: Sequence[Any]) -> list[dict[str, torch.Tensor]]:
         lengths = [len(item["ids"]) for item in items]
         ids = torch.zeros(len(items), max(lengths), dtype=torch.long, device=self.device)
