@@ -5,16 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from segue.messages.errors import ConfigError
 
 if TYPE_CHECKING:
+    from PIL import Image
+
     from segue.orchestrator.outputs import RequestOutput
 
 _PICTURES = {".png": "png", ".webp": "webp", ".jpg": "jpeg", ".jpeg": "jpeg"}
 """Ending → format."""
+_VIDEO = ".mp4"
 _SIZE = re.compile(r"([1-9]\d{0,8})x([1-9]\d{0,8})")
 _PARAMETERS = {
     "negative": "negative_prompt",
@@ -24,6 +28,7 @@ _PARAMETERS = {
     "scheduler": "scheduler",
     "number": "num_images_per_prompt",
     "frames": "num_frames",
+    "seconds": "seconds",
     "fps": "fps",
 }
 """Option → what pipelines call it."""
@@ -43,7 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o",
         "--output",
         type=Path,
-        help="write speech (.wav, .mp3, .flac, .opus) or pictures (.png, .webp, .jpg) here; several get numbers",
+        help="write speech (.wav, .mp3, .flac, .opus), pictures (.png, .webp, .jpg) or video (.mp4) here; several get "
+        "numbers",
     )
     pictures = parser.add_argument_group("pictures and video")
     pictures.add_argument("--size", type=_size, metavar="WxH", help="pixels, e.g. 1024x768; default: the model's")
@@ -52,8 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pictures.add_argument("--guidance", type=float, help="guidance_scale of the model's pipeline")
     pictures.add_argument("--true-cfg", type=float, help="true_cfg_scale of the model's pipeline")
     pictures.add_argument("--scheduler", help="class name of one of diffusers' schedulers")
-    pictures.add_argument("-n", "--number", type=int, help="how many pictures")
+    pictures.add_argument("-n", "--number", type=int, help="how many pictures or videos")
     pictures.add_argument("--frames", type=int, help="of a video")
+    pictures.add_argument("--seconds", type=float, help="of a video, instead of --frames")
     pictures.add_argument("--fps", type=float, help="of the video that is written")
     pictures.add_argument(
         "--parameter",
@@ -100,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(out.text)
     if output is not None:
         for path in _write(output, out):
-            if modality == "image":
+            if modality in ("image", "video"):
                 print(path)
     return 0
 
@@ -131,48 +138,57 @@ def _modality(model: Path, output: Path | None) -> str | None:
 
     config = read_config(model)
     gives = family_of(config, model).graph(config).gives
+    endings = {
+        **dict.fromkeys(_PICTURES, "image"),
+        _VIDEO: "video",
+        **{f".{name}": "audio" for name in AUDIO_FORMATS},
+    }
+    writes = ", ".join(ending for ending, modality in endings.items() if modality in gives)
     if output is None:
-        if "text" in gives or "image" not in gives:
+        if "text" in gives or gives.isdisjoint(("image", "video")):
             return None
-        raise ConfigError("this model makes pictures: say where to, e.g. --output out.png", field="output")
+        raise ConfigError(f"say where what this model makes is to be written, with --output: {writes}", field="output")
     if not output.parent.is_dir():
         raise ConfigError(f"--output {str(output)!r}: there is no directory {str(output.parent)!r}", field="output")
     ending = output.suffix.lower()
-    if ending in _PICTURES:
-        modality = "image"
-    else:
-        if "audio" not in gives and ending.removeprefix(".") not in AUDIO_FORMATS:
-            right = ", ".join(_PICTURES) if "image" in gives else "no --output"
-            raise ConfigError(f"--output {str(output)!r} has no ending this model writes: {right}", field="output")
+    if "audio" in gives and ending not in endings:
         check_audio_format(ending.removeprefix(".") or "wav", "--output")
-        modality = "audio"
-    if modality not in gives:
-        right = ", ".join(sorted(gives))
-        raise ConfigError(f"--output {str(output)!r}: this model gives no {modality}, but {right}", field="output")
-    return modality
+        return "audio"
+    if endings.get(ending) not in gives:
+        right = f"it writes {writes}" if writes else "it gives text alone, and needs no --output"
+        raise ConfigError(f"--output {str(output)!r} is nothing that this model gives; {right}", field="output")
+    return endings[ending]
 
 
 def _write(path: Path, output: RequestOutput) -> list[Path]:
     """The files that were written: one of the name itself, several with numbers. Raises `ConfigError`."""
-    from segue.media.encode import encode_audio
-    from segue.media.encode_image import encode_image
-
-    ending = path.suffix.lower()
-    files: list[bytes] = []
-    if ending in _PICTURES:
-        files += [
-            encode_image(image.tobytes(), image.height, image.width, _PICTURES[ending]) for image in output.images
-        ]
-    elif output.audio is not None:
-        name = ending.removeprefix(".") or "wav"
-        files.append(encode_audio(output.audio.samples, output.audio.sample_rate, name))
-    paths = [path] if len(files) == 1 else [path.with_stem(f"{path.stem}-{index}") for index in range(len(files))]
-    for to, data in zip(paths, files, strict=True):
+    writers = _writers(path.suffix.lower(), output)
+    paths = [path.with_stem(f"{path.stem}-{index}") for index in range(len(writers))] if len(writers) > 1 else [path]
+    for to, write in zip(paths, writers, strict=False):
         try:
-            to.write_bytes(data)
+            write(to)
         except OSError as error:
             raise ConfigError(f"--output {str(to)!r} cannot be written: {error.strerror}", field="output") from error
     return paths
+
+
+def _writers(ending: str, output: RequestOutput) -> list[Callable[[Path], object]]:
+    """What writes each of the outputs."""
+    from segue.media.encode import encode_audio
+    from segue.media.encode_image import encode_image
+
+    def picture(image: Image.Image) -> Callable[[Path], object]:
+        data = encode_image(image.tobytes(), image.height, image.width, _PICTURES[ending])
+        return lambda path: path.write_bytes(data)
+
+    if ending in _PICTURES:
+        return [picture(image) for image in output.images]
+    if ending == _VIDEO:
+        return [video.save for video in output.videos]
+    if output.audio is None:
+        return []
+    speech = encode_audio(output.audio.samples, output.audio.sample_rate, ending.removeprefix(".") or "wav")
+    return [lambda path: path.write_bytes(speech)]
 
 
 def _size(text: str) -> tuple[int, int]:

@@ -1,9 +1,10 @@
-"""`segue generate` of a model that makes pictures."""
+"""`segue generate` of models that make pictures or video."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 from PIL import Image
@@ -42,9 +43,10 @@ def test_pictures_are_written(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "--output out.png"),
-        (["-o", "x.xyz"], "no ending this model writes: .png"),
-        (["-o", "x.wav"], "gives no audio"),
+        ([], "with --output: .png, .webp, .jpg, .jpeg"),
+        (["-o", "x.xyz"], "nothing that this model gives; it writes .png"),
+        (["-o", "x.wav"], "nothing that this model gives; it writes .png"),
+        (["-o", "x.mp4"], "nothing that this model gives; it writes .png"),
         (["-o", "no/x.png"], "there is no directory 'no'"),
     ],
 )
@@ -63,3 +65,17 @@ def test_arguments_are_read(arguments: list[str], says: str, capsys: pytest.Capt
     with pytest.raises(SystemExit):
         parser().parse_args(["generate", "nowhere", "hi", *arguments])
     assert says in capsys.readouterr().err
+
+
+def test_a_video_is_written(tmp_path: Path) -> None:
+    made = segue("tiny", "wan", str(tmp_path / "wan"))
+    assert made.returncode == 0, made.stderr
+    to = tmp_path / "out.mp4"
+    asked = ["--size", "64x32", "--steps", "2", "--seconds", "0.5", "--guidance", "2", "--fps", "8", "-o", str(to)]
+    done = segue("generate", str(tmp_path / "wan"), "a small boat", *asked, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(to)]
+    with av.open(str(to)) as file:
+        shown = [frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)]
+        assert file.streams.video[0].average_rate == 8
+    assert np.stack(shown).shape == (5, 32, 64, 3)

@@ -80,6 +80,23 @@ def test_refused(server: Served, wrong: dict[str, Any], status: int, param: str,
     assert says in error["message"]
 
 
+def test_edits_of_a_model_that_reads_no_pictures(server: Served) -> None:
+    with server.client() as http:
+        answer = http.post("/v1/images/edits", data={"prompt": "x"}, files={"image": ("a.png", b"x")})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_parameter")
+
+
+def test_in_a_chat(client: openai.OpenAI) -> None:
+    """The picture that the same words give as a prompt."""
+    prompt = [{"role": "user", "content": ASKED["prompt"]}]
+    chat = client.chat.completions.create(model=NAME, messages=prompt, extra_body={**FEW, "width": 64, "height": 96})
+    [image] = chat.choices[0].message.model_dump()["images"]
+    alone = client.images.generate(**ASKED, extra_body=FEW)
+    assert alone.data is not None
+    shown = pixels(image["image_url"]["url"].partition(",")[2])
+    assert np.abs(shown - pixels(alone.data[0].b64_json)).max() <= 1
+
+
 def test_who_leaves_frees_every_stage(server: Served) -> None:
     with server.client() as http:
         asked = {**ASKED, "num_inference_steps": 200, "size": "256x256", "stream": True, "progress": True}

@@ -1,8 +1,9 @@
-// Runs the page's own script against a live server with a DOM of stubs: node page_driver.mjs <page> <url>
+// Runs the page's own script against a live server with a DOM of stubs: node page_driver.mjs <page> <url> [none]
+// none: no file goes along
 import fs from "node:fs";
 import vm from "node:vm";
 
-const [page, base] = process.argv.slice(2);
+const [page, base, none] = process.argv.slice(2);
 const code = fs.readFileSync(page, "utf8").match(/<script>([\s\S]*)<\/script>/)[1];
 const elements = {};
 const element = (tag) => ({
@@ -32,16 +33,21 @@ const world = vm.createContext({
   fetch: (path, options) => fetch(`${base}/${path}`, options),
   Option: function (name) { this.value = name; },
   URL: { createObjectURL: (blob) => `blob:${blob.size}` },
-  AudioContext, FileReader, AbortController, TextDecoderStream, Blob, performance, atob,
+  FormData, setTimeout, AudioContext, FileReader, AbortController, TextDecoderStream, Blob, performance, atob,
 });
 vm.runInContext(`${code}\nglobalThis.connected = connect();`, world);
 await world.connected;
 elements.voice.value = "Ben";
 elements.text.value = "hi";
-elements.file.files = [{ type: "image/png", name: "a.png", url: "data:image/png;base64,AAAA", size: 3 }];
+elements.steps.value = "4";
+if (!none) elements.file.files = [{ type: "image/png", name: "a.png", url: "data:image/png;base64,AAAA", size: 3 }];
 await vm.runInContext("send()", world);
-const [body, facts, audio] = elements.log.children[1].children;
+const [body, facts, ...more] = elements.log.children[1].children;
 process.stdout.write(JSON.stringify({
   model: elements.model.textContent, voices: elements.voice.children.length, outputs: elements.outputs.children.length,
-  said: body.textContent, facts: facts.textContent, audio: audio?.src, played,
+  said: body.textContent, facts: facts.textContent, audio: more.find((node) => node.tag === "audio")?.src, played,
+  images: more.filter((node) => node.tag === "img").map((node) => node.src),
+  videos: more.filter((node) => node.tag === "video").map((node) => node.src),
+  progress: more.filter((node) => node.tag === "progress").map((node) => node.value),
+  errors: more.filter((node) => node.className === "error").map((node) => node.textContent),
 }));

@@ -78,7 +78,8 @@ class WholeChoice:
             self._samples.append(delta.samples)
             self._rate = delta.sample_rate
         elif isinstance(delta, ImageDelta):
-            self._images.append(delta)
+            if delta.partial is None:
+                self._images.append(delta)
         elif isinstance(delta, Finished):
             self._pieces += self._reader.finish()
             self._end = delta

@@ -11,12 +11,14 @@ import msgspec
 from segue.media.encode import check_audio_format
 from segue.media.parts import messages_from
 from segue.media.sources import shown
+from segue.messages.diffusion import PARAMETERS, DiffusionParams, diffusion_from
 from segue.messages.errors import InvalidRequest, NotFound, nearest
 from segue.messages.request import MediaPart, Message, Request
 from segue.models.dialects.dialect import Dialect
 from segue.orchestrator.service import ModelCard
 from segue.server.chat_logprobs import asked_logprobs
 from segue.server.chat_template import begins_in_thought, chat_options, dialect_for
+from segue.server.errors import Unsupported
 from segue.server.parameters import (
     Answering,
     CommonBody,
@@ -109,6 +111,7 @@ class ChatRequest(Answering):
 
 def chat_request(values: dict[str, Any], card: ModelCard, settings: ServerSettings) -> ChatRequest:
     """Check everything that can be checked without the stages. Blocking (media). Raises `InvalidRequest`."""
+    values, diffusion = _parted(values, card)
     body = parse_body(values, ChatBody, _UNSUPPORTED, {"audio": AudioOptions, "stream_options": StreamOptions})
     check_model(body.model, card, settings)
     dialect = dialect_for(card, settings)
@@ -145,6 +148,7 @@ def chat_request(values: dict[str, Any], card: ModelCard, settings: ServerSettin
             modalities=modalities,
             voice=voice,
             sampling=sampling,
+            diffusion=diffusion,
             seed=seed,
             **common,
         )
@@ -160,6 +164,21 @@ def chat_request(values: dict[str, Any], card: ModelCard, settings: ServerSettin
         in_thought=begins_in_thought(messages, options, dialect),
         include_reasoning=body.include_reasoning is not False,
     )
+
+
+def _parted(values: dict[str, Any], card: ModelCard) -> tuple[dict[str, Any], DiffusionParams | None]:
+    """The body, and what it says of pictures by the names of diffusers' pipelines, of a model that makes them."""
+    if card.gives.isdisjoint(("image", "video")):
+        return values, None
+    of_pictures = {name: value for name, value in values.items() if name in PARAMETERS}
+    for name in ("partial_images", "progress"):
+        if of_pictures.get(name):
+            raise Unsupported(
+                f"{name} is {shown(of_pictures[name])}; a chat completion shows none: use /v1/images/generations",
+                field=name,
+            )
+    rest = {name: value for name, value in values.items() if name not in of_pictures}
+    return rest, diffusion_from(of_pictures) if of_pictures else None
 
 
 def _max_tokens(body: ChatBody) -> int | None:

@@ -53,7 +53,8 @@ class _StreamedChoice:
             if data := await self._encode(delta):
                 entries.append(self._entry({"audio": self._audio(data)}))
         elif isinstance(delta, ImageDelta):
-            entries.append(self._entry({"images": [await asyncio.to_thread(image_object, delta)]}))
+            if delta.partial is None:
+                entries.append(self._entry({"images": [await asyncio.to_thread(image_object, delta)]}))
         elif isinstance(delta, Finished):
             self._ended = True
             entries += self._read(self._reader.finish())
