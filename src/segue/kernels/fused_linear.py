@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -118,7 +119,7 @@ def siblings(root: nn.Module) -> Iterator[Siblings]:
 
     for name, module in root.named_modules():
         if _is_plain(module) and owners[id(module.weight)] == 1:
-            note(name, module)  # type: ignore[arg-type]
+            note(name, module)
     try:
         yield found
     finally:
@@ -126,7 +127,7 @@ def siblings(root: nn.Module) -> Iterator[Siblings]:
             hook.remove()
 
 
-def _is_plain(module: nn.Module) -> bool:
+def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Nothing more than a linear layer, that is: nobody looks at its calls, either."""
     return type(module) is nn.Linear and not (
         "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
@@ -142,7 +143,7 @@ def fuse(root: nn.Module, found: Siblings) -> int:
     groups = found.groups()
     found.calls.clear()
     for names in groups:
-        linears = [root.get_submodule(name) for name in names]
+        linears = [layer for name in names if isinstance(layer := root.get_submodule(name), nn.Linear)]
         kinds = {(linear.in_features, linear.weight.dtype, linear.weight.device) for linear in linears}
         if len(kinds) > 1:
             continue

@@ -20,6 +20,7 @@ from torch import nn
 
 from segue.engines.autoregressive.contract import FlatBatch, KVSpec
 from segue.graph.lora import LoraPlan
+from segue.kernels.experts import PACKED_EXPERTS, pack_experts
 from segue.kernels.fused_linear import fuse, siblings
 from segue.kernels.linear import DECODE_ROWS, pack_linears
 from segue.kernels.paged_attention import LibraryRecord, library_attention
@@ -105,6 +106,8 @@ class PagedDecoder:
         theirs = self._theirs(model, inner, fused and lora is None)
         self.kv = replace(kv_spec(self._kind, theirs.record, config.num_hidden_layers, self.dtype), coarse=self._coarse)
         pack_linears(model, DECODE_ROWS, keep=_beside(model, own, inner))
+        if pack_experts(decoder, DECODE_ROWS):
+            decoder.set_experts_implementation(PACKED_EXPERTS)  # type: ignore[operator]
         self.lora = None if lora is None else LoraAdapters(model, decoder, lora)
         self._head = replaced(model, inner, HandedThrough(theirs.given_to_head))
         self._compare(theirs.logits)
