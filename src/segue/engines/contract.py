@@ -120,6 +120,8 @@ class LoadContext:
     """What the weights of linear layers are made into: one of `segue.graph.deployment.QUANTIZATIONS`."""
     lora: LoraPlan | None = None
     """None: the stage takes no adapters."""
+    fused: bool = True
+    """Linear layers with the same input may be computed as one product."""
     options: dict[str, Any] = field(default_factory=dict)
     """The deployment's own options for this stage, e.g. the vocoder's look-ahead."""
     progress: Callable[[float, str], None] = lambda fraction, what: None

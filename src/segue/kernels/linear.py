@@ -52,12 +52,19 @@ class PackedLinear(nn.Module):
             return packed_linear(x, self.weight, self.bias, self.out_features)
         rows = x.numel() // self.in_features
         if 0 < rows < LEAST_ROWS:
-            # the same row several times over, as far as there is one row: nothing is copied
-            few = x.reshape(rows, -1)
-            padded = few.expand(LEAST_ROWS, -1) if rows == 1 else functional.pad(few, (0, 0, 0, LEAST_ROWS - rows))
-            out = torch.ops.mkldnn._linear_pointwise(padded, self.weight, self.bias, "none", [], None)
-            return out[:rows].view(*x.shape[:-1], self.out_features)
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], None)
+            few = packed_product(x.reshape(rows, -1), self.weight, self.bias)
+            return few.view(*x.shape[:-1], self.out_features)
+        return packed_product(x, self.weight, self.bias)
+
+
+def packed_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """[..., in] → [..., out], the weight as `_reorder_linear_weight` lays it out. x of few rows is [rows, in]."""
+    rows = len(x)
+    if x.ndim == 2 and 0 < rows < LEAST_ROWS:
+        # the same row several times over, as far as there is one row: nothing is copied
+        padded = x.expand(LEAST_ROWS, -1) if rows == 1 else functional.pad(x, (0, 0, 0, LEAST_ROWS - rows))
+        return torch.ops.mkldnn._linear_pointwise(padded, weight, bias, "none", [], None)[:rows]
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], None)
 
 
 def can_pack(linear: nn.Linear) -> bool:

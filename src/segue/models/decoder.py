@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from torch import nn
 
 from segue.engines.autoregressive.contract import FlatBatch, KVSpec
 from segue.graph.lora import LoraPlan
+from segue.kernels.experts import PACKED_EXPERTS, pack_experts
+from segue.kernels.fused_linear import fuse, siblings
 from segue.kernels.linear import DECODE_ROWS, pack_linears
 from segue.kernels.paged_attention import LibraryRecord, library_attention
 from segue.kernels.quantized import packed_bytes, quantize_linears
@@ -48,6 +50,16 @@ class HandedThrough(nn.Module):
         return self._kind(last_hidden_state=inputs_embeds)
 
 
+@dataclass(slots=True)
+class _Theirs:
+    """What the library's own forward of a short text gave."""
+
+    logits: torch.Tensor
+    """[tokens, vocab] float32"""
+    record: LibraryRecord
+    given_to_head: type[ModelOutput]
+
+
 class PagedDecoder:
     """Embedding, decoder and head of one model on one device.
 
@@ -65,8 +77,13 @@ class PagedDecoder:
         *,
         quantization: str = "none",
         lora: LoraPlan | None = None,
+        fused: bool = True,
     ) -> None:
-        """Raises `ConfigError` where the model is not one that can be served, naming it and the reason."""
+        """`fused`: layers with the same input are one product (`segue.kernels.fused_linear`), where there are no
+        adapters.
+
+        Raises `ConfigError` where the model is not one that can be served, naming it and the reason.
+        """
         self._kind = type(model).__name__
         decoder = model.get_decoder() if decoder is None else decoder
         _check_interface(model, decoder)
@@ -80,16 +97,20 @@ class PagedDecoder:
         self._embedding = model.get_input_embeddings()
         own = name_of(decoder, model)
         inner = own if inner is None else inner
-        pack_linears(model, DECODE_ROWS, keep=_beside(model, own, inner))
         weight = next(model.parameters())
         self.device: torch.device = weight.device
         self.dtype: torch.dtype = self._embedding.weight.dtype
         config = model.config.get_text_config(decoder=True)
         self.vocab_size: int = config.vocab_size
-        self.lora = None if lora is None else LoraAdapters(model, decoder, lora)
-        self._head: nn.Module
         self._coarse = quantization in _COARSE
-        self.kv = self._compared(model, inner, config.num_hidden_layers)
+        theirs = self._theirs(model, inner, fused and lora is None)
+        self.kv = replace(kv_spec(self._kind, theirs.record, config.num_hidden_layers, self.dtype), coarse=self._coarse)
+        pack_linears(model, DECODE_ROWS, keep=_beside(model, own, inner))
+        if pack_experts(decoder, DECODE_ROWS):
+            decoder.set_experts_implementation(PACKED_EXPERTS)  # type: ignore[operator]
+        self.lora = None if lora is None else LoraAdapters(model, decoder, lora)
+        self._head = replaced(model, inner, HandedThrough(theirs.given_to_head))
+        self._compare(theirs.logits)
         held = nn.ModuleList([decoder, self._head])
         self.weight_bytes = held_bytes(held) + packed_bytes(held)
         if self.lora is not None:
@@ -114,27 +135,31 @@ class PagedDecoder:
         return self._head(inputs_embeds=hidden[None], use_cache=False).logits[0].float()
 
     @torch.inference_mode()
-    def _compared(self, model: PreTrainedModel, inner: str, layers: int) -> KVSpec:
-        """Run a short text whole and through our halves, the head being made on the way; the shape of the KV cache, as
-        attention was called."""
-        ids = (torch.arange(_PROBE, device=self.device) * 7919 + 1) % self.vocab_size
-        positions = torch.arange(_PROBE, device=self.device)[None]
+    def _theirs(self, model: PreTrainedModel, inner: str, fused: bool) -> _Theirs:
+        """Run a short text whole, by the library's forward; then its layers may be `fused`."""
         made: list[type[ModelOutput]] = []
         hook = model.get_submodule(inner).register_forward_hook(lambda module, given, out: made.append(type(out)))
         try:
-            with library_attention() as record:
-                theirs = model(input_ids=ids[None], use_cache=False).logits[0].float()
-            self._head = replaced(model, inner, HandedThrough(made[0]))
+            with library_attention() as record, siblings(self.model) as found:
+                logits = model(input_ids=self._probe()[None], use_cache=False).logits[0].float()
+        except (TypeError, AttributeError) as error:
+            raise self._unserved(error) from error
+        finally:
+            hook.remove()
+        if fused:
+            fuse(self.model, found)
+        return _Theirs(logits, record, made[0])
+
+    @torch.inference_mode()
+    def _compare(self, theirs: torch.Tensor) -> None:
+        """Run the short text through our halves; `theirs`: the logits [tokens, vocab] of the library's forward."""
+        ids = self._probe()
+        positions = torch.arange(_PROBE, device=self.device)[None]
+        try:
             with library_attention():
                 ours = self.logits(self.forward(self.embed(ids), FlatBatch(ids, None, positions, None)))
         except (TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"{self._kind} of transformers {VERSION} cannot be served: its decoder or its head does not take what "
-                f"the engine gives it ({error})",
-                field="architectures",
-            ) from error
-        finally:
-            hook.remove()
+            raise self._unserved(error) from error
         difference = float((ours - theirs).abs().max() / theirs.abs().max())
         tolerance = 0.05 if self._coarse else _TOLERANCE.get(self.dtype, 0.05)
         if not difference <= tolerance:
@@ -143,7 +168,17 @@ class PagedDecoder:
                 f"{difference:.1e} (at most {tolerance:.0e}); it does more with the ids than to embed them once",
                 field="architectures",
             )
-        return replace(kv_spec(self._kind, record, layers, self.dtype), coarse=self._coarse)
+
+    def _probe(self) -> torch.Tensor:
+        """[tokens] ids of the short text."""
+        return (torch.arange(_PROBE, device=self.device) * 7919 + 1) % self.vocab_size
+
+    def _unserved(self, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"{self._kind} of transformers {VERSION} cannot be served: its decoder or its head does not take what "
+            f"the engine gives it ({error})",
+            field="architectures",
+        )
 
 
 def kv_spec(kind: str, record: LibraryRecord, layers: int, dtype: torch.dtype) -> KVSpec:

@@ -114,6 +114,7 @@ def load_context(spec: WorkerSpec, plan: StagePlan, rank: int = 0) -> LoadContex
         max_model_len=plan.max_model_len,
         quantization=plan.quantization,
         lora=plan.lora,
+        fused=not (plan.enforce_eager or plan.compile),
         options=dict(plan.options),
     )
 

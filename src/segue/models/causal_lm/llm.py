@@ -28,7 +28,9 @@ class LLM:
         """Raises `ConfigError` for a checkpoint that cannot be read, or a model that cannot be served."""
         config = load_config(ctx)
         self.max_model_len: int = context_length(config, ctx.max_model_len)
-        self._decoder = PagedDecoder(load_model(ctx, config), quantization=ctx.quantization, lora=ctx.lora)
+        self._decoder = PagedDecoder(
+            load_model(ctx, config), quantization=ctx.quantization, lora=ctx.lora, fused=ctx.fused and ctx.group is None
+        )
         self.lora = self._decoder.lora
         self._tokenizer = load_tokenizer(ctx.model_dir)
         self.vocabulary = vocabulary_of(self._tokenizer)

@@ -56,7 +56,7 @@ class LLM:
         self.max_model_len: int = context_length(text, ctx.max_model_len)
         model = load_whole(ctx, config)
         self.axes = 1 if rope_index_of(model) is None else 3
-        self._decoder = PagedDecoder(model, inner=inner_of(model))
+        self._decoder = PagedDecoder(model, inner=inner_of(model), fused=ctx.fused)
         self._tokenizer = load_tokenizer(ctx.model_dir)
         self.vocabulary = vocabulary_of(self._tokenizer)
         self.device = self._decoder.device

