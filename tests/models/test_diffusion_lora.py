@@ -18,13 +18,17 @@ from segue.graph.lora import LoraPlan
 from segue.messages.errors import ConfigError, NotFound
 from segue.models.flux import tiny as flux
 from segue.models.qwen_image import tiny as qwen_image
+from segue.models.sdxl import tiny as sdxl
 from segue.models.stable_diffusion_3 import tiny as stable_diffusion_3
+from segue.models.wan import tiny as wan
 from segue.models.z_image import tiny as z_image
 
 FAMILIES = {
     "flux": (flux.make, "FluxPipeline", {"max_sequence_length": 32}),
     "sd3": (stable_diffusion_3.make, "StableDiffusion3Pipeline", {"max_sequence_length": 32, "guidance_scale": 1.0}),
     "z-image": (z_image.make, "ZImagePipeline", {"guidance_scale": 0.0}),
+    "sdxl": (sdxl.make, "StableDiffusionXLPipeline", {"guidance_scale": 1.0}),
+    "wan": (wan.make, "WanPipeline", {"guidance_scale": 1.0, "num_frames": 5}),
     "qwen-image": (qwen_image.make, "QwenImagePipeline", {"true_cfg_scale": 1.0}),
 }
 ASKED = {"prompt": "a small boat left the harbour", "height": 64, "width": 64, "num_inference_steps": 3, "seed": 3}
@@ -45,7 +49,7 @@ def drawn(network: nn.Module, rank: int, seed: int) -> Weights:
     }
 
 
-def write(path: Path, weights: Weights, *, part: str = "transformer.", header: Mapping[str, Any] | None = None) -> Path:
+def write(path: Path, weights: Weights, part: str = "transformer.", header: Mapping[str, Any] | None = None) -> Path:
     """As diffusers writes it."""
     path.mkdir()
     tensors = {f"{part}{name}.lora_A.weight": down for name, (down, _) in weights.items()}
@@ -66,17 +70,21 @@ def merged(network: nn.Module, weights: Weights, scale: float) -> Iterator[None]
             network.get_submodule(name).weight.copy_(weight)
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' schedulers and numpy 2
+@pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_each_request_with_its_own(family: str, tmp_path: Path) -> None:
     """Two adapters and none, in one engine, one joining late; of two files' layouts."""
     make, kind, more = FAMILIES[family]
     make(tmp_path / "model")
     pipeline = pipeline_of(tmp_path / "model", kind)
-    ink, oil = drawn(pipeline.transformer, 4, 1), drawn(pipeline.transformer, 2, 2)
+    part = "unet" if family == "sdxl" else "transformer"
+    network = pipeline.components[part]
+    ink, oil = drawn(network, 4, 1), drawn(network, 2, 2)
     plan = LoraPlan(
         {
-            "ink": str(write(tmp_path / "ink", ink, header={"transformer.r": 4, "transformer.lora_alpha": 2})),
-            "oil": str(write(tmp_path / "oil", oil)),
+            "ink": str(write(tmp_path / "ink", ink, f"{part}.", {f"{part}.r": 4, f"{part}.lora_alpha": 2})),
+            "oil": str(write(tmp_path / "oil", oil, f"{part}.")),
         },
         max_rank=4,
     )
@@ -84,9 +92,9 @@ def test_each_request_with_its_own(family: str, tmp_path: Path) -> None:
     plain = {**ASKED, **more}
     made = chain.run(plain, {**plain, "adapter": "ink"}, {**plain, "adapter": "oil"}, plain, late={2: 1})
     bare = expected(pipeline, plain)
-    with merged(pipeline.transformer, ink, 0.5):
+    with merged(network, ink, 0.5):
         inked = expected(pipeline, plain)
-    with merged(pipeline.transformer, oil, 1.0):
+    with merged(network, oil, 1.0):
         oiled = expected(pipeline, plain)
     for one, pictures in zip(made, (bare, inked, oiled, bare), strict=True):
         assert apart(one, pictures) < WITHIN
