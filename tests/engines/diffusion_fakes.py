@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,6 +111,9 @@ class FakeDenoiser:
 
     def bucket(self, sample: Sample) -> Hashable:
         return sample.bucket
+
+    def during(self, rows: Sequence[Row]) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def predict(self, rows: Sequence[Row]) -> Sequence[torch.Tensor]:
         assert len({row.sample.bucket for row in rows}) == 1, "other shapes in one call"

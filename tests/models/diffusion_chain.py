@@ -16,6 +16,7 @@ import torch
 from segue.engines.contract import Engine, LoadContext, StageOutput, StageRequest
 from segue.engines.diffusion.engine import DiffusionConfig, DiffusionEngine
 from segue.engines.module.engine import ModuleEngine
+from segue.graph.lora import LoraPlan
 from segue.media.pictures import PICTURES, picture_parts
 from segue.media.sources import PYTHON_POLICY
 from segue.messages.diffusion import PARAMETERS, diffusion_from
@@ -46,9 +47,14 @@ class Chain:
     """A checkpoint, loaded. `adapters` by stage may be changed by a test."""
 
     def __init__(
-        self, model_dir: Path, *, load_format: str = "auto", options: Mapping[str, Mapping[str, Any]] | None = None
+        self,
+        model_dir: Path,
+        *,
+        load_format: str = "auto",
+        options: Mapping[str, Mapping[str, Any]] | None = None,
+        lora: LoraPlan | None = None,
     ) -> None:
-        """`options`: of stages, by name."""
+        """`options`: of stages, by name; `lora`: of the denoiser."""
         config = read_config(model_dir)
         family = family_of(config, model_dir)
         self.graph = family.graph(config)
@@ -59,6 +65,8 @@ class Chain:
             ctx = LoadContext(
                 model_dir, name, torch.device("cpu"), torch.float32, load_format=load_format, options=given
             )
+            if self.graph.stages[name].engine == "diffusion":
+                ctx.lora = lora
             self.adapters[name] = self.stages.ADAPTERS[name](ctx)
         self.batches: list[int] = []
         """Rows of each step of the denoiser."""
@@ -110,6 +118,7 @@ class Chain:
             messages=[Message("user", list(pictures))] if pictures else [],
             modalities=sorted(gives),
             seed=asked.get("seed", 0),
+            adapter=asked.get("adapter"),
             diffusion=diffusion_from({key: asked[key] for key in asked if key in PARAMETERS}),
         )
         walk = self.graph.walk(request)
@@ -171,7 +180,7 @@ def pipeline_of(model_dir: Path, kind: str, **parts: Any) -> Any:
 
 def expected(pipeline: Any, asked: Mapping[str, Any]) -> list[torch.Tensor]:
     """What the library's pipeline makes of a request: [h, w, 3] or [frames, h, w, 3] each."""
-    given = {key: asked[key] for key in asked if key not in ("seed", "scheduler")}
+    given = {key: asked[key] for key in asked if key not in ("seed", "scheduler", "adapter")}
     with quiet(), torch.inference_mode():
         made = pipeline(**given, generator=torch.Generator().manual_seed(asked.get("seed", 0)), output_type="np")
     return [torch.as_tensor(np.asarray(one)) for one in made[0]]

@@ -105,6 +105,17 @@ class PictureParity:
         [made] = chain.run(self.cases[0])
         assert apart(made, theirs[0]) < WITHIN
 
+    def test_trials_of_the_engine(self, chain: Chain) -> None:
+        """The smallest two are computed; all have positions."""
+        denoiser = chain.adapters["denoiser"]
+        trials = list(denoiser.trials())
+        assert len(trials) >= 2
+        with torch.inference_mode():
+            for sample in trials[:2]:
+                for rows in ([Row(sample, 0)], [Row(sample, 0)] * 2):
+                    with denoiser.during(rows):
+                        assert [one.shape for one in denoiser.predict(rows)] == [sample.latents.shape] * len(rows)
+
     def test_the_same_seed_makes_the_same_files(self, directory: Path, tmp_path: Path) -> None:
         type(self).make(tmp_path / "again")
         for path in sorted(directory.rglob("*")):

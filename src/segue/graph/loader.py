@@ -19,7 +19,7 @@ from segue.graph.deployment import (
     StagePlan,
 )
 from segue.graph.hardware import detect_hardware
-from segue.graph.lora import LoraPlan, lora_of
+from segue.graph.lora import ADAPTED, LoraPlan, lora_of
 from segue.graph.placement import CPU, Place, place
 from segue.graph.section import Section
 from segue.graph.speculation import speculation_of
@@ -158,7 +158,7 @@ def _stage(stage: Stage, written: Written, where: Place) -> StagePlan:
         speculation=speculation_of(section) if autoregressive else None,
         quantization=section.choice("quantization", "none", QUANTIZATIONS) if autoregressive else "none",
         kv_dtype=section.choice("kv_dtype", "auto", KV_DTYPES) if autoregressive else "auto",
-        lora=_lora(section) if autoregressive else None,
+        lora=_lora(section) if stage.engine in ADAPTED else None,
         sampling=_sampling(section) if autoregressive else SamplingParams(),
     )
 

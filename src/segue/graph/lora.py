@@ -9,6 +9,8 @@ from itertools import pairwise
 from segue.graph.section import Section, as_mapping, wrong
 
 LORA_KEYS = ("adapters", "max_rank", "max_adapters")
+ADAPTED = ("autoregressive", "diffusion")
+"""Engines whose stages can have adapters."""
 
 
 @dataclass(frozen=True, slots=True)

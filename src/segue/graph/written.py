@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from segue.graph.deployment import Limits
+from segue.graph.lora import ADAPTED
 from segue.graph.section import Section, as_mapping, wrong
 from segue.graph.stage_graph import INPUT, StageGraph
 from segue.messages.errors import ConfigError, nearest
@@ -30,7 +31,6 @@ AUTOREGRESSIVE_KEYS = (
     "speculation",
     "quantization",
     "kv_dtype",
-    "lora",
     "sampling",
 )
 STAGE_KEYS = (
@@ -43,6 +43,7 @@ STAGE_KEYS = (
     "load_format",
     "fuse_with",
     "options",
+    "lora",
     *AUTOREGRESSIVE_KEYS,
 )
 _WIRING = ("input_connectors", "output_connectors")
@@ -162,12 +163,13 @@ def stage_of(graph: StageGraph, path: str, value: object) -> str:
 def _check_engine(graph: StageGraph, name: str, section: Section) -> None:
     """A key in a stage's own section must mean something to its engine."""
     engine = graph.stages[name].engine
-    for key in AUTOREGRESSIVE_KEYS:
-        if key in section.values and engine != "autoregressive":
-            raise ConfigError(
-                f"{section.at(key)} is for autoregressive stages; {name!r} has the {engine} engine",
-                field=section.at(key),
-            )
+    for keys, engines in ((AUTOREGRESSIVE_KEYS, ("autoregressive",)), (("lora",), ADAPTED)):
+        for key in keys:
+            if key in section.values and engine not in engines:
+                raise ConfigError(
+                    f"{section.at(key)} is for {' and '.join(engines)} stages; {name!r} has the {engine} engine",
+                    field=section.at(key),
+                )
 
 
 def _edges(graph: StageGraph, top: Section) -> Iterator[Wire]:

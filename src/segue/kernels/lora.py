@@ -81,6 +81,8 @@ class LoraSwitch:
 
     def __init__(self) -> None:
         self.step: LoraStep | None = None
+        self.whole: Lora | None = None
+        """What every row has, of any layer's input, however many they are."""
 
     @contextmanager
     def during(self, step: LoraStep | None) -> Iterator[None]:
@@ -90,6 +92,15 @@ class LoraSwitch:
             yield
         finally:
             self.step = None
+
+    @contextmanager
+    def during_whole(self, lora: Lora | None) -> Iterator[None]:
+        """Within it, all rows have this adapter, or none has one."""
+        self.whole = lora
+        try:
+            yield
+        finally:
+            self.whole = None
 
 
 class LoraLinear(nn.Module):
@@ -115,6 +126,8 @@ class LoraLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] → [..., out_features]."""
         y = self.base(x)
+        if self._switch.whole is not None and (pair := self._switch.whole.pairs.get(self.name)) is not None:
+            y = y + ((x.to(pair.down.dtype) @ pair.down.T) @ pair.up.T).to(y.dtype)
         step = self._switch.step
         if step is not None:
             rows = x.reshape(-1, self.in_features)

@@ -51,7 +51,7 @@ class Family:
     options: frozenset[str] = frozenset()
     """Names of request options the family understands, e.g. `use_audio_in_video`."""
     stage_keys: frozenset[str] = frozenset()
-    """Keys of autoregressive stages that need the family's help, and have it: `lora`, `quantization`."""
+    """Keys of autoregressive and diffusion stages that need the family's help, and have it: `lora`, `quantization`."""
     tiny_module: str | None = None
     """Module with `PRESETS: dict[str, TinyPreset]`, by the names below."""
     tiny_names: tuple[str, ...] = ()

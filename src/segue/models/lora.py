@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import count
@@ -13,24 +14,33 @@ from torch import nn
 from segue.engines.autoregressive.contract import FlatBatch, Prompt
 from segue.graph.lora import LoraPlan
 from segue.kernels.linear import PackedLinear
-from segue.kernels.lora import Lora, Pair, lora_step, wrap_linears
+from segue.kernels.lora import Lora, LoraLinear, Pair, lora_step, wrap_linears
 from segue.kernels.quantized import QUANTIZED
 from segue.messages.errors import ConfigError, NotFound, nearest
 from segue.models.library import Conv1D, PreTrainedModel
 from segue.models.peft import read_adapter
 
-_LINEARS = (nn.Linear, PackedLinear, Conv1D, *QUANTIZED)
+LINEARS = (nn.Linear, PackedLinear, Conv1D, *QUANTIZED)
 
 
-class LoraAdapters:
-    """The adapters of one decoder. Implements `segue.engines.autoregressive.contract.LoraHost`."""
+class AdaptersByName:
+    """The adapters of one network. Implements `segue.engines.autoregressive.contract.LoraHost`."""
 
-    def __init__(self, model: PreTrainedModel, decoder: nn.Module, plan: LoraPlan) -> None:
-        """Puts a layer over every linear one of `decoder`, and loads what `plan` names. Raises `ConfigError`."""
+    def __init__(
+        self,
+        plan: LoraPlan,
+        layers: Mapping[str, LoraLinear],
+        read: Callable[[Path], Mapping[str, Pair]],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """Loads what `plan` names. `layers`: those of the network, by name; `read`: the files of an adapter, A and
+        scaled B by name of the layer. Raises `ConfigError`."""
         self._plan = plan
-        self._device = next(model.parameters()).device
-        self._dtype: torch.dtype = model.get_input_embeddings().weight.dtype
-        self._switch, self._layers = wrap_linears(model, decoder, _LINEARS, _features)
+        self._layers = layers
+        self._read = read
+        self._device = device
+        self._dtype = dtype
         self._by_name: dict[str, Lora] = {}
         self._serials = count()
         for name, directory in plan.adapters.items():
@@ -50,9 +60,9 @@ class LoraAdapters:
                 f"{self._plan.max_adapters} adapters are loaded already (lora.max_adapters); unload one first",
                 field="lora_name",
             )
-        pairs = read_adapter(Path(directory), self._layers, self._plan.max_rank)
         here = {
-            layer: Pair(*(tensor.to(self._device, self._dtype) for tensor in pair)) for layer, pair in pairs.items()
+            layer: Pair(*(tensor.to(self._device, self._dtype) for tensor in pair))
+            for layer, pair in self._read(Path(directory)).items()
         }
         # of its own even where a name is loaded again: the files may have changed
         self._by_name[name] = Lora(name, b"lora %d" % next(self._serials), here)
@@ -67,6 +77,21 @@ class LoraAdapters:
             raise NotFound(f"there is no LoRA adapter {name!r}{nearest(name, self._by_name)}", field="adapter")
         return self._by_name[name]
 
+
+class LoraAdapters(AdaptersByName):
+    """The adapters of one decoder."""
+
+    def __init__(self, model: PreTrainedModel, decoder: nn.Module, plan: LoraPlan) -> None:
+        """Puts a layer over every linear one of `decoder`, and loads what `plan` names. Raises `ConfigError`."""
+        self._switch, layers = wrap_linears(model, decoder, LINEARS, features)
+        super().__init__(
+            plan,
+            layers,
+            lambda directory: read_adapter(directory, layers, plan.max_rank),
+            next(model.parameters()).device,
+            model.get_input_embeddings().weight.dtype,
+        )
+
     def during(self, batch: FlatBatch) -> AbstractContextManager[None]:
         """Within it, the layers do what the sequences of a batch ask for."""
         spans: list[tuple[Lora | None, int, int]] = []
@@ -79,7 +104,7 @@ class LoraAdapters:
         return self._switch.during(lora_step(spans, self._device))
 
 
-def named_adapter(adapters: LoraAdapters | None, name: str | None) -> Lora | None:
+def named_adapter(adapters: AdaptersByName | None, name: str | None) -> Lora | None:
     """The adapter of a request that names one, or none. Raises `NotFound`."""
     if name is None:
         return None
@@ -97,8 +122,8 @@ def with_adapter(prompt: Prompt, lora: Lora) -> Prompt:
     return replace(prompt, adapter=lora, identity=identity)
 
 
-def _features(layer: nn.Module) -> tuple[int, int]:
-    """(in_features, out_features) of one of `_LINEARS`; the weight of GPT-2's lies the other way round."""
+def features(layer: nn.Module) -> tuple[int, int]:
+    """(in_features, out_features) of one of `LINEARS`; the weight of GPT-2's lies the other way round."""
     if isinstance(layer, Conv1D):
         return int(layer.nx), int(layer.nf)
     return int(layer.in_features), int(layer.out_features)  # type: ignore[arg-type]

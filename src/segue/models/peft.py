@@ -54,7 +54,7 @@ def read_adapter(directory: Path, layers: Mapping[str, LoraLinear], max_rank: in
         raise ConfigError(f"{path}: cannot be read: {error}", field="lora_path") from error
     if not found:
         raise ConfigError(f"{path}: there is no tensor in it", field="lora_path")
-    return {layer: _pair(path, layers[layer], tensors, config, max_rank) for layer, tensors in found.items()}
+    return {layer: scaled_pair(path, layers[layer], tensors, config, max_rank) for layer, tensors in found.items()}
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -64,6 +64,12 @@ def _read_config(path: Path) -> dict[str, Any]:
         config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}", field="lora_path") from error
+    check_config(path, config)
+    return config
+
+
+def check_config(path: Path, config: dict[str, Any]) -> None:
+    """Raise `ConfigError` for what cannot be served."""
     if config.get("peft_type") != "LORA":
         raise ConfigError(
             f"{path}: peft_type is {config.get('peft_type')!r}; only LORA can be served", field="lora_path"
@@ -79,7 +85,6 @@ def _read_config(path: Path) -> dict[str, Any]:
     for key in ("rank_pattern", "alpha_pattern"):
         if not isinstance(config.get(key) or {}, dict):
             raise ConfigError(f"{path}: {key} is {config[key]!r}; it must be a mapping", field="lora_path")
-    return config
 
 
 def _place(path: Path, key: str, layers: Mapping[str, LoraLinear]) -> tuple[str, str]:
@@ -100,9 +105,10 @@ def _place(path: Path, key: str, layers: Mapping[str, LoraLinear]) -> tuple[str,
     return layer, match["which"]
 
 
-def _pair(
+def scaled_pair(
     path: Path, layer: LoraLinear, tensors: dict[str, torch.Tensor], config: dict[str, Any], max_rank: int
 ) -> Pair:
+    """A and scaled B, float32, of a layer; `tensors`: `A` and `B` as stored. Raises `ConfigError`."""
     if len(tensors) != 2:
         raise ConfigError(f"{path}: {layer.name} has lora_{min(tensors)} and not the other", field="lora_path")
     rank = _of_pattern(config.get("rank_pattern"), layer.name, config["r"])

@@ -13,6 +13,7 @@ call, runs it, lets the adapter combine the branches of each sample, and advance
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -52,6 +53,9 @@ class Sample:
     """By branch, the prompt's first: what the family's `predict` needs beside latents and timestep."""
     params: DiffusionParams
     """What the request asks, with the family's defaults filled in."""
+    adapter: Any = None
+    """What its request's LoRA adapter adds to the network, as the family has it: the same for all rows of a call, so it
+    is in the bucket."""
     state: Any = None
     """The family's own."""
     step: int = 0
@@ -117,6 +121,9 @@ class DiffusionAdapter(Protocol):
 
     def predict(self, rows: Sequence[Row]) -> Sequence[torch.Tensor]:
         """One call of the network: what it predicts for each row, in the shape of the row's latents."""
+
+    def during(self, rows: Sequence[Row]) -> AbstractContextManager[None]:
+        """Around each `predict` of these rows: within it the network is theirs, with their LoRA adapter."""
 
     def combine(self, sample: Sample, predictions: Sequence[torch.Tensor]) -> torch.Tensor:
         """Guidance: the predictions of the sample's branches, in order of `branches` → what its scheduler steps by."""

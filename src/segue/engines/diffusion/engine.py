@@ -261,7 +261,8 @@ class DiffusionEngine:
         self._rows += len(rows)
         try:
             start = time.perf_counter()
-            answers: list[torch.Tensor | Exception] = list(self._adapter.predict(rows))
+            with self._adapter.during(rows):
+                answers: list[torch.Tensor | Exception] = list(self._adapter.predict(rows))
             seconds = time.perf_counter() - start
             if len(answers) != len(rows):
                 raise StageFailed(f"the adapter gave {len(answers)} predictions for {len(rows)} rows")

@@ -6,6 +6,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -16,12 +17,15 @@ from torch.nn import functional
 
 from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.engines.diffusion.contract import Row, Sample
+from segue.kernels.lora import Lora
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.request import Request
 from segue.messages.sampling import SamplingParams
 from segue.models.checkpoint import held_bytes
 from segue.models.diffusion.loading import load_component
+from segue.models.diffusion.lora import DenoiserAdapters
 from segue.models.diffusion.schedulers import Schedulers
+from segue.models.lora import named_adapter
 
 PREVIEW_SHRINK = 2
 """A preview has so many times fewer pixels in height and in width."""
@@ -41,6 +45,8 @@ class Given:
     params: DiffusionParams = field(default_factory=DiffusionParams)
     """With the family's defaults; set when all is there."""
 
+    adapter: Lora | None = None
+    """The LoRA adapter it is served with."""
     state: Any = None
     """The family's own, while the samples are made."""
 
@@ -76,6 +82,10 @@ class Denoiser(ABC):
         self.schedulers = Schedulers(ctx.model_dir)
         self.weight_bytes = held_bytes(self.network)
         self._width = width_of(self.network)
+        self.lora: DenoiserAdapters | None = None
+        if ctx.lora is not None:
+            self.lora = DenoiserAdapters(self.network, self.component, ctx.lora, ctx.device, ctx.dtype)
+            self.weight_bytes += self.lora.reserved_bytes(ctx.dtype)
 
     # ── what a family says ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -182,7 +192,8 @@ class Denoiser(ABC):
         return ACTIVATIONS * self._width * sample.tokens * sample.latents.element_size()
 
     def begin(self, request: StageRequest) -> Given:
-        return Given(request)
+        """Raises `NotFound` for a LoRA adapter that is not there."""
+        return Given(request, adapter=named_adapter(self.lora, request.request.adapter))
 
     def feed(self, state: Given, upstream: str, payload: Payload, *, final: bool) -> list[Sample]:
         if payload:  # the end of a stream may carry nothing
@@ -204,6 +215,9 @@ class Denoiser(ABC):
 
     def bucket(self, sample: Sample) -> Hashable:
         return sample.bucket
+
+    def during(self, rows: Sequence[Row]) -> AbstractContextManager[None]:
+        return nullcontext() if self.lora is None else self.lora.during(rows)
 
     def finish(self, sample: Sample) -> Payload:
         return {"latents": self.unpacked(sample, sample.latents), "index": sample.index, **self.told(sample)}
@@ -227,6 +241,7 @@ class Denoiser(ABC):
             scheduler = self.schedulers.make(given.params.scheduler)
             latents = self.packed(noise[index : index + 1].to(self.device), given)
             timesteps = self.set_timesteps(scheduler, latents, given.params)
+            bucket = self.bucket_of(latents, given, conditions)
             yield Sample(
                 given.request.request_id,
                 index,
@@ -234,9 +249,10 @@ class Denoiser(ABC):
                 scheduler,
                 timesteps,
                 tokens=self.tokens(latents),
-                bucket=self.bucket_of(latents, given, conditions),
+                bucket=bucket if given.adapter is None else (bucket, given.adapter.identity),
                 conditions=conditions,
                 params=given.params,
+                adapter=given.adapter,
                 step_arguments=self._step_arguments(scheduler, generator, given.request.seed, index),
             )
 

@@ -88,7 +88,7 @@ class FluxDenoiser(Denoiser):
     ) -> Sequence[torch.Tensor]:
         guidance = None
         if self.network.config.guidance_embeds:
-            scales = [row.sample.params.guidance_scale for row in rows]
+            scales = [row.sample.params.guidance_scale or 0.0 for row in rows]
             guidance = torch.tensor(scales, device=self.device, dtype=torch.float32)
         timesteps = torch.stack([row.sample.timestep for row in rows]).to(self.device, self.dtype)
         [predictions] = self.network(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from segue.engines.contract import LoadContext
@@ -13,7 +12,7 @@ from segue.engines.diffusion.contract import Row, Sample
 from segue.kernels.linear import pack_linears
 from segue.messages.diffusion import DiffusionParams
 from segue.models.diffusion.denoiser import Denoiser, Given
-from segue.models.diffusion.schedulers import shifted
+from segue.models.diffusion.schedulers import set_shifted
 from segue.models.qwen_image.spaces import pixels_per_latent, to_latents, to_tokens
 
 PACKED_ROWS = 256
@@ -40,11 +39,7 @@ class QwenImageDenoiser(Denoiser):
         return to_tokens(noise)
 
     def set_timesteps(self, scheduler: Any, latents: torch.Tensor, params: DiffusionParams) -> list[torch.Tensor]:
-        steps = params.num_inference_steps or 1
-        sigmas = params.sigmas if params.sigmas is not None else np.linspace(1.0, 1 / steps, steps)
-        scheduler.set_timesteps(sigmas=sigmas, device=self.device, mu=shifted(scheduler.config, latents.shape[1]))
-        scheduler.set_begin_index(0)
-        return list(scheduler.timesteps)
+        return set_shifted(scheduler, params, latents.shape[1], self.device)
 
     def conditions(self, given: Given) -> list[torch.Tensor]:
         """[text tokens, hidden] each."""

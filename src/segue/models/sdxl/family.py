@@ -11,6 +11,7 @@ FAMILY = Family(
     graph=graph,
     stages_module="segue.models.sdxl.stages",
     chats=lambda model_dir: False,
+    stage_keys=frozenset({"lora"}),
     tiny_module="segue.models.sdxl.tiny",
     tiny_names=("sdxl",),
 )

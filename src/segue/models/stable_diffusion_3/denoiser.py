@@ -68,6 +68,12 @@ class StableDiffusion3Denoiser(Denoiser):
         text = torch.zeros(77 + 256, config.joint_attention_dim, dtype=self.dtype, device=self.device)
         return [Condition(text, text.new_zeros(config.pooled_projection_dim))]
 
+    def trial_params(self) -> list[DiffusionParams]:
+        """What there are positions for."""
+        config = self.network.config
+        most = config.pos_embed_max_size * config.patch_size * self._scale
+        return [params for params in super().trial_params() if (params.height or 0) <= most]
+
     def predict(self, rows: Sequence[Row]) -> Sequence[torch.Tensor]:
         text, pooled = stacked([row.condition for row in rows])
         [predictions] = self.network(

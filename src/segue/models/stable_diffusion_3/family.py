@@ -11,6 +11,7 @@ FAMILY = Family(
     graph=graph,
     stages_module="segue.models.stable_diffusion_3.stages",
     chats=lambda model_dir: False,
+    stage_keys=frozenset({"lora"}),
     tiny_module="segue.models.stable_diffusion_3.tiny",
     tiny_names=("sd3", "sd3-without-t5"),
 )

@@ -11,6 +11,7 @@ FAMILY = Family(
     graph=graph,
     stages_module="segue.models.wan.stages",
     chats=lambda model_dir: False,
+    stage_keys=frozenset({"lora"}),
     tiny_module="segue.models.wan.tiny",
     tiny_names=("wan",),
 )
