@@ -111,6 +111,15 @@ def load_tokenizer(model_dir: Path, name: str = "tokenizer") -> PreTrainedTokeni
         raise ConfigError(f"{model_dir / name}: the tokenizer cannot be loaded: {error}", field="model") from error
 
 
+def load_processor(model_dir: Path, name: str = "processor") -> Any:
+    """What makes tensors of texts and pictures (a `ProcessorMixin` of transformers). Raises `ConfigError`."""
+    kind = component_class(model_dir, name)
+    try:
+        return kind.from_pretrained(model_dir / name, local_files_only=True)
+    except _UNREADABLE as error:
+        raise ConfigError(f"{model_dir / name}: the processor cannot be loaded: {error}", field="model") from error
+
+
 def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"{path}: not there, so {str(path.parent)!r} is no part of a pipeline", field="model")
