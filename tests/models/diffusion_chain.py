@@ -110,6 +110,7 @@ class Chain:
             messages=[Message("user", list(pictures))] if pictures else [],
             modalities=sorted(gives),
             seed=asked.get("seed", 0),
+            options=dict(asked.get("options", {})),
             diffusion=diffusion_from({key: asked[key] for key in asked if key in PARAMETERS}),
         )
         walk = self.graph.walk(request)
