@@ -119,6 +119,7 @@ class Chain:
             modalities=sorted(gives),
             seed=asked.get("seed", 0),
             adapter=asked.get("adapter"),
+            options=dict(asked.get("options", {})),
             diffusion=diffusion_from({key: asked[key] for key in asked if key in PARAMETERS}),
         )
         walk = self.graph.walk(request)

@@ -50,6 +50,9 @@ class Family:
     """Directory and config of a checkpoint → how its model writes tool calls and thoughts; must not import torch."""
     options: frozenset[str] = frozenset()
     """Names of request options the family understands, e.g. `use_audio_in_video`."""
+    open_options: bool = False
+    """Only the checkpoint's stages know which options there are: all are taken at the door, also as keys of a request,
+    and judged by the input stage."""
     stage_keys: frozenset[str] = frozenset()
     """Keys of autoregressive and diffusion stages that need the family's help, and have it: `lora`, `quantization`."""
     tiny_module: str | None = None

@@ -23,6 +23,7 @@ def families() -> dict[str, Family]:
     """All known families by name: the house's own, then those of installed packages."""
     from segue.models.causal_lm.family import FAMILY as CAUSAL_LM
     from segue.models.flux.family import FAMILY as FLUX
+    from segue.models.generic_pipeline.family import FAMILY as GENERIC_PIPELINE
     from segue.models.multimodal_lm.family import FAMILY as MULTIMODAL_LM
     from segue.models.qwen2_5_omni.family import FAMILY as QWEN2_5_OMNI
     from segue.models.qwen_image.family import FAMILY as QWEN_IMAGE
@@ -33,7 +34,7 @@ def families() -> dict[str, Family]:
     from segue.models.z_image.family import FAMILY as Z_IMAGE
 
     named = (QWEN2_5_OMNI, QWEN_IMAGE, SDXL, STABLE_DIFFUSION_3, FLUX, Z_IMAGE, WAN)
-    known = {family.name: family for family in (*named, TEXT_EMBEDDING, MULTIMODAL_LM, CAUSAL_LM)}
+    known = {family.name: family for family in (*named, GENERIC_PIPELINE, TEXT_EMBEDDING, MULTIMODAL_LM, CAUSAL_LM)}
     for point in entry_points(group="segue.models"):
         family = point.load()
         known[family.name] = family

@@ -122,6 +122,7 @@ class AsyncOmni:
         if self.card.name in self.card.adapters:
             raise ConfigError(f"{self.card.name!r} is the name of the model and of a LoRA adapter", field="lora")
         self._chats = family.chats(model_dir)
+        self._open_options = family.open_options
         self._pictures = not graph.gives.isdisjoint(("image", "video"))
         self._policy = MediaPolicy(allow_paths=True, max_bytes=self.plan.limits.max_media_bytes)
         self.orchestrator = Orchestrator(
@@ -239,7 +240,8 @@ class AsyncOmni:
         given = self._written(prompt) if isinstance(prompt, str) else dict(_mapping(prompt, "the prompt"))
         given = {**parameters, **given}
         known = _PROMPT_KEYS | (PARAMETERS | PICTURES if self._pictures else frozenset())
-        for key in given:
+        others = {key: value for key, value in given.items() if self._open_options and key not in known}
+        for key in given.keys() - others.keys():
             if key not in known:
                 raise InvalidRequest(f"a request has no key {key!r}{nearest(key, known)}", field=key)
         pictures = picture_parts({key: given[key] for key in given if key in PICTURES}, self._policy)
@@ -267,7 +269,7 @@ class AsyncOmni:
             deadline=given.get("deadline", deadline),
             adapter=given.get("adapter", adapter),
             return_prompt_ids=given.get("return_prompt_ids", return_prompt_ids),
-            options=dict(_mapping(given.get("options", options) or {}, "options")),
+            options={**_mapping(given.get("options", options) or {}, "options"), **others},
         )
 
     def _written(self, text: str) -> dict[str, Any]:
@@ -306,7 +308,7 @@ class AsyncOmni:
             hint = nearest(request.adapter, self.card.adapters)
             raise NotFound(f"{self.card.name} has no LoRA adapter {request.adapter!r}{hint}", field="adapter")
         for option in request.options:
-            if option not in self.card.options:
+            if option not in self.card.options and not self._open_options:
                 hint = nearest(option, self.card.options)
                 raise InvalidRequest(f"{self.card.name} has no option {option!r}{hint}", field=f"options.{option}")
         if request.voice is not None and request.voice not in self.card.voices:

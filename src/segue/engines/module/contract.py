@@ -32,6 +32,8 @@ class Result:
 
     payload: Payload | None = None
     error: SegueError | None = None
+    progress: tuple[int, int] | None = None
+    """(steps done, steps in all), where the item is a step of something longer."""
     prompt_tokens: int = 0
     """Tokens of the request that this result is of, for usage, where the stage makes the main output of text."""
 

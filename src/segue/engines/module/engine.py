@@ -221,6 +221,7 @@ class ModuleEngine:
         return StageOutput(
             work.request_id,
             payload=result.payload,
+            progress=result.progress,
             finished=work.last,
             finish_reason="stop" if work.last else "",
             prompt_tokens=result.prompt_tokens,

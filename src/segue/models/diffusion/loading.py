@@ -25,7 +25,7 @@ from segue.models.diffusion.library import (
 from segue.models.pretrained import LOAD_FORMATS, without_bars
 from segue.models.registry import PIPELINE
 
-_UNREADABLE = (OSError, ValueError, TypeError, KeyError, RuntimeError, ImportError, SafetensorError)
+UNREADABLE = (OSError, ValueError, TypeError, KeyError, RuntimeError, ImportError, SafetensorError)
 
 
 def pipeline_index(model_dir: Path) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def _read(kind: Any, directory: Path, dtype: torch.dtype, device: torch.device) 
             network, info = kind.from_pretrained(
                 directory, local_files_only=True, use_safetensors=True, output_loading_info=True, dtype=dtype
             )
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise ConfigError(f"{directory}: the weights cannot be loaded: {error}", field="model") from error
     missing = sorted(info["missing_keys"])
     if missing:  # the library would go on with random ones
@@ -107,8 +107,17 @@ def load_tokenizer(model_dir: Path, name: str = "tokenizer") -> PreTrainedTokeni
     """Raises `ConfigError` naming the folder."""
     try:
         return AutoTokenizer.from_pretrained(model_dir / name, local_files_only=True)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise ConfigError(f"{model_dir / name}: the tokenizer cannot be loaded: {error}", field="model") from error
+
+
+def load_processor(model_dir: Path, name: str = "processor") -> Any:
+    """What makes tensors of texts and pictures (a `ProcessorMixin` of transformers). Raises `ConfigError`."""
+    kind = component_class(model_dir, name)
+    try:
+        return kind.from_pretrained(model_dir / name, local_files_only=True)
+    except UNREADABLE as error:
+        raise ConfigError(f"{model_dir / name}: the processor cannot be loaded: {error}", field="model") from error
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,16 @@ PACKED_ROWS = 256
 PADDED_TOKENS = 1024
 """From so many latent tokens on, the time per row falls no further in larger calls, and a mask only keeps the attention
 from its fastest kernels: there, rows whose texts have other lengths are computed in calls of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pictures:
+    """What a request works on (editing): seen in every call behind the picture that is made, and not predicted."""
+
+    tokens: torch.Tensor
+    """[1, tokens of all, features]."""
+    shapes: tuple[tuple[int, int, int], ...]
+    """By picture: 1, and how many tokens down and across."""
 
 
 class QwenImageDenoiser(Denoiser):
@@ -48,6 +59,10 @@ class QwenImageDenoiser(Denoiser):
     def trial_conditions(self, params: DiffusionParams) -> list[torch.Tensor]:
         return [torch.zeros(64, self.network.config.joint_attention_dim, dtype=self.dtype, device=self.device)]
 
+    def bucket_of(self, latents: torch.Tensor, given: Given, conditions: Sequence[Any]) -> Hashable:
+        shapes = tuple(tuple(picture["latents"].shape) for picture in given.pictures(self.device))
+        return (super().bucket_of(latents, given, conditions), shapes)
+
     def predict(self, rows: Sequence[Row]) -> Sequence[torch.Tensor]:
         if rows[0].sample.tokens < PADDED_TOKENS:
             return self._call(rows)
@@ -73,14 +88,14 @@ class QwenImageDenoiser(Denoiser):
         height, width = self._sides(rows[0].sample.params)
         timesteps = torch.stack([row.sample.timestep for row in rows]).to(self.device, self.dtype)
         [predictions] = self.network(
-            hidden_states=torch.cat([row.sample.latents for row in rows]),
+            hidden_states=torch.cat([_seen(row.sample) for row in rows]),
             timestep=timesteps / 1000,
             encoder_hidden_states=text,
             encoder_hidden_states_mask=mask,
-            img_shapes=[[(1, height // 2, width // 2)]] * len(rows),
+            img_shapes=[[(1, height // 2, width // 2), *_shapes(rows[0].sample)]] * len(rows),
             return_dict=False,
         )
-        return predictions.split(1)
+        return predictions[:, : rows[0].sample.latents.shape[1]].split(1)
 
     def guidance(self, sample: Sample) -> float:
         return sample.params.true_cfg_scale or 1.0
@@ -95,8 +110,36 @@ class QwenImageDenoiser(Denoiser):
     def unpacked(self, sample: Sample, latents: torch.Tensor) -> torch.Tensor:
         return to_latents(latents, *self._sides(sample.params))
 
+    def _samples(self, given: Given, conditions: list[Any]) -> Iterator[Sample]:
+        pictures = _pictures(given.pictures(self.device), self.dtype)
+        for sample in super()._samples(given, conditions):
+            if pictures is not None:
+                sample.state = pictures
+                sample.tokens += pictures.tokens.shape[1]
+            yield sample
+
     def _sides(self, params: DiffusionParams) -> tuple[int, int]:
         """Height and width in latents."""
         assert params.height is not None
         assert params.width is not None
         return params.height // self._scale, params.width // self._scale
+
+
+def _pictures(encoded: Sequence[dict[str, torch.Tensor]], dtype: torch.dtype) -> Pictures | None:
+    """`encoded`: by picture `latents`, [channels, 1, height, width]."""
+    if not encoded:
+        return None
+    latents = [one["latents"].transpose(0, 1)[None].to(dtype) for one in encoded]
+    shapes = tuple((1, one.shape[-2] // 2, one.shape[-1] // 2) for one in latents)
+    return Pictures(torch.cat([to_tokens(one) for one in latents], dim=1), shapes)
+
+
+def _seen(sample: Sample) -> torch.Tensor:
+    """The tokens that the network is given of a sample, without its text."""
+    pictures: Pictures | None = sample.state
+    return sample.latents if pictures is None else torch.cat([sample.latents, pictures.tokens], dim=1)
+
+
+def _shapes(sample: Sample) -> tuple[tuple[int, int, int], ...]:
+    pictures: Pictures | None = sample.state
+    return () if pictures is None else pictures.shapes

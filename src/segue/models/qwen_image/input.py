@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from segue.engines.contract import LoadContext
@@ -26,12 +27,17 @@ _LATENTS = 128
 """Height and width of the latents by default."""
 
 
+def check_undistilled(model_dir: Path) -> None:
+    """Raise `ConfigError` for a network with guidance distilled into it."""
+    if component_config(model_dir, "transformer").get("guidance_embeds"):
+        raise ConfigError("guidance-distilled Qwen-Image is not in the library", field="guidance_embeds")
+
+
 class Input(DiffusionInput):
     """`ModuleAdapter`. An item for the text encoder: `{"ids": [int, …], "drop": int, "most": int}`."""
 
     def __init__(self, ctx: LoadContext) -> None:
-        if component_config(ctx.model_dir, "transformer").get("guidance_embeds"):
-            raise ConfigError("guidance-distilled Qwen-Image is not in the library", field="guidance_embeds")
+        check_undistilled(ctx.model_dir)
         scale = pixels_per_latent(ctx.model_dir)
         size = _LATENTS * scale
         super().__init__(

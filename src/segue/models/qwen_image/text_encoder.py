@@ -1,4 +1,5 @@
-"""The text encoder: Qwen2.5-VL's last hidden states of the templated prompt, without those of the template's head."""
+"""The text encoder: Qwen2.5-VL's last hidden states of the templated prompt, without those of the template's head; of a
+request with pictures to work on, it sees them."""
 
 from __future__ import annotations
 
@@ -31,7 +32,12 @@ class Encoder(TextEncoder):
         for row, item in enumerate(items):
             ids[row, : lengths[row]] = torch.tensor(item["ids"])
             mask[row, : lengths[row]] = 1
-        hidden = self._network(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        seen = {}
+        if pictures := [item for item in items if "pixels" in item]:
+            seen["pixel_values"] = torch.cat([item["pixels"] for item in pictures]).to(self.device, self.dtype)
+            seen["image_grid_thw"] = torch.cat([item["grid"] for item in pictures]).to(self.device)
+        # positions count tokens, those of pictures as well: the library's pipelines do not name the kinds of tokens
+        hidden = self._network(input_ids=ids, attention_mask=mask, use_cache=False, **seen).last_hidden_state
         return [
             {"embeds": hidden[row, item["drop"] : min(lengths[row], item["drop"] + item["most"])]}
             for row, item in enumerate(items)

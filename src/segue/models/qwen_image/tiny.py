@@ -1,4 +1,4 @@
-"""`segue tiny qwen-image`: a small Qwen-Image in the published layout, made here."""
+"""`segue tiny qwen-image | qwen-image-edit | qwen-image-edit-plus`: a small one in the published layout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from segue.messages.errors import InvalidRequest, nearest
 from segue.models.diffusion.library import LIBRARIES, AutoConfig
 from segue.models.diffusion.tiny import randomise, scale_to, write_index, write_tokenizer
 from segue.models.family import TinyPreset
-from segue.models.tiny.files import BASE_VOCAB, train_tokenizer
+from segue.models.tiny.files import BASE_VOCAB, train_tokenizer, write_json
 
 SPECIAL = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"),
@@ -25,6 +25,19 @@ PARTS = {
     "transformer": ("diffusers", "QwenImageTransformer2DModel"),
     "vae": ("diffusers", "AutoencoderKLQwenImage"),
 }
+PROCESSOR = ("transformers", "Qwen2VLProcessor")
+PREPROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "processor_class": "Qwen2VLProcessor",
+    "min_pixels": 3136,
+    "max_pixels": 12544,
+    "patch_size": 14,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
+"""As published, but for `max_pixels`."""
 
 
 @dataclass(frozen=True)
@@ -46,18 +59,22 @@ _PIXEL_STD = 0.5
 """In [-1, 1]."""
 
 
-def make(directory: Path, size: str = "tiny", seed: int = 0) -> None:
-    """Write a checkpoint with random weights: the same files for the same size and seed.
+def make(directory: Path, size: str = "tiny", seed: int = 0, pipeline: str = "QwenImagePipeline") -> None:
+    """Write a checkpoint with random weights: the same files for the same size, seed and pipeline.
 
     Raises `InvalidRequest` for an unknown size.
     """
     if size not in SIZES:
         raise InvalidRequest(f"no size {size!r}{nearest(size, SIZES)}", field="size")
     directory.mkdir(parents=True, exist_ok=True)
-    write_index(directory, "QwenImagePipeline", PARTS)
+    edits = pipeline != "QwenImagePipeline"
+    write_index(directory, pipeline, {**PARTS, "processor": PROCESSOR} if edits else PARTS)
     tokenizer = train_tokenizer(SPECIAL)
     more = {"bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    write_tokenizer(directory / "tokenizer", tokenizer, SPECIAL, "Qwen2Tokenizer", longest=32768, **more)
+    for folder in ("tokenizer", "processor") if edits else ("tokenizer",):
+        write_tokenizer(directory / folder, tokenizer, SPECIAL, "Qwen2Tokenizer", longest=32768, **more)
+    if edits:
+        write_json(directory / "processor", "preprocessor_config.json", PREPROCESSOR)
     with torch.random.fork_rng(devices=[]):  # the libraries draw weights of their own first
         _make_text_encoder(directory, seed)
         _make_transformer(directory, SIZES[size], seed + 1)
@@ -140,7 +157,22 @@ def _make_vae(directory: Path, seed: int) -> None:
     # what is decoded is cut to [-1, 1]: begin where nothing is
     vae.decoder.conv_out.weight.data.mul_(1e-3)
     scale_to(_PIXEL_STD, vae.decoder.conv_out, lambda: vae.decode(latents, return_dict=False)[0])
+    pictures = torch.rand(2, 3, 1, 32, 32, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+    wanted = torch.tensor(vae.config.latents_std).reshape(1, -1, 1, 1, 1)
+    # of a picture, latents as the network knows them: a deviation of 1 when they are normalised
+    scale_to(1.0, vae.quant_conv, lambda: vae.encode(pictures, return_dict=False)[0].mean / wanted)
     vae.save_pretrained(directory / "vae")
 
 
-PRESETS = {"qwen-image": TinyPreset(tuple(SIZES), make)}
+def _preset(pipeline: str) -> TinyPreset:
+    def write(directory: Path, size: str, seed: int) -> None:
+        make(directory, size, seed, pipeline)
+
+    return TinyPreset(tuple(SIZES), write)
+
+
+PRESETS = {
+    "qwen-image": _preset("QwenImagePipeline"),
+    "qwen-image-edit": _preset("QwenImageEditPipeline"),
+    "qwen-image-edit-plus": _preset("QwenImageEditPlusPipeline"),
+}

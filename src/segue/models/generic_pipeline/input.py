@@ -1,0 +1,104 @@
+"""The input stage: arguments of the pipeline by their own names, those it does not have refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import torch
+
+from segue.engines.contract import LoadContext, Payload
+from segue.media.image import decode_image
+from segue.media.limits import MediaLimits
+from segue.messages.diffusion import DiffusionParams
+from segue.messages.errors import InvalidRequest, TooLarge, nearest
+from segue.messages.request import MediaPart, Request
+from segue.models.diffusion.input import pictures_of, prompt_of
+from segue.models.diffusion.limits import OutputLimits
+from segue.models.diffusion.loading import pipeline_index
+from segue.models.diffusion.schedulers import Schedulers
+from segue.models.generic_pipeline.signature import signature_of
+from segue.models.input_stage import InputStage
+
+DEFAULT_STEPS = 50
+"""Where neither the request nor the pipeline says."""
+DEFAULT_FPS = 16.0
+_SERVED = frozenset({"num_images_per_prompt", "scheduler", "progress", "fps", "num_inference_steps"})
+"""Parameters that are no arguments of a pipeline, or not by that name."""
+
+
+class Input(InputStage):
+    """`ModuleAdapter`: a request → what `segue.models.generic_pipeline.stages` says."""
+
+    def __init__(self, ctx: LoadContext) -> None:
+        self._signature = signature_of(ctx.model_dir)
+        self._limits = OutputLimits.of(ctx)
+        self._media = MediaLimits.from_options(ctx.options.get("limits", {}))
+        has_one = "scheduler" in pipeline_index(ctx.model_dir)
+        self._schedulers = Schedulers(ctx.model_dir) if has_one else None
+
+    def process(self, request: Request) -> Payload:
+        params = request.diffusion or DiffusionParams()
+        neutral = msgspec.to_builtins(DiffusionParams())
+        given = {name: value for name, value in msgspec.to_builtins(params).items() if value != neutral[name]}
+        arguments = {name: value for name, value in {**given, **request.options}.items() if name not in _SERVED}
+        self._check_names((*arguments, *(name for name in given if name == "num_inference_steps")))
+        steps = self._steps(params)
+        self._check_limits(params, arguments, steps)
+        self._check_scheduler(params.scheduler)
+        if "num_inference_steps" in self._signature.defaults:
+            arguments["num_inference_steps"] = steps
+        return {
+            "arguments": {"prompt": prompt_of(request), **arguments},
+            "pictures": self._pictures(pictures_of(request)),
+            "outputs": params.num_images_per_prompt,
+            "scheduler": params.scheduler,
+            "steps": steps,
+            "fps": params.fps or DEFAULT_FPS,
+        }
+
+    def _check_names(self, names: Iterable[str]) -> None:
+        known = self._signature.free | {"num_inference_steps"} & set(self._signature.defaults)
+        for name in names:
+            if name not in known:
+                kind = self._signature.kind.__name__
+                raise InvalidRequest(f"{kind} takes no {name!r}{nearest(name, known)}", field=name)
+
+    def _steps(self, params: DiffusionParams) -> int:
+        default = self._signature.defaults.get("num_inference_steps")
+        return params.num_inference_steps or (default if isinstance(default, int) else DEFAULT_STEPS)
+
+    def _check_limits(self, params: DiffusionParams, arguments: dict[str, Any], steps: int) -> None:
+        limits = self._limits
+        size = [arguments.get(name, self._signature.defaults.get(name)) for name in ("height", "width")]
+        pixels = [side if isinstance(side, int) else 0 for side in size]
+        frames = arguments.get("num_frames")
+        for name, value, most, limit in (
+            ("height", pixels[0] * pixels[1], limits.max_output_pixels, "max_output_pixels"),
+            ("num_inference_steps", steps, limits.max_inference_steps, "max_inference_steps"),
+            ("num_images_per_prompt", params.num_images_per_prompt, limits.max_outputs, "max_outputs"),
+            ("num_frames", frames if isinstance(frames, int) else 0, limits.max_output_frames, "max_output_frames"),
+        ):
+            if value > most:
+                what = "height x width" if name == "height" else name
+                raise TooLarge(f"{what} is {value}; at most {most} ({limit})", field=name)
+        if params.num_images_per_prompt > 1 and self._signature.count is None:
+            kind = self._signature.kind.__name__
+            raise InvalidRequest(f"{kind} makes one output of a request", field="num_images_per_prompt")
+
+    def _check_scheduler(self, name: str | None) -> None:
+        if name is None:
+            return
+        if self._schedulers is None:
+            raise InvalidRequest("this pipeline has no one scheduler that could be another", field="scheduler")
+        self._schedulers.check(name)
+
+    def _pictures(self, parts: list[MediaPart]) -> Payload:
+        made: dict[str, list[torch.Tensor]] = {}
+        for part in parts:
+            name = part.role or "image"
+            if name not in self._signature.defaults:
+                raise InvalidRequest(f"{self._signature.kind.__name__} takes no {name}", field=name)
+            made.setdefault(name, []).append(torch.from_numpy(decode_image(part, self._media)))
+        return {name: pictures[0] if len(pictures) == 1 else pictures for name, pictures in made.items()}

@@ -1,0 +1,152 @@
+"""The library's pipeline as one stage. Nothing is batched here; between two steps of a request, others may have theirs,
+and it may be cancelled."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from segue.engines.contract import LoadContext, Payload, StageRequest
+from segue.engines.module.contract import Result, Work
+from segue.messages.errors import ConfigError, InvalidRequest, StageFailed
+from segue.models.diffusion.library import SchedulerMixin
+from segue.models.diffusion.loading import UNREADABLE, pipeline_index
+from segue.models.diffusion.schedulers import Schedulers
+from segue.models.generic_pipeline.signature import signature_of
+from segue.models.generic_pipeline.stepped import Stepped
+from segue.models.pretrained import without_bars
+
+
+@dataclass(slots=True)
+class _State:
+    """One request."""
+
+    request: StageRequest
+    call: Stepped | None = None
+    steps: int = 0
+    fps: float = 0.0
+    outputs: int = 1
+    made: np.ndarray | None = None
+    """[outputs, (frames,) h, w, 3] in [0, 1], once it is done."""
+
+
+class WholePipeline:
+    """`ModuleAdapter`. A request's work: an item per step, then one per output."""
+
+    def __init__(self, ctx: LoadContext) -> None:
+        if ctx.load_format != "auto":
+            raise ConfigError(
+                "a whole pipeline is loaded with its own weights: load_format is auto", field="load_format"
+            )
+        self._signature = signature_of(ctx.model_dir)
+        try:
+            with without_bars():
+                self._pipeline: Any = self._signature.kind.from_pretrained(
+                    ctx.model_dir, dtype=ctx.dtype, local_files_only=True, use_safetensors=True
+                )
+        except UNREADABLE as error:
+            raise ConfigError(f"{ctx.model_dir}: the pipeline cannot be loaded: {error}", field="model") from error
+        self._pipeline.to(ctx.device)
+        self._pipeline.set_progress_bar_config(disable=True)
+        self._schedulers = Schedulers(ctx.model_dir) if "scheduler" in pipeline_index(ctx.model_dir) else None
+        ctx.progress(1.0, self._signature.kind.__name__)
+
+    def warm_up(self) -> None:
+        """What a pipeline may be asked for is not known here."""
+
+    def begin(self, request: StageRequest) -> tuple[_State, list[Work]]:
+        return _State(request), []
+
+    def feed(self, state: _State, upstream: str, payload: Payload, *, final: bool) -> list[Work]:
+        """The input stage's one chunk."""
+        state.steps, state.outputs, state.fps = payload["steps"], payload["outputs"], payload["fps"]
+        state.call = Stepped(lambda pause: self._called(state, payload, pause))
+        name = state.request.request_id
+        works = [Work(name, (state, None), name) for _ in range(state.steps)]
+        works += [Work(name, (state, index), name) for index in range(state.outputs)]
+        works[-1].last = True
+        return works
+
+    def run(self, works: list[Work]) -> list[Result]:
+        return [self._ran(*work.item) for work in works]
+
+    def end(self, state: _State) -> None:
+        if state.call is not None:
+            state.call.give_up()
+
+    def _ran(self, state: _State, index: int | None) -> Result:
+        assert state.call is not None
+        try:
+            if index is None:
+                before = state.call.pauses
+                state.call.advance()
+                moved = state.call.pauses > before
+                return Result(progress=(state.call.pauses, state.steps) if moved else None)
+            if state.made is None:
+                state.made = _pictures(state.call.finish(), state.outputs)
+        except (ValueError, TypeError) as error:
+            if state.call.pauses:
+                raise
+            raise InvalidRequest(f"the pipeline refuses it: {error}", field=self._field(error)) from error
+        pixels = torch.from_numpy((state.made[index] * 255).round().astype(np.uint8))
+        if pixels.ndim == 3:
+            return Result({"image": pixels, "index": index})
+        return Result({"video": pixels, "index": index, "fps": state.fps, "first": 0})
+
+    def _called(self, state: _State, payload: Payload, pause: Any) -> Any:
+        pipeline = self._fresh(payload["scheduler"])
+        defaults = self._signature.defaults
+        arguments = dict(payload["arguments"])
+        for name, pictures in payload["pictures"].items():
+            several = isinstance(pictures, list)
+            arguments[name] = [_image(one) for one in pictures] if several else _image(pictures)
+        if self._signature.count is not None:
+            arguments[self._signature.count] = state.outputs
+        if "callback_on_step_end" in defaults:
+
+            def stepped(*step: Any) -> dict[str, Any]:
+                pause()
+                return {}
+
+            arguments["callback_on_step_end"] = stepped
+        elif "callback" in defaults and "callback_steps" in defaults:
+            arguments["callback"], arguments["callback_steps"] = lambda *step: pause(), 1
+        if "generator" in defaults:
+            arguments["generator"] = torch.Generator().manual_seed(state.request.seed)
+        return pipeline(**arguments, output_type="np")
+
+    def _fresh(self, scheduler: str | None) -> Any:
+        """The pipeline for one request: the same networks, and schedulers and settings of its own."""
+        pipeline = copy.copy(self._pipeline)
+        for name, part in self._pipeline.components.items():
+            if isinstance(part, SchedulerMixin):
+                setattr(pipeline, name, type(part).from_config(part.config))
+        if scheduler is not None:
+            assert self._schedulers is not None
+            pipeline.scheduler = self._schedulers.make(scheduler)
+        return pipeline
+
+    def _field(self, error: Exception) -> str:
+        """The argument that an error speaks of first."""
+        said = str(error)
+        return min((name for name in self._signature.free if name in said), key=said.index, default="prompt")
+
+
+def _image(pixels: torch.Tensor) -> Image.Image:
+    return Image.fromarray(pixels.cpu().numpy())
+
+
+def _pictures(output: Any, outputs: int) -> np.ndarray:
+    """[outputs, (frames,) h, w, 3]. Raises `StageFailed` for what is neither pictures nor video."""
+    found = output.get("images", output.get("frames"))
+    made = np.asarray(found) if found is not None else np.zeros(0)
+    if made.ndim not in (4, 5) or made.shape[-1] != 3 or len(made) != outputs:
+        raise StageFailed(
+            f"the pipeline gave {', '.join(output)} of shape {made.shape}, not {outputs} pictures or clips in colour"
+        )
+    return made

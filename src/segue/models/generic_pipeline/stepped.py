@@ -1,0 +1,68 @@
+"""A call that is made piece by piece: it stops where it says so, until it is let go on or given up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+class GivenUp(Exception):
+    """Raised within the call, when nobody waits for it."""
+
+
+class Stepped:
+    """Runs `call(pause)` on a thread of its own that never runs at the same time as the one that asks."""
+
+    def __init__(self, call: Callable[[Callable[[], None]], Any]) -> None:
+        self._call = call
+        self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self._thread: threading.Thread | None = None
+        self._given_up = False
+        self._error: BaseException | None = None
+        self._result: Any = None
+        self.pauses = 0
+        self.done = False
+
+    def advance(self) -> None:
+        """On to the next pause, or to the end. Raises what the call raises."""
+        if self.done:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="pipeline", daemon=True)
+            self._thread.start()
+        else:
+            self._go.release()
+        self._stopped.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def finish(self) -> Any:
+        """On to the end: what the call returns."""
+        while not self.done:
+            self.advance()
+        return self._result
+
+    def give_up(self) -> None:
+        """Let the call end where it stands. Nothing where it has ended, or not begun."""
+        if self._thread is None or self.done:
+            self.done = True
+            return
+        self._given_up = True
+        self._go.release()
+        self._thread.join()
+
+    def _pause(self) -> None:
+        self.pauses += 1
+        self._stopped.release()
+        self._go.acquire()
+        if self._given_up:
+            raise GivenUp
+
+    def _run(self) -> None:
+        try:
+            self._result = self._call(self._pause)
+        except BaseException as error:  # it is raised where the call was asked for
+            self._error = error
+        self.done = True
+        self._stopped.release()

@@ -1,0 +1,125 @@
+"""The input stage of the pipelines that edit: pictures as the text encoder sees them, and as the VAE does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from diffusers.image_processor import VaeImageProcessor
+from PIL import Image
+
+from segue.engines.contract import LoadContext, Payload
+from segue.messages.diffusion import DiffusionParams
+from segue.messages.errors import InvalidRequest
+from segue.models.diffusion.input import DiffusionInput, Picture, Rules
+from segue.models.diffusion.loading import component_config, load_processor, pipeline_index
+from segue.models.qwen_image.graph import EDITING
+from segue.models.qwen_image.input import Input, check_undistilled
+from segue.models.qwen_image.spaces import pixels_per_latent
+
+_HEAD = (
+    "<|im_start|>system\n"
+    "Describe the key features of the input image (color, shape, size, texture, objects, background), then explain how "
+    "the user's text instruction should alter or modify the image. Generate a new image that meets the user's "
+    "requirements while maintaining consistency with the original input where appropriate.<|im_end|>\n"
+    "<|im_start|>user\n"
+)
+_TAIL = "<|im_end|>\n<|im_start|>assistant\n"
+_PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
+DROP = 64
+"""Tokens of the template before the user's, whose hidden states are left out, as the library's pipelines have it."""
+SEEN_AREA = 384 * 384
+"""Pixels of a picture as the text encoder of the pipeline for several sees it; that for one sees `AREA`."""
+AREA = 1024 * 1024
+"""Pixels of a picture as the VAE sees it, and of what is made by default."""
+_SIDE = 32
+"""Sides of pictures are multiples of this many pixels."""
+MOST_PICTURES = 8
+LONGEST = 4096
+"""Tokens of a prompt, pictures not counted."""
+
+
+def input_stage(ctx: LoadContext) -> DiffusionInput:
+    """That of the checkpoint's pipeline."""
+    return EditInput(ctx) if pipeline_index(ctx.model_dir).get("_class_name") in EDITING else Input(ctx)
+
+
+class EditInput(DiffusionInput):
+    """`ModuleAdapter`. An item for the text encoder: `{"ids": [int, …], "drop": int, "most": int, "pixels": tensor,
+    "grid": tensor}`, the last two as the library's processor makes them."""
+
+    def __init__(self, ctx: LoadContext) -> None:
+        check_undistilled(ctx.model_dir)
+        self._several = pipeline_index(ctx.model_dir).get("_class_name") == "QwenImageEditPlusPipeline"
+        multiple = 2 * pixels_per_latent(ctx.model_dir)
+        super().__init__(
+            ctx,
+            Rules(
+                defaults=DiffusionParams(num_inference_steps=50, true_cfg_scale=4.0),
+                takes=frozenset({"negative_prompt", "true_cfg_scale", "sigmas"}),
+                multiple=multiple,
+                pictures=(1, MOST_PICTURES if self._several else 1),
+            ),
+        )
+        self._processor = load_processor(ctx.model_dir)
+        self._images = VaeImageProcessor(vae_scale_factor=multiple)
+        self._pad: int = component_config(ctx.model_dir, "text_encoder")["image_token_id"]
+
+    def warm_up(self) -> None:
+        """There is nothing to be done without a picture."""
+
+    def completed(self, params: DiffusionParams, pictures: Sequence[Picture]) -> DiffusionParams:
+        for picture in pictures:
+            if picture.role:
+                raise InvalidRequest(f"this model takes no {picture.role}; it takes image", field=picture.role)
+        height, width = sides(pictures[-1].image, AREA)
+        opened = {"height": params.height or height, "width": params.width or width}
+        return super().completed(msgspec.structs.replace(params, **opened), pictures)
+
+    def texts(self, prompt: str, params: DiffusionParams, pictures: Sequence[Picture]) -> list[Any]:
+        area = SEEN_AREA if self._several else AREA
+        seen = [self._images.resize(one.image, *sides(one.image, area)) for one in pictures]
+        prompts = [prompt]
+        if params.negative_prompt is not None and (params.true_cfg_scale or 0) > 1:
+            prompts.append(params.negative_prompt)
+        return [self._item(text, seen) for text in prompts]
+
+    def more(self, params: DiffusionParams, pictures: Sequence[Picture]) -> Payload:
+        made = []
+        for one in pictures:
+            height, width = sides(one.image, AREA)
+            # the pipeline for one picture resizes it for both at once; the second time changes nothing
+            made.append(self._images.preprocess(one.image, height, width)[0])
+        return {"pictures": made}
+
+    def _item(self, prompt: str, seen: Sequence[Image.Image]) -> dict[str, Any]:
+        if _PICTURE in prompt or "<|image_pad|>" in prompt:
+            raise InvalidRequest("the prompt holds a placeholder for pictures", field="prompt")
+        before = "".join(f"Picture {number}: {_PICTURE}" for number in range(1, len(seen) + 1))
+        text = _HEAD + (before if self._several else _PICTURE) + prompt + _TAIL
+        made = self._processor(text=[text], images=list(seen), return_tensors="pt")
+        ids = made["input_ids"][0].tolist()
+        words = sum(token != self._pad for token in ids)
+        if words > LONGEST:
+            raise InvalidRequest(f"the prompt has {words} tokens; at most {LONGEST}", field="prompt")
+        return {
+            "ids": ids,
+            "drop": DROP,
+            "most": len(ids),
+            "pixels": made["pixel_values"],
+            "grid": made["image_grid_thw"],
+        }
+
+
+def sides(image: Image.Image, area: int) -> tuple[int, int]:
+    """Height and width of about so many pixels in a picture's proportions. Raises `InvalidRequest`."""
+    ratio = image.width / image.height
+    width = (area * ratio) ** 0.5
+    height, width = round(width / ratio / _SIDE) * _SIDE, round(width / _SIDE) * _SIDE
+    if min(height, width) < _SIDE:
+        raise InvalidRequest(
+            f"image is {image.width} x {image.height}; one side is too short for {area} pixels in its proportions",
+            field="image",
+        )
+    return height, width

@@ -1,0 +1,25 @@
+"""The encoder of the VAE, for pictures to work on."""
+
+from __future__ import annotations
+
+import torch
+
+from segue.engines.contract import LoadContext
+from segue.models.diffusion.loading import load_component
+from segue.models.diffusion.picture_encoder import PictureEncoder
+
+
+class QwenImageVaeEncoder(PictureEncoder):
+    """`ModuleAdapter`: [3, height, width] in [-1, 1] → `latents`, [channels, 1, h, w], normalised by channel: the
+    middle of their distribution."""
+
+    def __init__(self, ctx: LoadContext) -> None:
+        super().__init__(ctx)
+        self._vae = load_component(ctx, "vae")
+        shape = (1, self._vae.config.z_dim, 1, 1, 1)
+        self._mean = torch.tensor(self._vae.config.latents_mean, device=self.device, dtype=self.dtype).reshape(shape)
+        self._std = torch.tensor(self._vae.config.latents_std, device=self.device, dtype=self.dtype).reshape(shape)
+
+    def encode_alike(self, pictures: torch.Tensor) -> dict[str, torch.Tensor]:
+        [found] = self._vae.encode(pictures[:, :, None].to(self.dtype), return_dict=False)
+        return {"latents": (found.mode() - self._mean) / self._std}

@@ -1,0 +1,164 @@
+"""Small pipelines of diffusers that no family names, of three kinds, made on the spot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import diffusers
+import torch
+import transformers
+
+from segue.models.diffusion.tiny import randomise, write_index, write_tokenizer
+from segue.models.diffusion.tiny_clip import make_clip, write_clip_tokenizer
+from segue.models.tiny.files import train_tokenizer
+
+SPECIAL = ("<pad>", "</s>")
+
+
+def stable_diffusion(directory: Path) -> None:
+    """A UNet, CLIP, a scheduler that takes two calls a step at the start."""
+    write_index(
+        directory,
+        "StableDiffusionPipeline",
+        {
+            "scheduler": ("diffusers", "PNDMScheduler"),
+            "text_encoder": ("transformers", "CLIPTextModel"),
+            "tokenizer": ("transformers", "CLIPTokenizer"),
+            "unet": ("diffusers", "UNet2DConditionModel"),
+            "vae": ("diffusers", "AutoencoderKL"),
+        },
+        safety_checker=[None, None],
+        feature_extractor=[None, None],
+        image_encoder=[None, None],
+    )
+    vocab = write_clip_tokenizer(directory / "tokenizer")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    make_clip(directory / "text_encoder", "CLIPTextModel", vocab, 0, **sizes)
+    unet = diffusers.UNet2DConditionModel(
+        sample_size=16,
+        block_out_channels=(16, 32),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=2,
+        norm_num_groups=8,
+        cross_attention_dim=32,
+    )
+    _write(unet, directory / "unet")
+    _write(_picture_vae(), directory / "vae")
+    scheduler = diffusers.PNDMScheduler(
+        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", skip_prk_steps=True, steps_offset=1
+    )
+    scheduler.save_pretrained(directory / "scheduler")
+
+
+def pixart_sigma(directory: Path) -> None:
+    """A transformer that predicts its variance too, T5; it tells of steps by the old callback."""
+    write_index(
+        directory,
+        "PixArtSigmaPipeline",
+        {
+            "scheduler": ("diffusers", "EulerAncestralDiscreteScheduler"),
+            "text_encoder": ("transformers", "T5EncoderModel"),
+            "tokenizer": ("transformers", "PreTrainedTokenizerFast"),
+            "transformer": ("diffusers", "PixArtTransformer2DModel"),
+            "vae": ("diffusers", "AutoencoderKL"),
+        },
+    )
+    _t5(directory)
+    transformer = diffusers.PixArtTransformer2DModel(
+        sample_size=8,
+        num_layers=2,
+        patch_size=2,
+        attention_head_dim=8,
+        num_attention_heads=3,
+        caption_channels=32,
+        in_channels=4,
+        cross_attention_dim=24,
+        out_channels=8,
+        norm_type="ada_norm_single",
+        norm_elementwise_affine=False,
+        norm_eps=1e-6,
+        use_additional_conditions=False,
+    )
+    _write(transformer, directory / "transformer")
+    _write(_picture_vae(), directory / "vae")
+    diffusers.EulerAncestralDiscreteScheduler().save_pretrained(directory / "scheduler")
+
+
+def ltx(directory: Path) -> None:
+    """Video."""
+    write_index(
+        directory,
+        "LTXPipeline",
+        {
+            "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
+            "text_encoder": ("transformers", "T5EncoderModel"),
+            "tokenizer": ("transformers", "PreTrainedTokenizerFast"),
+            "transformer": ("diffusers", "LTXVideoTransformer3DModel"),
+            "vae": ("diffusers", "AutoencoderKLLTXVideo"),
+        },
+    )
+    _t5(directory)
+    transformer = diffusers.LTXVideoTransformer3DModel(
+        in_channels=8,
+        out_channels=8,
+        num_attention_heads=4,
+        attention_head_dim=8,
+        cross_attention_dim=32,
+        num_layers=1,
+        caption_channels=32,
+    )
+    _write(transformer, directory / "transformer")
+    vae = diffusers.AutoencoderKLLTXVideo(
+        latent_channels=8,
+        block_out_channels=(8, 8, 8, 8),
+        decoder_block_out_channels=(8, 8, 8, 8),
+        layers_per_block=(1, 1, 1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1, 1, 1),
+        spatio_temporal_scaling=(True, True, False, False),
+        decoder_spatio_temporal_scaling=(True, True, False, False),
+        decoder_inject_noise=(False, False, False, False, False),
+        upsample_residual=(False, False, False, False),
+        upsample_factor=(1, 1, 1, 1),
+        timestep_conditioning=False,
+        patch_size=1,
+        patch_size_t=1,
+        encoder_causal=True,
+        decoder_causal=False,
+    )
+    _write(vae, directory / "vae")
+    diffusers.FlowMatchEulerDiscreteScheduler().save_pretrained(directory / "scheduler")
+
+
+MAKERS: dict[str, Callable[[Path], None]] = {
+    "StableDiffusionPipeline": stable_diffusion,
+    "PixArtSigmaPipeline": pixart_sigma,
+    "LTXPipeline": ltx,
+}
+
+
+def _picture_vae() -> torch.nn.Module:
+    return diffusers.AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(8, 8, 8, 8),
+        norm_num_groups=4,
+        scaling_factor=0.18215,
+    )
+
+
+def _t5(directory: Path) -> None:
+    tokenizer = train_tokenizer(SPECIAL, end="</s>")
+    more = {"pad_token": "<pad>", "eos_token": "</s>"}
+    write_tokenizer(directory / "tokenizer", tokenizer, SPECIAL, "PreTrainedTokenizerFast", longest=512, **more)
+    config = transformers.T5Config(
+        vocab_size=672, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, feed_forward_proj="gated-gelu"
+    )
+    _write(transformers.T5EncoderModel(config), directory / "text_encoder")
+
+
+def _write(network: torch.nn.Module, directory: Path) -> None:
+    randomise(network.eval(), 1)
+    network.save_pretrained(directory)  # type: ignore[operator]
