@@ -16,10 +16,11 @@ from torch.nn import functional
 
 from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.engines.diffusion.contract import Row, Sample
-from segue.messages.diffusion import DiffusionParams
+from segue.messages.diffusion import FIRST_BLOCK, DiffusionParams
 from segue.messages.request import Request
 from segue.messages.sampling import SamplingParams
 from segue.models.checkpoint import held_bytes
+from segue.models.diffusion.block_cache import BlockCache
 from segue.models.diffusion.loading import load_component
 from segue.models.diffusion.schedulers import Schedulers
 
@@ -65,6 +66,8 @@ class Denoiser(ABC):
         self.schedulers = Schedulers(ctx.model_dir)
         self.weight_bytes = held_bytes(self.network)
         self._width = width_of(self.network)
+        self._blocks: BlockCache | None = None
+        """Made for the first request that asks for it."""
 
     # ── what a family says ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -135,6 +138,10 @@ class Denoiser(ABC):
         """What else the decoder should know, e.g. `fps`."""
         return {}
 
+    def networks(self) -> Sequence[nn.Module]:
+        """All that `predict` may call."""
+        return [self.network]
+
     # ── DiffusionAdapter ───────────────────────────────────────────────────────────────────────────────────────────
 
     def trial_conditions(self, params: DiffusionParams) -> list[Any]:
@@ -182,7 +189,13 @@ class Denoiser(ABC):
             return []
         [settings] = state.inputs["input"]
         state.params = msgspec.convert(settings["settings"], DiffusionParams)
+        if state.params.step_cache == FIRST_BLOCK and self._blocks is None:
+            self._blocks = BlockCache(self.networks())
         return list(self._samples(state, self.conditions(state)))
+
+    def predict_behind_first(self, rows: Sequence[Row]) -> Sequence[torch.Tensor]:
+        assert self._blocks is not None
+        return self._blocks.predict(rows, self.predict, self.bucket(rows[0].sample))
 
     def branches(self, sample: Sample) -> Sequence[int]:
         everything = range(len(sample.conditions))

@@ -9,19 +9,27 @@ import diffusers
 import transformers
 from diffusers import ConfigMixin, ModelMixin, SchedulerMixin
 from diffusers import __version__ as VERSION
+from diffusers.hooks import HookRegistry, ModelHook
+from diffusers.hooks._common import _ALL_TRANSFORMER_BLOCK_IDENTIFIERS as BLOCK_LISTS
+from diffusers.hooks._helpers import TransformerBlockMetadata, TransformerBlockRegistry
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 LIBRARIES = {"diffusers": diffusers, "transformers": transformers}
 """What a `model_index.json` may take a part from."""
 
 __all__ = [
+    "BLOCK_LISTS",
     "LIBRARIES",
     "VERSION",
     "AutoConfig",
     "AutoTokenizer",
     "ConfigMixin",
+    "HookRegistry",
+    "ModelHook",
     "ModelMixin",
     "PreTrainedModel",
     "PreTrainedTokenizerBase",
     "SchedulerMixin",
+    "TransformerBlockMetadata",
+    "TransformerBlockRegistry",
 ]
