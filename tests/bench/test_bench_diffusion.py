@@ -117,3 +117,12 @@ def test_arrivals_need_the_capacity_that_one_client_shows(capsys: pytest.Capture
     assert main(["diffusion", "--concurrency", "4", "--model", "nowhere"]) == 2
     assert "--load needs 1 among --concurrency" in capsys.readouterr().err
     assert parser().parse_args(["diffusion"]).concurrency == [1, 4, 8]
+
+
+def test_step_caches_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    given = parser().parse_args(["diffusion", "--step-cache", "first_block:0.1", "--step-cache", "taylorseer"])
+    assert given.step_cache == [("first_block", 0.1), ("taylorseer", None)]
+    for wrong in ("tea", "taylorseer:0.1", "first_block:much", "first_block:-1"):
+        with pytest.raises(SystemExit):
+            parser().parse_args(["diffusion", "--step-cache", wrong])
+    assert "it must be one of first_block, taylorseer" in capsys.readouterr().err

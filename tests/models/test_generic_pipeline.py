@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from diffusion_chain import Chain, Made, expected, pipeline_of, quiet
-from tiny_pipelines import MAKERS
 
 from segue.engines.contract import StageRequest
 from segue.engines.module.engine import ModuleEngine
@@ -22,6 +21,7 @@ from segue.messages.request import Request
 from segue.messages.sampling import FALLBACK
 from segue.models.generic_pipeline.stepped import Stepped
 from segue.models.registry import family_of, read_config
+from tiny_pipelines import MAKERS
 
 pytestmark = [  # diffusers' schedulers and numpy 2
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),

@@ -20,13 +20,14 @@ from segue.bench.diffusion_results import (
 from segue.bench.diffusion_sides import (
     BATCH,
     ONE,
+    CachedDriver,
     PictureDriver,
     ReferenceDriver,
     ReferenceProcess,
     SegueDriver,
 )
 from segue.bench.diffusion_wire import Options
-from segue.bench.diffusion_workload import CLOSED, OPEN, Mix, PictureOutcome, PictureRequest, pictures
+from segue.bench.diffusion_workload import CACHED, CLOSED, OPEN, Mix, PictureOutcome, PictureRequest, pictures
 from segue.bench.hardware import machine
 from segue.bench.load import Load, LoadSlice, arriving, closed, in_turn
 from segue.bench.meters import memory
@@ -54,6 +55,8 @@ class DiffusionBench:
     """Of arrivals, as a share of what diffusers can do one at a time; 0: not measured."""
     arrivals: int
     guidance: float
+    step_caches: Sequence[tuple[str, float | None]]
+    """Name and threshold: each is a side of a scenario of its own, beside Segue without."""
     threads: int
     dtype: str
     seed: int
@@ -95,6 +98,8 @@ async def run(bench: DiffusionBench) -> DiffusionResult:
         scenarios.append(
             await _closed(bench, sides, size, clients, loaded.flops[size], loaded.ceiling, previews=PREVIEWS)
         )
+        if bench.step_caches:
+            scenarios.append(await _cached(bench, sides, size, loaded.flops[size], loaded.ceiling))
         if bench.load:
             scenarios.append(await _open(bench, sides, bench.sizes[0], scenarios, loaded.flops, loaded.ceiling))
         startup = {driver.name: driver.startup for driver in (sides.segue, sides.one)}
@@ -128,6 +133,17 @@ async def _closed(
     drivers: list[PictureDriver] = [sides.segue, sides.one, *([sides.batch] if clients > 1 else [])]
     count = bench.requests if clients > 1 else max(2, bench.requests // 2)
     slices = await _measure(bench, sides, drivers, name, CLOSED, size, count, closed(clients), clients)
+    return _scenario(bench, sides, drivers, slices, name, size, flops, ceiling, clients=clients)
+
+
+async def _cached(bench: DiffusionBench, sides: _Sides, size: int, flops: float, ceiling: float) -> DiffusionScenario:
+    """Step caches against Segue's own exact pictures; of the ceiling they have what the whole network would have."""
+    clients = max(bench.concurrency)
+    name = f"{size} x {size}, {clients} client{'s' if clients > 1 else ''}, {CACHED}, step caches"
+    sides.segue.previews = 0
+    cached = [CachedDriver(sides.segue, *step_cache) for step_cache in bench.step_caches]
+    drivers: list[PictureDriver] = [sides.segue, *cached, sides.one]
+    slices = await _measure(bench, sides, drivers, name, CACHED, size, bench.requests, closed(clients), clients)
     return _scenario(bench, sides, drivers, slices, name, size, flops, ceiling, clients=clients)
 
 
@@ -196,10 +212,11 @@ def _scenario(
     own = {driver.name: [taken for taken in slices if taken.side == driver.name] for driver in drivers}
     branches = 2 if bench.guidance > 1 else 1
     segue_bytes = memory([os.getpid(), *sides.segue.pids()])[0]
-    held = {sides.segue.name: segue_bytes, ONE: memory([sides.process.pid])[0]}
+    reference_bytes = memory([sides.process.pid])[0]
+    held = {driver.name: segue_bytes for driver in drivers if not isinstance(driver, ReferenceDriver)}
     first = own[sides.segue.name]
     made = {
-        side: side_of(taken, first, branches * flops / ceiling, held.get(side, held[ONE]))
+        side: side_of(taken, first, branches * flops / ceiling, held.get(side, reference_bytes))
         for side, taken in own.items()
     }
     return DiffusionScenario(name=name, size=size, clients=clients, rate=rate, sides=made)

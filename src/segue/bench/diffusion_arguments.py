@@ -10,7 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from segue.bench.arguments import count, counts
-from segue.messages.errors import ConfigError
+from segue.messages.diffusion import diffusion_from
+from segue.messages.errors import ConfigError, InvalidRequest
 
 NEEDS = ("matplotlib", "psutil")
 
@@ -30,6 +31,14 @@ def add_diffusion(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     pictures.add_argument("--load", type=float, default=0.8, help="arrivals, of diffusers' capacity; 0: none (0.8)")
     pictures.add_argument("--arrivals", type=count, default=30, help="per round (default: 30)")
     pictures.add_argument("--guidance", type=float, default=4.0, help="of classifier-free guidance; 1: none (4)")
+    pictures.add_argument(
+        "--step-cache",
+        type=step_cache,
+        action="append",
+        default=[],
+        metavar="NAME[:THRESHOLD]",
+        help="Segue with this step cache beside Segue without; may be given several times",
+    )
     cores = len(os.sched_getaffinity(0))
     pictures.add_argument("--threads", type=count, default=cores, help="CPU threads of diffusers (default: all cores)")
     pictures.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
@@ -37,6 +46,16 @@ def add_diffusion(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     pictures.add_argument("--seed", type=int, default=0)
     pictures.add_argument("--out", type=Path, default=Path("out/bench"), help="directory of the results")
     pictures.set_defaults(run=_diffusion)
+
+
+def step_cache(text: str) -> tuple[str, float | None]:
+    """`first_block:0.1` → name and threshold. Raises `ArgumentTypeError`."""
+    name, _, threshold = text.partition(":")
+    try:
+        diffusion_from({"step_cache": name, "step_cache_threshold": float(threshold) if threshold else None})
+    except (ValueError, InvalidRequest) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return name, float(threshold) if threshold else None
 
 
 def _diffusion(arguments: argparse.Namespace) -> int:
@@ -60,6 +79,7 @@ def _diffusion(arguments: argparse.Namespace) -> int:
         load=arguments.load,
         arrivals=arguments.arrivals,
         guidance=arguments.guidance,
+        step_caches=arguments.step_cache,
         threads=arguments.threads,
         dtype=arguments.dtype,
         seed=arguments.seed,

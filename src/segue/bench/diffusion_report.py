@@ -40,7 +40,7 @@ def markdown(result: DiffusionResult) -> str:
 
 def scenario_table(scenario: DiffusionScenario) -> str:
     head = ["side", "images/s", "Segue over it", "steps/s", "JCT mean / p50 / p99 (s)", "mean JCT of Segue over it"]
-    head += ["first picture (s)", "of the ceiling", "memory (MiB)", "largest difference"]
+    head += ["first picture (s)", "of the ceiling", "memory (MiB)", "difference, mean / largest"]
     own = next(iter(scenario.sides.values()))
     rows = []
     for number, (side, figures) in enumerate(scenario.sides.items()):
@@ -57,7 +57,7 @@ def scenario_table(scenario: DiffusionScenario) -> str:
                 f"{figures.first_preview.mean:.2f}",
                 f"{figures.of_ceiling:.0%}",
                 f"{figures.pss_bytes / 2**20:.0f}",
-                f"{figures.largest_difference:.4f}" if number else "",
+                f"{figures.mean_difference:.4f} / {figures.largest_difference:.4f}" if number else "",
             ]
         )
     return table(head, rows)

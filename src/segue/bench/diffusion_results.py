@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from segue.bench.diffusion_workload import PictureOutcome, largest_difference
+from segue.bench.diffusion_workload import PictureOutcome, largest_difference, mean_difference
 from segue.bench.hardware import Machine
 from segue.bench.load import LoadSlice
 from segue.bench.stats import Summary, mean, summary
@@ -49,6 +49,8 @@ class DiffusionSide(msgspec.Struct, kw_only=True):
     """Memory of the side's processes when its turns were over."""
     largest_difference: float = 0.0
     """Between pictures of equal requests and those of the first side, in [0, 1]."""
+    mean_difference: float = 0.0
+    """Of all their values."""
 
 
 class DiffusionScenario(msgspec.Struct, kw_only=True):
@@ -102,6 +104,7 @@ def side_of(
         of_ceiling=steps * ideal / wall,
         pss_bytes=pss_bytes,
         largest_difference=largest_difference(outcomes, theirs),
+        mean_difference=mean_difference(outcomes, theirs),
     )
 
 

@@ -9,6 +9,8 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from segue.bench.child import ChildProcess
 from segue.bench.diffusion_reference import TRUE_CFG, guided
 from segue.bench.diffusion_wire import Answer, Loaded, Options, Policy
@@ -62,9 +64,13 @@ class SegueDriver:
         }
 
     async def run(self, request: PictureRequest) -> PictureOutcome:
+        return await self.make(self.asked(request), request)
+
+    async def make(self, asked: Request, request: PictureRequest) -> PictureOutcome:
+        """The outcome of `asked`, which is what the benchmark's `request` became."""
         sent = time.monotonic()
         preview, picture = None, b""
-        async with aclosing(self._omni.stream(self._request(request))) as deltas:
+        async with aclosing(self._omni.stream(asked)) as deltas:
             async for delta in deltas:
                 if isinstance(delta, ImageDelta):
                     preview = preview or time.monotonic() - sent
@@ -77,7 +83,8 @@ class SegueDriver:
                     )
         raise AssertionError("a stream ends with Finished or an error")
 
-    def _request(self, request: PictureRequest) -> Request:
+    def asked(self, request: PictureRequest) -> Request:
+        """What Segue is asked."""
         return Request(
             request_id=uuid.uuid4().hex,
             prompt=request.prompt,
@@ -93,6 +100,37 @@ class SegueDriver:
                 guidance_scale=None if self._true_cfg else request.guidance,
             ),
         )
+
+
+class CachedDriver:
+    """The same Segue, its requests with a step cache."""
+
+    def __init__(self, segue: SegueDriver, step_cache: str, threshold: float | None) -> None:
+        self.name = f"{SEGUE}, {step_cache}" + ("" if threshold is None else f" {threshold:g}")
+        self._segue = segue
+        self._with = {"step_cache": step_cache, "step_cache_threshold": threshold}
+
+    @property
+    def startup(self) -> float:
+        return self._segue.startup
+
+    async def start(self) -> None:
+        """Nothing to do: it is Segue's own."""
+
+    async def take_over(self, together: int) -> None:
+        """As for Segue."""
+
+    async def hand_over(self) -> None:
+        """As for Segue."""
+
+    async def stop(self) -> None:
+        """Nothing to do: it is Segue's own."""
+
+    async def run(self, request: PictureRequest) -> PictureOutcome:
+        asked = self._segue.asked(request)
+        assert asked.diffusion is not None
+        params = msgspec.structs.replace(asked.diffusion, **self._with)
+        return await self._segue.make(msgspec.structs.replace(asked, diffusion=params), request)
 
 
 class ReferenceProcess(ChildProcess[PictureRequest, Loaded, Answer]):

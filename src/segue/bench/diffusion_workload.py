@@ -75,6 +75,8 @@ class Mix:
 
 CLOSED = Mix((8, 12), (1, 1))
 """Of clients that come back: so that no two requests are at the same step for long."""
+CACHED = Mix((20, 28), (1, 1))
+"""For step caches, which compute the first steps and guess some of the others."""
 OPEN = Mix((4, 50), (4, 1))
 """Of arrivals: drafts, and now and then a careful one."""
 
@@ -100,3 +102,12 @@ def largest_difference(mine: Sequence[PictureOutcome], theirs: Sequence[PictureO
         for a, b in zip(mine, theirs, strict=True)
     ]
     return max(map(float, differences)) / 255
+
+
+def mean_difference(mine: Sequence[PictureOutcome], theirs: Sequence[PictureOutcome]) -> float:
+    """Of the values of equal requests, in [0, 1]."""
+    differences = [
+        np.abs(np.frombuffer(a.picture, np.uint8).astype(int) - np.frombuffer(b.picture, np.uint8)).mean()
+        for a, b in zip(mine, theirs, strict=True)
+    ]
+    return float(np.mean(differences)) / 255

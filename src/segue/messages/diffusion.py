@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from segue.messages.errors import InvalidRequest
+from segue.messages.errors import InvalidRequest, nearest
 from segue.messages.sampling import misfit
 
 
@@ -65,14 +65,18 @@ class DiffusionParams(msgspec.Struct, kw_only=True, frozen=True):
     max_sequence_length: int | None = None
     """Tokens of the prompt that the text encoder sees."""
     step_cache: str | None = None
-    """A step cache of diffusers by name (`first_block`, `taylorseer`, …): faster, with a loss. None: exact."""
+    """One of `STEP_CACHES`: faster, with a loss. None: exact."""
     step_cache_threshold: float | None = None
+    """With `first_block`: the relative change of what the first block adds, up to which the others are not computed;
+    None: 0.05."""
     progress: bool = False
     """Tell of every step."""
     partial_images: int = 0
     """Previews on the way, evenly spread over the steps."""
 
 
+FIRST_BLOCK, TAYLORSEER = "first_block", "taylorseer"
+STEP_CACHES = (FIRST_BLOCK, TAYLORSEER)
 _ALSO = {"num_videos_per_prompt": "num_images_per_prompt"}
 """Names that pipelines of video have for the same."""
 PARAMETERS = frozenset(DiffusionParams.__struct_fields__) | frozenset(_ALSO)
@@ -125,6 +129,7 @@ def check_diffusion(params: DiffusionParams) -> None:
             raise _wrong(name, value, "a finite number above 0")
     if params.seconds is not None and params.num_frames is not None:
         raise _wrong("seconds", params.seconds, "left out beside num_frames")
+    _check_step_cache(params)
     if params.strength is not None and not 0 < params.strength <= 1:
         raise _wrong("strength", params.strength, "above 0 and at most 1")
     for name in ("guidance_rescale", "eta"):
@@ -149,6 +154,21 @@ def check_diffusion(params: DiffusionParams) -> None:
         if params.num_inference_steps not in (None, len(params.sigmas)):
             right = f"left out beside sigmas, or their number, {len(params.sigmas)}"
             raise _wrong("num_inference_steps", params.num_inference_steps, right)
+
+
+def _check_step_cache(params: DiffusionParams) -> None:
+    name = params.step_cache
+    if name is not None and name not in STEP_CACHES:
+        raise InvalidRequest(
+            f"step_cache is {name!r}; it must be one of {', '.join(STEP_CACHES)}{nearest(name, STEP_CACHES)}",
+            field="step_cache",
+        )
+    if params.step_cache_threshold is not None and name != FIRST_BLOCK:
+        raise InvalidRequest(
+            f"step_cache_threshold is {params.step_cache_threshold}, but step_cache is {name!r}; it goes with "
+            f"{FIRST_BLOCK}",
+            field="step_cache_threshold",
+        )
 
 
 def _wrong(name: str, value: object, right: str) -> InvalidRequest:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -63,6 +63,8 @@ class Sample:
     step_arguments: dict[str, Any] = field(default_factory=dict)
     """More keyword arguments of `scheduler.step`: for those that add noise, a `generator` of the sample's own, so that
     the result depends on no neighbour."""
+    step_cache: dict[Hashable, Any] = field(default_factory=dict)
+    """What a step cache keeps of earlier calls."""
 
     @property
     def timestep(self) -> torch.Tensor:
@@ -137,3 +139,12 @@ class DiffusionAdapter(Protocol):
 
     def end(self, state: Any) -> None:
         """The request left (finished, failed, cancelled): drop what is kept for it."""
+
+
+@runtime_checkable
+class CachesBlocks(Protocol):
+    """An adapter of a network made of blocks, which can guess what all but the first of them add."""
+
+    def predict_behind_first(self, rows: Sequence[Row]) -> Sequence[torch.Tensor]:
+        """As `predict`, for samples whose `step_cache` is `first_block`: of each row by itself it is decided whether
+        more than the first block is computed."""

@@ -24,6 +24,7 @@ from segue.engines.diffusion.choice import Candidate, choose
 from segue.engines.diffusion.contract import DiffusionAdapter, Row, Sample
 from segue.engines.diffusion.costs import CostTable, measure
 from segue.engines.diffusion.room import Room, out_of_memory
+from segue.engines.diffusion.step_caches import StepCaches
 from segue.messages.errors import ConfigError, InvalidRequest, SegueError, StageFailed
 
 TRIAL_SECONDS = {"cpu": 1.0}
@@ -91,6 +92,7 @@ class DiffusionEngine:
         self._arrivals = itertools.count()
         self.costs = CostTable()
         self._room = Room(adapter, self._config.memory_bytes)
+        self._caches = StepCaches(adapter)
         self._limit = 0
         """Rows that the last call could have had."""
         self._last_batch = 0
@@ -230,8 +232,8 @@ class DiffusionEngine:
     def _candidate(self, running: _Running, priority: int, work: float) -> Candidate:
         sample = running.sample
         return Candidate(
-            bucket=self._adapter.bucket(sample),
-            rows=len(self._adapter.branches(sample)),
+            bucket=self._caches.bucket(sample),
+            rows=self._caches.rows(sample),
             work=work,
             priority=priority,
             arrival=running.arrival,
@@ -241,8 +243,7 @@ class DiffusionEngine:
     @torch.inference_mode()
     def _advance(self, batch: Sequence[_Running]) -> list[StageOutput]:
         rows = [Row(running.sample, branch) for running in batch for branch in self._adapter.branches(running.sample)]
-        self._last_batch = len(rows)
-        answers = iter(self._predict(rows))
+        answers = iter(self._caches.answers(rows, self._computed))
         outputs: list[StageOutput] = []
         for running in batch:
             own = [next(answers) for row in rows if row.sample is running.sample]
@@ -254,6 +255,10 @@ class DiffusionEngine:
                 outputs.append(self._fail(running.sample.request_id, error))
         return outputs
 
+    def _computed(self, rows: Sequence[Row]) -> list[torch.Tensor | Exception]:
+        self._last_batch = len(rows)
+        return self._predict(rows)
+
     def _predict(self, rows: Sequence[Row]) -> list[torch.Tensor | Exception]:
         """What the network says to each row, or why it cannot: a call that fails is made again in halves, so that one
         that is too large for the memory succeeds, and of any other only the guilty row fails."""
@@ -262,7 +267,7 @@ class DiffusionEngine:
         try:
             start = time.perf_counter()
             with self._adapter.during(rows):
-                answers: list[torch.Tensor | Exception] = list(self._adapter.predict(rows))
+                answers: list[torch.Tensor | Exception] = list(self._caches.predict(rows))
             seconds = time.perf_counter() - start
             if len(answers) != len(rows):
                 raise StageFailed(f"the adapter gave {len(answers)} predictions for {len(rows)} rows")
@@ -272,7 +277,8 @@ class DiffusionEngine:
             if len(rows) == 1:
                 return [error]
         else:
-            if rows[0].sample.latents.device.type == "cpu":  # elsewhere the call has only been begun
+            # elsewhere the call has only been begun
+            if rows[0].sample.latents.device.type == "cpu" and self._caches.measures(rows):
                 self.costs.enter(rows[0].sample.tokens, len(rows), seconds)
             return answers
         self._retries += 1

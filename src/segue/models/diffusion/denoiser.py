@@ -18,10 +18,11 @@ from torch.nn import functional
 from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.engines.diffusion.contract import Row, Sample
 from segue.kernels.lora import Lora
-from segue.messages.diffusion import DiffusionParams
+from segue.messages.diffusion import FIRST_BLOCK, DiffusionParams
 from segue.messages.request import Request
 from segue.messages.sampling import SamplingParams
 from segue.models.checkpoint import held_bytes
+from segue.models.diffusion.block_cache import BlockCache
 from segue.models.diffusion.loading import load_component
 from segue.models.diffusion.lora import DenoiserAdapters
 from segue.models.diffusion.schedulers import Schedulers
@@ -86,6 +87,8 @@ class Denoiser(ABC):
         if ctx.lora is not None:
             self.lora = DenoiserAdapters(self.network, self.component, ctx.lora, ctx.device, ctx.dtype)
             self.weight_bytes += self.lora.reserved_bytes(ctx.dtype)
+        self._blocks: BlockCache | None = None
+        """Made for the first request that asks for it."""
 
     # ── what a family says ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -156,6 +159,10 @@ class Denoiser(ABC):
         """What else the decoder should know, e.g. `fps`."""
         return {}
 
+    def networks(self) -> Sequence[nn.Module]:
+        """All that `predict` may call."""
+        return [self.network]
+
     # ── DiffusionAdapter ───────────────────────────────────────────────────────────────────────────────────────────
 
     def trial_conditions(self, params: DiffusionParams) -> list[Any]:
@@ -204,7 +211,13 @@ class Denoiser(ABC):
             return []
         [settings] = state.inputs["input"]
         state.params = msgspec.convert(settings["settings"], DiffusionParams)
+        if state.params.step_cache == FIRST_BLOCK and self._blocks is None:
+            self._blocks = BlockCache(self.networks())
         return list(self._samples(state, self.conditions(state)))
+
+    def predict_behind_first(self, rows: Sequence[Row]) -> Sequence[torch.Tensor]:
+        assert self._blocks is not None
+        return self._blocks.predict(rows, self.predict, self.bucket(rows[0].sample))
 
     def branches(self, sample: Sample) -> Sequence[int]:
         everything = range(len(sample.conditions))

@@ -22,7 +22,7 @@ from segue.models.input_stage import InputStage
 
 COMMON = frozenset(
     ("height", "width", "num_inference_steps", "num_images_per_prompt", "scheduler", "progress", "partial_images",
-     "guidance_interval")
+     "guidance_interval", "step_cache", "step_cache_threshold")
 )  # fmt: skip
 """What every family takes."""
 

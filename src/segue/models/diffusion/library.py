@@ -9,6 +9,9 @@ import diffusers
 import transformers
 from diffusers import ConfigMixin, ModelMixin, SchedulerMixin
 from diffusers import __version__ as VERSION
+from diffusers.hooks import HookRegistry, ModelHook
+from diffusers.hooks._common import _ALL_TRANSFORMER_BLOCK_IDENTIFIERS as BLOCK_LISTS
+from diffusers.hooks._helpers import TransformerBlockMetadata, TransformerBlockRegistry
 from diffusers.image_processor import VaeImageProcessor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -16,14 +19,19 @@ LIBRARIES = {"diffusers": diffusers, "transformers": transformers}
 """What a `model_index.json` may take a part from."""
 
 __all__ = [
+    "BLOCK_LISTS",
     "LIBRARIES",
     "VERSION",
     "AutoConfig",
     "AutoTokenizer",
     "ConfigMixin",
+    "HookRegistry",
+    "ModelHook",
     "ModelMixin",
     "PreTrainedModel",
     "PreTrainedTokenizerBase",
     "SchedulerMixin",
+    "TransformerBlockMetadata",
+    "TransformerBlockRegistry",
     "VaeImageProcessor",
 ]

@@ -1,0 +1,130 @@
+"""Step caches: what diffusers makes with the same cache, whoever shares the calls; exact requests beside stay exact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FirstBlockCacheConfig, TaylorSeerCacheConfig
+from diffusion_chain import WITHIN, Chain, apart, expected, pipeline_of
+from torch import nn
+
+from segue.messages.errors import InvalidRequest
+from segue.models.diffusion.block_cache import BlockCache
+from segue.models.qwen_image import tiny
+
+GUIDED = {
+    "prompt": "a small boat left the harbour in the early morning",
+    "negative_prompt": "grey, and without any colour",
+    "true_cfg_scale": 3.0,
+    "height": 64,
+    "width": 64,
+    "num_inference_steps": 12,
+    "seed": 3,
+}
+PLAIN = {"prompt": "a red bicycle", "height": 64, "width": 64, "num_inference_steps": 9, "seed": 4}
+OTHER = {**GUIDED, "prompt": "seven brothers", "num_inference_steps": 7, "seed": 6}
+# random weights change much from step to step, so thresholds are large
+BLOCK = {"step_cache": "first_block", "step_cache_threshold": 1.25}
+STRICT = {"step_cache": "first_block", "step_cache_threshold": 1.0}
+TAYLOR = {"step_cache": "taylorseer"}
+CONFIGS = {
+    "first_block": (BLOCK, FirstBlockCacheConfig(threshold=1.25)),
+    "strict": (STRICT, FirstBlockCacheConfig(threshold=1.0)),
+    "taylorseer": (TAYLOR, TaylorSeerCacheConfig(use_lite_mode=True, taylor_factors_dtype=torch.float32)),
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("qwen-image")
+    tiny.make(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def chain(directory: Path) -> Chain:
+    return Chain(directory)
+
+
+@pytest.fixture(scope="module")
+def theirs(directory: Path) -> dict[str, list[torch.Tensor]]:
+    """The guided picture, by cache; `exact`: without one."""
+    pipeline = pipeline_of(directory, "QwenImagePipeline")
+    made = {"exact": expected(pipeline, GUIDED)}
+    for name, (_, config) in CONFIGS.items():
+        pipeline.transformer.enable_cache(config)
+        made[name] = expected(pipeline, GUIDED)
+        pipeline.transformer.disable_cache()
+    return made
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_same_as_diffusers(chain: Chain, theirs: dict[str, list[torch.Tensor]], name: str) -> None:
+    [made] = chain.run({**GUIDED, **CONFIGS[name][0]})
+    assert apart(made, theirs[name]) < WITHIN
+    assert apart(made, theirs["exact"]) > WITHIN, "something was left out"
+
+
+def test_thresholds_matter(theirs: dict[str, list[torch.Tensor]]) -> None:
+    assert float((theirs["first_block"][0] - theirs["strict"][0]).abs().max()) > WITHIN
+
+
+def test_in_a_batch_with_exact_ones(chain: Chain, theirs: dict[str, list[torch.Tensor]]) -> None:
+    asked: list[dict[str, Any]] = [
+        GUIDED,
+        {**GUIDED, **BLOCK},
+        {**GUIDED, **STRICT},
+        {**GUIDED, **TAYLOR},
+        PLAIN,
+        {**OTHER, **BLOCK},
+        {**OTHER, **TAYLOR},
+    ]
+    made = chain.run(*asked, late={2: 1, 3: 2, 4: 3, 5: 4, 6: 5})
+    for one, name in zip(made, ("exact", *CONFIGS), strict=False):
+        assert apart(one, theirs[name]) < WITHIN, name
+    for place in (4, 5, 6):
+        [alone] = chain.run(asked[place])
+        assert apart(made[place], alone.pixels) < WITHIN
+    assert max(chain.batches) <= 2
+    [again] = chain.run(GUIDED)
+    assert apart(again, theirs["exact"]) < WITHIN, "nothing stays behind"
+
+
+def test_guessed_rows_are_in_no_call(chain: Chain) -> None:
+    chain.run({**GUIDED, **TAYLOR})
+    assert chain.batches == [2, 2, 2, 0, 2, 0, 0, 0, 0, 2, 0, 0]
+
+
+def test_one_row_needs_all_blocks_and_another_does_not(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [{**GUIDED, **BLOCK}, {**GUIDED, **BLOCK, "seed": 8}, {**OTHER, **BLOCK}, {**GUIDED, **STRICT, "seed": 9}]
+    calls: list[tuple[int, bool | None]] = []
+    plain = BlockCache._call
+
+    def noted(self: Any, rows: Any, predict: Any, network: Any, compute: bool | None = None) -> Any:
+        made = plain(self, rows, predict, network, compute)
+        calls.append((len(rows), compute))
+        return made
+
+    monkeypatch.setattr(BlockCache, "_call", noted)
+    together = chain.run(*asked)
+    assert {compute for _, compute in calls} == {None, True, False}, "some calls were taken apart"
+    for case, one in zip(asked, together, strict=True):
+        [alone] = chain.run(case)
+        assert apart(one, alone.pixels) < WITHIN
+
+
+def test_an_unknown_name_is_refused(chain: Chain) -> None:
+    with pytest.raises(InvalidRequest, match="step_cache is 'first_blok'; it must be one of first_block, taylorseer"):
+        chain.run({**PLAIN, "step_cache": "first_blok"})
+    with pytest.raises(InvalidRequest, match=r"step_cache_threshold is 0\.1, but step_cache is 'taylorseer'"):
+        chain.run({**PLAIN, "step_cache": "taylorseer", "step_cache_threshold": 0.1})
+
+
+def test_a_network_without_blocks_is_refused() -> None:
+    with pytest.raises(
+        InvalidRequest, match="Conv2d is not made of a row of transformer blocks; this model has taylor"
+    ):
+        BlockCache([nn.Conv2d(1, 1, 1)])
