@@ -52,6 +52,9 @@ class WanDenoiser(Denoiser):
             self.weight_bytes += held_bytes(self.second)
             pack_linears(self.second, PACKED_ROWS, keep=READ)
 
+    def networks(self) -> Sequence[nn.Module]:
+        return [self.network] if self.second is None else [self.network, self.second]
+
     def noise_shape(self, params: DiffusionParams) -> tuple[int, ...]:
         return self._shape.latents(params)
 
