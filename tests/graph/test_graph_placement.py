@@ -81,6 +81,22 @@ def test_what_the_file_takes_is_not_given_twice(plan: Lay) -> None:
     assert sum(stage.threads for stage in laid.stages.values()) <= 16
 
 
+def test_a_denoiser_has_all_the_cores(laptop: Hardware) -> None:
+    graph = StageGraph("pictures")
+    graph.stage("text_encoder", "module", takes={"text"})
+    graph.stage("denoiser", "diffusion")
+    graph.stage("decoder", "module", gives={"image"})
+    graph.edge("text_encoder", "denoiser")
+    graph.edge("denoiser", "decoder")
+    plan = load_plan(graph, None, hardware=laptop)
+    assert {name: stage.threads for name, stage in plan.stages.items()} == {
+        "input": 1,
+        "text_encoder": 1,
+        "denoiser": laptop.cpus,
+        "decoder": 1,
+    }
+
+
 def test_more_threads_than_cores_if_the_file_says_so(graph: StageGraph, laptop: Hardware) -> None:
     plan = load_plan(graph, {"defaults": {"threads": 2}}, hardware=laptop)
     assert [stage.threads for stage in plan.stages.values()] == [1, 2, 2, 2, 2]

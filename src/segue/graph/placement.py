@@ -83,9 +83,7 @@ def place(
         _check_alone(group, joined[group], sections)
     devices = _spread(joined, weights, hardware, sections)
     replicas = {group: _replicas(group, joined[group], devices[group], sections) for group in groups}
-    # tokenizing takes a moment per request: no core is kept for it
-    light = {(INPUT,)} if graph.takes <= {"text"} else set()
-    threads = _threads(joined, devices, replicas, weights, hardware, light)
+    threads = _threads(joined, devices, replicas, weights, hardware, _light(graph, groups))
     places = {
         name: Place(devices[group], replicas[group], threads[group], 0.0, 0, joined[group].ranks or 1)
         for group in groups
@@ -275,6 +273,15 @@ def _replicas(group: tuple[str, ...], wish: _Wish, devices: tuple[str, ...], sec
         right = f"at least {least}, the number of its devices ({', '.join(devices)}{of_each})"
         raise wrong(path, wish.replicas, right)
     return wish.replicas or least
+
+
+def _light(graph: StageGraph, groups: Collection[tuple[str, ...]]) -> set[tuple[str, ...]]:
+    """Workers that no core is kept for. What takes the time of a picture are the calls of its denoiser, tens of them;
+    its encoders and its decoder are called once. And tokenizing takes a moment per request."""
+    denoising = {group for group in groups if any(graph.stages[name].engine == "diffusion" for name in group)}
+    if denoising:
+        return set(groups) - denoising
+    return {(INPUT,)} if graph.takes <= {"text"} else set()
 
 
 def _threads(
