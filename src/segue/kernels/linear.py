@@ -82,12 +82,18 @@ def can_pack(linear: nn.Linear) -> bool:
 def pack_linears(module: nn.Module, rows: int, *, keep: Collection[str] = ()) -> int:
     """Replace every linear layer under `module` by a packed one; `rows` is the usual number of rows per call.
 
-    `keep` names submodules (dotted, as in `named_modules`) that stay as they are, e.g. one whose `weight` the model's
-    code reads. Returns how many were replaced: none on other devices and dtypes.
+    `keep` names submodules (dotted, as in `named_modules`) that stay as they are with all that is in them, e.g. one
+    whose `weight` the model's code reads. Returns how many were replaced: none on other devices and dtypes.
     """
     linears = [(name, child) for name, child in module.named_modules() if isinstance(child, nn.Linear)]
-    packed = [(name, child) for name, child in linears if name and name not in keep and can_pack(child)]
+    packed = [(name, child) for name, child in linears if name and not _within(name, keep) and can_pack(child)]
     for name, child in packed:
         parent, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(parent), leaf, PackedLinear(child, rows))
     return len(packed)
+
+
+def _within(name: str, keep: Collection[str]) -> bool:
+    """Whether a module, or one that it is in, is among those kept."""
+    parts = name.split(".")
+    return any(".".join(parts[:count]) in keep for count in range(1, len(parts) + 1))

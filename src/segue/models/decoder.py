@@ -248,9 +248,15 @@ def name_of(part: nn.Module, whole: nn.Module) -> str:
 
 
 def _beside(model: nn.Module, decoder: str, inner: str) -> set[str]:
-    """What is in `inner` and not in the decoder: encoders, which do not run here."""
+    """What is in `inner` and not in the decoder nor around it: encoders, which do not run here."""
     names = (name for name, _ in model.named_modules())
-    return {name for name in names if name.startswith(f"{inner}.") and not f"{name}.".startswith(f"{decoder}.")}
+    return {
+        name
+        for name in names
+        if name.startswith(f"{inner}.")
+        and not f"{name}.".startswith(f"{decoder}.")
+        and not decoder.startswith(f"{name}.")
+    }
 
 
 def _check_interface(model: PreTrainedModel, decoder: nn.Module) -> None:
