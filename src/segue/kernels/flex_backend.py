@@ -3,8 +3,8 @@ over block tables, in kernels that torch compiles.
 
 A query may see any slot of the whole store; a mask says which, from the place that a block has in the sequence, and
 lists of blocks say which tiles to look at (the paper's section on paged attention). Single queries are one batch, a
-chunk is a batch of its own. On a CPU it runs uncompiled only, over the whole store, which is for tests: torch 2.13 makes no
-code there for soft caps, windows or log-sum-exps.
+chunk is a batch of its own. On a CPU it runs uncompiled only, over the whole store, which is for tests: torch 2.13
+makes no code there for soft caps, windows or log-sum-exps.
 """
 
 from __future__ import annotations
