@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from segue.graph.deployment import Hardware
@@ -87,8 +85,9 @@ def test_a_divided_stage_has_its_worker_to_itself() -> None:
         load_plan(graph, file, hardware=LAPTOP)
 
 
-@pytest.mark.parametrize("more", [{"lora": {}}, {"quantization": "int8"}, {"kv_dtype": "fp8"}], ids=str)
-def test_what_a_divided_stage_cannot_have(lm: StageGraph, more: dict[str, Any]) -> None:
-    [key] = more
-    with pytest.raises(ConfigError, match=f"stages.llm.{key} is .*, which does not go with tensor_parallel"):
-        load_plan(lm, {"stages": {"llm": {"tensor_parallel": 2, **more}}}, hardware=LAPTOP)
+def test_what_a_divided_stage_can_and_cannot_have(lm: StageGraph) -> None:
+    fewer_bits = {"tensor_parallel": 2, "quantization": "int8", "kv_dtype": "fp8"}
+    stage = load_plan(lm, {"stages": {"llm": fewer_bits}}, hardware=LAPTOP).stages["llm"]
+    assert (stage.tensor_parallel, stage.quantization, stage.kv_dtype) == (2, "int8", "fp8")
+    with pytest.raises(ConfigError, match=r"stages\.llm\.lora is .*, which does not go with tensor_parallel"):
+        load_plan(lm, {"stages": {"llm": {"tensor_parallel": 2, "lora": {}}}}, hardware=LAPTOP)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -9,9 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import flex_attention
 from transformers import AttentionInterface
 from transformers.masking_utils import causal_mask_function
 
+from segue.kernels.backends import attention_backend
+from segue.kernels.flex_backend import FlexAttention
 from segue.kernels.kv_layout import uniform
 from segue.kernels.kv_store import KVStore
 from segue.kernels.paged_attention import (
@@ -99,7 +103,38 @@ def test_equals_the_reference_on_a_gpu(form):
     compare("cuda", [(0, 7), (3, 1), (30, 1), (9, 5)], (6, 2), form, 0)
 
 
-def compare(device, spans, heads, form, seed, pieces=64, span_bytes=SPAN_BYTES) -> None:
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.sampled_from([1, 1, 1, 2, 7])), min_size=1, max_size=6),
+    st.sampled_from([(1, 1), (2, 1), (6, 2), (4, 4)]),
+    forms,
+    st.integers(0, 100),
+)
+def test_flex_equals_the_reference(spans, heads, form, seed):
+    compare("cpu", spans, heads, form, seed, backend=FlexAttention(flex_attention))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", [(None, None, False), (3, None, False), (None, 5.0, True)])
+def test_compiled_flex_equals_the_reference_on_a_gpu(form, monkeypatch):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    monkeypatch.setattr(sys.modules[__name__], "SIZE", 128)
+    monkeypatch.setattr(sys.modules[__name__], "DIM", 64)
+    backend = attention_backend("flex", torch.device("cuda"), 128)
+    for spans in ([(0, 7), (3, 1), (300, 1), (9, 150)], [(200, 1)] * 5):
+        compare("cuda", spans, (6, 2), form, 0, backend=backend)
+
+
+def test_flex_is_for_gpus_and_large_blocks():
+    with pytest.raises(ConfigError, match="'flex', which needs a GPU"):
+        attention_backend("flex", torch.device("cpu"), 128)
+    with pytest.raises(ConfigError, match="block_size of 16; it must be a multiple of 128"):
+        attention_backend("flex", torch.device("cuda"), 16)
+
+
+def compare(device, spans, heads, form, seed, pieces=64, span_bytes=SPAN_BYTES, backend=None) -> None:
     generator = torch.Generator().manual_seed(seed)
     window, softcap, with_sinks = form
     sinks = torch.randn(heads[0], generator=generator).to(device) if with_sinks else None
@@ -109,12 +144,12 @@ def compare(device, spans, heads, form, seed, pieces=64, span_bytes=SPAN_BYTES) 
     q = torch.randn(heads[0], tokens, DIM, generator=generator).to(device)
     k, v = (torch.randn(heads[1], tokens, DIM, generator=generator).to(device) for _ in range(2))
     results, stores = [], []
-    for backend in (TorchAttention(span_bytes), ReferenceAttention()):
+    for tried in (backend or TorchAttention(span_bytes), ReferenceAttention()):
         own = store(heads[1], device)
         past = torch.Generator().manual_seed(seed)
         for layer in (*own.keys, *own.values):
             layer.copy_(torch.randn(layer.shape, generator=past))
-        results.append(backend.attend(1, q, k, v, paged_step(own, parts), wanted))
+        results.append(tried.attend(1, q, k, v, paged_step(own, parts), wanted))
         stores.append(own)
     torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-5)
     assert results[0].shape == (tokens, heads[0], DIM)

@@ -24,10 +24,15 @@ from segue.parallel.orders import Crew
 CPU = torch.device("cpu")
 
 
-def rank(directory: Path, number: int, meeting: Path, load_format: str) -> tuple[LLM, Group]:
+def rank(
+    directory: Path, number: int, meeting: Path, load_format: str, quantization: str = "none"
+) -> tuple[LLM, Group]:
     """This rank's part of a checkpoint."""
     group = Group(number, 2, meeting, CPU)
-    return LLM(LoadContext(directory, "llm", CPU, torch.float32, load_format=load_format, group=group)), group
+    context = LoadContext(
+        directory, "llm", CPU, torch.float32, load_format=load_format, group=group, quantization=quantization
+    )
+    return LLM(context), group
 
 
 class Second:
@@ -47,17 +52,24 @@ class Second:
             )
 
     @contextmanager
-    def led(self, ours: Path, theirs: Path | None = None, load_format: str = "auto") -> Iterator[Leader]:
+    def led(
+        self, ours: Path, theirs: Path | None = None, load_format: str = "auto", quantization: str = "none"
+    ) -> Iterator[Leader]:
         """A leader over `ours`, with a follower over the same checkpoint or another of the same shape."""
         self._jobs += 1
         meeting = self._directory / f"meeting{self._jobs}"
-        job = {"directory": str(theirs or ours), "meeting": str(meeting), "load_format": load_format}
+        job = {
+            "directory": str(theirs or ours),
+            "meeting": str(meeting),
+            "load_format": load_format,
+            "quantization": quantization,
+        }
         orders, far = socket.socketpair()
         with far:
             socket.send_fds(self._control, [json.dumps(job).encode()], [far.fileno()])
         crew = Crew([orders])
         try:
-            yield Leader(*rank(ours, 0, meeting, load_format), crew)
+            yield Leader(*rank(ours, 0, meeting, load_format, quantization), crew)
         finally:
             crew.close()
             self.weight_bytes = json.loads(self._control.recv(4096))["weight_bytes"]
@@ -76,7 +88,9 @@ def main() -> None:
             return
         job = json.loads(data)
         with socket.socket(fileno=fds[0]) as orders:
-            adapter, group = rank(Path(job["directory"]), 1, Path(job["meeting"]), job["load_format"])
+            adapter, group = rank(
+                Path(job["directory"]), 1, Path(job["meeting"]), job["load_format"], job["quantization"]
+            )
             follow(adapter, group, orders, None)
         control.send(json.dumps({"weight_bytes": adapter.weight_bytes}).encode())
 

@@ -62,8 +62,9 @@ def test_in_recorded_steps(tmp_path: Path) -> None:
     assert served.run(some, TOKENS) == expected
 
 
-def test_deterministic(tmp_path: Path) -> None:
-    """The same logits to the bit in any batch, with products of several layers too."""
-    adapter = load(make("qwen2", tmp_path))
+@pytest.mark.parametrize("kind", ["qwen2", "mixtral"])
+def test_deterministic(kind: str, tmp_path: Path) -> None:
+    """The same logits to the bit in any batch, with products of several layers and packed experts too."""
+    adapter = load(make(kind, tmp_path))
     alone = [Served(adapter, deterministic=True).run([prompt], TOKENS)[0] for prompt in PROMPTS[:4]]
     assert Served(adapter, deterministic=True).run(PROMPTS[:4], TOKENS) == alone

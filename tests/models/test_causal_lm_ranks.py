@@ -35,10 +35,10 @@ def second(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Second]:
 
 
 @torch.inference_mode()
-def logits(adapter: AutoregressiveAdapter, length: int = 33) -> torch.Tensor:
+def logits(adapter: AutoregressiveAdapter, length: int = 33, stored: torch.dtype | None = None) -> torch.Tensor:
     """Of a prompt in one piece, and of one more token."""
     store = adapter.kv.store(
-        adapter.kv.layout(1), num_blocks=8, block_size=8, dtype=torch.float32, device=adapter.device
+        adapter.kv.layout(1), num_blocks=8, block_size=8, dtype=torch.float32, stored=stored, device=adapter.device
     )
     out = []
     for start, stop in ((0, length - 1), (length - 1, length)):
@@ -84,6 +84,34 @@ def test_two_equal_one(kind: str, tmp_path: Path, second: Second) -> None:
         tight = Served(led, num_blocks=16 + 5 * (groups - 1), max_tokens_per_step=64)
         assert tight.run(PROMPTS, TOKENS, min_tokens=TOKENS) == expected
         assert tight.engine.stats()["preemptions_total"] > 0
+    assert second.weight_bytes == led.weight_bytes
+
+
+def test_keys_and_values_in_eight_bits(tmp_path: Path, second: Second) -> None:
+    """Every rank rounds those of its own heads, as one process does."""
+    directory = make("llama", tmp_path / "llama")
+    whole = load(directory)
+    fp8 = torch.float8_e4m3fn
+    rounded = logits(whole, stored=fp8)
+    assert difference(rounded, logits(whole)) > 1e-2
+    with second.led(directory) as led:
+        assert difference(logits(led, stored=fp8), rounded) < 1e-5
+        served = Served(led, kv_dtype="fp8", max_tokens_per_step=24)
+        assert served.run(PROMPTS, TOKENS) == Served(whole, kv_dtype="fp8").run(PROMPTS, TOKENS)
+
+
+@pytest.mark.parametrize(("kind", "within"), [("int8", 0.3), ("int4", 0.65)])
+def test_quantised_weights(kind: str, within: float, tmp_path: Path, second: Second) -> None:
+    """As close to the exact model as one process is; the same answers in any batch."""
+    directory = make("llama", tmp_path / "llama")
+    exact, alone = load(directory), load(directory, quantization=kind)
+    with second.led(directory, quantization=kind) as led:
+        error = float((logits(led) - logits(exact)).norm() / logits(exact).norm())
+        assert 1e-4 < error < within
+        assert led.weight_bytes < 0.75 * alone.weight_bytes
+        together = Served(led, max_tokens_per_step=24).run(PROMPTS, TOKENS)
+        assert together == [Served(led).run([prompt], TOKENS)[0] for prompt in PROMPTS]
+        assert len({tuple(answer) for answer in together}) > 8
     assert second.weight_bytes == led.weight_bytes
 
 

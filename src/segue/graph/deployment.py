@@ -24,7 +24,7 @@ text such as `64MiB` and `1GB`.
         prefix_caching: true
         deterministic: false              # the same logits to the bit whatever the batch
         max_logprobs: 20                  # most tokens a request may ask logprobs of in one place; -1: any number
-        attention: auto                   # auto, torch, triton, flashinfer, flash_attn
+        attention: auto                   # auto, torch, triton, flex, flashinfer, flash_attn
         enforce_eager: false              # true: no CUDA graphs
         compile: false                    # torch.compile for the layers of the decoder
         tensor_parallel: 1                # processes per replica, each with a part of the weights
@@ -71,7 +71,7 @@ from segue.messages.sampling import SamplingParams
 MiB = 1 << 20
 
 ConnectorKind = Literal["inproc", "shm"]
-ATTENTIONS = ("auto", "torch", "triton", "flashinfer", "flash_attn")
+ATTENTIONS = ("auto", "torch", "triton", "flex", "flashinfer", "flash_attn")
 SCHEDULINGS = ("priority", "fcfs", "fair")
 """Who runs first in an autoregressive stage."""
 QUANTIZATIONS = ("none", "int8", "int4", "fp8")

@@ -165,10 +165,9 @@ def _stage(stage: Stage, written: Written, where: Place) -> StagePlan:
 
 def _check_divided(section: Section, ranks: int) -> None:
     """What a stage of several ranks cannot have."""
-    for key, nothing in (("lora", None), ("quantization", "none"), ("kv_dtype", "auto")):
-        path, value = section.find(key)
-        if ranks > 1 and value not in (None, nothing):
-            raise ConfigError(f"{path} is {value!r}, which does not go with tensor_parallel ({ranks})", field=path)
+    path, value = section.find("lora")
+    if ranks > 1 and value is not None:
+        raise ConfigError(f"{path} is {value!r}, which does not go with tensor_parallel ({ranks})", field=path)
 
 
 def _lora(section: Section) -> LoraPlan | None:

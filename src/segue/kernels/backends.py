@@ -1,7 +1,8 @@
 """Which backend computes attention.
 
 `torch` gathers K and V (or reads them in place, on a CPU) and runs everywhere; `triton` reads them where they lie, with
-this house's own kernels; `flashinfer` and `flash_attn` are the libraries of these names, where they are installed.
+this house's own kernels; `flex` has torch compile them, for a GPU; `flashinfer` and `flash_attn` are the libraries of
+these names, where they are installed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from segue.messages.errors import ConfigError
 
 _PAGE = 256
 """FlashAttention 2 reads blocks of a multiple of so many tokens."""
+_TILE = 128
+"""FlexAttention's kernels read up to so many tokens at once, all of one block."""
 
 
 def attention_backend(name: str, device: torch.device, block_size: int) -> AttentionBackend | None:
@@ -23,7 +26,7 @@ def attention_backend(name: str, device: torch.device, block_size: int) -> Atten
         name = "triton" if device.type == "cuda" and find_spec("triton") is not None else "torch"
     if name == "torch":
         return None
-    if find_spec(name) is None:
+    if name != "flex" and find_spec(name) is None:
         raise ConfigError(f"attention is {name!r}, but the package {name} is not installed", field="attention")
     if name == "triton":
         from segue.kernels.triton_backend import TritonAttention
@@ -35,11 +38,16 @@ def attention_backend(name: str, device: torch.device, block_size: int) -> Atten
         from segue.kernels.flashinfer_backend import FlashInferAttention
 
         return FlashInferAttention(device)
-    if block_size % _PAGE:
+    page = _TILE if name == "flex" else _PAGE
+    if block_size % page:
         raise ConfigError(
-            f"attention is 'flash_attn' with a block_size of {block_size}; it must be a multiple of {_PAGE}",
+            f"attention is {name!r} with a block_size of {block_size}; it must be a multiple of {page}",
             field="block_size",
         )
+    if name == "flex":
+        from segue.kernels.flex_backend import FlexAttention, compiled
+
+        return FlexAttention(compiled())
     from segue.kernels.flash_attn_backend import FlashAttention
 
     return FlashAttention()

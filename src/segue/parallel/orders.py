@@ -27,6 +27,7 @@ class OpenStore(msgspec.Struct, tag=True, array_like=True):
     num_blocks: int
     block_size: int
     dtype: str
+    stored: str | None
     gathers: bool
     """No backend: blocks are gathered (`TorchAttention`)."""
 

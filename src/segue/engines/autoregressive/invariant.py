@@ -126,7 +126,7 @@ def check_invariant(adapter: InvariantAdapter) -> None:
             if not same:
                 raise ConfigError(
                     f"deterministic: this model cannot be served so: a sequence run {name} differs from the same one "
-                    "alone; a mixture of experts does, as its products depend on the neighbours",
+                    "alone; a mixture of experts may, as its products depend on the neighbours",
                     field="deterministic",
                 )
 

@@ -60,14 +60,24 @@ class LedStore(KVStore):
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
+        stored: torch.dtype | None = None,
         backend: AttentionBackend | None = None,
         **others: Any,
     ) -> None:
         """As a `KVStore` of this rank's heads; `others`: what followers need not know of."""
-        super().__init__(layout, num_blocks=num_blocks, block_size=block_size, dtype=dtype, backend=backend, **others)
+        super().__init__(
+            layout,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=dtype,
+            stored=stored,
+            backend=backend,
+            **others,
+        )
         self.number = number
         self._tell = tell
-        tell(OpenStore(number, layout, num_blocks, block_size, dtype_name(dtype), backend is None))
+        kept = None if stored is None else dtype_name(stored)
+        tell(OpenStore(number, layout, num_blocks, block_size, dtype_name(dtype), kept, backend is None))
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         if pairs:
@@ -214,6 +224,7 @@ class _Follower:
                     num_blocks=order.num_blocks,
                     block_size=order.block_size,
                     dtype=dtype_of(order.dtype),
+                    stored=None if order.stored is None else dtype_of(order.stored),
                     device=self.adapter.device,
                     backend=None if order.gathers else self.backend,
                 )

@@ -1,0 +1,126 @@
+"""FlexAttention (Dong et al., *Flex Attention: A Programming Model for Generating Optimized Attention Kernels*, 2024)
+over block tables, in kernels that torch compiles.
+
+A query may see any slot of the whole store; a mask says which, from the place that a block has in the sequence, and
+lists of blocks say which tiles to look at (the paper's section on paged attention). Single queries are one batch, a
+chunk is a batch of its own. On a CPU it runs uncompiled only, over the whole store, which is for tests: torch 2.13
+makes no code there for soft caps, windows or log-sum-exps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from segue.kernels.form import Form
+from segue.kernels.paged_step import PagedStep, Part
+
+_QUERIES = 128
+"""Queries per row of a block mask."""
+
+Attention = Callable[..., tuple[torch.Tensor, Any]]
+
+
+class FlexAttention:
+    """Implements `segue.kernels.paged_step.AttentionBackend`."""
+
+    recordable = False  # masks are made anew in every step
+    widens = False
+
+    def __init__(self, attention: Attention) -> None:
+        """`attention`: torch's `flex_attention`; compiled, or for tests as it is."""
+        self._attention = attention
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: PagedStep, form: Form
+    ) -> torch.Tensor:
+        step.store.write(layer, step.slots, k.transpose(0, 1), v.transpose(0, 1))
+        keys, values = (kv.transpose(0, 1)[None] for kv in step.store.slots(layer))  # [1, kv_heads, slots, dim]
+        out = q.new_empty(q.shape[1], q.shape[0], v.shape[2])
+        for begin, end, count, mask in _masks(step, form.window):
+            # [sequences, heads, queries, dim]
+            queries = q[:, begin:end].unflatten(1, (-1, count)).transpose(0, 1)
+            mixed, aux = self._attention(
+                queries,
+                keys,
+                values,
+                score_mod=None if form.softcap is None else _capped(q.new_tensor(form.softcap)),
+                block_mask=mask,
+                scale=form.scaling,
+                enable_gqa=q.shape[0] != k.shape[0],
+                return_aux=AuxRequest(lse=form.sinks is not None),
+            )
+            if form.sinks is not None:  # one more summand below the line
+                mixed = mixed * torch.sigmoid(aux.lse - form.sinks[:, None].float())[..., None].to(mixed.dtype)
+            out[begin:end] = mixed.transpose(1, 2).flatten(0, 1)
+        return out
+
+
+def compiled() -> Attention:
+    """`flex_attention` as kernels of the device."""
+    made: Attention = torch.compile(flex_attention, dynamic=True)
+    return made
+
+
+def _capped(cap: torch.Tensor) -> Callable[..., torch.Tensor]:
+    def mod(score: torch.Tensor, b: Any, h: Any, query: Any, key: Any) -> torch.Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return mod
+
+
+def _masks(step: PagedStep, window: int | None) -> list[tuple[int, int, int, BlockMask]]:
+    """Flat tokens [begin, end) of sequences with so many queries each, and what they see; once per step and window."""
+    key = ("flex", window)
+    if key not in step.plans:
+        singles = [part for part in step.parts if part.stop - part.start == 1]
+        groups = [singles, *([part] for part in step.parts[len(singles) :])]
+        begin = 0
+        made = []
+        for parts in groups:
+            if parts:
+                count = parts[0].stop - parts[0].start
+                made.append((begin, begin + len(parts) * count, count, _mask(step, parts, count, window)))
+                begin += len(parts) * count
+        step.plans[key] = made
+    found: list[tuple[int, int, int, BlockMask]] = step.plans[key]
+    return found
+
+
+def _mask(step: PagedStep, parts: Sequence[Part], count: int, window: int | None) -> BlockMask:
+    """What `count` queries of each of these sequences see in the store."""
+    store = step.store
+    size = store.block_size
+    places = torch.full((len(parts), store.num_blocks), -1, dtype=torch.int32)
+    indices = torch.zeros((len(parts), store.num_blocks), dtype=torch.int32)
+    seen = torch.zeros(len(parts), dtype=torch.int32)
+    for row, part in enumerate(parts):
+        first = 0 if window is None else max(0, part.start + 1 - window) // size
+        blocks = torch.tensor(part.blocks[first : -(-part.stop // size)])
+        places[row, blocks] = torch.arange(first, first + len(blocks), dtype=torch.int32)
+        indices[row, : len(blocks)] = blocks
+        seen[row] = len(blocks)
+    starts = torch.tensor([part.start for part in parts], dtype=torch.int32).to(store.device)
+    places = places.to(store.device)
+    # tensors, since compiled code would have numbers that change as symbols, which not every kernel takes
+    reach = None if window is None else starts.new_tensor(window)
+
+    def visible(b: torch.Tensor, h: torch.Tensor, query: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+        place = places[b, slot // size]
+        key = place * size + slot % size
+        at = starts[b] + query
+        both = (place >= 0) & (key <= at)
+        return both if reach is None else both & (key > at - reach)
+
+    rows = -(-count // _QUERIES)
+    return BlockMask.from_kv_blocks(
+        seen.to(store.device)[:, None, None].expand(-1, 1, rows).contiguous(),
+        indices.to(store.device)[:, None, None].expand(-1, 1, rows, -1).contiguous(),
+        BLOCK_SIZE=(_QUERIES, size),
+        mask_mod=visible,
+        seq_lengths=(count, store.num_blocks * size),
+        compute_q_blocks=False,
+    )
