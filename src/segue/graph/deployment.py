@@ -26,7 +26,7 @@ text such as `64MiB` and `1GB`.
         max_logprobs: 20                  # most tokens a request may ask logprobs of in one place; -1: any number
         attention: auto                   # auto, torch, triton, flashinfer, flash_attn
         enforce_eager: false              # true: no CUDA graphs
-        compile: false                    # torch.compile for the layers of the decoder
+        compile: false                    # torch.compile for the layers of the decoder (of the denoiser: its blocks)
         tensor_parallel: 1                # processes per replica, each with a part of the weights
         quantization: none                # int8, int4, fp8: what weights are made into when they are loaded
         kv_dtype: auto                    # fp8: keys and values in 8 bits
@@ -41,6 +41,9 @@ text such as `64MiB` and `1GB`.
         shm: {name: SharedMemoryConnector, extra: {shm_threshold_bytes: 65536, pool_bytes: 64MiB, max_bytes: 512MiB}}
     limits: {max_waiting: 256, max_retries: 2, default_deadline: null, retained_bytes: 256MiB, drain_seconds: 10,
              hang_seconds: 600}
+
+Of these, diffusion stages have `compile`, `quantization` and `attention` (auto, native, cudnn, flash, flash_3, sage,
+xformers), and `offload: layerwise`: weights wait in the host's memory.
 
 `limits` has the keys of `Limits`; `defaults` do not reach `input`, which runs on the CPU. Stages fused into one worker
 are joined by the in-process connector; every other edge gets shared memory by itself: the connector called `shm`, or
@@ -72,6 +75,10 @@ MiB = 1 << 20
 
 ConnectorKind = Literal["inproc", "shm"]
 ATTENTIONS = ("auto", "torch", "triton", "flashinfer", "flash_attn")
+DIFFUSION_ATTENTIONS = ("auto", "native", "cudnn", "flash", "flash_3", "sage", "xformers")
+"""What computes attention in a denoiser: diffusers' dispatch; all but `native` on a GPU, where they are installed."""
+OFFLOADS = ("none", "layerwise")
+"""Where the weights of a denoiser wait for their turn: on its device, or in the memory of the host."""
 SCHEDULINGS = ("priority", "fcfs", "fair")
 """Who runs first in an autoregressive stage."""
 QUANTIZATIONS = ("none", "int8", "int4", "fp8")
@@ -134,6 +141,8 @@ class StagePlan:
     """Processes (ranks) of each replica."""
     speculation: SpeculationPlan | None = None
     quantization: str = "none"
+    offload: str = "none"
+    """Of a diffusion stage: one of `OFFLOADS`."""
     kv_dtype: str = "auto"
     lora: LoraPlan | None = None
     """None: the stage takes no adapters."""

@@ -10,7 +10,9 @@ import yaml
 
 from segue.graph.deployment import (
     ATTENTIONS,
+    DIFFUSION_ATTENTIONS,
     KV_DTYPES,
+    OFFLOADS,
     QUANTIZATIONS,
     SCHEDULINGS,
     Hardware,
@@ -151,16 +153,26 @@ def _stage(stage: Stage, written: Written, where: Place) -> StagePlan:
         deterministic=section.flag("deterministic", False),
         max_logprobs=section.integer("max_logprobs", 20, least=-1),
         scheduling=section.choice("scheduling", "priority", SCHEDULINGS),
-        attention=section.choice("attention", "auto", ATTENTIONS),
+        attention=_attention(section, stage.engine),
         enforce_eager=section.flag("enforce_eager", False),
         compile=section.flag("compile", False),
         tensor_parallel=where.ranks,
         speculation=speculation_of(section) if autoregressive else None,
-        quantization=section.choice("quantization", "none", QUANTIZATIONS) if autoregressive else "none",
+        quantization=section.choice("quantization", "none", QUANTIZATIONS) if stage.engine != "module" else "none",
+        offload=section.choice("offload", "none", OFFLOADS) if stage.engine == "diffusion" else "none",
         kv_dtype=section.choice("kv_dtype", "auto", KV_DTYPES) if autoregressive else "auto",
         lora=_lora(section) if stage.engine in ADAPTED else None,
         sampling=_sampling(section) if autoregressive else SamplingParams(),
     )
+
+
+def _attention(section: Section, engine: str) -> str:
+    """Kernels have other names in stages of other engines: what is meant for all means those that know it."""
+    names, others = (DIFFUSION_ATTENTIONS, ATTENTIONS) if engine == "diffusion" else (ATTENTIONS, DIFFUSION_ATTENTIONS)
+    _, value = section.find("attention")
+    if "attention" not in section.values and value in others:
+        return str(value) if value in names else "auto"
+    return section.choice("attention", "auto", names)
 
 
 def _check_divided(section: Section, ranks: int) -> None:

@@ -94,7 +94,7 @@ def build(
         transfers = {
             edge.target: stages_module.TRANSFERS[edge.source, edge.target] for edge in edges if edge.source == plan.name
         }
-        if plan.compile:
+        if plan.compile and plan.engine != "diffusion":  # a denoiser compiles itself
             _compile(plan, adapter, context.device)
         engine = _engine(plan, adapter, context, wake)
         progress(0.9, "warming up")
