@@ -43,7 +43,8 @@ text such as `64MiB` and `1GB`.
              hang_seconds: 600}
 
 Of these, diffusion stages have `compile`, `quantization` and `attention` (auto, native, cudnn, flash, flash_3, sage,
-xformers), and `offload: layerwise`: weights wait in the host's memory.
+xformers), `offload: layerwise` (weights wait in the host's memory) and `cfg_parallel: 2` (guidance branches in
+processes of their own).
 
 `limits` has the keys of `Limits`; `defaults` do not reach `input`, which runs on the CPU. Stages fused into one worker
 are joined by the in-process connector; every other edge gets shared memory by itself: the connector called `shm`, or
@@ -138,7 +139,9 @@ class StagePlan:
     enforce_eager: bool = False
     compile: bool = False
     tensor_parallel: int = 1
-    """Processes (ranks) of each replica."""
+    """Processes of each replica, with a part of the weights each."""
+    cfg_parallel: int = 1
+    """Of a diffusion stage: processes of each replica, among which the guidance branches are divided."""
     speculation: SpeculationPlan | None = None
     quantization: str = "none"
     offload: str = "none"
@@ -151,7 +154,12 @@ class StagePlan:
 
     def device_of(self, replica: int, rank: int = 0) -> str:
         """Where rank `rank` of replica number `replica` (both from 0) runs."""
-        return self.devices[(replica * self.tensor_parallel + rank) % len(self.devices)]
+        return self.devices[(replica * self.ranks + rank) % len(self.devices)]
+
+    @property
+    def ranks(self) -> int:
+        """Processes of each replica."""
+        return self.tensor_parallel * self.cfg_parallel
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ AUTOREGRESSIVE_KEYS = (
     "kv_dtype",
     "sampling",
 )
-DIFFUSION_KEYS = ("attention", "compile", "quantization", "offload")
+DIFFUSION_KEYS = ("attention", "compile", "quantization", "offload", "cfg_parallel")
 STAGE_KEYS = (
     "devices",
     "replicas",
