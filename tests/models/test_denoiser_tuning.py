@@ -11,6 +11,7 @@ import torch
 from diffusion_chain import WITHIN, Chain, Made, apart
 
 from segue.engines.contract import LoadContext
+from segue.graph.lora import LoraPlan
 from segue.kernels.quantized import QUANTIZED
 from segue.messages.errors import ConfigError
 from segue.models.diffusion.loading import load_component
@@ -122,6 +123,7 @@ def test_weights_that_wait_elsewhere(directory: Path) -> None:
     ("keys", "says"),
     [
         ({"attention": "sage"}, "attention is 'sage', which needs a GPU; on a CPU it must be auto or native"),
+        ({"quantization": "int8", "lora": LoraPlan({}, 64, 16)}, "quantization does not go with lora"),
         ({"offload": "layerwise"}, "offload is 'layerwise', but the stage runs on the CPU"),
         ({"offload": "layerwise", "device": torch.device("cuda"), "compile": True}, "offload does not go with compile"),
     ],

@@ -127,7 +127,7 @@ def stage_overrides(
 def _stage(stage: Stage, written: Written, where: Place) -> StagePlan:
     section = written.stages[stage.name]
     autoregressive = stage.engine == "autoregressive"
-    _check_divided(section, where.ranks)
+    _check_divided(section, stage.engine, where.ranks)
     device = CPU if CPU in where.devices else "cuda"
     dtype = section.choice("dtype", "auto", _DTYPES)
     if dtype == "auto":
@@ -176,12 +176,16 @@ def _attention(section: Section, engine: str) -> str:
     return section.choice("attention", "auto", names)
 
 
-def _check_divided(section: Section, ranks: int) -> None:
+def _check_divided(section: Section, engine: str, ranks: int) -> None:
     """What a stage of several ranks cannot have."""
-    for key, nothing in (("lora", None), ("quantization", "none"), ("kv_dtype", "auto")):
+    divided = "cfg_parallel" if engine == "diffusion" else "tensor_parallel"
+    refused: list[tuple[str, str | None]] = [("lora", None)]
+    if engine != "diffusion":
+        refused += [("quantization", "none"), ("kv_dtype", "auto")]
+    for key, nothing in refused:
         path, value = section.find(key)
         if ranks > 1 and value not in (None, nothing):
-            raise ConfigError(f"{path} is {value!r}, which does not go with tensor_parallel ({ranks})", field=path)
+            raise ConfigError(f"{path} is {value!r}, which does not go with {divided} ({ranks})", field=path)
 
 
 def _lora(section: Section) -> LoraPlan | None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from segue.graph.deployment import Limits
-from segue.graph.lora import ADAPTED
 from segue.graph.section import Section, as_mapping, wrong
 from segue.graph.stage_graph import INPUT, StageGraph
 from segue.messages.errors import ConfigError, nearest

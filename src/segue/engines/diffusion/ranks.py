@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,6 +82,9 @@ class RowLeader:
     def predict_behind_first(self, rows: Sequence[Row]) -> Sequence[torch.Tensor]:
         assert isinstance(self.inner, CachesBlocks), "the adapter refuses what it cannot do"
         return self._shared(rows, self.inner.predict_behind_first, behind_first=True)
+
+    def during(self, rows: Sequence[Row]) -> AbstractContextManager[None]:
+        return self.inner.during(rows)
 
     def combine(self, sample: Sample, predictions: Sequence[torch.Tensor]) -> torch.Tensor:
         return self.inner.combine(sample, predictions)

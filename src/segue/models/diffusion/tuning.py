@@ -32,6 +32,7 @@ _CPU = torch.device("cpu")
 
 def load_network(ctx: LoadContext, component: str) -> Any:
     """A part of the checkpoint, on its device, as the deployment wants it. Raises `ConfigError` naming the key."""
+    _check_lora(ctx)
     if ctx.offload != "none":
         _check_offload(ctx)
     network = load_component(ctx if ctx.offload == "none" else replace(ctx, device=_CPU), component)
@@ -104,6 +105,15 @@ def _set_attention(network: Any, ctx: LoadContext) -> None:
         network.set_attention_backend(_BACKENDS.get(ctx.attention, ctx.attention))
     except (RuntimeError, ValueError, ImportError) as error:
         raise ConfigError(f"stage {ctx.stage!r}: attention is {ctx.attention!r}: {error}", field=field) from error
+
+
+def _check_lora(ctx: LoadContext) -> None:
+    """Adapters are added to plain linear layers that run as they are."""
+    for key, given in (("quantization", ctx.quantization), ("offload", ctx.offload), ("compile", ctx.compile)):
+        if ctx.lora is not None and given not in ("none", False):
+            raise ConfigError(
+                f"stage {ctx.stage!r}: {key} does not go with lora; leave one out", field=f"stages.{ctx.stage}.{key}"
+            )
 
 
 def _check_offload(ctx: LoadContext) -> None:
