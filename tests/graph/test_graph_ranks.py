@@ -91,3 +91,23 @@ def test_what_a_divided_stage_can_and_cannot_have(lm: StageGraph) -> None:
     assert (stage.tensor_parallel, stage.quantization, stage.kv_dtype) == (2, "int8", "fp8")
     with pytest.raises(ConfigError, match=r"stages\.llm\.lora is .*, which does not go with tensor_parallel"):
         load_plan(lm, {"stages": {"llm": {"tensor_parallel": 2, "lora": {}}}}, hardware=LAPTOP)
+
+
+def test_guidance_branches_of_a_denoiser_on_processes_of_their_own() -> None:
+    graph = StageGraph("pictures")
+    graph.stage("denoiser", "diffusion", takes={"text"}, gives={"image"})
+    said = {"defaults": {"tensor_parallel": 4}, "stages": {"denoiser": {"cfg_parallel": 2}}}
+    denoiser = load_plan(graph, said, hardware=FOUR).stages["denoiser"]
+    assert (denoiser.devices, denoiser.replicas, denoiser.ranks) == (("cuda:0", "cuda:1"), 1, 2)
+    assert (denoiser.tensor_parallel, denoiser.device_of(0, 1)) == (1, "cuda:1")
+    with pytest.raises(ConfigError, match=r"stages.denoiser.lora is .* does not go with cfg_parallel \(2\)"):
+        load_plan(graph, {"stages": {"denoiser": {"cfg_parallel": 2, "lora": {}}}}, hardware=LAPTOP)
+    three = {"stages": {"denoiser": {"cfg_parallel": 2, "devices": ["cuda:0", "cuda:1", "cuda:2"]}}}
+    with pytest.raises(ConfigError, match=r"stages.denoiser.cfg_parallel is 2, but the stage has 3 GPUs"):
+        load_plan(graph, three, hardware=FOUR)
+
+
+def test_a_language_model_has_no_guidance_branches(lm: StageGraph) -> None:
+    with pytest.raises(ConfigError, match=r"stages.llm.cfg_parallel is for diffusion stages"):
+        load_plan(lm, {"stages": {"llm": {"cfg_parallel": 2}}}, hardware=LAPTOP)
+    assert load_plan(lm, {"defaults": {"cfg_parallel": 2}}, hardware=LAPTOP).stages["llm"].ranks == 1

@@ -118,6 +118,12 @@ class LoadContext:
     max_model_len: int | None = None
     quantization: str = "none"
     """What the weights of linear layers are made into: one of `segue.graph.deployment.QUANTIZATIONS`."""
+    attention: str = "auto"
+    """Of a denoiser: one of `segue.graph.deployment.DIFFUSION_ATTENTIONS`."""
+    compile: bool = False
+    """Of a denoiser: its blocks."""
+    offload: str = "none"
+    """Of a denoiser: one of `segue.graph.deployment.OFFLOADS`."""
     lora: LoraPlan | None = None
     """None: the stage takes no adapters."""
     fused: bool = True

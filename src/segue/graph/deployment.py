@@ -26,7 +26,7 @@ text such as `64MiB` and `1GB`.
         max_logprobs: 20                  # most tokens a request may ask logprobs of in one place; -1: any number
         attention: auto                   # auto, torch, triton, flex, flashinfer, flash_attn
         enforce_eager: false              # true: no CUDA graphs
-        compile: false                    # torch.compile for the layers of the decoder
+        compile: false                    # torch.compile for the layers of the decoder (of the denoiser: its blocks)
         tensor_parallel: 1                # processes per replica, each with a part of the weights
         quantization: none                # int8, int4, fp8: what weights are made into when they are loaded
         kv_dtype: auto                    # fp8: keys and values in 8 bits
@@ -41,6 +41,10 @@ text such as `64MiB` and `1GB`.
         shm: {name: SharedMemoryConnector, extra: {shm_threshold_bytes: 65536, pool_bytes: 64MiB, max_bytes: 512MiB}}
     limits: {max_waiting: 256, max_retries: 2, default_deadline: null, retained_bytes: 256MiB, drain_seconds: 10,
              hang_seconds: 600}
+
+Of these, diffusion stages have `compile`, `quantization` and `attention` (auto, native, cudnn, flash, flash_3, sage,
+xformers), `offload: layerwise` (weights wait in the host's memory) and `cfg_parallel: 2` (guidance branches in
+processes of their own).
 
 `limits` has the keys of `Limits`; `defaults` do not reach `input`, which runs on the CPU. Stages fused into one worker
 are joined by the in-process connector; every other edge gets shared memory by itself: the connector called `shm`, or
@@ -72,6 +76,10 @@ MiB = 1 << 20
 
 ConnectorKind = Literal["inproc", "shm"]
 ATTENTIONS = ("auto", "torch", "triton", "flex", "flashinfer", "flash_attn")
+DIFFUSION_ATTENTIONS = ("auto", "native", "cudnn", "flash", "flash_3", "sage", "xformers")
+"""What computes attention in a denoiser: diffusers' dispatch; all but `native` on a GPU, where they are installed."""
+OFFLOADS = ("none", "layerwise")
+"""Where the weights of a denoiser wait for their turn: on its device, or in the memory of the host."""
 SCHEDULINGS = ("priority", "fcfs", "fair")
 """Who runs first in an autoregressive stage."""
 QUANTIZATIONS = ("none", "int8", "int4", "fp8")
@@ -131,9 +139,13 @@ class StagePlan:
     enforce_eager: bool = False
     compile: bool = False
     tensor_parallel: int = 1
-    """Processes (ranks) of each replica."""
+    """Processes of each replica, with a part of the weights each."""
+    cfg_parallel: int = 1
+    """Of a diffusion stage: processes of each replica, among which the guidance branches are divided."""
     speculation: SpeculationPlan | None = None
     quantization: str = "none"
+    offload: str = "none"
+    """Of a diffusion stage: one of `OFFLOADS`."""
     kv_dtype: str = "auto"
     lora: LoraPlan | None = None
     """None: the stage takes no adapters."""
@@ -142,7 +154,12 @@ class StagePlan:
 
     def device_of(self, replica: int, rank: int = 0) -> str:
         """Where rank `rank` of replica number `replica` (both from 0) runs."""
-        return self.devices[(replica * self.tensor_parallel + rank) % len(self.devices)]
+        return self.devices[(replica * self.ranks + rank) % len(self.devices)]
+
+    @property
+    def ranks(self) -> int:
+        """Processes of each replica."""
+        return self.tensor_parallel * self.cfg_parallel
 
 
 @dataclass(frozen=True, slots=True)

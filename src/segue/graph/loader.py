@@ -10,7 +10,9 @@ import yaml
 
 from segue.graph.deployment import (
     ATTENTIONS,
+    DIFFUSION_ATTENTIONS,
     KV_DTYPES,
+    OFFLOADS,
     QUANTIZATIONS,
     SCHEDULINGS,
     Hardware,
@@ -125,7 +127,7 @@ def stage_overrides(
 def _stage(stage: Stage, written: Written, where: Place) -> StagePlan:
     section = written.stages[stage.name]
     autoregressive = stage.engine == "autoregressive"
-    _check_divided(section, where.ranks)
+    _check_divided(section, stage.engine, where.ranks)
     device = CPU if CPU in where.devices else "cuda"
     dtype = section.choice("dtype", "auto", _DTYPES)
     if dtype == "auto":
@@ -151,23 +153,35 @@ def _stage(stage: Stage, written: Written, where: Place) -> StagePlan:
         deterministic=section.flag("deterministic", False),
         max_logprobs=section.integer("max_logprobs", 20, least=-1),
         scheduling=section.choice("scheduling", "priority", SCHEDULINGS),
-        attention=section.choice("attention", "auto", ATTENTIONS),
+        attention=_attention(section, stage.engine),
         enforce_eager=section.flag("enforce_eager", False),
         compile=section.flag("compile", False),
-        tensor_parallel=where.ranks,
+        tensor_parallel=where.ranks if autoregressive else 1,
+        cfg_parallel=where.ranks if stage.engine == "diffusion" else 1,
         speculation=speculation_of(section) if autoregressive else None,
-        quantization=section.choice("quantization", "none", QUANTIZATIONS) if autoregressive else "none",
+        quantization=section.choice("quantization", "none", QUANTIZATIONS) if stage.engine != "module" else "none",
+        offload=section.choice("offload", "none", OFFLOADS) if stage.engine == "diffusion" else "none",
         kv_dtype=section.choice("kv_dtype", "auto", KV_DTYPES) if autoregressive else "auto",
         lora=_lora(section) if stage.engine in ADAPTED else None,
         sampling=_sampling(section) if autoregressive else SamplingParams(),
     )
 
 
-def _check_divided(section: Section, ranks: int) -> None:
+def _attention(section: Section, engine: str) -> str:
+    """Kernels have other names in stages of other engines: what is meant for all means those that know it."""
+    names, others = (DIFFUSION_ATTENTIONS, ATTENTIONS) if engine == "diffusion" else (ATTENTIONS, DIFFUSION_ATTENTIONS)
+    _, value = section.find("attention")
+    if "attention" not in section.values and value in others:
+        return str(value) if value in names else "auto"
+    return section.choice("attention", "auto", names)
+
+
+def _check_divided(section: Section, engine: str, ranks: int) -> None:
     """What a stage of several ranks cannot have."""
     path, value = section.find("lora")
     if ranks > 1 and value is not None:
-        raise ConfigError(f"{path} is {value!r}, which does not go with tensor_parallel ({ranks})", field=path)
+        divided = "cfg_parallel" if engine == "diffusion" else "tensor_parallel"
+        raise ConfigError(f"{path} is {value!r}, which does not go with {divided} ({ranks})", field=path)
 
 
 def _lora(section: Section) -> LoraPlan | None:

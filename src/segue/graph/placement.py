@@ -49,7 +49,7 @@ class _Wish:
     def shown(self) -> dict[str, str]:
         """What is said, for people."""
         said = {"devices": ", ".join(self.devices or ()), "replicas": self.replicas, "threads": self.threads}
-        said["tensor_parallel"] = self.ranks
+        said["processes per replica"] = self.ranks
         return {key: str(value) for key, value in said.items() if value}
 
     def clash(self, other: _Wish) -> str | None:
@@ -106,7 +106,10 @@ def _wish(graph: StageGraph, name: str, section: Section, hardware: Hardware) ->
 
 
 def _ranks(graph: StageGraph, stage: Stage, section: Section) -> int | None:
-    """Processes per replica; the defaults mean autoregressive stages only."""
+    """Processes per replica; the defaults mean only stages of the key's engine."""
+    if stage.engine == "diffusion":
+        ranks = section.integer("cfg_parallel", None)
+        return None if ranks == 1 else ranks
     ranks = section.integer("tensor_parallel", None)
     if stage.engine != "autoregressive" or ranks in (None, 1):
         return None
@@ -123,11 +126,19 @@ def _ranks(graph: StageGraph, stage: Stage, section: Section) -> int | None:
 def _check_alone(group: tuple[str, ...], wish: _Wish, sections: Mapping[str, Section]) -> None:
     """A worker of several processes has one stage."""
     if wish.ranks and len(group) > 1:
-        path = _path_of("tensor_parallel", group, sections)
+        path = _path_of_ranks(group, sections)
         raise ConfigError(
             f"{path} is {wish.ranks}, but {' and '.join(map(repr, group))} share a worker; set their fuse_with to null",
             field=path,
         )
+
+
+def _path_of_ranks(group: tuple[str, ...], sections: Mapping[str, Section]) -> str:
+    """Where it is written that a replica of a group has several processes."""
+    keys = ("tensor_parallel", "cfg_parallel")
+    return next(
+        path for key in keys for name in group for path, value in [sections[name].find(key)] if value not in (None, 1)
+    )
 
 
 def _path_of(key: str, group: tuple[str, ...], sections: Mapping[str, Section]) -> str:
@@ -256,7 +267,7 @@ def _spread(
         else:
             devices[group] = (CPU,)
         if CPU not in devices[group] and len(devices[group]) % ranks:
-            path = _path_of("tensor_parallel", group, sections)
+            path = _path_of_ranks(group, sections)
             raise ConfigError(
                 f"{path} is {ranks}, but the stage has {len(devices[group])} GPUs ({', '.join(devices[group])}); "
                 "their number must be a multiple of it",

@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from segue.graph.deployment import Limits
-from segue.graph.lora import ADAPTED
 from segue.graph.section import Section, as_mapping, wrong
 from segue.graph.stage_graph import INPUT, StageGraph
 from segue.messages.errors import ConfigError, nearest
@@ -33,6 +32,7 @@ AUTOREGRESSIVE_KEYS = (
     "kv_dtype",
     "sampling",
 )
+DIFFUSION_KEYS = ("attention", "compile", "quantization", "offload", "cfg_parallel")
 STAGE_KEYS = (
     "devices",
     "replicas",
@@ -45,7 +45,10 @@ STAGE_KEYS = (
     "options",
     "lora",
     *AUTOREGRESSIVE_KEYS,
+    *(key for key in DIFFUSION_KEYS if key not in AUTOREGRESSIVE_KEYS),
 )
+_KINDS = {"autoregressive": (*AUTOREGRESSIVE_KEYS, "lora"), "diffusion": (*DIFFUSION_KEYS, "lora")}
+"""Keys that only stages of some engines have, by engine."""
 _WIRING = ("input_connectors", "output_connectors")
 _FOREIGN = {
     "device": "devices",
@@ -163,13 +166,13 @@ def stage_of(graph: StageGraph, path: str, value: object) -> str:
 def _check_engine(graph: StageGraph, name: str, section: Section) -> None:
     """A key in a stage's own section must mean something to its engine."""
     engine = graph.stages[name].engine
-    for keys, engines in ((AUTOREGRESSIVE_KEYS, ("autoregressive",)), (("lora",), ADAPTED)):
-        for key in keys:
-            if key in section.values and engine not in engines:
-                raise ConfigError(
-                    f"{section.at(key)} is for {' and '.join(engines)} stages; {name!r} has the {engine} engine",
-                    field=section.at(key),
-                )
+    for key in section.values:
+        kinds = [kind for kind, keys in _KINDS.items() if key in keys]
+        if kinds and engine not in kinds:
+            raise ConfigError(
+                f"{section.at(key)} is for {' and '.join(kinds)} stages; {name!r} has the {engine} engine",
+                field=section.at(key),
+            )
 
 
 def _edges(graph: StageGraph, top: Section) -> Iterator[Wire]:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch import nn
 
 _log = logging.getLogger("segue.compile")
@@ -22,17 +24,34 @@ def compile_layers(decoder: nn.Module, device: str) -> int:
 
     0, with a line in the log, where there are none, or no C++ compiler for a CPU.
     """
-    if device == "cpu" and _compiler() is None:
-        _log.warning("compile: no C++ compiler (CXX, g++ or clang++) is there; running uncompiled")
+    if not _ready(device):
         return 0
     layers = repeated_layers(decoder)
     if not layers:
         _log.warning("compile: %s has no list of equal layers; running uncompiled", type(decoder).__name__)
         return 0
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_cache()))
     for layer in layers:
         layer.compile(dynamic=True)
     return len(layers)
+
+
+def compile_forwards(blocks: Sequence[nn.Module], device: str) -> int:
+    """Have the `forward` of every block compiled at its next call: what is later put around it (hooks) stays outside.
+    Numbers of rows and tokens are symbols. Returns how many there are; 0, with a line in the log, without a compiler.
+    """
+    if not _ready(device):
+        return 0
+    for block in blocks:
+        block.forward = torch.compile(block.forward, dynamic=True)
+    return len(blocks)
+
+
+def _ready(device: str) -> bool:
+    if device == "cpu" and _compiler() is None:
+        _log.warning("compile: no C++ compiler (CXX, g++ or clang++) is there; running uncompiled")
+        return False
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_cache()))
+    return True
 
 
 def repeated_layers(decoder: nn.Module) -> list[nn.Module]:

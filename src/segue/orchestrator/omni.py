@@ -319,6 +319,8 @@ class AsyncOmni:
 def _check_stage_keys(family: Family, plan: Plan) -> None:
     """What a stage asks for is something its family can do. Raises `ConfigError` naming the key."""
     for name, stage in plan.stages.items():
+        if stage.engine == "diffusion":
+            continue  # these need no help of the family
         asked = {"lora": stage.lora is not None, "quantization": stage.quantization != "none"}
         for key, wanted in asked.items():
             if wanted and key not in family.stage_keys:

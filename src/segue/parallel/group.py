@@ -19,6 +19,13 @@ _PATIENCE = timedelta(minutes=30)
 _INTERFACE = "lo"
 
 
+class ReplicaBroken(SystemExit):
+    """The ranks are no longer in step: this process must end, so that the whole replica is started again.
+
+    No `Exception`, as it is not the failure of a request: those go on elsewhere.
+    """
+
+
 class Group:
     """Rank `rank` of `size`; rank 0 leads. All ranks must make the same calls in the same order."""
 

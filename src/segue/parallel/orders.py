@@ -117,7 +117,10 @@ class Crew:
 
     def tell(self, order: Order) -> None:
         """Send to every follower. Raises `OSError` where one is gone."""
-        data = _encoder.encode(order)
+        self.send(_encoder.encode(order))
+
+    def send(self, data: bytes) -> None:
+        """An order of another kind, encoded. Raises `OSError` where a follower is gone."""
         framed = len(data).to_bytes(_LENGTH, "little") + data
         for end in self._sockets:
             end.sendall(framed)
@@ -130,11 +133,14 @@ class Crew:
 
 def receive(end: socket.socket) -> Order | None:
     """The next order; None when the leader has closed its end."""
-    header = _exactly(end, _LENGTH)
-    if header is None:
-        return None
-    data = _exactly(end, int.from_bytes(header, "little"))
+    data = received(end)
     return None if data is None else _decoder.decode(data)
+
+
+def received(end: socket.socket) -> bytes | None:
+    """The next order as it was encoded; None when the leader has closed its end."""
+    header = _exactly(end, _LENGTH)
+    return None if header is None else _exactly(end, int.from_bytes(header, "little"))
 
 
 def _exactly(end: socket.socket, count: int) -> bytes | None:

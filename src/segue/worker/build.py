@@ -25,6 +25,7 @@ from segue.engines.autoregressive.ranks import Leader
 from segue.engines.autoregressive.speculation.contract import OpenTarget
 from segue.engines.contract import Adapter, AdapterFactory, Engine, LoadContext
 from segue.engines.diffusion.engine import DiffusionConfig, DiffusionEngine
+from segue.engines.diffusion.ranks import RowLeader
 from segue.engines.module.engine import ModuleConfig, ModuleEngine
 from segue.graph.deployment import EdgePlan, Limits, StagePlan
 from segue.graph.stage_graph import INPUT
@@ -63,7 +64,7 @@ def build(
 ) -> Built:
     """Load every stage of this worker. Raises what loading raises; the caller reports it.
 
-    `ranks`: where its one stage is tensor parallel. `wake` is called from another thread when an engine
+    `ranks`: where its one stage has several processes. `wake` is called from another thread when an engine
     has work that no message brought.
     """
     family = families()[spec.family]
@@ -94,13 +95,13 @@ def build(
         transfers = {
             edge.target: stages_module.TRANSFERS[edge.source, edge.target] for edge in edges if edge.source == plan.name
         }
-        if plan.compile:
+        if plan.compile and plan.engine != "diffusion":  # a denoiser compiles itself
             _compile(plan, adapter, context.device)
         engine = _engine(plan, adapter, context, wake)
         progress(0.9, "warming up")
         with torch.inference_mode():
             engine.warm_up()
-        if isinstance(adapter, Leader):
+        if isinstance(adapter, Leader | RowLeader):
             adapter.serve()
         stages[plan.name] = StageRunner(plan, engine, transfers, defaults, _lora_host(plan, adapter))
     channels, inbound, connectors = _connect(spec, edges, set(stages), _device_memory(spec, plans))
@@ -132,6 +133,8 @@ def _adapter(factory: AdapterFactory, context: LoadContext, ranks: Ranks | None)
     if ranks is None:
         return factory(context)
     context.group = ranks.meet(context.device)
+    if ranks.plan.engine == "diffusion":
+        return RowLeader(factory(context), context.group, ranks.crew)
     return Leader(factory(context), context.group, ranks.crew)
 
 

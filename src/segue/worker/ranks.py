@@ -1,4 +1,4 @@
-"""The processes of a replica that is tensor parallel: the worker leads, and forks one follower per further rank.
+"""The processes of a replica that has several processes: the worker leads, and forks one follower per further rank.
 
 They are forked before the worker has a thread or a socket of its own. A follower that ends takes the worker down, which
 is then started again with all its ranks, as any worker is; the kernel kills the followers of a worker that ends.
@@ -20,6 +20,7 @@ import torch
 
 from segue.engines.autoregressive.ranks import follow
 from segue.engines.contract import LoadContext
+from segue.engines.diffusion.ranks import follow_rows
 from segue.graph.deployment import StagePlan
 from segue.kernels.backends import attention_backend
 from segue.messages.process import WorkerSpec
@@ -48,7 +49,7 @@ class Ranks:
         """Wait for the followers, and watch over them from now on."""
         threading.Thread(target=self._watch, name="followers", daemon=True).start()
         _settle(device)
-        return Group(0, self.plan.tensor_parallel, self._meeting, device)
+        return Group(0, self.plan.ranks, self._meeting, device)
 
     def serve(self) -> None:
         """The worker is ready."""
@@ -76,16 +77,16 @@ class Ranks:
 
 
 def fork_ranks(spec: WorkerSpec) -> Ranks | None:
-    """Fork the followers of a worker whose stage is tensor parallel; None for any other. Returns in the leader only."""
+    """Fork the followers of a worker whose stage has several processes; None for any other. Only the leader returns."""
     plans = [msgspec.convert(stage, StagePlan) for stage in spec.stages]
     plan = plans[0]
-    if plan.tensor_parallel == 1:
+    if plan.ranks == 1:
         return None
     meeting = Path(spec.connector).parent / f"{spec.worker}.ranks"
     pids: list[int] = []
     sockets: list[socket.socket] = []
     leader = os.getpid()
-    for rank in range(1, plan.tensor_parallel):
+    for rank in range(1, plan.ranks):
         ours, theirs = socket.socketpair()
         pid = os.fork()
         if pid == 0:
@@ -100,7 +101,7 @@ def fork_ranks(spec: WorkerSpec) -> Ranks | None:
 
 def threads_of(plan: StagePlan) -> int:
     """CPU threads of each rank."""
-    return max(1, plan.threads // plan.tensor_parallel)
+    return max(1, plan.threads // plan.ranks)
 
 
 def load_context(spec: WorkerSpec, plan: StagePlan, rank: int = 0) -> LoadContext:
@@ -113,6 +114,9 @@ def load_context(spec: WorkerSpec, plan: StagePlan, rank: int = 0) -> LoadContex
         load_format=spec.load_format if plan.load_format == "auto" else plan.load_format,
         max_model_len=plan.max_model_len,
         quantization=plan.quantization,
+        attention=plan.attention,
+        compile=plan.compile,
+        offload=plan.offload,
         lora=plan.lora,
         fused=not (plan.enforce_eager or plan.compile),
         options=dict(plan.options),
@@ -139,8 +143,11 @@ def _become_follower(
         torch.set_num_threads(threads_of(plan))
         context = load_context(spec, plan, rank)
         _settle(context.device)
-        context.group = Group(rank, plan.tensor_parallel, meeting, context.device)
+        context.group = Group(rank, plan.ranks, meeting, context.device)
         adapter = families()[spec.family].load_stages().ADAPTERS[plan.name](context)
+        if plan.engine == "diffusion":
+            follow_rows(adapter, context.group, orders)
+            os._exit(0)
         kernel = "torch" if plan.deterministic else plan.attention
         follow(adapter, context.group, orders, attention_backend(kernel, context.device, plan.block_size))
         code = 0

@@ -23,7 +23,7 @@ from segue.kernels.kv_layout import KVLayout
 from segue.kernels.kv_store import KVStore
 from segue.kernels.paged_attention import library_attention
 from segue.kernels.paged_step import AttentionBackend, HybridStep, PagedStep, paged_step
-from segue.parallel.group import Group
+from segue.parallel.group import Group, ReplicaBroken
 from segue.parallel.orders import (
     CloseStore,
     CopyBlocks,
@@ -39,13 +39,6 @@ from segue.parallel.orders import (
     dtype_of,
     receive,
 )
-
-
-class ReplicaBroken(SystemExit):
-    """The ranks are no longer in step: this process must end, so that the whole replica is started again.
-
-    No `Exception`, as it is not the failure of a request: those go on elsewhere.
-    """
 
 
 class LedStore(KVStore):

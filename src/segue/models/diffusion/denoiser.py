@@ -18,14 +18,15 @@ from torch.nn import functional
 from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.engines.diffusion.contract import Row, Sample
 from segue.kernels.lora import Lora
+from segue.kernels.quantized import packed_bytes
 from segue.messages.diffusion import FIRST_BLOCK, DiffusionParams
 from segue.messages.request import Request
 from segue.messages.sampling import SamplingParams
 from segue.models.checkpoint import held_bytes
 from segue.models.diffusion.block_cache import BlockCache
-from segue.models.diffusion.loading import load_component
 from segue.models.diffusion.lora import DenoiserAdapters
 from segue.models.diffusion.schedulers import Schedulers
+from segue.models.diffusion.tuning import load_network
 from segue.models.lora import named_adapter
 
 PREVIEW_SHRINK = 2
@@ -79,9 +80,10 @@ class Denoiser(ABC):
     def __init__(self, ctx: LoadContext) -> None:
         self.device = ctx.device
         self.dtype = ctx.dtype
-        self.network = load_component(ctx, self.component)
+        self.network = load_network(ctx, self.component)
         self.schedulers = Schedulers(ctx.model_dir)
-        self.weight_bytes = held_bytes(self.network)
+        self.weight_bytes = held_bytes(self.network) + packed_bytes(self.network)
+        self._compiled = ctx.compile
         self._width = width_of(self.network)
         self.lora: DenoiserAdapters | None = None
         if ctx.lora is not None:
@@ -174,8 +176,11 @@ class Denoiser(ABC):
         sides = (128, 256, 512, 1024)
         return [DiffusionParams(height=side, width=side, num_inference_steps=2) for side in sides]
 
-    def warm_up(self) -> None:  # noqa: B027
-        """The engine's trials are enough."""
+    def warm_up(self) -> None:
+        """The engine's trials are enough, but for what is compiled at a first call, with one row and with several."""
+        if self._compiled and (sample := next(self.trials(), None)) is not None:
+            for rows in (1, 2):
+                self.predict([Row(sample, 0)] * rows)
 
     def trials(self) -> Iterator[Sample]:
         made_up = StageRequest(

@@ -14,6 +14,7 @@ from segue.kernels.linear import pack_linears
 from segue.messages.diffusion import DiffusionParams
 from segue.models.diffusion.denoiser import Denoiser, Given
 from segue.models.diffusion.schedulers import set_shifted
+from segue.models.diffusion.tuning import PLAIN_ATTENTION
 from segue.models.qwen_image.spaces import pixels_per_latent, to_latents, to_tokens
 
 PACKED_ROWS = 256
@@ -41,6 +42,7 @@ class QwenImageDenoiser(Denoiser):
         super().__init__(ctx)
         pack_linears(self.network, PACKED_ROWS)
         self._scale = pixels_per_latent(ctx.model_dir)
+        self._padded_tokens = PADDED_TOKENS if ctx.attention in PLAIN_ATTENTION else 0
         self._channels: int = self.network.config.in_channels // 4
 
     def noise_shape(self, params: DiffusionParams) -> tuple[int, ...]:
@@ -64,7 +66,7 @@ class QwenImageDenoiser(Denoiser):
         return (super().bucket_of(latents, given, conditions), shapes)
 
     def predict(self, rows: Sequence[Row]) -> Sequence[torch.Tensor]:
-        if rows[0].sample.tokens < PADDED_TOKENS:
+        if rows[0].sample.tokens < min(PADDED_TOKENS, self._padded_tokens):
             return self._call(rows)
         lengths = [len(row.condition) for row in rows]
         alike = [[place for place, own in enumerate(lengths) if own == length] for length in dict.fromkeys(lengths)]

@@ -13,10 +13,11 @@ from torch import nn
 from segue.engines.contract import LoadContext, Payload
 from segue.engines.diffusion.contract import Row, Sample
 from segue.kernels.linear import pack_linears
+from segue.kernels.quantized import packed_bytes
 from segue.messages.diffusion import DiffusionParams
 from segue.models.checkpoint import held_bytes
 from segue.models.diffusion.denoiser import Denoiser, Given
-from segue.models.diffusion.loading import load_component
+from segue.models.diffusion.tuning import load_network
 from segue.models.wan.shape import TEXT_TOKENS, Shape
 
 PACKED_ROWS = 256
@@ -48,8 +49,8 @@ class WanDenoiser(Denoiser):
         pack_linears(self.network, PACKED_ROWS, keep=READ)
         self.second: nn.Module | None = None
         if self._shape.boundary is not None:
-            self.second = load_component(ctx, "transformer_2")
-            self.weight_bytes += held_bytes(self.second)
+            self.second = load_network(ctx, "transformer_2")
+            self.weight_bytes += held_bytes(self.second) + packed_bytes(self.second)
             pack_linears(self.second, PACKED_ROWS, keep=READ)
 
     def networks(self) -> Sequence[nn.Module]:

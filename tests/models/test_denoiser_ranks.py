@@ -1,0 +1,111 @@
+"""Guidance branches on two processes: the same pictures as on one, with and without step caches."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusion_chain import WITHIN, Chain, apart
+from row_rank_process import led
+from safetensors.torch import load_file, save_file
+
+from segue.engines.diffusion.contract import Row
+from segue.engines.diffusion.ranks import RowLeader
+from segue.messages.errors import StageFailed
+from segue.models.qwen_image import tiny
+
+GUIDED = {
+    "prompt": "a small boat left the harbour in the early morning",
+    "negative_prompt": "grey, and without any colour",
+    "true_cfg_scale": 3.0,
+    "height": 64,
+    "width": 64,
+    "num_inference_steps": 9,
+    "seed": 3,
+}
+CASES: tuple[dict[str, Any], ...] = (
+    GUIDED,
+    {"prompt": "a red bicycle", "height": 64, "width": 64, "num_inference_steps": 3, "seed": 4},
+    {**GUIDED, "prompt": "seven brothers", "num_images_per_prompt": 2, "num_inference_steps": 4},
+    {**GUIDED, "guidance_interval": (0.2, 0.6), "num_inference_steps": 5},
+    {**GUIDED, "step_cache": "first_block", "step_cache_threshold": 1.25},
+    {**GUIDED, "step_cache": "taylorseer"},
+)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("qwen-image")
+    tiny.make(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def chain(directory: Path) -> Iterator[Chain]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield Chain(directory)
+    torch.set_num_threads(threads)
+
+
+def test_two_equal_one(chain: Chain, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = chain.adapters["denoiser"]
+    expected = [chain.run(case)[0] for case in CASES]
+    branches: set[int] = set()
+    predict = plain.predict
+
+    def noted(rows: Sequence[Row]) -> Sequence[torch.Tensor]:
+        branches.update(row.branch for row in rows)
+        return predict(rows)
+
+    monkeypatch.setattr(plain, "predict", noted)
+    with led(plain, directory, tmp_path / "meeting") as leader:
+        monkeypatch.setitem(chain.adapters, "denoiser", leader)
+        together = chain.run(*CASES, late={1: 1, 3: 2, 4: 3})
+        for one, case in zip(together, expected, strict=True):
+            assert apart(one, case.pixels) < WITHIN
+        assert branches == {0}, "the others are computed elsewhere"
+
+
+def test_other_weights_there_are_seen(
+    chain: Chain, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = chain.run(GUIDED)[0]
+    other = Path(shutil.copytree(directory, tmp_path / "other"))
+    [path] = (other / "transformer").glob("*.safetensors")
+    tensors = load_file(path)
+    tensors["transformer_blocks.1.attn.to_v.weight"][0, 0] += 1.0
+    save_file(tensors, path, {"format": "pt"})
+    with led(chain.adapters["denoiser"], other, tmp_path / "meeting") as leader:
+        monkeypatch.setitem(chain.adapters, "denoiser", leader)
+        assert apart(chain.run(GUIDED)[0], expected.pixels) > WITHIN
+
+
+def test_an_error_of_one_rank_leaves_them_in_step(
+    chain: Chain, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = chain.adapters["denoiser"]
+    expected = chain.run(GUIDED)[0]
+    with led(plain, directory, tmp_path / "meeting") as leader:
+        monkeypatch.setitem(chain.adapters, "denoiser", leader)
+        fails(plain, leader, chain, monkeypatch)
+        assert apart(chain.run(GUIDED)[0], expected.pixels) < WITHIN
+
+
+def fails(plain: Any, leader: RowLeader, chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request whose rows the leader cannot compute."""
+    predict: Callable[[Sequence[Row]], Sequence[torch.Tensor]] = plain.predict
+
+    def broken(rows: Sequence[Row]) -> Sequence[torch.Tensor]:
+        if rows[0].sample.step == 2:
+            raise ValueError("not these")
+        return predict(rows)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(plain, "predict", broken)
+        with pytest.raises(StageFailed, match="ValueError: not these"):
+            chain.run(GUIDED)

@@ -1,0 +1,142 @@
+"""Keys of a diffusion stage: what is lossless changes nothing, what is lossy a little, what cannot be is named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusion_chain import WITHIN, Chain, Made, apart
+
+from segue.engines.contract import LoadContext
+from segue.graph.lora import LoraPlan
+from segue.kernels.quantized import QUANTIZED
+from segue.messages.errors import ConfigError
+from segue.models.diffusion.loading import load_component
+from segue.models.diffusion.tuning import load_network, offload
+from segue.models.qwen_image import tiny
+from segue.models.qwen_image.denoiser import QwenImageDenoiser
+
+ASKED = {
+    "prompt": "a small boat",
+    "negative_prompt": "grey, and without any colour",
+    "true_cfg_scale": 3.0,
+    "height": 64,
+    "width": 96,
+    "num_inference_steps": 4,
+    "seed": 3,
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("qwen-image")
+    tiny.make(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def chain(directory: Path) -> Chain:
+    return Chain(directory)
+
+
+@pytest.fixture(scope="module")
+def exact(chain: Chain) -> Made:
+    return chain.run(ASKED)[0]
+
+
+def context(directory: Path, **keys: Any) -> LoadContext:
+    return replace(LoadContext(directory, "denoiser", torch.device("cpu"), torch.float32), **keys)
+
+
+def made_with(chain: Chain, directory: Path, **keys: Any) -> Made:
+    plain = chain.adapters["denoiser"]
+    chain.adapters["denoiser"] = QwenImageDenoiser(context(directory, **keys))
+    try:
+        return chain.run(ASKED)[0]
+    finally:
+        chain.adapters["denoiser"] = plain
+
+
+def test_attention_by_name(chain: Chain, directory: Path, exact: Made) -> None:
+    assert apart(made_with(chain, directory, attention="native"), exact.pixels) < WITHIN
+
+
+@pytest.mark.parametrize(("kind", "most"), [("int8", 0.25), ("fp8", 0.5)])
+def test_quantised_weights(chain: Chain, directory: Path, exact: Made, kind: str, most: float) -> None:
+    """The preset's sharp attention makes much of an error; other weights would be at 1.4."""
+    network = load_network(context(directory, quantization=kind), "transformer")
+    assert sum(isinstance(module, QUANTIZED) for module in network.modules()) > 10
+    plain = load_component(context(directory), "transformer")
+    generator = torch.Generator().manual_seed(0)
+    given = {
+        "hidden_states": torch.randn(2, 16, 64, generator=generator),
+        "encoder_hidden_states": torch.randn(2, 12, 64, generator=generator),
+        "timestep": torch.tensor([0.3, 0.9]),
+        "img_shapes": [[(1, 4, 4)]] * 2,
+    }
+    with torch.inference_mode():
+        mine, theirs = (one(**given, return_dict=False)[0] for one in (network, plain))
+    error = float((mine - theirs).norm() / theirs.norm())
+    assert 1e-4 < error < most
+    assert apart(made_with(chain, directory, quantization=kind), exact.pixels) > WITHIN, "it is a loss"
+
+
+def test_compiled_blocks(chain: Chain, directory: Path, exact: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Any] = []
+
+    def eager(forward: Any, *, dynamic: bool) -> Any:
+        """As compiled code, without the minute that it takes to be made."""
+        compiled.append(forward)
+        return torch._dynamo.optimize("eager", dynamic=dynamic)(forward)
+
+    monkeypatch.setattr(torch, "compile", eager)
+    monkeypatch.setenv("CXX", "true")
+    asked = {**ASKED, "step_cache": "first_block"}
+    assert apart(made_with(chain, directory, compile=True), exact.pixels) < WITHIN
+    assert len(compiled) == 3
+    chain.adapters["denoiser"], plain = QwenImageDenoiser(context(directory, compile=True)), chain.adapters["denoiser"]
+    try:
+        cached = chain.run(asked)[0]
+    finally:
+        chain.adapters["denoiser"] = plain
+    assert apart(cached, chain.run(asked)[0].pixels) < WITHIN, "hooks are outside of what is compiled"
+
+
+def test_weights_that_wait_elsewhere(directory: Path) -> None:
+    plain = load_component(context(directory), "transformer")
+    moved = load_component(context(directory), "transformer")
+    offload(moved, torch.device("cpu"), use_stream=False)
+    given = {
+        "hidden_states": torch.randn(1, 16, 64, generator=torch.Generator().manual_seed(0)),
+        "encoder_hidden_states": torch.ones(1, 3, 64),
+        "timestep": torch.tensor([0.3]),
+        "img_shapes": [[(1, 4, 4)]],
+    }
+    with torch.inference_mode():
+        assert torch.equal(plain(**given, return_dict=False)[0], moved(**given, return_dict=False)[0])
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"attention": "sage"}, "attention is 'sage', which needs a GPU; on a CPU it must be auto or native"),
+        ({"quantization": "int8", "lora": LoraPlan({}, 64, 16)}, "quantization does not go with lora"),
+        ({"offload": "layerwise"}, "offload is 'layerwise', but the stage runs on the CPU"),
+        ({"offload": "layerwise", "device": torch.device("cuda"), "compile": True}, "offload does not go with compile"),
+    ],
+)
+def test_what_cannot_be_is_named(directory: Path, keys: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        load_network(context(directory, **keys), "transformer")
+    assert caught.value.field == f"stages.denoiser.{next(iter(keys))}"
+
+
+def test_attention_that_is_not_installed_is_named(directory: Path) -> None:
+    network = load_component(context(directory), "transformer")
+    from segue.models.diffusion.tuning import _set_attention
+
+    with pytest.raises(ConfigError, match=r"attention is 'flash_3'.*missing package"):
+        _set_attention(network, context(directory, attention="flash_3", device=torch.device("cuda")))
