@@ -8,21 +8,23 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from email.message import Message
-from email.parser import BytesParser
-from typing import Any, Union
+from typing import TYPE_CHECKING, Any, Union
 from urllib.parse import urlsplit
 
 import msgspec
 from fastapi import Request
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
 
 from segue.media.sources import shown
 from segue.messages.errors import InvalidRequest
 from segue.server.body import read_body, read_json
 from segue.server.errors import CrossSite
 
+if TYPE_CHECKING:
+    from python_multipart.multipart import MultipartCallbacks
+
 MAX_PARTS = 512
-_MAX_HEAD = 16 << 10
 _NAME = re.compile(r"(?P<name>[^\[\]]+)(?:\[(?P<key>[^\[\]]*)\])?")
 
 
@@ -63,41 +65,72 @@ def _check_origin(request: Request) -> None:
 
 def parse_multipart(body: bytes, content_type: str) -> list[FormPart]:
     """The parts in order. Raises `InvalidRequest`."""
-    declared = Message()
-    declared["content-type"] = content_type
-    boundary = declared.get_boundary()
+    _, options = parse_options_header(content_type)
+    boundary = options.get(b"boundary")
     if not boundary:
         raise InvalidRequest("the body is multipart/form-data, but its Content-Type names no boundary")
+    form = _Form()
     try:
-        marker = b"--" + boundary.encode("ascii")
-    except UnicodeEncodeError as error:
-        raise InvalidRequest("the boundary of the body is not ASCII") from error
-    at = 0 if body.startswith(marker) else body.find(b"\r\n" + marker) + 2
-    if at == 1:
-        raise InvalidRequest("the body is not multipart/form-data: its boundary is not in it")
-    parts: list[FormPart] = []
-    at += len(marker)
-    while body[at : at + 2] != b"--":
-        if len(parts) == MAX_PARTS:
+        MultipartParser(boundary, form.callbacks()).write(body)
+    except FormParserError as error:
+        raise InvalidRequest(f"the body is not multipart/form-data: {error}") from error
+    if not form.over:
+        raise InvalidRequest("the form breaks off: its last boundary is missing")
+    return form.parts
+
+
+class _Form:
+    """What the parser has found so far."""
+
+    def __init__(self) -> None:
+        self.parts: list[FormPart] = []
+        self.over = False
+        self._field = b""
+        self._value = b""
+        self._head: dict[bytes, bytes] = {}
+        self._data = bytearray()
+
+    def callbacks(self) -> MultipartCallbacks:
+        return {
+            "on_part_begin": self._begin,
+            "on_header_field": self._header_field,
+            "on_header_value": self._header_value,
+            "on_header_end": self._header_end,
+            "on_part_data": self._part_data,
+            "on_part_end": self._end,
+            "on_end": self._last,
+        }
+
+    def _begin(self) -> None:
+        if len(self.parts) == MAX_PARTS:
             raise InvalidRequest(f"the form has more than {MAX_PARTS} parts")
-        end = body.find(b"\r\n" + marker, at)
-        if end < 0:
-            raise InvalidRequest("the form breaks off: its last boundary is missing")
-        parts.append(_part(body, at, end))
-        at = end + 2 + len(marker)
-    return parts
+        self._head, self._data = {}, bytearray()
 
+    def _header_field(self, data: bytes, start: int, end: int) -> None:
+        self._field += data[start:end]
 
-def _part(body: bytes, start: int, end: int) -> FormPart:
-    """`start`: after a boundary. `end`: where the line break before the next one begins."""
-    head_end = body.find(b"\r\n\r\n", start, min(end + 2, start + _MAX_HEAD))
-    if head_end < 0:
-        raise InvalidRequest("a part of the form has no head, or one that is too long")
-    head = BytesParser().parsebytes(body[start:head_end].lstrip() + b"\r\n\r\n")
-    name = head.get_param("name", header="content-disposition")
-    if head.get_content_disposition() != "form-data" or not isinstance(name, str) or not name:
-        raise InvalidRequest("a part of the form has no Content-Disposition: form-data with a name")
-    return FormPart(name, body[head_end + 4 : end], head.get_filename() is not None)
+    def _header_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+
+    def _header_end(self) -> None:
+        self._head[self._field.lower()] = self._value
+        self._field = self._value = b""
+
+    def _part_data(self, data: bytes, start: int, end: int) -> None:
+        self._data += data[start:end]
+
+    def _end(self) -> None:
+        kind, options = parse_options_header(self._head.get(b"content-disposition"))
+        name = options.get(b"name")
+        if kind != b"form-data" or not name:
+            raise InvalidRequest("a part of the form has no Content-Disposition: form-data with a name")
+        try:
+            self.parts.append(FormPart(name.decode(), bytes(self._data), b"filename" in options))
+        except UnicodeDecodeError as error:
+            raise InvalidRequest("a name in the form is not UTF-8 text") from error
+
+    def _last(self) -> None:
+        self.over = True
 
 
 def form_values(parts: list[FormPart], kind: type[msgspec.Struct], files: frozenset[str]) -> dict[str, Any]:
