@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from segue import cli_generate
-from segue.graph.deployment import KV_DTYPES, QUANTIZATIONS, SCHEDULINGS
+from segue.cli_model import add_model, model_settings
 from segue.messages.errors import ConfigError, SegueError, nearest
 from segue.models.dialects.dialect import CALL_FORMATS
 
@@ -40,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True)
 
     serve = commands.add_parser("serve", help="serve a model over HTTP")
-    _model_arguments(serve)
+    add_model(serve)
     serve.add_argument("--host", default="127.0.0.1")
     serve.add_argument("--port", type=int, default=8000)
     serve.add_argument("--api-key", help="require this bearer token")
@@ -83,12 +82,12 @@ def parser() -> argparse.ArgumentParser:
     serve.set_defaults(run=_serve)
 
     generate = commands.add_parser("generate", help="run one request and write what comes out")
-    _model_arguments(generate)
+    add_model(generate)
     cli_generate.add_arguments(generate)
     generate.set_defaults(run=cli_generate.run)
 
     graph = commands.add_parser("graph", help="print the stage graph of a model as it would be deployed")
-    _model_arguments(graph)
+    add_model(graph)
     graph.add_argument("--mermaid", action="store_true", help="as a Mermaid flowchart")
     graph.set_defaults(run=_graph)
 
@@ -126,37 +125,6 @@ def _seconds(text: str) -> float:
     if not 0 < seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
     return seconds
-
-
-def _model_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", type=Path, help="directory of a checkpoint")
-    parser.add_argument("--config", type=Path, help="deployment file (YAML)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument(
-        "--speculation", type=_mapping, metavar="JSON", help='speculative decoding, e.g. {"method": "ngram"}'
-    )
-    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="make the weights into this while loading")
-    parser.add_argument("--kv-dtype", choices=KV_DTYPES, help="keys and values in this; default: as computed")
-    parser.add_argument("--scheduling", choices=SCHEDULINGS, help="whose request runs first; default: priority")
-    parser.add_argument("--load-format", choices=["auto", "dummy"], default="auto")
-    parser.add_argument(
-        "--deterministic", action="store_true", help="the same logits to the bit whatever else is in the batch"
-    )
-    parser.add_argument(
-        "--tensor-parallel", type=int, metavar="N", help="processes per replica, each with a part of the weights"
-    )
-    parser.add_argument("--name", help="the name clients call the model by")
-
-
-def _mapping(text: str) -> dict[str, Any]:
-    """A JSON object."""
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
-    return value
 
 
 def _named_path(text: str) -> tuple[str, Path]:
@@ -202,18 +170,8 @@ async def _serve_until_told(arguments: argparse.Namespace, settings: ServerSetti
     adapters = dict(arguments.lora or ())
     bars = StartBars()
     omni = AsyncOmni(
-        arguments.model,
-        config=arguments.config,
-        dtype=arguments.dtype,
-        speculation=arguments.speculation,
-        load_format=arguments.load_format,
-        deterministic=arguments.deterministic,
-        tensor_parallel=arguments.tensor_parallel,
-        quantization=arguments.quantization,
-        kv_dtype=arguments.kv_dtype,
-        scheduling=arguments.scheduling,
+        **model_settings(arguments),
         lora=adapters if adapters or settings.allow_runtime_lora else None,
-        name=arguments.name,
         on_progress=bars.show,
     )
     sock = listen(settings.host, settings.port)

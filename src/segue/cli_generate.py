@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from segue.cli_model import model_settings
 from segue.messages.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -83,17 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     sampling = SamplingParams(temperature=arguments.temperature, max_tokens=arguments.max_tokens)
     said = sampling != SamplingParams()
     with Omni(
-        arguments.model,
-        config=arguments.config,
-        dtype=arguments.dtype,
-        speculation=arguments.speculation,
-        load_format=arguments.load_format,
-        deterministic=arguments.deterministic,
-        tensor_parallel=arguments.tensor_parallel,
-        quantization=arguments.quantization,
-        kv_dtype=arguments.kv_dtype,
-        scheduling=arguments.scheduling,
-        name=arguments.name,
+        **model_settings(arguments),
     ) as omni:
         [out] = omni.generate(
             _prompt(arguments),

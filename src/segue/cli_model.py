@@ -1,0 +1,53 @@
+"""What every command that runs a model is told of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from segue.graph.deployment import KV_DTYPES, QUANTIZATIONS, SCHEDULINGS
+
+_SETTINGS = (
+    *("model", "config", "dtype", "speculation", "load_format", "deterministic", "tensor_parallel", "quantization"),
+    *("kv_dtype", "scheduling", "name"),
+)
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The arguments of commands that run a model."""
+    parser.add_argument("model", type=Path, help="directory of a checkpoint")
+    parser.add_argument("--config", type=Path, help="deployment file (YAML)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument(
+        "--speculation", type=_mapping, metavar="JSON", help='speculative decoding, e.g. {"method": "ngram"}'
+    )
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="make the weights into this while loading")
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, help="keys and values in this; default: as computed")
+    parser.add_argument("--scheduling", choices=SCHEDULINGS, help="whose request runs first; default: priority")
+    parser.add_argument("--load-format", choices=["auto", "dummy"], default="auto")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="the same logits to the bit whatever else is in the batch"
+    )
+    parser.add_argument(
+        "--tensor-parallel", type=int, metavar="N", help="processes per replica, each with a part of the weights"
+    )
+    parser.add_argument("--name", help="the name clients call the model by")
+
+
+def model_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The same, as `Omni` takes them."""
+    given = vars(arguments)
+    return {name: given[name] for name in _SETTINGS}
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    """A JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return value
