@@ -14,6 +14,7 @@ from torch import nn
 from segue.messages.errors import InvalidRequest
 from segue.models.diffusion.block_cache import BlockCache
 from segue.models.qwen_image import tiny
+from segue.models.registry import tiny_preset
 
 GUIDED = {
     "prompt": "a small boat left the harbour in the early morning",
@@ -114,6 +115,38 @@ def test_one_row_needs_all_blocks_and_another_does_not(chain: Chain, monkeypatch
     for case, one in zip(asked, together, strict=True):
         [alone] = chain.run(case)
         assert apart(one, alone.pixels) < WITHIN
+
+
+SMALL: dict[str, Any] = {"prompt": "a small boat", "height": 64, "width": 64, "num_inference_steps": 9, "seed": 3}
+GREY: dict[str, Any] = {**SMALL, "negative_prompt": "grey", "guidance_scale": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "asked"),
+    [("flux", "FluxPipeline", SMALL), ("wan", "WanPipeline", {**GREY, "num_frames": 5})],
+)
+def test_other_families(family: str, kind: str, asked: dict[str, Any], tmp_path: Path) -> None:
+    tiny_preset(family).make(tmp_path, "tiny", 0)
+    chain, pipeline = Chain(tmp_path), pipeline_of(tmp_path, kind)
+    for more, config in (CONFIGS["first_block"], CONFIGS["taylorseer"]):
+        pipeline.transformer.enable_cache(config)
+        theirs = expected(pipeline, asked)
+        pipeline.transformer.disable_cache()
+        [made] = chain.run({**asked, **more})
+        assert apart(made, theirs) < WITHIN
+        assert apart(chain.run(asked)[0], theirs) > WITHIN
+
+
+@pytest.mark.parametrize("family", ["sd3", "z-image"])
+def test_families_that_have_no_cache_in_diffusers(family: str, tmp_path: Path) -> None:
+    """Where nothing is left out, nothing is changed; and something can be left out."""
+    tiny_preset(family).make(tmp_path, "tiny", 0)
+    chain = Chain(tmp_path)
+    [exact] = chain.run(GREY)
+    [careful] = chain.run({**GREY, "step_cache": "first_block", "step_cache_threshold": 1e-6})
+    assert apart(careful, exact.pixels) < WITHIN
+    [careless] = chain.run({**GREY, "step_cache": "first_block", "step_cache_threshold": 1e6})
+    assert apart(careless, exact.pixels) > WITHIN
 
 
 def test_an_unknown_name_is_refused(chain: Chain) -> None:

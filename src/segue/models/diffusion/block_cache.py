@@ -8,6 +8,7 @@ again, apart: the first block is computed once more for them, and nobody's resul
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -99,7 +100,11 @@ class BlockCache:
         for blocks in [_blocks(network) for network in networks]:
             last = len(blocks) - 1
             for place, (block, known) in enumerate(blocks):
-                hook = _First(self._holder, known) if place == 0 else _Other(self._holder, known, last=place == last)
+                hook: ModelHook = (
+                    _First(self._holder, block, known)
+                    if place == 0
+                    else _Other(self._holder, block, known, last=place == last)
+                )
                 HookRegistry.check_if_exists_or_initialize(block).register_hook(hook, "segue_first_block")
 
     def predict(self, rows: Sequence[Row], predict: Predict, network: Hashable) -> Sequence[torch.Tensor]:
@@ -144,10 +149,11 @@ class BlockCache:
 class _First(ModelHook):
     """The first block: it is always computed, and decides."""
 
-    def __init__(self, holder: _Holder, known: TransformerBlockMetadata) -> None:
+    def __init__(self, holder: _Holder, block: nn.Module, known: TransformerBlockMetadata) -> None:
         super().__init__()
         self._holder = holder
         self._known = known
+        self._taken = _Place.of(block, known.hidden_states_argument_name)
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         output = self.fn_ref.original_forward(*args, **kwargs)
@@ -155,7 +161,7 @@ class _First(ModelHook):
         if call is None:
             return output
         after = _hidden(output, self._known)
-        added = after - self._known._get_parameter_from_args_kwargs("hidden_states", args, kwargs)
+        added = after - self._taken.find(args, kwargs)
         if call.decide(added):
             call.first, call.behind_first = added, after
             return output
@@ -166,10 +172,12 @@ class _First(ModelHook):
 class _Other(ModelHook):
     """A block that is computed where the first has said so."""
 
-    def __init__(self, holder: _Holder, known: TransformerBlockMetadata, *, last: bool) -> None:
+    def __init__(self, holder: _Holder, block: nn.Module, known: TransformerBlockMetadata, *, last: bool) -> None:
         super().__init__()
         self._holder = holder
         self._known = known
+        self._taken = _Place.of(block, known.hidden_states_argument_name)
+        self._text = _Place.of(block, known.encoder_hidden_states_argument_name)
         self._last = last
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -180,14 +188,31 @@ class _Other(ModelHook):
                 assert call.behind_first is not None
                 call.rest = _hidden(output, self._known) - call.behind_first
             return output
-        hidden = self._known._get_parameter_from_args_kwargs("hidden_states", args, kwargs)
+        hidden = self._taken.find(args, kwargs)
         if self._known.return_encoder_hidden_states_index is None:
             return hidden
         # the text's stream is read by blocks alone, and there are none behind
-        text = self._known._get_parameter_from_args_kwargs("encoder_hidden_states", args, kwargs)
+        text = self._text.find(args, kwargs)
         pair = [hidden, hidden]
         pair[self._known.return_encoder_hidden_states_index] = text
         return tuple(pair)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a block takes a tensor."""
+
+    name: str
+    position: int
+
+    @classmethod
+    def of(cls, block: nn.Module, name: str) -> _Place:
+        """The first argument, where none is called that: then the block takes one stream alone."""
+        names = list(inspect.signature(type(block).forward).parameters)[1:]
+        return cls(name, names.index(name)) if name in names else cls(names[0], 0)
+
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return kwargs[self.name] if self.name in kwargs else args[self.position]
 
 
 def _hidden(output: Any, known: TransformerBlockMetadata) -> torch.Tensor:
