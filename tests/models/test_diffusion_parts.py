@@ -11,11 +11,15 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from segue.engines.contract import LoadContext
 from segue.engines.module.contract import Work
-from segue.messages.errors import ConfigError, InvalidRequest
+from segue.messages.errors import ConfigError, InvalidRequest, StageFailed
+from segue.models.diffusion.decoder import levels
+from segue.models.diffusion.input import fitting_size
 from segue.models.diffusion.loading import load_component, load_tokenizer
 from segue.models.diffusion.schedulers import Schedulers
 from segue.models.diffusion.text_encoder import TextEncoder
@@ -129,3 +133,19 @@ def test_equal_prompts_of_many_requests_are_encoded_once(directory: Path) -> Non
     none.run(works(["red"]))
     none.run(works(["red"]))
     assert len(none.calls) == 2
+
+
+@given(height=st.integers(1, 2**32), width=st.integers(1, 2**32), multiple=st.sampled_from([8, 16, 32]))
+def test_a_size_that_is_offered_instead_would_be_taken(height: int, width: int, multiple: int) -> None:
+    pixels = 4_194_304
+    offered = fitting_size(height, width, pixels, multiple)
+    assert offered[0] * offered[1] <= pixels
+    assert all(side >= multiple and side % multiple == 0 for side in offered)
+    assert (offered[0] >= offered[1]) == (height >= width) or offered[0] == offered[1]
+
+
+def test_a_picture_of_no_numbers_is_an_error() -> None:
+    """It would be black."""
+    assert levels(torch.tensor([0.0, 0.5, 1.0]), 0).tolist() == [0, 128, 255]
+    with pytest.raises(StageFailed, match="output 3 has values that are no numbers"):
+        levels(torch.tensor([0.0, torch.nan]), 3)

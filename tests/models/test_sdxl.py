@@ -215,6 +215,11 @@ def test_previews_show_what_a_prediction_points_at(chain: Chain, kind: str, sche
         ({"scheduler": "EDMEulerScheduler"}, "scheduler", "not made of"),
         ({"scheduler": "PNDMScheduler"}, "num_inference_steps", "PNDMScheduler cannot"),
         ({"scheduler": "HeunDiscreteScheduler", "sigmas": [3.0, 1.0]}, "sigmas", "Heun"),
+        ({"scheduler": "EulerDiscreteScheduler", "sigmas": [3.0]}, "sigmas", "makes no step of that"),
+        ({"scheduler": "UniPCMultistepScheduler", "sigmas": [3.0, 1.0]}, "sigmas", "UniPCMultistepScheduler cannot"),
+        ({"sigmas": [1.0] * 201}, "sigmas", "at most 200"),
+        ({"sigmas": [1e300, 1.0]}, "sigmas", "from 0 to 10000"),
+        ({"guidance_scale": 1e38}, "guidance_scale", "from 0 to 10000"),
         ({"true_cfg_scale": 3.0}, "true_cfg_scale", "takes no true_cfg_scale"),
         ({"strength": 0.5}, "strength", "has none"),
         ({"image": [Image.new("RGB", (64, 64))] * 2}, "image", "at most 1"),
@@ -231,7 +236,7 @@ def test_refused(chain: Chain, wrong: dict[str, Any], field: str, says: str) -> 
     with pytest.raises(InvalidRequest, match=says) as caught:
         chain.run({**case, **wrong})
     assert field in str(caught.value.field)
-    assert isinstance(caught.value, TooLarge) == (says == "2048 x 2048")
+    assert isinstance(caught.value, TooLarge) == (says in ("2048 x 2048", "at most 200"))
 
 
 def test_the_same_seed_makes_the_same_files(directory: Path, tmp_path: Path) -> None:

@@ -173,6 +173,8 @@ def test_pages(http: httpx.Client, client: openai.OpenAI) -> None:
         ({"input_reference": 7}, 400, "input_reference", "file or a URL"),
         ({"prompt": "x" * 40_000}, 400, "prompt", "32000"),
         ({"fsp": 8}, 400, "fsp", "fps"),
+        ({"fps": 1e308}, 400, "fps", "from 0.01 to 1000"),
+        ({"fps": 1e-9}, 400, "fps", "from 0.01 to 1000"),
         ({"model": "other"}, 404, "model", "filmer"),
     ],
 )

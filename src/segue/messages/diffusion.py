@@ -94,6 +94,10 @@ _SIZES = (
     *("original_size", "crops_coords_top_left", "target_size"),
     *("negative_original_size", "negative_crops_coords_top_left", "negative_target_size"),
 )
+_MOST = 10_000
+"""Far above what any model is sampled with, and far below what makes a picture of no numbers (NaN)."""
+_SLOWEST, _FASTEST = 0.01, 1000
+"""Frames per second that a file can be written with."""
 _NUMBERS = ("guidance_scale", "guidance_scale_2", "true_cfg_scale")
 
 
@@ -121,9 +125,11 @@ def check_diffusion(params: DiffusionParams) -> None:
             raise _wrong(name, value, "at least 1")
     for name in _NUMBERS:
         value = getattr(params, name)
-        if value is not None and not (math.isfinite(value) and value >= 0):
-            raise _wrong(name, value, "a finite number of at least 0")
-    for name in ("fps", "seconds", "step_cache_threshold"):
+        if value is not None and not 0 <= value <= _MOST:
+            raise _wrong(name, value, f"from 0 to {_MOST}")
+    if params.fps is not None and not _SLOWEST <= params.fps <= _FASTEST:
+        raise _wrong("fps", params.fps, f"from {_SLOWEST} to {_FASTEST}")
+    for name in ("seconds", "step_cache_threshold"):
         value = getattr(params, name)
         if value is not None and not (math.isfinite(value) and value > 0):
             raise _wrong(name, value, "a finite number above 0")
@@ -149,8 +155,8 @@ def check_diffusion(params: DiffusionParams) -> None:
         if not 0 <= begin <= end <= 1:
             raise _wrong("guidance_interval", params.guidance_interval, "(from, to) with 0 <= from <= to <= 1")
     if params.sigmas is not None:
-        if not params.sigmas or not all(math.isfinite(sigma) and sigma >= 0 for sigma in params.sigmas):
-            raise _wrong("sigmas", params.sigmas, "a list of noise levels of at least 0")
+        if not params.sigmas or not all(0 <= sigma <= _MOST for sigma in params.sigmas):
+            raise _wrong("sigmas", params.sigmas, f"a list of noise levels from 0 to {_MOST}")
         if params.num_inference_steps not in (None, len(params.sigmas)):
             right = f"left out beside sigmas, or their number, {len(params.sigmas)}"
             raise _wrong("num_inference_steps", params.num_inference_steps, right)

@@ -117,7 +117,7 @@ def image_request(
     stream = bool(body.stream)
     if not stream and (given := "partial_images" if body.partial_images else "progress" if body.progress else None):
         raise InvalidRequest(f"{given} is given, but stream is not true", field=given)
-    output_format = check_image_format(body.output_format or "png", "output_format")
+    output_format = check_image_format("png" if body.output_format is None else body.output_format, "output_format")
     request = painting_request(body, card, settings, prefix="img", modality="image", pictures=pictures)
     request.diffusion = _with_count(body, request.diffusion or DiffusionParams())
     request.deadline = turn_fields(None, None, body.deadline, time.time())["deadline"]

@@ -10,7 +10,7 @@ import torch
 
 from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.engines.module.contract import Result, Work
-from segue.messages.errors import ConfigError
+from segue.messages.errors import ConfigError, StageFailed
 from segue.models.diffusion.loading import load_component
 
 TILE_PIXELS = 2_097_152
@@ -96,12 +96,23 @@ class Decoder(ABC):
             return [Result() for _ in works]
         decoded = self.pixels(torch.cat([payload["latents"] for payload in payloads]))
         return [
-            Result(_shown(payload, (pixels * 255).round().to(torch.uint8)))
+            Result(_shown(payload, levels(pixels, payload["index"])))
             for payload, pixels in zip(payloads, decoded, strict=True)
         ]
 
     def end(self, state: _State) -> None:  # noqa: B027
         """Nothing is kept but the state itself."""
+
+
+def levels(pixels: torch.Tensor, index: int) -> torch.Tensor:
+    """Numbers in [0, 1] as uint8. Raises `StageFailed` where there are none in them: a client that would get a black
+    picture is told. `index`: of the output."""
+    if pixels.isnan().any():
+        raise StageFailed(
+            f"output {index} has values that are no numbers (NaN): what was asked for (guidance, noise levels) or the "
+            "dtype that the model runs in leads out of what numbers can hold"
+        )
+    return (pixels * 255).round().to(torch.uint8)
 
 
 def _shown(payload: Payload, pixels: torch.Tensor) -> Payload:

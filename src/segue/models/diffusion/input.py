@@ -137,6 +137,11 @@ class DiffusionInput(InputStage):
         self._check_size(params)
         _bound("num_images_per_prompt", params.num_images_per_prompt, limits.max_outputs, "max_outputs")
         steps = params.num_inference_steps or 0
+        if params.sigmas is not None and steps > limits.max_inference_steps:
+            raise TooLarge(
+                f"sigmas has {steps} noise levels; at most {limits.max_inference_steps} (max_inference_steps)",
+                field="sigmas",
+            )
         _bound("num_inference_steps", steps, limits.max_inference_steps, "max_inference_steps")
         if params.partial_images > max(ALWAYS_PARTIAL, steps - 1):
             raise InvalidRequest(
@@ -145,10 +150,11 @@ class DiffusionInput(InputStage):
             )
         self.schedulers.check(params.scheduler)
         if steps == 1 and self.schedulers.config.get("shift_terminal"):
+            name, given = ("num_inference_steps", "is 1") if params.sigmas is None else ("sigmas", "has 1 noise level")
             raise InvalidRequest(
-                "num_inference_steps is 1; this model's scheduler stretches the noise levels between the first and the "
-                "last (shift_terminal), so it needs at least 2",
-                field="num_inference_steps",
+                f"{name} {given}; this model's scheduler stretches the noise levels between the first and the last "
+                "(shift_terminal), so it needs at least 2",
+                field=name,
             )
         longest = self.rules.max_sequence_length
         if longest is not None and (params.max_sequence_length or 0) > longest:
@@ -168,12 +174,11 @@ class DiffusionInput(InputStage):
                 raise TooLarge(f"{name} is {value}; this model makes at most {self.rules.largest_side}", field=name)
         most = self._limits.max_output_pixels
         if height * width > most:
-            multiple, shrink = self.rules.multiple, (most / (height * width)) ** 0.5
-            fits = [max(multiple, int(side * shrink) // multiple * multiple) for side in (height, width)]
+            fits = fitting_size(height, width, most, self.rules.multiple)
             raise TooLarge(
                 f"height {height} x width {width} is {height * width} pixels; at most {most} (max_output_pixels), e.g. "
                 f"{fits[0]} x {fits[1]}",
-                field="height",
+                field="height" if height >= width else "width",
             )
 
     def _check_multiple(self, name: str, value: int, multiple: int, offset: int) -> None:
@@ -185,6 +190,15 @@ class DiffusionInput(InputStage):
         raise InvalidRequest(
             f"{name} is {value}; this model needs {what}, the nearest: {' or '.join(near)}", field=name
         )
+
+
+def fitting_size(height: int, width: int, pixels: int, multiple: int) -> tuple[int, int]:
+    """A size of at most so many pixels, in about the same proportions; of very long ones, the short side is one
+    multiple."""
+    shrink = (pixels / (height * width)) ** 0.5
+    short = max(multiple, int(min(height, width) * shrink) // multiple * multiple)
+    long = max(multiple, min(int(max(height, width) * shrink), pixels // short) // multiple * multiple)
+    return (long, short) if height >= width else (short, long)
 
 
 def prompt_of(request: Request) -> str:

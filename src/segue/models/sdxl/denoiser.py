@@ -93,10 +93,16 @@ class SdxlDenoiser(Denoiser):
         try:
             timesteps = list(super().set_timesteps(scheduler, latents, params))
         except ValueError as error:  # e.g. fewer steps than its order
+            if params.sigmas is not None:
+                raise InvalidRequest(f"sigmas: {type(scheduler).__name__} cannot: {error}", field="sigmas") from error
             raise InvalidRequest(
                 f"num_inference_steps is {params.num_inference_steps}: {type(scheduler).__name__} cannot: {error}",
                 field="num_inference_steps",
             ) from error
+        if not timesteps:  # it takes the last noise level for the end
+            raise InvalidRequest(
+                f"sigmas is {params.sigmas}: {type(scheduler).__name__} makes no step of that", field="sigmas"
+            )
         begin = 0
         if params.strength is not None:
             steps = params.num_inference_steps or 1

@@ -9,7 +9,7 @@ import torch
 
 from segue.engines.contract import LoadContext, Payload
 from segue.engines.module.contract import Result, Work
-from segue.models.diffusion.decoder import Decoder
+from segue.models.diffusion.decoder import Decoder, levels
 from segue.models.wan.library import WanCausalConv3d, unpatchify
 
 
@@ -99,5 +99,5 @@ class WanDecoder(Decoder):
         video.done, video.frames = place + 1, first + count
         if video.done == video.latents.shape[2]:
             video.kept.clear()
-        levels = ((frames[0].float() / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
-        return {"video": levels.permute(1, 2, 3, 0), "index": video.index, "fps": video.fps, "first": first}
+        shades = levels((frames[0].float() / 2 + 0.5).clamp(0, 1), video.index)
+        return {"video": shades.permute(1, 2, 3, 0), "index": video.index, "fps": video.fps, "first": first}
