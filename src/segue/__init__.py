@@ -7,15 +7,20 @@ from typing import TYPE_CHECKING, Any
 from segue.messages.sampling import SamplingParams, StructuredOutput
 
 if TYPE_CHECKING:
-    from segue.orchestrator.omni import AsyncOmni, Omni
+    from segue.orchestrator.blocking import Omni
+    from segue.orchestrator.omni import AsyncOmni
 
 __all__ = ["AsyncOmni", "Omni", "SamplingParams", "StructuredOutput"]
 
 
 def __getattr__(name: str) -> Any:
     # `import segue` stays light: the orchestrator brings asyncio, ZeroMQ and the model registry
-    if name in {"Omni", "AsyncOmni"}:
-        from segue.orchestrator import omni
+    if name == "Omni":
+        from segue.orchestrator.blocking import Omni
 
-        return getattr(omni, name)
+        return Omni
+    if name == "AsyncOmni":
+        from segue.orchestrator.omni import AsyncOmni
+
+        return AsyncOmni
     raise AttributeError(f"module 'segue' has no attribute {name!r}")

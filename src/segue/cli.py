@@ -164,7 +164,8 @@ async def _serve_until_told(arguments: argparse.Namespace, settings: ServerSetti
     """Answer `/health` at once, requests when every stage is ready; stop the stages when the server has drained."""
     import asyncio
 
-    from segue.orchestrator.omni import AsyncOmni, StartBars
+    from segue.orchestrator.omni import AsyncOmni
+    from segue.orchestrator.start_bars import StartBars
     from segue.server.serve import http_server, listen
 
     adapters = dict(arguments.lora or ())

@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """The exit status. Raises `ConfigError` for what cannot be written before anything is started."""
     from segue.messages.sampling import SamplingParams
-    from segue.orchestrator.omni import Omni
+    from segue.orchestrator.blocking import Omni
 
     output: Path | None = arguments.output
     modality = _modality(arguments.model, output)

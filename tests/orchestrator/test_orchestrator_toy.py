@@ -16,7 +16,8 @@ from segue.messages.errors import (
     InvalidRequest,
 )
 from segue.messages.sampling import SamplingParams, StructuredOutput
-from segue.orchestrator.omni import AsyncOmni, Omni
+from segue.orchestrator.blocking import Omni
+from segue.orchestrator.omni import AsyncOmni
 
 pytestmark = pytest.mark.usefixtures("toy_path")
 

@@ -1,11 +1,9 @@
-"""`Omni` and `AsyncOmni`: a model, taken apart into stages and running, from Python."""
+"""`AsyncOmni`: a model, taken apart into stages and running, from Python. `segue.orchestrator.blocking` has it for
+scripts."""
 
 from __future__ import annotations
 
-import asyncio
 import operator
-import sys
-import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Mapping
@@ -15,7 +13,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import msgspec
-from tqdm import tqdm
 
 from segue.graph.deployment import Plan
 from segue.graph.loader import load_plan, stage_overrides
@@ -24,7 +21,7 @@ from segue.graph.stage_graph import StageGraph
 from segue.media.parts import messages_from
 from segue.media.pictures import PICTURES, picture_parts
 from segue.media.sources import MediaPolicy, shown
-from segue.messages.deltas import Delta, Finished, ProgressDelta, TokensDelta
+from segue.messages.deltas import Delta, ProgressDelta, TokensDelta
 from segue.messages.diffusion import PARAMETERS, DiffusionParams, check_diffusion, diffusion_from
 from segue.messages.errors import ConfigError, InvalidRequest, NotFound, StageFailed, nearest
 from segue.messages.request import Message, Request, check_types
@@ -45,8 +42,6 @@ checkpoint has a chat template, else a prompt."""
 Sampling = SamplingParams | Mapping[str, SamplingParams | Mapping[str, Any]] | None
 """Of the stage that makes the main output, or by stage name."""
 
-SETTLE_SECONDS = 10.0
-"""How long `Omni` waits, when it is interrupted, for what it had begun to end."""
 _PROMPT_KEYS = frozenset(
     {"messages", "prompt", "prompt_token_ids", "modalities", "voice", "sampling", "seed", "priority", "deadline",
      "options", "return_prompt_ids", "adapter"}
@@ -357,178 +352,3 @@ def _mapping(value: Any, field: str) -> Mapping[Any, Any]:
     if not isinstance(value, Mapping):
         raise InvalidRequest(f"{field} is {shown(value)}; it must be an object (a mapping)", field=field)
     return value
-
-
-class Omni:
-    """A running model, for scripts: `with Omni(DIR) as omni: [out] = omni.generate([...])`.
-
-    The event loop runs in a thread of its own; a script needs no `__main__` guard.
-    """
-
-    def __init__(self, model: str | Path, *, progress: bool = True, **settings: Any) -> None:
-        """`progress`: show bars while starting and generating. `settings` as for `AsyncOmni`."""
-        self._progress = progress
-        bars = StartBars() if progress else None
-        self._async = AsyncOmni(model, on_progress=bars.show if bars else None, **settings)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="segue-omni", daemon=True)
-        self._thread.start()
-        try:
-            self._call(self._async.start())
-        except BaseException:
-            self._stop_loop()
-            raise
-        finally:
-            if bars:
-                bars.close()
-
-    @property
-    def card(self) -> ModelCard:
-        return self._async.card
-
-    def generate(
-        self,
-        prompts: Prompt | Iterable[Prompt],
-        *,
-        modalities: Iterable[str] | None = None,
-        voice: str | None = None,
-        sampling: Sampling = None,
-        seed: int | None = None,
-        options: Mapping[str, Any] | None = None,
-        deadline: float | None = None,
-        return_prompt_ids: bool = False,
-        adapter: str | None = None,
-        **parameters: Any,
-    ) -> list[RequestOutput]:
-        """All prompts at once, batched by the engines; outputs in the same order. `parameters`: see
-        `AsyncOmni.request`.
-
-        Raises the first request's error after all have ended, so that one bad prompt does not waste the others' work
-        half-way; nothing keeps running.
-        """
-        single = isinstance(prompts, (str, Mapping))
-        settings = {
-            "modalities": modalities,
-            "voice": voice,
-            "sampling": sampling,
-            "seed": seed,
-            "options": options,
-            "deadline": deadline,
-            "return_prompt_ids": return_prompt_ids,
-            "adapter": adapter,
-            **parameters,
-        }
-        batch: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item]
-        return self._call(self._generate_all(batch, settings))
-
-    async def _generate_all(self, batch: list[Prompt], settings: dict[str, Any]) -> list[RequestOutput]:
-        with tqdm(total=len(batch), desc="generating", unit="req", disable=not self._progress or len(batch) < 2) as bar:
-
-            async def one(prompt: Prompt) -> RequestOutput:
-                try:
-                    return await self._async.generate(prompt, step_bar=bar.disable and self._progress, **settings)
-                finally:
-                    bar.update()
-
-            results = await asyncio.gather(*(one(prompt) for prompt in batch), return_exceptions=True)
-        outputs = []
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-            outputs.append(result)
-        return outputs
-
-    def tokenize(self, prompt: Prompt) -> list[int]:
-        """The ids a prompt becomes, chat template and placeholders of media included."""
-        return self._call(self._async.tokenize(prompt))
-
-    def detokenize(self, token_ids: Iterable[int]) -> str:
-        """The text of ids, special tokens included."""
-        return self._call(self._async.detokenize(token_ids))
-
-    def load_lora(self, name: str, path: str | Path) -> None:
-        """Let requests name a LoRA adapter; see `AsyncOmni.load_lora`."""
-        self._call(self._async.load_lora(name, path))
-
-    def unload_lora(self, name: str) -> None:
-        """Let no further request name it; those that run go on with it. Raises `NotFound`."""
-        self._call(self._async.unload_lora(name))
-
-    def health(self) -> Health:
-        return self._async.health()
-
-    def close(self) -> None:
-        """Drain, end every process, free everything. Idempotent."""
-        if self._loop.is_closed():
-            return
-        try:
-            self._call(self._async.stop())
-        finally:
-            self._stop_loop()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _call(self, coroutine: Any) -> Any:
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result()
-        except KeyboardInterrupt:
-            future.cancel()
-            raise
-
-    def _stop_loop(self) -> None:
-        """Let what was cancelled clean up after itself first: an interrupted start still has processes to end."""
-
-        async def settle() -> None:
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            if others:
-                await asyncio.wait(others, timeout=SETTLE_SECONDS)
-
-        asyncio.run_coroutine_threadsafe(settle(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-
-class StartBars:
-    """One bar per worker while the stages load; where stderr is no terminal, one line per worker when it is ready."""
-
-    def __init__(self) -> None:
-        self._bars: dict[str, tqdm[Any]] = {}
-        self._drawn = sys.stderr.isatty()
-        self._closed = False
-
-    def show(self, worker: str, fraction: float, what: str) -> None:
-        if self._closed:
-            return  # a worker that comes back later: the log has it
-        if not self._drawn:
-            if fraction >= 1.0 and what == "ready":
-                sys.stderr.write(f"{worker} is ready\n")
-                sys.stderr.flush()
-            return
-        bar = self._bars.get(worker)
-        if bar is None:
-            bar = tqdm(
-                total=100, desc=worker, position=len(self._bars), bar_format="{desc:>16} {bar} {n:3.0f}% {postfix}"
-            )
-            self._bars[worker] = bar
-        percent = round(100 * fraction)
-        if percent == bar.n and percent != 100:
-            return  # a report per tensor: redraw only what can be seen
-        bar.set_postfix_str(what[:40], refresh=False)
-        bar.n = percent
-        bar.refresh()
-
-    def close(self) -> None:
-        self._closed = True
-        for bar in self._bars.values():
-            bar.close()
-
-
-__all__ = ["AsyncOmni", "Finished", "Omni", "RequestOutput"]
