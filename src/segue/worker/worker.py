@@ -137,6 +137,7 @@ class Worker:
         outputs = stage.engine.step()
         self.meter.stepped(stage.plan.name, time.monotonic() - start, len(outputs))
         emissions: list[Emission] = []
+        leaving: list[tuple[Run, StageOutput]] = []
         for output in outputs:
             run = stage.runs.get(output.request_id)
             if run is None:
@@ -149,16 +150,21 @@ class Worker:
                 self.meter.queued(stage.plan.name, run.first - run.began)
             try:
                 emission = stage.emission(run, output)
-                self.hand_on(stage, run, output)
             except Exception as error:
-                # a transfer is a family's code: what it raises is this request's failure, not the worker's
-                stage.engine.cancel(output.request_id)
-                self.fail(stage, run, _as_stage_error(error, stage.plan.name))
+                self.spoilt(stage, run, error)
                 continue
+            leaving.append((run, output))
             if emission is not None:
                 emissions.append(emission)
+        # before the stages below have anything to answer to: what they make of it comes after it at the client, too
         if emissions:
             self.tell(Progress(self.name, emissions))
+        for run, output in leaving:
+            if output.request_id in stage.runs:
+                try:
+                    self.hand_on(stage, run, output)
+                except Exception as error:
+                    self.spoilt(stage, run, error)
         for run in stage.runs.values():
             if run.unused:
                 self.acknowledge(stage, run)
@@ -167,6 +173,11 @@ class Worker:
                 run.ends.append(end_of(output))
                 if len(run.ends) == run.request.outputs:
                     self.finish(stage, run)
+
+    def spoilt(self, stage: StageRunner, run: Run, error: Exception) -> None:
+        """What a family's code raises (its payloads, its transfers) is this request's failure, not the worker's."""
+        stage.engine.cancel(run.request.request_id)
+        self.fail(stage, run, _as_stage_error(error, stage.plan.name))
 
     def hand_on(self, stage: StageRunner, run: Run, output: StageOutput) -> None:
         """Apply each edge's transfer; a final output closes the edge's stream even when it carries nothing."""
