@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,12 +26,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given[:1] == ["bench"]:
             return _bench(given[1:])  # has a parser of its own, its --help included
         arguments = parser().parse_args(given)
-        return arguments.run(arguments)
+        status: int = arguments.run(arguments)
+        sys.stdout.flush()
+        return status
     except SegueError as error:
         print(f"segue: error: {error.message}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # who read what is printed has had enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more is said of it at the exit
+        return 141
 
 
 def parser() -> argparse.ArgumentParser:

@@ -106,6 +106,18 @@ def test_graph(model: Path) -> None:
     assert segue("graph", str(model), "--mermaid").stdout.startswith("flowchart LR")
 
 
+def test_a_reader_that_has_had_enough(model: Path) -> None:
+    """As `segue graph DIR | head -1`: no traceback."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as closed:
+        command = [sys.executable, "-m", "segue.cli", "graph", str(model)]
+        done = subprocess.run(command, env=environment(), stdout=closed, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 141
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

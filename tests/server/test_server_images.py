@@ -187,6 +187,12 @@ def test_what_asks_for_nothing_is_taken(http: httpx.Client) -> None:
     assert without.status_code == 200, "there is one model"
 
 
+def test_a_model_of_pictures_shows_no_tokens(http: httpx.Client) -> None:
+    answer = http.post("/tokenize", json={"prompt": "x"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, "model", "unsupported_parameter")
+
+
 def test_a_model_that_makes_no_pictures() -> None:
     service = FakeService()
     service.card.gives = frozenset({"text"})

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -322,6 +323,19 @@ def test_the_oldest_finished_ones_make_room(tmp_path: Path) -> None:
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
         (tmp_path / "door").touch()
         ended(http, waits)
+
+
+def test_folders_that_someone_else_took_away(tmp_path: Path) -> None:
+    """They stop neither who deletes them nor new ones that need their room."""
+    with serving(tmp_path / "jobs", max_videos=2) as server, client_of(server.url) as http:
+        first, second = (ended(http, created(http)["id"])["id"] for _ in range(2))
+        for video_id in (first, second):
+            shutil.rmtree(tmp_path / "jobs" / video_id)
+        assert http.get(f"{URL}/{second}/content").status_code == 404
+        assert http.delete(f"{URL}/{second}").status_code == 200
+        made = [ended(http, created(http)["id"]) for _ in range(2)]
+        assert [video["status"] for video in made] == ["completed", "completed"]
+        assert http.get(f"{URL}/{first}").status_code == 404
 
 
 def test_bytes_are_bounded(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from segue.messages.diffusion import DiffusionParams
+from segue.messages.errors import InvalidRequest
 from segue.messages.sampling import SamplingParams, misfit
 
 MediaKind = Literal["image", "audio", "video"]
@@ -109,6 +110,8 @@ def check_types(request: Request) -> None:
     Nothing holds a Python caller to the types, and a worker cannot answer a message that it cannot decode. The messages
     are not looked at: they are made by `segue.media.parts`, and may be large.
     """
+    if isinstance(request.seed, int) and not -(2**63) <= request.seed < 2**64:
+        raise InvalidRequest(f"seed is {request.seed}; it must be a 64-bit integer", field="seed")
     try:
         msgspec.msgpack.decode(msgspec.msgpack.encode(msgspec.structs.replace(request, messages=[])), type=Request)
     except (msgspec.ValidationError, TypeError, OverflowError) as error:

@@ -25,7 +25,7 @@ from segue.server.body import check_names, convert, read_json
 from segue.server.chat_request import checked_messages
 from segue.server.chat_template import chat_options, dialect_for
 from segue.server.disconnect import while_connected
-from segue.server.errors import json_response
+from segue.server.errors import Unsupported, json_response
 from segue.server.parameters import check_model, checked_token_ids
 from segue.server.settings import ServerSettings
 from segue.server.tools import Tool, tool_plan
@@ -122,6 +122,8 @@ async def _tokens(service: Service, request: Request) -> TokensDelta:
         async for delta in deltas:  # to the end: the request is not to be cancelled
             if isinstance(delta, TokensDelta):
                 found = delta
+    if found is None and "text" not in service.card.gives:
+        raise Unsupported("this model has no token ids to show: it makes no text", field="model")
     if found is None:
         raise StageFailed("the input stage gave no tokens")
     return found

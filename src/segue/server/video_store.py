@@ -14,6 +14,7 @@ import re
 import shutil
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -183,7 +184,8 @@ class VideoStore:
     def _remove(self, job: Job) -> None:
         if self._jobs.pop(job.id, None) is not None:
             gone = self._directory / f".gone-{job.id}"
-            (self._directory / job.id).rename(gone)
+            with suppress(FileNotFoundError):  # someone else took it away
+                (self._directory / job.id).rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
 
     def _make_room(self, nbytes: int, jobs: int = 0) -> None:
