@@ -8,18 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import pytest
 import torch
-from torch import nn
 
 from segue.engines.contract import LoadContext, StageRequest
 from segue.engines.diffusion.contract import Row, Sample
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.request import Request
 from segue.messages.sampling import FALLBACK
-from segue.models.diffusion import denoiser as shared
 from segue.models.diffusion.denoiser import Denoiser
-from segue.models.diffusion.loading import build, component_class
 
 META = torch.device("meta")
 
@@ -33,15 +29,9 @@ def write_configs(directory: Path, index: Mapping[str, Any], parts: Mapping[str,
         (directory / name / file).write_text(json.dumps(config))
 
 
-def on_meta(monkeypatch: pytest.MonkeyPatch, kind: type[Denoiser], directory: Path) -> Denoiser:
+def on_meta(kind: type[Denoiser], directory: Path) -> Denoiser:
     """A family's denoiser, its network built and given no memory."""
-
-    def component(ctx: LoadContext, name: str, *, dtype: torch.dtype | None = None) -> nn.Module:
-        with META:
-            return build(component_class(ctx.model_dir, name), ctx.model_dir / name).to(dtype or ctx.dtype).eval()
-
-    monkeypatch.setattr(shared, "load_component", component)
-    return kind(LoadContext(directory, "denoiser", META, torch.bfloat16))
+    return kind(LoadContext(directory, "denoiser", META, torch.bfloat16, load_format="dummy"))
 
 
 def samples(

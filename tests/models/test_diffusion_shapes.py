@@ -13,7 +13,7 @@ from segue.models.qwen_image.denoiser import QwenImageDenoiser
 from segue.models.sdxl.denoiser import SdxlDenoiser
 
 
-def test_sdxl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_sdxl(tmp_path: Path) -> None:
     write_configs(
         tmp_path,
         {
@@ -47,7 +47,7 @@ def test_sdxl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             },
         },
     )
-    denoiser = on_meta(monkeypatch, SdxlDenoiser, tmp_path)
+    denoiser = on_meta(SdxlDenoiser, tmp_path)
     assert parameters(denoiser) == pytest.approx(2.567, abs=0.001)
     encoders = ("text_encoder", 768, 0), ("text_encoder_2", 1280, 1280)
     chosen = []
@@ -65,7 +65,7 @@ def test_sdxl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert [tuple(one.shape) for one in predictions] == [(1, 4, 128, 128)] * 5
 
 
-def test_qwen_image(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_qwen_image(tmp_path: Path) -> None:
     write_configs(
         tmp_path,
         {
@@ -96,7 +96,7 @@ def test_qwen_image(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             },
         },
     )
-    denoiser = on_meta(monkeypatch, QwenImageDenoiser, tmp_path)
+    denoiser = on_meta(QwenImageDenoiser, tmp_path)
     assert parameters(denoiser) == pytest.approx(20.43, abs=0.01)
     chosen = []
     for name, lengths in (("one", (20, 9)), ("two", (31,))):
