@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from library_reference import Reference
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 if not Path("/dev/nvidiactl").exists():
     # read when Triton is imported, by whomever: without a GPU its kernels are interpreted
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+settings.register_profile("segue", deadline=None)  # a busy machine is no failure
+settings.load_profile("segue")
 
 TOYS = str(Path(__file__).parent / "toys")
 
@@ -58,3 +62,13 @@ def reference(tiny_dir: Path) -> Reference:
     from library_reference import load
 
     return load(tiny_dir)
+
+
+@pytest.fixture(scope="session")
+def qwen_image_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen-Image checkpoint, seed 0. Read it, never write to it."""
+    from segue.models.qwen_image import tiny
+
+    directory = tmp_path_factory.mktemp("qwen-image")
+    tiny.make(directory)
+    return directory

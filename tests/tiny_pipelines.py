@@ -1,8 +1,9 @@
-"""Small pipelines of diffusers that no family names, of three kinds, made on the spot."""
+"""Small pipelines of diffusers that no family names, of several kinds, made on the spot."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import diffusers
@@ -11,6 +12,8 @@ import transformers
 
 from segue.models.diffusion.tiny import randomise, write_index, write_tokenizer
 from segue.models.diffusion.tiny_clip import make_clip, write_clip_tokenizer
+from segue.models.flux2.tiny import SPECIAL as FLUX2_SPECIAL
+from segue.models.flux2.tiny import make_mistral, make_vae
 from segue.models.tiny.files import train_tokenizer
 
 SPECIAL = ("<pad>", "</s>")
@@ -87,11 +90,11 @@ def pixart_sigma(directory: Path) -> None:
     diffusers.EulerAncestralDiscreteScheduler().save_pretrained(directory / "scheduler")
 
 
-def ltx(directory: Path) -> None:
+def ltx(directory: Path, kind: str = "LTXConditionPipeline") -> None:
     """Video."""
     write_index(
         directory,
-        "LTXPipeline",
+        kind,
         {
             "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
             "text_encoder": ("transformers", "T5EncoderModel"),
@@ -132,11 +135,50 @@ def ltx(directory: Path) -> None:
     diffusers.FlowMatchEulerDiscreteScheduler().save_pretrained(directory / "scheduler")
 
 
+def ernie(directory: Path) -> None:
+    """Mistral 3, a single-stream transformer, the VAE of Flux 2; no language model that rewrites prompts."""
+    write_index(
+        directory,
+        "ErnieImagePipeline",
+        {
+            "pe": (None, None),
+            "pe_tokenizer": (None, None),
+            "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
+            "text_encoder": ("transformers", "Mistral3Model"),
+            "tokenizer": ("transformers", "PreTrainedTokenizerFast"),
+            "transformer": ("diffusers", "ErnieImageTransformer2DModel"),
+            "vae": ("diffusers", "AutoencoderKLFlux2"),
+        },
+    )
+    more = {"pad_token": "<pad>", "bos_token": "<s>"}
+    tokenizer = train_tokenizer(FLUX2_SPECIAL, begin="<s>")
+    write_tokenizer(directory / "tokenizer", tokenizer, FLUX2_SPECIAL, "PreTrainedTokenizerFast", longest=512, **more)
+    make_mistral(directory, "Mistral3Model", 1)
+    transformer = diffusers.ErnieImageTransformer2DModel(
+        hidden_size=32,
+        num_attention_heads=2,
+        num_layers=2,
+        ffn_hidden_size=64,
+        text_in_dim=32,
+        rope_axes_dim=(4, 6, 6),
+    )
+    _write(transformer, directory / "transformer")
+    make_vae(directory / "vae", 2)
+    diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0).save_pretrained(directory / "scheduler")
+
+
 MAKERS: dict[str, Callable[[Path], None]] = {
     "StableDiffusionPipeline": stable_diffusion,
     "PixArtSigmaPipeline": pixart_sigma,
-    "LTXPipeline": ltx,
+    "LTXConditionPipeline": ltx,
 }
+"""Those that are called whole."""
+
+SPLIT_MAKERS: dict[str, Callable[[Path], None]] = {
+    "LTXPipeline": partial(ltx, kind="LTXPipeline"),
+    "ErnieImagePipeline": ernie,
+}
+"""Those that modular blocks take apart."""
 
 
 def _picture_vae() -> torch.nn.Module:

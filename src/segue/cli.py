@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import sys
@@ -19,24 +20,48 @@ if TYPE_CHECKING:
     from segue.server.settings import ServerSettings
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""What is said of a disk, or a standard output, that takes no more."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status. Errors of ours are one line on stderr, without a traceback."""
+    """Run one command; the exit status. Errors of ours are one line on stderr, without a traceback; so is an output
+    that takes nothing more."""
     given = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _run(given)
+        finally:
+            if sys.stdout is not None:  # it is None where it was closed from the start
+                sys.stdout.flush()
+    except BrokenPipeError:  # who read what is printed has had enough, as `head` does
+        _nothing_more_is_said()
+        return 141
+    except OSError as error:
+        if error.filename is not None or error.errno not in _FULL:
+            raise
+        print(f"segue: error: the output cannot be written: {error.strerror}", file=sys.stderr)
+        _nothing_more_is_said()
+        return 2
+
+
+def _run(given: list[str]) -> int:
     try:
         if given[:1] == ["bench"]:
             return _bench(given[1:])  # has a parser of its own, its --help included
         arguments = parser().parse_args(given)
         status: int = arguments.run(arguments)
-        sys.stdout.flush()
         return status
     except SegueError as error:
         print(f"segue: error: {error.message}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # who read what is printed has had enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more is said of it at the exit
-        return 141
+
+
+def _nothing_more_is_said() -> None:
+    """Let what is left of the output, which nobody takes, make no noise at the exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,6 +69,30 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="segue", description="Any-to-any models, served as graphs of stages.")
     commands = top.add_subparsers(dest="command", required=True)
 
+    _add_serve(commands)
+
+    generate = commands.add_parser("generate", help="run one request and write what comes out")
+    add_model(generate)
+    cli_generate.add_arguments(generate)
+    generate.set_defaults(run=cli_generate.run)
+
+    graph = commands.add_parser("graph", help="print the stage graph of a model as it would be deployed")
+    add_model(graph)
+    graph.add_argument("--mermaid", action="store_true", help="as a Mermaid flowchart")
+    graph.set_defaults(run=_graph)
+
+    tiny = commands.add_parser("tiny", help="make a small checkpoint with random weights in a family's true format")
+    tiny.add_argument("family", help="name of a preset")
+    tiny.add_argument("directory", type=Path)
+    tiny.add_argument("--size", default="tiny")
+    tiny.add_argument("--seed", type=int, default=0)
+    tiny.set_defaults(run=_tiny)
+
+    commands.add_parser("bench", help="measure against the reference library", add_help=False)
+    return top
+
+
+def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     serve = commands.add_parser("serve", help="serve a model over HTTP")
     add_model(serve)
     serve.add_argument("--host", default="127.0.0.1")
@@ -86,26 +135,6 @@ def parser() -> argparse.ArgumentParser:
     )
     serve.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
     serve.set_defaults(run=_serve)
-
-    generate = commands.add_parser("generate", help="run one request and write what comes out")
-    add_model(generate)
-    cli_generate.add_arguments(generate)
-    generate.set_defaults(run=cli_generate.run)
-
-    graph = commands.add_parser("graph", help="print the stage graph of a model as it would be deployed")
-    add_model(graph)
-    graph.add_argument("--mermaid", action="store_true", help="as a Mermaid flowchart")
-    graph.set_defaults(run=_graph)
-
-    tiny = commands.add_parser("tiny", help="make a small checkpoint with random weights in a family's true format")
-    tiny.add_argument("family", help="e.g. qwen2.5-omni")
-    tiny.add_argument("directory", type=Path)
-    tiny.add_argument("--size", default="tiny")
-    tiny.add_argument("--seed", type=int, default=0)
-    tiny.set_defaults(run=_tiny)
-
-    commands.add_parser("bench", help="measure against the reference library", add_help=False)
-    return top
 
 
 def _size(text: str) -> int:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from segue.bench import page
+from segue.bench.diffusion import DiffusionBench, Sides, levels
 from segue.bench.diffusion_report import markdown, plot
 from segue.bench.diffusion_results import (
     DiffusionResult,
@@ -14,6 +22,8 @@ from segue.bench.diffusion_results import (
     DiffusionSettings,
     side_of,
 )
+from segue.bench.diffusion_sides import BATCH, ONE, ReferenceDriver
+from segue.bench.diffusion_wire import Answer, Loaded
 from segue.bench.diffusion_workload import (
     CLOSED,
     OPEN,
@@ -26,7 +36,9 @@ from segue.bench.diffusion_workload import (
 )
 from segue.bench.hardware import Machine
 from segue.bench.load import LoadSlice
+from segue.bench.load_results import measure
 from segue.bench.main import parser
+from segue.bench.result_file import write_result
 
 
 def outcome(request: PictureRequest, jct: float = 1.0, seed: int = 0) -> PictureOutcome:
@@ -75,6 +87,11 @@ def test_figures_follow_from_the_outcomes() -> None:
     figures = side_of(slow, fast, 0.1, 2**20)
     assert (figures.images_per_second, figures.steps_per_second) == (0.5, 2.5)
     assert figures.of_ceiling == pytest.approx(20 * 0.1 / 8)
+    assert figures.network_of_ceiling is None
+    assert side_of(slow, fast, 0.1, 2**20, 4.0).network_of_ceiling == pytest.approx(20 * 0.1 / 4)
+    for one in slow[0].outcomes:
+        one.network = 1.25
+    assert side_of(slow, fast, 0.1, 2**20).network_of_ceiling == pytest.approx(20 * 0.1 / 5)
     assert figures.jct.mean == 3.0
     assert set(figures.jct_by_steps) == {4, 6}
     assert figures.largest_difference == 0.0
@@ -82,12 +99,12 @@ def test_figures_follow_from_the_outcomes() -> None:
     assert largest_difference([outcome(one) for one in asked], other) > 0.5
 
 
-def test_the_report_has_every_figure(tmp_path) -> None:
+def some_result() -> DiffusionResult:
     asked = pictures(CLOSED, 8, 0, 4, 4.0, seed=0)
     own = [LoadSlice("segue", 1.0, [outcome(one, 0.5) for one in asked])]
     theirs = [LoadSlice("diffusers", 3.0, [outcome(one) for one in asked])]
-    sides = {"segue": side_of(own, own, 0.001, 2**20), "diffusers": side_of(theirs, own, 0.001, 2**21)}
-    result = DiffusionResult(
+    sides = {"segue": side_of(own, own, 0.001, 2**20, 0.1), "diffusers": side_of(theirs, own, 0.001, 2**21)}
+    return DiffusionResult(
         finished="2026-01-02T00:00:00+00:00",
         machine=Machine("a cpu", 2, 2**34, [], "Linux", "3.11", {"torch": "2"}, (0.0, 0.0, 0.0)),
         settings=DiffusionSettings(
@@ -104,11 +121,85 @@ def test_the_report_has_every_figure(tmp_path) -> None:
         startup={"segue": 2.0, "diffusers": 7.0},
         scenarios=[DiffusionScenario(name="8 x 8, 2 clients", size=8, clients=2, sides=sides)],
     )
+
+
+def test_the_report_has_every_figure(tmp_path: Path) -> None:
+    result = some_result()
     text = markdown(result)
-    for part in ("3.00×", "50%", "200 GFLOP/s", "SomePipeline", "diffusers 1.0", "| segue | 2.0 |"):
+    for part in ("3.00×", "50%", "200 GFLOP/s", "SomePipeline", "diffusers 1.0", "| segue | 2.0 |", "4% / 40%"):
         assert part in text, part
     plot(result, tmp_path / "diffusion.png")
     assert (tmp_path / "diffusion.png").stat().st_size > 10_000
+
+
+class Painter:
+    """Segue, and the process of the pipelines, at once."""
+
+    name, startup, previews, pid = "segue", 0.5, 0, os.getpid()
+
+    def __init__(self, most: int) -> None:
+        """Breaks after `most` pictures."""
+        self._left = most
+
+    def pids(self) -> dict[int, str]:
+        return {}
+
+    def denoising(self) -> float:
+        return 0.0
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    async def take_over(self, together: int) -> None: ...
+
+    async def hand_over(self) -> None: ...
+
+    async def send(self, policy: Any) -> None: ...
+
+    async def ask(self, request: PictureRequest) -> Answer:
+        return Answer(index=request.index, picture=outcome(request).picture, network=0.01)
+
+    async def run(self, request: PictureRequest) -> PictureOutcome:
+        self._left -= 1
+        if self._left < 0:
+            raise RuntimeError("it broke")
+        return outcome(request)
+
+
+def test_a_run_that_is_stopped_leaves_the_levels_it_has_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "diffusion.json"
+    bench = DiffusionBench(
+        model_dir=tmp_path,
+        sizes=[8],
+        concurrency=[1, 2],
+        requests=4,
+        rounds=1,
+        load=0.5,
+        arrivals=2,
+        guidance=4.0,
+        step_caches=[],
+        threads=1,
+        dtype="float32",
+        seed=0,
+        config={},
+        keep=lambda so_far: write_result(so_far, path),
+        say=lambda line: None,
+    )
+    segue = process = Painter(most=1 + 2 + 2 + 4)  # warming up and measured, of one client and of two
+    sides = Sides(segue, ReferenceDriver(ONE, process), ReferenceDriver(BATCH, process), process)
+    empty = msgspec.structs.replace(some_result(), finished="", scenarios=[])
+    loaded = Loaded(versions={}, flops={8: 1e9}, ceiling=1e11)
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(measure(empty, levels(bench, sides, empty, loaded), bench.keep))
+    assert caught.group_contains(RuntimeError, match="it broke")
+    assert page.main([str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "Unfinished: 2 of 4 levels." in printed
+    assert "#### 8 x 8, 2 clients" in printed
+    assert "previews" not in printed
 
 
 def test_arrivals_need_the_capacity_that_one_client_shows(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from segue.bench.hardware import Machine, machine
 from segue.bench.meters import SideUsage
 from segue.bench.profile import baseline_stages
 from segue.bench.report import markdown, typical, write_report
+from segue.bench.result_file import write_result
 from segue.bench.results import LevelResult, Result, Settings, StageFigures, read_result
 from segue.bench.stats import METRICS, HistogramFigures, agreement, figures, ratio
 from segue.messages.errors import ConfigError
@@ -115,8 +116,6 @@ def test_what_is_no_result_is_named(tmp_path: Path) -> None:
 def test_the_page_gets_its_tables_from_the_files(
     result: Result, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from segue.bench.results import write_result
-
     path, text = tmp_path / "omni.json", tmp_path / "page.md"
     write_result(result, path)
     text.write_text(f"# Benchmarks\n\nbefore\n\n{page.BEGIN}\nold\n{page.END}\n\nafter\n")
@@ -133,8 +132,6 @@ def test_the_page_gets_its_tables_from_the_files(
 
 
 def test_a_page_without_marks_is_refused(result: Result, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from segue.bench.results import write_result
-
     path, text = tmp_path / "omni.json", tmp_path / "page.md"
     write_result(result, path)
     text.write_text("nothing here")

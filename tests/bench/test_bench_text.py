@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from segue.bench import page
 from segue.bench.hardware import Machine
 from segue.bench.load import arriving, closed, in_turn
+from segue.bench.load_results import measure
 from segue.bench.main import parser
+from segue.bench.result_file import read_values, result_of, write_result
 from segue.bench.stats import summary
+from segue.bench.text import Sides, TextBench, levels
 from segue.bench.text_load import TextSlice, intrude, told
 from segue.bench.text_report import markdown, plot
 from segue.bench.text_results import Scenario, TextResult, TextSettings, keeps, side_of
@@ -180,6 +187,73 @@ def test_the_report_has_every_figure(tmp_path) -> None:
         assert part in text, part
     plot(result(), tmp_path / "text.png")
     assert (tmp_path / "text.png").stat().st_size > 10_000
+
+
+def test_a_run_that_is_stopped_leaves_the_levels_it_has_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Breaks(Side):
+        async def run(self, request: TextRequest) -> TextOutcome:
+            if len(request.prompt) == 900:  # of the intrusion, which is the last level
+                raise RuntimeError("it broke")
+            return await super().run(request)
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "some", "vocab_size": VOCAB}))
+    path, kept = tmp_path / "text.json", []
+
+    def keep(so_far: TextResult) -> None:
+        write_result(so_far, path)
+        kept.append(result_of(read_values(path), TextResult, path))
+
+    bench = TextBench(
+        model_dir=tmp_path,
+        out=tmp_path,
+        shapes=[Shape(4, 2)],
+        concurrency=[1, 2],
+        waves=1,
+        rounds=1,
+        baselines=["one"],
+        vllm=None,
+        vllm_cache_gib=1,
+        preload=None,
+        threads=1,
+        dtype="float32",
+        seed=0,
+        rates=[1000.0],
+        arrivals=2,
+        objective=(2.0, 0.2),
+        shared_prefix=0.5,
+        long_prompt=900,
+        crowds=[1, 10],
+        keep=keep,
+        say=lambda line: None,
+    )
+    sides = Sides(Breaks("segue"), Side("segue with prefix cache"), None, {"one": Side("b")})
+    empty = msgspec.structs.replace(result(), finished="", scenarios=[], intrusion={}, crowds={})
+    with pytest.raises(RuntimeError, match="it broke"):
+        asyncio.run(measure(empty, levels(bench, sides, empty), bench.keep))
+    assert [(one.done, one.planned) for one in kept] == [(number, 8) for number in range(1, 8)]
+    assert [len(one.scenarios) for one in kept] == [1, 2, 3, 4, 4, 4, 4]
+    assert [len(one.crowds) for one in kept] == [0, 0, 0, 0, 1, 2, 3]
+    assert kept[-1].intrusion == {}
+    for one in kept:
+        assert "Unfinished: " in markdown(one)
+        assert one.finished
+    plot(kept[0], tmp_path / "text.png")
+    assert page.main([str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "Unfinished: 7 of 8 levels." in printed
+    assert "#### 4/2, 2 clients" in printed
+
+
+def test_who_reads_a_result_while_it_is_written_reads_a_whole_one(tmp_path: Path) -> None:
+    path, first = tmp_path / "text.json", result()
+    write_result(first, path)
+    with path.open("rb") as reader:
+        write_result(msgspec.structs.replace(first, done=1), path)
+        assert msgspec.json.decode(reader.read(), type=TextResult) == first
+    assert result_of(read_values(path), TextResult, path).done == 1
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ class Served:
     """A running server."""
 
     def __init__(self, model: Path, *arguments: str) -> None:
+        self.model = model
         self._log: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by `close`
         self.process = subprocess.Popen(
             [sys.executable, "-m", "segue.cli", "serve", str(model), "--port", "0", "--name", NAME, *arguments],

@@ -86,6 +86,8 @@ def test_interrupting_generate_leaves_nothing(model: Path, tmp_path: Path) -> No
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # as from a terminal: where these tests run in the background of a shell, the signal is ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     assert process.stderr is not None
     while "is ready" not in process.stderr.readline():
@@ -96,7 +98,7 @@ def test_interrupting_generate_leaves_nothing(model: Path, tmp_path: Path) -> No
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 130
     assert "Traceback" not in errors
-    assert not psutil.wait_procs(children, timeout=5)[1]
+    assert not psutil.wait_procs(children, timeout=20)[1]
 
 
 def test_graph(model: Path) -> None:
@@ -116,6 +118,25 @@ def test_a_reader_that_has_had_enough(model: Path) -> None:
     assert done.returncode == 141
     assert "Traceback" not in done.stderr
     assert "BrokenPipe" not in done.stderr
+
+
+@pytest.mark.parametrize("command", [["graph"], ["graph", "--mermaid"]])
+def test_an_output_that_takes_nothing(model: Path, command: list[str]) -> None:
+    """As `segue graph DIR > /dev/full`: one line, no traceback."""
+    with open("/dev/full", "w") as full:
+        line = [sys.executable, "-m", "segue.cli", *command, str(model)]
+        done = subprocess.run(line, env=environment(), stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "segue: error: the output cannot be written: No space left on device\n",
+    )
+
+
+def test_without_an_output_at_all(model: Path) -> None:
+    """As `segue graph DIR >&-`."""
+    line = f"exec {sys.executable} -m segue.cli graph {model} >&-"
+    done = subprocess.run(["/bin/sh", "-c", line], env=environment(), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(

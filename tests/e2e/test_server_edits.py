@@ -65,7 +65,7 @@ def test_streamed(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("files", "param", "says"),
     [
-        ([("image", png(0)), ("mask", png(1))], "mask", "takes no mask_image"),
+        ([("image", png(0)), ("mask", png(1))], "mask", "takes no mask"),
         ([("image", b"no picture")], "image", "not a readable image"),
         ([("image[]", png(0)), ("image[]", png(1)[:100])], "image[1]", "not a readable image"),
     ],

@@ -37,7 +37,7 @@ def ask(server: Served, **fields: object) -> httpx.Response:
 
 
 def assert_gone(family: list[psutil.Process], directory: Path) -> None:
-    _, left = psutil.wait_procs(family, timeout=2)
+    _, left = psutil.wait_procs(family, timeout=20)
     assert not left
     assert not directory.exists()
 

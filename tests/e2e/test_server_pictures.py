@@ -12,6 +12,9 @@ import openai
 import pytest
 from PIL import Image
 from server_process import NAME, Served, segue, served
+from transformers import AutoTokenizer
+
+from segue.models.qwen_image.input import DROP, TEMPLATE
 
 ASKED: dict[str, Any] = {"model": NAME, "prompt": "a small boat left the harbour", "size": "64x96"}
 FEW: dict[str, Any] = {"num_inference_steps": 3, "seed": 5}
@@ -22,7 +25,7 @@ HELD = ("segue_requests", "segue_generations_in_flight", "segue_stage_requests",
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     directory = tmp_path_factory.mktemp("qwen-image")
-    made = segue("tiny", "qwen-image", str(directory))
+    made = segue("tiny", "qwen-image", str(directory), timeout=180)
     assert made.returncode == 0, made.stderr
     with served(directory) as server:
         yield server
@@ -59,6 +62,78 @@ def test_pictures_whole_and_streamed(client: openai.OpenAI) -> None:
     assert np.abs(pixels(other.data[0].b64_json) - first).mean() > 5
 
 
+def png(mode: str, height: int = 96, width: int = 64, transparent: int = 32) -> bytes:
+    """A picture; with an alpha channel, one whose first `transparent` columns are fully transparent."""
+    ramp = np.linspace(0, 255, height * width * 3).astype(np.uint8).reshape(height, width, 3)
+    image = Image.fromarray(ramp)
+    if mode == "RGBA":
+        alpha = np.full((height, width), 255, dtype=np.uint8)
+        alpha[:, :transparent] = 0
+        image.putalpha(Image.fromarray(alpha))
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def test_a_mask_keeps_the_rest(client: openai.OpenAI) -> None:
+    """What is transparent is made anew, by the prompt; the rest stays what it was, but for the VAE."""
+    made = []
+    for prompt in ("a small boat", "a house by the sea"):
+        answer = client.images.edit(
+            **{**ASKED, "prompt": prompt}, image=png("RGB"), mask=png("RGBA"), extra_body={**FEW, "strength": 0.9}
+        )
+        assert answer.data is not None
+        made.append(pixels(answer.data[0].b64_json))
+    apart = np.abs(made[0] - made[1])
+    assert apart[:, :24].mean() > 10 * apart[:, 48:].mean()
+    assert apart[:, :24].mean() > 2
+
+
+@pytest.mark.parametrize(
+    ("mask", "says"),
+    [
+        (png("RGBA", 64, 64), "must be as large as the picture, 64 x 96"),
+        (png("RGB"), "no alpha channel"),
+        (png("RGBA", transparent=0), "nowhere fully transparent"),
+        (png("RGBA")[:200], "not a readable image"),
+        (b"GIF89a", "no PNG"),
+        (b"", "empty"),
+    ],
+)
+def test_masks_that_are_none(server: Served, mask: bytes, says: str) -> None:
+    with server.client() as http:
+        answer = http.post("/v1/images/edits", data={**ASKED, **FEW}, files={"image": png("RGB"), "mask": mask})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "mask"), error
+    assert says in error["message"]
+
+
+def test_usage(server: Served, client: openai.OpenAI) -> None:
+    """What the text encoder reads of the prompt without its template's head; 16 by 16 pixels are a token."""
+    tokenizer = AutoTokenizer.from_pretrained(server.model / "tokenizer")
+    text = len(tokenizer(TEMPLATE.format(ASKED["prompt"])).input_ids) - DROP
+    whole = client.images.generate(**ASKED, n=2, extra_body={**FEW, "negative_prompt": "not counted"})
+    assert whole.usage is not None
+    assert (whole.usage.input_tokens, whole.usage.output_tokens) == (text, 2 * 4 * 6)
+    assert whole.usage.total_tokens == text + 48
+    details = whole.usage.input_tokens_details
+    assert (details.text_tokens, details.image_tokens) == (text, 0)
+    edited = client.images.edit(**ASKED, image=png("RGB"), mask=png("RGBA"), extra_body=FEW)
+    assert edited.usage is not None
+    details = edited.usage.input_tokens_details
+    assert (details.text_tokens, details.image_tokens, edited.usage.output_tokens) == (text, 24, 24)
+    with client.images.generate(**ASKED, stream=True, partial_images=1, extra_body=FEW) as stream:
+        [*_, done] = stream
+    assert done.type == "image_generation.completed"
+    assert (done.usage.input_tokens, done.usage.output_tokens) == (text, 24)
+
+
+def test_arguments_of_pipelines_that_are_served_whole(server: Served) -> None:
+    with server.client() as http:
+        answer = http.post("/v1/images/generations", json={**ASKED, **FEW, "pipeline_arguments": {"eta": 0.5}})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "pipeline_arguments.eta")
+
+
 @pytest.mark.parametrize(
     ("wrong", "status", "param", "says"),
     [
@@ -80,10 +155,11 @@ def test_refused(server: Served, wrong: dict[str, Any], status: int, param: str,
     assert says in error["message"]
 
 
-def test_edits_of_a_model_that_reads_no_pictures(server: Served) -> None:
+def test_an_edit_of_what_is_no_picture(server: Served) -> None:
     with server.client() as http:
         answer = http.post("/v1/images/edits", data={"prompt": "x"}, files={"image": ("a.png", b"x")})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_parameter")
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_value", "image")
 
 
 def test_in_a_chat(client: openai.OpenAI) -> None:

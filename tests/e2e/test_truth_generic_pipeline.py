@@ -10,8 +10,10 @@ from typing import Any
 
 import diffusers
 import numpy as np
+import openai
 import pytest
 import torch
+from server_process import NAME, served
 
 from segue.messages.deltas import ProgressDelta
 from segue.messages.errors import InvalidRequest
@@ -76,3 +78,24 @@ def test_cancelled(running: tuple[asyncio.AbstractEventLoop, AsyncOmni]) -> None
 
     assert loop.run_until_complete(body()) == [1, 2, 3, 4]
     assert not omni.orchestrator.requests
+
+
+def test_over_http(directory: Path) -> None:
+    """Its own arguments in `pipeline_arguments`; those that it does not have are named."""
+    asked: dict[str, Any] = {"model": NAME, "prompt": "a small boat", "size": "64x64"}
+    few = {"num_inference_steps": 3, "seed": 3, "scheduler": "EulerDiscreteScheduler"}
+    with served(directory) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        made = []
+        for arguments in ({}, {"cross_attention_kwargs": {}}, {"timesteps": [801, 501, 1]}):
+            answer = client.images.generate(**asked, extra_body={**few, "pipeline_arguments": arguments})
+            assert answer.data is not None
+            made.append(answer.data[0].b64_json)
+        assert made[0] == made[1] != made[2]
+        for name, says in (
+            ("timestep", "did you mean 'timesteps'"),
+            ("callback", "takes no 'callback'"),
+            ("num_inference_steps", "a parameter of the request itself"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=says) as caught:
+                client.images.generate(**asked, extra_body={**few, "pipeline_arguments": {name: 1}})
+            assert caught.value.param == f"pipeline_arguments.{name}"

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from truth_system import System
 
 from segue.messages.deltas import Delta, Finished, ImageDelta, ProgressDelta
 from segue.messages.errors import InvalidRequest
-from segue.models.qwen_image import tiny
-from segue.orchestrator.omni import AsyncOmni
-from segue.orchestrator.outputs import Collector, RequestOutput
+from segue.orchestrator.outputs import RequestOutput
 
 ASKED: dict[str, Any] = {
     "prompt": "a small boat left the harbour in the early morning",
@@ -32,47 +29,16 @@ ASKED: dict[str, Any] = {
 }
 
 
-class Painter:
-    """A running model on an event loop of its own."""
-
-    def __init__(self, directory: Path) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.omni = AsyncOmni(directory)
-        self.loop.run_until_complete(self.omni.start())
-
-    def close(self) -> None:
-        self.loop.run_until_complete(self.omni.stop())
-        self.loop.close()
-
-    def kill(self, stage: str) -> None:
-        pid = self.omni.health().stages[stage].replicas[0].pid
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-
-    async def collect(
-        self, asked: dict[str, Any], seen: Callable[[Delta], None] = lambda delta: None
-    ) -> tuple[RequestOutput, list[Delta]]:
-        request = self.omni.request(asked)
-        collector, deltas = Collector(request.request_id, wants_audio=False), []
-        async for delta in self.omni.stream(request):
-            seen(delta)
-            deltas.append(delta)
-            collector.add(delta)
-        return collector.output(), deltas
-
-
 @pytest.fixture(scope="module")
-def painter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Painter]:
-    directory = tmp_path_factory.mktemp("qwen-image")
-    tiny.make(directory)
-    painter = Painter(directory)
+def painter(qwen_image_dir: Path) -> Iterator[System]:
+    painter = System(qwen_image_dir)
     yield painter
     painter.close()
 
 
 @pytest.fixture(scope="module")
-def truth(painter: Painter) -> RequestOutput:
-    output, _ = painter.loop.run_until_complete(painter.collect(ASKED))
+def truth(painter: System) -> RequestOutput:
+    output, _ = painter.run(painter.observe(ASKED))
     return output
 
 
@@ -95,24 +61,24 @@ def check_deltas(deltas: list[Delta]) -> None:
         assert all((delta.height, delta.width) == (32, 32) for delta in pictures if delta.partial is not None)
 
 
-def test_streamed(painter: Painter, truth: RequestOutput) -> None:
-    output, deltas = painter.loop.run_until_complete(painter.collect(ASKED))
+def test_streamed(painter: System, truth: RequestOutput) -> None:
+    output, deltas = painter.run(painter.observe(ASKED))
     assert_same(output, truth)
     check_deltas(deltas)
     assert sum(isinstance(delta, ImageDelta) for delta in deltas) == 6, "two pictures, two previews of each"
     assert output.metrics.attempts == 1
 
 
-def test_bare_text_is_a_prompt_and_arguments_are_those_of_the_pipeline(painter: Painter, truth: RequestOutput) -> None:
+def test_bare_text_is_a_prompt_and_arguments_are_those_of_the_pipeline(painter: System, truth: RequestOutput) -> None:
     prompt, settings = ASKED["prompt"], {key: ASKED[key] for key in ASKED if key != "prompt"}
-    output = painter.loop.run_until_complete(painter.omni.generate(prompt, **settings))
+    output = painter.run(painter.omni.generate(prompt, **settings))
     assert_same(output, truth)
-    other = painter.loop.run_until_complete(painter.omni.generate(prompt, **{**settings, "seed": 4}))
+    other = painter.run(painter.omni.generate(prompt, **{**settings, "seed": 4}))
     assert np.abs(np.asarray(other.images[0]).astype(int) - np.asarray(truth.images[0]).astype(int)).mean() > 5
 
 
 @pytest.mark.parametrize("stage", ["denoiser", "decoder", "text_encoder"])
-def test_killed_while_it_denoises(painter: Painter, truth: RequestOutput, stage: str) -> None:
+def test_killed_while_it_denoises(painter: System, truth: RequestOutput, stage: str) -> None:
     """The same pictures, and nothing twice; so for one that shares the steps."""
     killed = []
 
@@ -123,16 +89,16 @@ def test_killed_while_it_denoises(painter: Painter, truth: RequestOutput, stage:
 
     async def both() -> list[tuple[RequestOutput, list[Delta]]]:
         other = {**ASKED, "num_inference_steps": 6}
-        return list(await asyncio.gather(painter.collect(ASKED, kill), painter.collect(other)))
+        return list(await asyncio.gather(painter.observe(ASKED, kill), painter.observe(other)))
 
-    for output, deltas in painter.loop.run_until_complete(both()):
+    for output, deltas in painter.run(both()):
         assert_same(output, truth)
         check_deltas(deltas)
         assert output.metrics.attempts == (1 if stage == "text_encoder" else 2)
     assert killed
 
 
-def test_cancelled(painter: Painter, truth: RequestOutput) -> None:
+def test_cancelled(painter: System, truth: RequestOutput) -> None:
     """Leaving the stream frees every stage; who stays gets what it gets alone."""
 
     async def leave() -> None:
@@ -142,11 +108,11 @@ def test_cancelled(painter: Painter, truth: RequestOutput) -> None:
                     return
 
     async def body() -> tuple[RequestOutput, list[Delta]]:
-        stays = asyncio.create_task(painter.collect(ASKED))
+        stays = asyncio.create_task(painter.observe(ASKED))
         await leave()
         return await stays
 
-    output, deltas = painter.loop.run_until_complete(body())
+    output, deltas = painter.run(body())
     assert_same(output, truth)
     check_deltas(deltas)
     assert not painter.omni.orchestrator.requests
@@ -157,14 +123,14 @@ def test_cancelled(painter: Painter, truth: RequestOutput) -> None:
     [
         ({"height": 65}, "height"),
         ({"num_frames": 9}, "num_frames"),
-        ({"image": np.zeros((8, 8, 3), dtype=np.uint8)}, "image"),
+        ({"image": [np.zeros((8, 8, 3), dtype=np.uint8)] * 2}, "image"),
         ({"mask_image": np.zeros((8, 8, 3), dtype=np.uint8)}, "mask_image"),
         ({"heigth": 64}, "heigth"),
         ({"num_inference_steps": "many"}, "num_inference_steps"),
         ({"image": 7}, "image"),
     ],
 )
-def test_refused(painter: Painter, wrong: dict[str, Any], field: str) -> None:
+def test_refused(painter: System, wrong: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        painter.loop.run_until_complete(painter.omni.generate({**ASKED, **wrong}))
+        painter.run(painter.omni.generate({**ASKED, **wrong}))
     assert field in str(caught.value.field)

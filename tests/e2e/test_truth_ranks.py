@@ -44,25 +44,20 @@ def greedy(prompt: list[int]) -> dict[str, object]:
     }
 
 
-def follower(system: System) -> psutil.Process:
-    [process] = psutil.Process(system.pid("llm")).children()
-    return process
-
-
 def test_the_same_tokens(running: System, expected: list[list[int]]) -> None:
     outputs = running.ask(*map(greedy, PROMPTS))
     assert [output.token_ids["llm"] for output in outputs] == expected
 
 
 def test_nobody_listens_but_on_the_loopback_interface(running: System) -> None:
-    for process in (psutil.Process(running.pid("llm")), follower(running)):
+    for process in (psutil.Process(running.pid("llm")), running.follower("llm")):
         listening = [one for one in process.net_connections() if one.status == psutil.CONN_LISTEN]
         assert {one.laddr.ip for one in listening} <= {"127.0.0.1"}
 
 
 @pytest.mark.parametrize("who", ["leader", "follower"])
 def test_killed_at_work(running: System, expected: list[list[int]], who: str) -> None:
-    leader, second = psutil.Process(running.pid("llm")), follower(running)
+    leader, second = psutil.Process(running.pid("llm")), running.follower("llm")
     killed: list[psutil.Process] = []
 
     def kill(delta: Delta) -> None:
@@ -76,7 +71,7 @@ def test_killed_at_work(running: System, expected: list[list[int]], who: str) ->
     assert output.metrics.attempts == 2
     _, alive = psutil.wait_procs([leader, second], timeout=30)
     assert not alive, "neither outlives the other"
-    assert follower(running).is_running()
+    assert running.follower("llm").is_running()
 
 
 def test_nobody_is_left(directory: Path, expected: list[list[int]]) -> None:
@@ -84,7 +79,7 @@ def test_nobody_is_left(directory: Path, expected: list[list[int]]) -> None:
     speculation = {"method": "draft", "model": str(directory), "tokens": 3}
     system = System(directory, stages={"llm": {"tensor_parallel": 2, "speculation": speculation}})
     [output] = system.ask(greedy(PROMPTS[1]))
-    processes = [psutil.Process(system.pid("llm")), follower(system)]
+    processes = [psutil.Process(system.pid("llm")), system.follower("llm")]
     system.close()
     assert output.token_ids["llm"] == expected[1]
     assert not any(process.is_running() for process in processes)

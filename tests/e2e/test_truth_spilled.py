@@ -37,12 +37,12 @@ def test_killed_and_run_again_from_the_file(system: System, truth: Truth, assets
     seen: list[list[str]] = []
 
     def kill(delta: Delta) -> None:
-        if not seen and (isinstance(delta, AudioDelta) or stage != "vocoder"):
-            seen.append(spilled(system, upstream))
+        # the first words may reach the client before the talker's share of them is written
+        if not seen and (isinstance(delta, AudioDelta) or stage != "vocoder") and (files := spilled(system, upstream)):
+            seen.append(files)
             system.kill(stage)
 
     output = system.run(system.collect(case.prompt(assets), kill))
-    assert seen
-    assert seen[0], "nothing was written"
+    assert seen, "nothing was written"
     truth.check(output, case)
     assert output.metrics.attempts == 2

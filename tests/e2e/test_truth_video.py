@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +10,12 @@ import av
 import numpy as np
 import pytest
 from PIL import Image
+from truth_system import System
 
 from segue.messages.deltas import Delta, Finished, ImageDelta, ProgressDelta, VideoDelta
 from segue.messages.errors import InvalidRequest
 from segue.models.wan import tiny
-from segue.orchestrator.omni import AsyncOmni
-from segue.orchestrator.outputs import Collector, RequestOutput
+from segue.orchestrator.outputs import RequestOutput
 
 FIRST = Image.fromarray(np.linspace(0, 255, 40 * 50 * 3).astype(np.uint8).reshape(40, 50, 3))
 LAST = FIRST.rotate(180)
@@ -40,45 +37,18 @@ ASKED: dict[str, Any] = {
 }
 
 
-class Camera:
-    """A running model on an event loop of its own."""
-
-    def __init__(self, directory: Path) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.omni = AsyncOmni(directory)
-        self.loop.run_until_complete(self.omni.start())
-
-    def close(self) -> None:
-        self.loop.run_until_complete(self.omni.stop())
-        self.loop.close()
-
-    def collect(
-        self, asked: dict[str, Any], seen: Callable[[Delta], None] = lambda delta: None
-    ) -> tuple[RequestOutput, list[Delta]]:
-        async def body() -> tuple[RequestOutput, list[Delta]]:
-            request = self.omni.request(asked)
-            collector, deltas = Collector(request.request_id, wants_audio=False), []
-            async for delta in self.omni.stream(request):
-                seen(delta)
-                deltas.append(delta)
-                collector.add(delta)
-            return collector.output(), deltas
-
-        return self.loop.run_until_complete(body())
-
-
 @pytest.fixture(scope="module")
-def camera(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Camera]:
+def camera(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     directory = tmp_path_factory.mktemp("wan")
     tiny.make(directory, "2.2-i2v")
-    camera = Camera(directory)
+    camera = System(directory)
     yield camera
     camera.close()
 
 
 @pytest.fixture(scope="module")
-def truth(camera: Camera) -> RequestOutput:
-    output, _ = camera.collect(ASKED)
+def truth(camera: System) -> RequestOutput:
+    output, _ = camera.run(camera.observe(ASKED))
     return output
 
 
@@ -107,8 +77,8 @@ def check_deltas(deltas: list[Delta]) -> None:
         assert [(delta.partial, delta.height, delta.width) for delta in previews] in ([(0, 32, 32)], [])
 
 
-def test_streamed(camera: Camera, truth: RequestOutput, tmp_path: Path) -> None:
-    output, deltas = camera.collect(ASKED)
+def test_streamed(camera: System, truth: RequestOutput, tmp_path: Path) -> None:
+    output, deltas = camera.run(camera.observe(ASKED))
     assert_same(output, truth)
     check_deltas(deltas)
     assert sum(isinstance(delta, ImageDelta) for delta in deltas) == 2, "a preview of each"
@@ -121,28 +91,26 @@ def test_streamed(camera: Camera, truth: RequestOutput, tmp_path: Path) -> None:
         assert sum(1 for _ in container.decode(video=0)) == 13
 
 
-def test_arguments_are_those_of_the_pipeline(camera: Camera, truth: RequestOutput) -> None:
+def test_arguments_are_those_of_the_pipeline(camera: System, truth: RequestOutput) -> None:
     prompt, settings = ASKED["prompt"], {key: ASKED[key] for key in ASKED if key != "prompt"}
-    output = camera.loop.run_until_complete(camera.omni.generate(prompt, **settings))
+    output = camera.run(camera.omni.generate(prompt, **settings))
     assert_same(output, truth)
-    other = camera.loop.run_until_complete(camera.omni.generate(prompt, **{**settings, "image": LAST, "fps": 8}))
+    other = camera.run(camera.omni.generate(prompt, **{**settings, "image": LAST, "fps": 8}))
     assert np.abs(other.videos[0].frames.astype(int) - truth.videos[0].frames.astype(int)).mean() > 2
     assert other.videos[0].fps == 8
 
 
 @pytest.mark.parametrize(("stage", "after"), [("denoiser", ProgressDelta), ("decoder", VideoDelta)])
-def test_killed_on_the_way(camera: Camera, truth: RequestOutput, stage: str, after: type[Delta]) -> None:
+def test_killed_on_the_way(camera: System, truth: RequestOutput, stage: str, after: type[Delta]) -> None:
     """The same videos, and no frame twice: of those that were out, only what is missing comes."""
     killed = []
 
     def kill(delta: Delta) -> None:
         if isinstance(delta, after) and not killed:
             killed.append(delta)
-            pid = camera.omni.health().stages[stage].replicas[0].pid
-            assert pid is not None
-            os.kill(pid, signal.SIGKILL)
+            camera.kill(stage)
 
-    output, deltas = camera.collect(ASKED, kill)
+    output, deltas = camera.run(camera.observe(ASKED, kill))
     assert killed
     assert_same(output, truth)
     check_deltas(deltas)
@@ -159,7 +127,7 @@ def test_killed_on_the_way(camera: Camera, truth: RequestOutput, stage: str, aft
         ({"true_cfg_scale": 3.0}, "true_cfg_scale"),
     ],
 )
-def test_refused(camera: Camera, wrong: dict[str, Any], field: str) -> None:
+def test_refused(camera: System, wrong: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        camera.loop.run_until_complete(camera.omni.generate({**ASKED, **wrong}))
+        camera.run(camera.omni.generate({**ASKED, **wrong}))
     assert field in str(caught.value.field)

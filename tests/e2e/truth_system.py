@@ -212,10 +212,27 @@ class System:
             collector.add(delta)
         return collector.output()
 
+    async def observe(
+        self, prompt: Any, on_delta: Callable[[Delta], None] = lambda delta: None
+    ) -> tuple[RequestOutput, list[Delta]]:
+        """The same, with all that was streamed."""
+        deltas: list[Delta] = []
+
+        def seen(delta: Delta) -> None:
+            on_delta(delta)
+            deltas.append(delta)
+
+        return await self.collect(prompt, seen), deltas
+
     def pid(self, stage: str, replica: int = 0) -> int:
         pid = self.omni.health().stages[stage].replicas[replica].pid
         assert pid is not None
         return pid
+
+    def follower(self, stage: str) -> psutil.Process:
+        """The second rank of a stage of two. Another child of a worker (+g) compiles grammars."""
+        [process] = [child for child in psutil.Process(self.pid(stage)).children() if not child.name().endswith("+g")]
+        return process
 
     def kill(self, stage: str) -> None:
         os.kill(self.pid(stage), signal.SIGKILL)

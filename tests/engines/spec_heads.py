@@ -16,7 +16,8 @@ from segue.engines.autoregressive.contract import FlatBatch
 from segue.engines.autoregressive.speculation.cache import keeping
 from segue.engines.autoregressive.speculation.contract import ChainHead, ParallelHeads
 from segue.kernels.kv_store import KVStore
-from segue.kernels.paged_step import PagedStep, Part, paged_step
+from segue.kernels.paged_step import PagedStep, paged_step
+from segue.kernels.part import Part
 
 STEPS = 120
 

@@ -14,7 +14,8 @@ from segue.kernels.invariant_attention import invariant_attention, invariant_ste
 from segue.kernels.kv_layout import uniform
 from segue.kernels.kv_store import KVStore
 from segue.kernels.paged_attention import ReferenceAttention
-from segue.kernels.paged_step import Part, paged_step
+from segue.kernels.paged_step import paged_step
+from segue.kernels.part import Part
 from segue.messages.errors import ConfigError
 from segue.messages.sampling import SamplingParams
 

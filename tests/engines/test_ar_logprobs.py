@@ -6,7 +6,7 @@ import pytest
 import torch
 from ar_adapter import VOCAB, Driver, TinyAdapter, generate, prompts, stage_request, tiny_model
 
-from segue.engines.autoregressive import logprobs as module
+from segue.engines.autoregressive import prompt_logprobs as module
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.autoregressive.logprobs import Likelihoods, Wanted

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from ar_adapter import Driver, Result, branch, prompts, stage_request, tiny_model
+from ar_words import WordAdapter
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
-from test_ar_grammar import WordAdapter
 from test_ar_windows import tiny
 from transformers import PreTrainedModel
 

@@ -7,7 +7,7 @@ import re
 import pytest
 from ar_adapter import Driver, stage_request, tiny_model
 from ar_speculation import PROMPTS, Prophet
-from test_ar_grammar import TEXT, WordAdapter, driver, finish
+from ar_words import TEXT, WordAdapter, driver, finish
 
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.engine import AutoregressiveEngine

@@ -6,6 +6,7 @@ import pytest
 
 from segue.graph.deployment import Hardware
 from segue.graph.loader import load_plan, stage_overrides
+from segue.graph.lora import LoraPlan
 from segue.graph.stage_graph import StageGraph
 from segue.messages.errors import ConfigError
 
@@ -89,8 +90,8 @@ def test_what_a_divided_stage_can_and_cannot_have(lm: StageGraph) -> None:
     fewer_bits = {"tensor_parallel": 2, "quantization": "int8", "kv_dtype": "fp8"}
     stage = load_plan(lm, {"stages": {"llm": fewer_bits}}, hardware=LAPTOP).stages["llm"]
     assert (stage.tensor_parallel, stage.quantization, stage.kv_dtype) == (2, "int8", "fp8")
-    with pytest.raises(ConfigError, match=r"stages\.llm\.lora is .*, which does not go with tensor_parallel"):
-        load_plan(lm, {"stages": {"llm": {"tensor_parallel": 2, "lora": {}}}}, hardware=LAPTOP)
+    adapted = load_plan(lm, {"stages": {"llm": {"tensor_parallel": 2, "lora": {}}}}, hardware=LAPTOP).stages["llm"]
+    assert (adapted.tensor_parallel, adapted.lora) == (2, LoraPlan())
 
 
 def test_guidance_branches_of_a_denoiser_on_processes_of_their_own() -> None:
@@ -111,3 +112,41 @@ def test_a_language_model_has_no_guidance_branches(lm: StageGraph) -> None:
     with pytest.raises(ConfigError, match=r"stages.llm.cfg_parallel is for diffusion stages"):
         load_plan(lm, {"stages": {"llm": {"cfg_parallel": 2}}}, hardware=LAPTOP)
     assert load_plan(lm, {"defaults": {"cfg_parallel": 2}}, hardware=LAPTOP).stages["llm"].ranks == 1
+
+
+@pytest.fixture
+def pictures() -> StageGraph:
+    graph = StageGraph("pictures")
+    graph.stage("denoiser", "diffusion", takes={"text"}, gives={"image"})
+    return graph
+
+
+@pytest.mark.parametrize("way", ["cfg_parallel", "sequence_parallel", "tensor_parallel"])
+def test_a_denoiser_has_several_processes_in_one_way(pictures: StageGraph, way: str) -> None:
+    said: dict[str, object] = {way: 2}
+    denoiser = load_plan(pictures, {"stages": {"denoiser": said}}, hardware=FOUR).stages["denoiser"]
+    ways = (denoiser.cfg_parallel, denoiser.sequence_parallel, denoiser.tensor_parallel)
+    assert (sorted(ways), getattr(denoiser, way), denoiser.ranks) == ([1, 1, 2], 2, 2)
+    assert (denoiser.devices, denoiser.replicas, denoiser.device_of(0, 1)) == (("cuda:0", "cuda:1"), 1, "cuda:1")
+    four = {"stages": {"denoiser": {way: 3, "devices": [f"cuda:{number}" for number in range(4)]}}}
+    with pytest.raises(ConfigError, match=rf"stages.denoiser.{way} is 3, but the stage has 4 GPUs"):
+        load_plan(pictures, four, hardware=FOUR)
+    with pytest.raises(ConfigError, match=rf"lora is .* does not go with {way} \(2\)"):
+        load_plan(pictures, {"stages": {"denoiser": {way: 2, "lora": {}}}}, hardware=LAPTOP)
+
+
+def test_two_ways_are_refused(pictures: StageGraph) -> None:
+    both = {"stages": {"denoiser": {"cfg_parallel": 2, "sequence_parallel": 2}}}
+    with pytest.raises(ConfigError, match=r"denoiser\.sequence_parallel is 2, but cfg_parallel is 2: .* one way"):
+        load_plan(pictures, both, hardware=FOUR)
+
+
+def test_what_is_exchanged(pictures: StageGraph) -> None:
+    ring = {"stages": {"denoiser": {"sequence_parallel": 2, "sequence_mode": "ring"}}}
+    assert load_plan(pictures, ring, hardware=FOUR).stages["denoiser"].sequence_mode == "ring"
+    alone = {"stages": {"denoiser": {"sequence_mode": "ring"}}}
+    with pytest.raises(ConfigError, match=r"stages\.denoiser\.sequence_mode is set, but sequence_parallel is 1"):
+        load_plan(pictures, alone, hardware=FOUR)
+    other = {"stages": {"denoiser": {"sequence_parallel": 2, "sequence_mode": "star"}}}
+    with pytest.raises(ConfigError, match=r"sequence_mode is 'star'; it must be one of ulysses, ring"):
+        load_plan(pictures, other, hardware=FOUR)

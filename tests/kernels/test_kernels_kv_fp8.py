@@ -11,7 +11,8 @@ from segue.kernels.form import Form
 from segue.kernels.kv_layout import LayerShape, lay_out, uniform
 from segue.kernels.kv_store import KVStore
 from segue.kernels.paged_attention import ReferenceAttention, TorchAttention
-from segue.kernels.paged_step import AttentionBackend, Part, paged_step
+from segue.kernels.paged_step import AttentionBackend, paged_step
+from segue.kernels.part import Part
 
 FP8 = torch.float8_e4m3fn
 CPU = torch.device("cpu")

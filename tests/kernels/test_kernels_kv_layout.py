@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from segue.kernels.kv_layout import LayerShape, lay_out, uniform
 from segue.kernels.kv_store import KVStore
 from segue.kernels.paged_attention import Form, ReferenceAttention, TorchAttention
-from segue.kernels.paged_step import Part, paged_step
+from segue.kernels.paged_step import paged_step
+from segue.kernels.part import Part
 
 SHAPE = LayerShape(2, 8, 8)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -28,30 +27,31 @@ from segue.kernels.paged_attention import (
     paged_attention,
     paged_mask,
 )
-from segue.kernels.paged_step import Part, additive, paged_step, step_order
+from segue.kernels.paged_step import additive, paged_step
+from segue.kernels.part import Part, step_order
 from segue.kernels.spans import SPAN_BYTES, slot_runs
 from segue.messages.errors import ConfigError
 
 SIZE, DIM = 4, 8
 
 
-def store(kv_heads: int, device: str = "cpu", num_blocks: int = 64) -> KVStore:
+def store(kv_heads: int, device: str = "cpu", size: int = SIZE, dim: int = DIM) -> KVStore:
     return KVStore(
-        uniform(2, kv_heads, DIM),
-        num_blocks=num_blocks,
-        block_size=SIZE,
+        uniform(2, kv_heads, dim),
+        num_blocks=64,
+        block_size=size,
         dtype=torch.float32,
         device=torch.device(device),
     )
 
 
-def layout(spans: list[tuple[int, int]], pieces: int = 64) -> list[Part]:
+def layout(spans: list[tuple[int, int]], pieces: int = 64, size: int = SIZE) -> list[Part]:
     """Parts with disjoint block tables, in the order of a step; the pool is cut into so many consecutive pieces."""
     order = torch.arange(64).view(pieces, -1)[torch.randperm(pieces, generator=torch.Generator().manual_seed(1))]
     order = order.flatten().flip(0).tolist()
     parts = []
     for start, tokens in spans:
-        need = -(-(start + tokens) // SIZE)
+        need = -(-(start + tokens) // size)
         parts.append(Part([order.pop() for _ in range(need)], start, start + tokens))
     return sorted(parts, key=step_order)
 
@@ -117,14 +117,12 @@ def test_flex_equals_the_reference(spans, heads, form, seed):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", [(None, None, False), (3, None, False), (None, 5.0, True)])
-def test_compiled_flex_equals_the_reference_on_a_gpu(form, monkeypatch):
+def test_compiled_flex_equals_the_reference_on_a_gpu(form):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    monkeypatch.setattr(sys.modules[__name__], "SIZE", 128)
-    monkeypatch.setattr(sys.modules[__name__], "DIM", 64)
     backend = attention_backend("flex", torch.device("cuda"), 128)
     for spans in ([(0, 7), (3, 1), (300, 1), (9, 150)], [(200, 1)] * 5):
-        compare("cuda", spans, (6, 2), form, 0, backend=backend)
+        compare("cuda", spans, (6, 2), form, 0, backend=backend, size=128, dim=64)
 
 
 def test_flex_is_for_gpus_and_large_blocks():
@@ -134,25 +132,27 @@ def test_flex_is_for_gpus_and_large_blocks():
         attention_backend("flex", torch.device("cuda"), 16)
 
 
-def compare(device, spans, heads, form, seed, pieces=64, span_bytes=SPAN_BYTES, backend=None) -> None:
+def compare(
+    device, spans, heads, form, seed, pieces=64, span_bytes=SPAN_BYTES, backend=None, size=SIZE, dim=DIM
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     window, softcap, with_sinks = form
     sinks = torch.randn(heads[0], generator=generator).to(device) if with_sinks else None
     wanted = Form(0.3, window, softcap, sinks)
-    parts = layout(spans, pieces)
+    parts = layout(spans, pieces, size)
     tokens = sum(part.stop - part.start for part in parts)
-    q = torch.randn(heads[0], tokens, DIM, generator=generator).to(device)
-    k, v = (torch.randn(heads[1], tokens, DIM, generator=generator).to(device) for _ in range(2))
+    q = torch.randn(heads[0], tokens, dim, generator=generator).to(device)
+    k, v = (torch.randn(heads[1], tokens, dim, generator=generator).to(device) for _ in range(2))
     results, stores = [], []
     for tried in (backend or TorchAttention(span_bytes), ReferenceAttention()):
-        own = store(heads[1], device)
+        own = store(heads[1], device, size, dim)
         past = torch.Generator().manual_seed(seed)
         for layer in (*own.keys, *own.values):
             layer.copy_(torch.randn(layer.shape, generator=past))
         results.append(tried.attend(1, q, k, v, paged_step(own, parts), wanted))
         stores.append(own)
     torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-5)
-    assert results[0].shape == (tokens, heads[0], DIM)
+    assert results[0].shape == (tokens, heads[0], dim)
     for ours, theirs in zip(stores[0].keys + stores[0].values, stores[1].keys + stores[1].values, strict=True):
         assert torch.equal(ours, theirs)
 

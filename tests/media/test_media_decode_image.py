@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from media_breaking import broken
 from PIL import Image
 
-from segue.media.image import decode_image
+from segue.media.image import decode_alpha, decode_image
 from segue.media.limits import MediaLimits
 from segue.messages.errors import ConfigError, InvalidRequest, TooLarge
 from segue.messages.request import ArrayInfo, MediaPart
@@ -54,6 +54,32 @@ def test_every_mode_becomes_rgb(kind: str, mode: str) -> None:
     pixels = decode_image(part(data), LIMITS)
     assert pixels.shape == (16, 24, 3)
     assert np.array_equal(pixels, np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_what_is_transparent(mode: str) -> None:
+    alpha = np.zeros((16, 24), dtype=np.uint8)
+    alpha[:, 12:] = 255
+    image = small()
+    image.putalpha(Image.fromarray(alpha))
+    if mode == "P":
+        image = image.quantize(16, method=Image.Quantize.FASTOCTREE)
+    found = decode_alpha(part(saved(image.convert(mode), "PNG")), LIMITS)
+    assert np.array_equal(found == 0, alpha == 0)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "1"])
+def test_files_without_transparency_are_refused(mode: str) -> None:
+    with pytest.raises(InvalidRequest, match="no alpha channel") as caught:
+        decode_alpha(part(saved(small(mode), "PNG")), LIMITS)
+    assert caught.value.field == FIELD
+
+
+def test_a_broken_file_has_no_transparency_either() -> None:
+    image = small()
+    image.putalpha(0)
+    with pytest.raises(InvalidRequest, match="not a readable image"):
+        decode_alpha(part(saved(image, "PNG")[:-60]), LIMITS)
 
 
 def test_sixteen_bit_grey_keeps_its_brightness() -> None:

@@ -24,8 +24,8 @@ from segue.models.multimodal_lm.input import InputProcessor
 from segue.models.multimodal_lm.llm import LLM
 from segue.models.multimodal_lm.stages import TRANSFERS
 
-FAMILIES = ("qwen2.5-vl", "qwen2-audio", "llava-onevision", "qwen3-vl")
-SEES = ("qwen2.5-vl", "llava-onevision", "qwen3-vl")
+FAMILIES = ("qwen2.5-vl", "qwen2-audio", "llava-onevision", "qwen3-vl", "gemma3-vision")
+SEES = ("qwen2.5-vl", "llava-onevision", "qwen3-vl", "gemma3-vision")
 TOKENS = 20
 FPS = 2.0
 
@@ -50,6 +50,7 @@ SIGHTS = (
     Case("clip", "what happens here", (("video", 5),)),
     Case("mixed", "is the picture out of the clip?", (("image", 8), ("video", 9), ("image", 10))),
 )
+PICTURES = (*SIGHTS[:3], Case("two", "is it the same place?", (("image", 8), ("image", 10))))
 CLIPS = Case("clips", "which is longer?", (("video", 6), ("video", 7)))
 EQUAL_CLIPS = Case("clips", "which is longer?", (("video", 6), ("video", 8)))
 """LLaVA-OneVision's processor takes several clips in one prompt only where they have as many frames."""
@@ -63,6 +64,8 @@ SOUNDS = (
 def cases_of(family: str) -> tuple[Case, ...]:
     if family == "qwen2-audio":
         return SOUNDS
+    if family == "gemma3-vision":
+        return PICTURES
     return (*SIGHTS, EQUAL_CLIPS if family == "llava-onevision" else CLIPS)
 
 

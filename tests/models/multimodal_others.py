@@ -154,17 +154,6 @@ OTHERS: dict[str, dict[str, Any]] = {
         "special": _QWEN.special,
         "template": _QWEN.template,
     },
-    "gemma3": {
-        "config": {
-            "vision_config": {**_SIGHT, "model_type": "siglip_vision_model", "vision_use_head": False},
-            "text_config": {**_TEXT, "model_type": "gemma3_text", "query_pre_attn_scalar": 16},
-            "image_token_index": _IMAGE,
-            "mm_tokens_per_image": 4,
-        },
-        "processor": {"processor_class": "Gemma3Processor", "image_seq_length": 4},
-        "pixels": {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 56, "width": 56}, **_HALF},
-        "tokens": {"image_token": "<image>", "boi_token": "<img>", "eoi_token": "</img>"},
-    },
 }
 
 

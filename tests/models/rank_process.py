@@ -17,6 +17,7 @@ import torch
 
 from segue.engines.autoregressive.ranks import Leader, follow
 from segue.engines.contract import LoadContext
+from segue.graph.lora import LoraPlan
 from segue.models.causal_lm.llm import LLM
 from segue.parallel.group import Group
 from segue.parallel.orders import Crew
@@ -25,12 +26,24 @@ CPU = torch.device("cpu")
 
 
 def rank(
-    directory: Path, number: int, meeting: Path, load_format: str, quantization: str = "none"
+    directory: Path,
+    number: int,
+    meeting: Path,
+    load_format: str,
+    quantization: str = "none",
+    lora: dict[str, str] | None = None,
 ) -> tuple[LLM, Group]:
-    """This rank's part of a checkpoint."""
+    """This rank's part of a checkpoint. `lora`: directories of adapters by name."""
     group = Group(number, 2, meeting, CPU)
     context = LoadContext(
-        directory, "llm", CPU, torch.float32, load_format=load_format, group=group, quantization=quantization
+        directory,
+        "llm",
+        CPU,
+        torch.float32,
+        load_format=load_format,
+        group=group,
+        quantization=quantization,
+        lora=None if lora is None else LoraPlan(lora),
     )
     return LLM(context), group
 
@@ -53,7 +66,12 @@ class Second:
 
     @contextmanager
     def led(
-        self, ours: Path, theirs: Path | None = None, load_format: str = "auto", quantization: str = "none"
+        self,
+        ours: Path,
+        theirs: Path | None = None,
+        load_format: str = "auto",
+        quantization: str = "none",
+        lora: dict[str, str] | None = None,
     ) -> Iterator[Leader]:
         """A leader over `ours`, with a follower over the same checkpoint or another of the same shape."""
         self._jobs += 1
@@ -63,13 +81,14 @@ class Second:
             "meeting": str(meeting),
             "load_format": load_format,
             "quantization": quantization,
+            "lora": lora,
         }
         orders, far = socket.socketpair()
         with far:
             socket.send_fds(self._control, [json.dumps(job).encode()], [far.fileno()])
         crew = Crew([orders])
         try:
-            yield Leader(*rank(ours, 0, meeting, load_format, quantization), crew)
+            yield Leader(*rank(ours, 0, meeting, load_format, quantization, lora), crew)
         finally:
             crew.close()
             self.weight_bytes = json.loads(self._control.recv(4096))["weight_bytes"]
@@ -89,7 +108,7 @@ def main() -> None:
         job = json.loads(data)
         with socket.socket(fileno=fds[0]) as orders:
             adapter, group = rank(
-                Path(job["directory"]), 1, Path(job["meeting"]), job["load_format"], job["quantization"]
+                Path(job["directory"]), 1, Path(job["meeting"]), job["load_format"], job["quantization"], job["lora"]
             )
             follow(adapter, group, orders, None)
         control.send(json.dumps({"weight_bytes": adapter.weight_bytes}).encode())

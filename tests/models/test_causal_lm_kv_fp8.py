@@ -11,7 +11,8 @@ from causal_lm_family import Served, load, make, prompts
 from segue.engines.autoregressive.contract import FlatBatch
 from segue.engines.autoregressive.memory import blocks_for, bytes_per_block, stored_as
 from segue.kernels.kv_store import KVStore
-from segue.kernels.paged_step import Part, paged_step
+from segue.kernels.paged_step import paged_step
+from segue.kernels.part import Part
 from segue.messages.errors import ConfigError
 from segue.models.causal_lm.llm import LLM
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from lora_files import make_adapter, merge
 from segue.engines.contract import StageRequest
 from segue.graph.lora import LoraPlan
+from segue.kernels.compiled import compile_layers
 from segue.kernels.lora import Lora, LoraLinear, LoraSwitch, Pair, lora_step
 from segue.messages.errors import ConfigError, NotFound
 from segue.messages.request import Request
@@ -186,6 +188,23 @@ def test_steps_with_adapters_are_not_replayed(llama: Home) -> None:
     served = Served(load(llama.base, lora=llama.plan()), attention="triton", max_batch=4)
     for some in (given[:3], given[1:2]):
         assert ask(served, some, 3) == [expected[given.index(one)][:3] for one in some]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch's own compiler
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+def test_compiled_layers_with_adapters(llama: Home, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Steps with adapters and steps without; what is compiled in the first steps is all there is."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    given, expected = mixed(llama)
+    adapter = load(llama.base, lora=llama.plan())
+    assert compile_layers(adapter.library_decoder, "cpu") > 1
+    served = Served(adapter, max_tokens_per_step=48)
+    plain = [(None, prompt) for prompt in PROMPTS[:3]]
+    assert ask(served, plain) == llama.expected[None][:3]
+    assert any(path.suffix == ".so" for path in tmp_path.rglob("*")), "something was compiled"
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert ask(served, given[:18]) == expected[:18]
+        assert ask(served, plain[::-1]) == llama.expected[None][2::-1]
 
 
 # ── what is refused ────────────────────────────────────────────────────────────────────────────────────────────────

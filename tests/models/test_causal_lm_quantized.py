@@ -15,7 +15,8 @@ from segue.engines.autoregressive.contract import FlatBatch
 from segue.graph.lora import LoraPlan
 from segue.kernels.kv_layout import uniform
 from segue.kernels.kv_store import KVStore
-from segue.kernels.paged_step import Part, paged_step
+from segue.kernels.paged_step import paged_step
+from segue.kernels.part import Part
 from segue.kernels.quantized import GROUP, Int4Linear, Int8Linear, StoredLinear, eight_bits, four_bits, quantize_linears
 from segue.messages.errors import ConfigError
 from segue.models.causal_lm.llm import LLM

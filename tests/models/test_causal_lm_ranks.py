@@ -13,7 +13,8 @@ from causal_lm_family import Served, generate, load, make, prompts
 from rank_process import Second
 
 from segue.engines.autoregressive.contract import AutoregressiveAdapter, FlatBatch
-from segue.kernels.paged_step import Part, paged_step
+from segue.kernels.paged_step import paged_step
+from segue.kernels.part import Part
 from segue.messages.errors import ConfigError
 from segue.models.library import AutoModelForCausalLM
 from segue.parallel.group import Group

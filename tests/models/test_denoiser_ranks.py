@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from segue.engines.diffusion.contract import Row
 from segue.engines.diffusion.ranks import RowLeader
 from segue.messages.errors import StageFailed
-from segue.models.qwen_image import tiny
 
 GUIDED = {
     "prompt": "a small boat left the harbour in the early morning",
@@ -38,21 +37,14 @@ CASES: tuple[dict[str, Any], ...] = (
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("qwen-image")
-    tiny.make(made)
-    return made
-
-
-@pytest.fixture(scope="module")
-def chain(directory: Path) -> Iterator[Chain]:
+def chain(qwen_image_dir: Path) -> Iterator[Chain]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield Chain(directory)
+    yield Chain(qwen_image_dir)
     torch.set_num_threads(threads)
 
 
-def test_two_equal_one(chain: Chain, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_equal_one(chain: Chain, qwen_image_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = chain.adapters["denoiser"]
     expected = [chain.run(case)[0] for case in CASES]
     branches: set[int] = set()
@@ -63,7 +55,7 @@ def test_two_equal_one(chain: Chain, directory: Path, tmp_path: Path, monkeypatc
         return predict(rows)
 
     monkeypatch.setattr(plain, "predict", noted)
-    with led(plain, directory, tmp_path / "meeting") as leader:
+    with led(plain, qwen_image_dir, tmp_path / "meeting") as leader:
         monkeypatch.setitem(chain.adapters, "denoiser", leader)
         together = chain.run(*CASES, late={1: 1, 3: 2, 4: 3})
         for one, case in zip(together, expected, strict=True):
@@ -72,10 +64,10 @@ def test_two_equal_one(chain: Chain, directory: Path, tmp_path: Path, monkeypatc
 
 
 def test_other_weights_there_are_seen(
-    chain: Chain, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    chain: Chain, qwen_image_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = chain.run(GUIDED)[0]
-    other = Path(shutil.copytree(directory, tmp_path / "other"))
+    other = Path(shutil.copytree(qwen_image_dir, tmp_path / "other"))
     [path] = (other / "transformer").glob("*.safetensors")
     tensors = load_file(path)
     tensors["transformer_blocks.1.attn.to_v.weight"][0, 0] += 1.0
@@ -86,11 +78,11 @@ def test_other_weights_there_are_seen(
 
 
 def test_an_error_of_one_rank_leaves_them_in_step(
-    chain: Chain, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    chain: Chain, qwen_image_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = chain.adapters["denoiser"]
     expected = chain.run(GUIDED)[0]
-    with led(plain, directory, tmp_path / "meeting") as leader:
+    with led(plain, qwen_image_dir, tmp_path / "meeting") as leader:
         monkeypatch.setitem(chain.adapters, "denoiser", leader)
         fails(plain, leader, chain, monkeypatch)
         assert apart(chain.run(GUIDED)[0], expected.pixels) < WITHIN

@@ -12,11 +12,11 @@ from diffusion_chain import WITHIN, Chain, Made, apart
 
 from segue.engines.contract import LoadContext
 from segue.graph.lora import LoraPlan
+from segue.kernels.network_graphs import NetworkGraphs
 from segue.kernels.quantized import QUANTIZED
 from segue.messages.errors import ConfigError
 from segue.models.diffusion.loading import load_component
 from segue.models.diffusion.tuning import load_network, offload
-from segue.models.qwen_image import tiny
 from segue.models.qwen_image.denoiser import QwenImageDenoiser
 
 ASKED = {
@@ -31,15 +31,8 @@ ASKED = {
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("qwen-image")
-    tiny.make(made)
-    return made
-
-
-@pytest.fixture(scope="module")
-def chain(directory: Path) -> Chain:
-    return Chain(directory)
+def chain(qwen_image_dir: Path) -> Chain:
+    return Chain(qwen_image_dir)
 
 
 @pytest.fixture(scope="module")
@@ -60,16 +53,16 @@ def made_with(chain: Chain, directory: Path, **keys: Any) -> Made:
         chain.adapters["denoiser"] = plain
 
 
-def test_attention_by_name(chain: Chain, directory: Path, exact: Made) -> None:
-    assert apart(made_with(chain, directory, attention="native"), exact.pixels) < WITHIN
+def test_attention_by_name(chain: Chain, qwen_image_dir: Path, exact: Made) -> None:
+    assert apart(made_with(chain, qwen_image_dir, attention="native"), exact.pixels) < WITHIN
 
 
 @pytest.mark.parametrize(("kind", "most"), [("int8", 0.25), ("fp8", 0.5)])
-def test_quantised_weights(chain: Chain, directory: Path, exact: Made, kind: str, most: float) -> None:
+def test_quantised_weights(chain: Chain, qwen_image_dir: Path, exact: Made, kind: str, most: float) -> None:
     """The preset's sharp attention makes much of an error; other weights would be at 1.4."""
-    network = load_network(context(directory, quantization=kind), "transformer")
+    network = load_network(context(qwen_image_dir, quantization=kind), "transformer")
     assert sum(isinstance(module, QUANTIZED) for module in network.modules()) > 10
-    plain = load_component(context(directory), "transformer")
+    plain = load_component(context(qwen_image_dir), "transformer")
     generator = torch.Generator().manual_seed(0)
     given = {
         "hidden_states": torch.randn(2, 16, 64, generator=generator),
@@ -81,10 +74,10 @@ def test_quantised_weights(chain: Chain, directory: Path, exact: Made, kind: str
         mine, theirs = (one(**given, return_dict=False)[0] for one in (network, plain))
     error = float((mine - theirs).norm() / theirs.norm())
     assert 1e-4 < error < most
-    assert apart(made_with(chain, directory, quantization=kind), exact.pixels) > WITHIN, "it is a loss"
+    assert apart(made_with(chain, qwen_image_dir, quantization=kind), exact.pixels) > WITHIN, "it is a loss"
 
 
-def test_compiled_blocks(chain: Chain, directory: Path, exact: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_blocks(chain: Chain, qwen_image_dir: Path, exact: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[Any] = []
 
     def eager(forward: Any, *, dynamic: bool) -> Any:
@@ -95,9 +88,12 @@ def test_compiled_blocks(chain: Chain, directory: Path, exact: Made, monkeypatch
     monkeypatch.setattr(torch, "compile", eager)
     monkeypatch.setenv("CXX", "true")
     asked = {**ASKED, "step_cache": "first_block"}
-    assert apart(made_with(chain, directory, compile=True), exact.pixels) < WITHIN
+    assert apart(made_with(chain, qwen_image_dir, compile=True), exact.pixels) < WITHIN
     assert len(compiled) == 3
-    chain.adapters["denoiser"], plain = QwenImageDenoiser(context(directory, compile=True)), chain.adapters["denoiser"]
+    chain.adapters["denoiser"], plain = (
+        QwenImageDenoiser(context(qwen_image_dir, compile=True)),
+        chain.adapters["denoiser"],
+    )
     try:
         cached = chain.run(asked)[0]
     finally:
@@ -105,9 +101,9 @@ def test_compiled_blocks(chain: Chain, directory: Path, exact: Made, monkeypatch
     assert apart(cached, chain.run(asked)[0].pixels) < WITHIN, "hooks are outside of what is compiled"
 
 
-def test_weights_that_wait_elsewhere(directory: Path) -> None:
-    plain = load_component(context(directory), "transformer")
-    moved = load_component(context(directory), "transformer")
+def test_weights_that_wait_elsewhere(qwen_image_dir: Path) -> None:
+    plain = load_component(context(qwen_image_dir), "transformer")
+    moved = load_component(context(qwen_image_dir), "transformer")
     offload(moved, torch.device("cpu"), use_stream=False)
     given = {
         "hidden_states": torch.randn(1, 16, 64, generator=torch.Generator().manual_seed(0)),
@@ -128,15 +124,51 @@ def test_weights_that_wait_elsewhere(directory: Path) -> None:
         ({"offload": "layerwise", "device": torch.device("cuda"), "compile": True}, "offload does not go with compile"),
     ],
 )
-def test_what_cannot_be_is_named(directory: Path, keys: dict[str, Any], says: str) -> None:
+def test_what_cannot_be_is_named(qwen_image_dir: Path, keys: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
-        load_network(context(directory, **keys), "transformer")
+        load_network(context(qwen_image_dir, **keys), "transformer")
     assert caught.value.field == f"stages.denoiser.{next(iter(keys))}"
 
 
-def test_attention_that_is_not_installed_is_named(directory: Path) -> None:
-    network = load_component(context(directory), "transformer")
+def test_attention_that_is_not_installed_is_named(qwen_image_dir: Path) -> None:
+    network = load_component(context(qwen_image_dir), "transformer")
     from segue.models.diffusion.tuning import _set_attention
 
     with pytest.raises(ConfigError, match=r"attention is 'flash_3'.*missing package"):
-        _set_attention(network, context(directory, attention="flash_3", device=torch.device("cuda")))
+        _set_attention(network, context(qwen_image_dir, attention="flash_3", device=torch.device("cuda")))
+
+
+def test_recorded_calls(chain: Chain, qwen_image_dir: Path, exact: Made) -> None:
+    """As on a GPU, over tensors of their own; of a step cache they are launched one by one."""
+    replayed: list[int] = []
+
+    class OnPaper:
+        def held(self, run: Any) -> tuple[Any, int]:
+            return run(), 0
+
+        def record(self, run: Any) -> tuple[Any, Any]:
+            [made] = run()
+
+            def again() -> None:
+                replayed.append(len(made))
+                made.copy_(run()[0])
+
+            return again, (made,)
+
+    network = QwenImageDenoiser(context(qwen_image_dir))
+    network.network.forward = NetworkGraphs(network.network.forward, torch.device("cpu"), OnPaper())
+    chain.adapters["denoiser"], plain = network, chain.adapters["denoiser"]
+    cached = {**ASKED, "step_cache": "first_block"}
+    try:
+        assert apart(chain.run(ASKED)[0], exact.pixels) < WITHIN
+        assert replayed == [2, 2]
+        one, other = chain.run(ASKED, {**ASKED, "seed": 4})
+        assert apart(one, exact.pixels) < WITHIN
+        assert apart(other, exact.pixels) > 10 * WITHIN
+        assert 4 in replayed
+        before = len(replayed)
+        without = chain.run(cached)[0]
+        assert len(replayed) == before
+    finally:
+        chain.adapters["denoiser"] = plain
+    assert apart(without, chain.run(cached)[0].pixels) < WITHIN

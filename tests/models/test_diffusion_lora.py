@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from diffusers import LCMScheduler
 from diffusion_chain import WITHIN, Chain, apart, expected, pipeline_of
 from safetensors.torch import save_file
 from torch import nn
@@ -17,6 +18,7 @@ from torch import nn
 from segue.graph.lora import LoraPlan
 from segue.messages.errors import ConfigError, NotFound
 from segue.models.flux import tiny as flux
+from segue.models.flux2 import tiny as flux2
 from segue.models.qwen_image import tiny as qwen_image
 from segue.models.sdxl import tiny as sdxl
 from segue.models.stable_diffusion_3 import tiny as stable_diffusion_3
@@ -25,6 +27,7 @@ from segue.models.z_image import tiny as z_image
 
 FAMILIES = {
     "flux": (flux.make, "FluxPipeline", {"max_sequence_length": 32}),
+    "flux2": (flux2.make, "Flux2Pipeline", {"max_sequence_length": 96}),
     "sd3": (stable_diffusion_3.make, "StableDiffusion3Pipeline", {"max_sequence_length": 32, "guidance_scale": 1.0}),
     "z-image": (z_image.make, "ZImagePipeline", {"guidance_scale": 0.0}),
     "sdxl": (sdxl.make, "StableDiffusionXLPipeline", {"guidance_scale": 1.0}),
@@ -127,6 +130,47 @@ def test_as_peft_writes_it_and_while_it_runs(model: Path, tmp_path: Path) -> Non
     adapters.unload("ink")
     with pytest.raises(NotFound):
         chain.run(asked)
+
+
+def few_steps(made: Weights, name: Callable[[str], str], alpha: float) -> dict[str, torch.Tensor]:
+    """The tensors of a file as trainers of adapters for few steps write it; `name`: what they call a layer."""
+    tensors = {}
+    for layer, (down, up) in made.items():
+        tensors[f"{name(layer)}.lora_down.weight"] = down
+        tensors[f"{name(layer)}.lora_up.weight"] = up
+        tensors[f"{name(layer)}.alpha"] = torch.tensor(alpha)
+    return tensors
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' schedulers and numpy 2
+@pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
+@pytest.mark.parametrize("family", ["qwen-image", "sdxl"])
+def test_fewer_steps(family: str, tmp_path: Path) -> None:
+    """Qwen-Image with a file in the layout of Lightning and noise levels of its own; SDXL with one in that of LCM-LoRA
+    and another scheduler: in four steps without guidance, what the pipeline makes with the adapter in its weights."""
+    make, kind, _ = FAMILIES[family]
+    make(tmp_path / "model")
+    pipeline = pipeline_of(tmp_path / "model", kind)
+    network = pipeline.unet if family == "sdxl" else pipeline.transformer
+    ink = drawn(network, 4, 1)
+    asked: dict[str, Any] = {**ASKED, "num_inference_steps": 4}
+    if family == "sdxl":
+        ink = {layer: pair for layer, pair in ink.items() if ".attn" in layer}
+        tensors = few_steps(ink, lambda layer: "lora_unet_" + layer.replace(".", "_"), 2.0)
+        asked |= {"guidance_scale": 1.0, "scheduler": "LCMScheduler"}
+        pipeline.scheduler = LCMScheduler.from_config(pipeline.scheduler.config)
+    else:
+        ink = {layer: pair for layer, pair in ink.items() if layer.startswith("transformer_blocks")}
+        tensors = few_steps(ink, lambda layer: layer, 2.0)
+        asked |= {"true_cfg_scale": 1.0, "sigmas": [1.0, 0.9, 0.7, 0.4]}
+    save_file(tensors, tmp_path / "four_steps.safetensors")
+    plan = LoraPlan({"four": str(tmp_path / "four_steps.safetensors")}, max_rank=4)
+    [made] = Chain(tmp_path / "model", lora=plan).run({**asked, "adapter": "four"})
+    wanted = {key: value for key, value in asked.items() if key != "scheduler"}
+    assert len(made.progress) == 4
+    with merged(network, ink, 0.5):
+        assert apart(made, expected(pipeline, wanted)) < WITHIN
+    assert apart(made, expected(pipeline, wanted)) > 10 * WITHIN, "the adapter shows"
 
 
 def test_a_stage_that_takes_none(model: Path) -> None:

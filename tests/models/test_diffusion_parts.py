@@ -23,20 +23,12 @@ from segue.models.diffusion.input import fitting_size
 from segue.models.diffusion.loading import load_component, load_tokenizer
 from segue.models.diffusion.schedulers import Schedulers
 from segue.models.diffusion.text_encoder import TextEncoder
-from segue.models.qwen_image import tiny
 from segue.models.registry import PIPELINE, family_of, read_config
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("qwen-image")
-    tiny.make(made)
-    return made
-
-
 @pytest.fixture
-def copy(directory: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(directory, tmp_path / "copy"))
+def copy(qwen_image_dir: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(qwen_image_dir, tmp_path / "copy"))
 
 
 def context(directory: Path, **more: Any) -> LoadContext:
@@ -47,10 +39,10 @@ def edit(path: Path, **values: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-def test_a_pipeline_is_found_by_its_class(directory: Path) -> None:
-    config = read_config(directory)
+def test_a_pipeline_is_found_by_its_class(qwen_image_dir: Path) -> None:
+    config = read_config(qwen_image_dir)
     assert config["architectures"] == ["QwenImagePipeline"]
-    assert family_of(config, directory).name == "qwen_image"
+    assert family_of(config, qwen_image_dir).name == "qwen_image"
 
 
 def test_parts_that_cannot_be_loaded_are_named(copy: Path) -> None:
@@ -117,8 +109,8 @@ def works(*texts: Sequence[str]) -> list[Work]:
     return [Work(str(place), items, last=True) for place, items in enumerate(encoder_input)]
 
 
-def test_equal_prompts_of_many_requests_are_encoded_once(directory: Path) -> None:
-    encoder = Lengths(context(directory))
+def test_equal_prompts_of_many_requests_are_encoded_once(qwen_image_dir: Path) -> None:
+    encoder = Lengths(context(qwen_image_dir))
     results = encoder.run(works(["red", ""], ["blue", ""], ["red"]))
     assert [[item["text"] for item in call] for call in encoder.calls] == [["red", "", "blue"]]
     made = [[int(text["embeds"]) for text in (result.payload or {})["texts"]] for result in results]
@@ -129,7 +121,7 @@ def test_equal_prompts_of_many_requests_are_encoded_once(directory: Path) -> Non
         sum(b"blue"),
         sum(b"green"),
     ]
-    none = Lengths(context(directory, options={"cache_bytes": 0}))
+    none = Lengths(context(qwen_image_dir, options={"cache_bytes": 0}))
     none.run(works(["red"]))
     none.run(works(["red"]))
     assert len(none.calls) == 2

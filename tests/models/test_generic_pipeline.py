@@ -38,7 +38,7 @@ ASKED: dict[str, dict[str, Any]] = {
         "num_inference_steps": 3,
         "options": {"use_resolution_binning": False, "clean_caption": False},
     },
-    "LTXPipeline": {
+    "LTXConditionPipeline": {
         **COMMON,
         "height": 32,
         "width": 32,
@@ -48,7 +48,7 @@ ASKED: dict[str, dict[str, Any]] = {
         "options": {"frame_rate": 20},
     },
 }
-COUNTS = {"LTXPipeline": "num_videos_per_prompt"}
+COUNTS = {"LTXConditionPipeline": "num_videos_per_prompt"}
 
 
 @pytest.fixture(scope="module", params=list(MAKERS))
@@ -129,7 +129,8 @@ def test_refused(kind: str, chain: Chain) -> None:
         ({"num_inference_steps": 1000}, "num_inference_steps", "at most 200"),
         ({"scheduler": "Euler"}, "scheduler", "not sampled with"),
         ({"height": 33}, "height", "divisible"),
-        ({"image": np.zeros((8, 8, 3), dtype=np.uint8)}, "image", "takes no image"),
+        ({"options": {"output_type": "latent"}}, "output_type", kind),
+        ({"mask_image": np.zeros((8, 8, 3), dtype=np.uint8)}, "mask_image", "takes no mask_image"),
     ):
         with pytest.raises(InvalidRequest, match=says) as caught:
             chain.run({**ASKED[kind], **wrong})
@@ -162,7 +163,8 @@ def test_the_graph_shows_it(kind: str, chain: Chain) -> None:
     shown = as_text(chain.graph)
     assert "generic_pipeline" in shown
     assert "library_pipeline  module" in shown
-    assert chain.graph.gives == {"video" if kind == "LTXPipeline" else "image"}
+    assert f"diffusers' {kind}, whole" in shown
+    assert chain.graph.gives == {"video" if kind == "LTXConditionPipeline" else "image"}
 
 
 def test_another_scheduler(tmp_path: Path) -> None:

@@ -48,9 +48,7 @@ def test_one_that_only_hears(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        ({"model_type": "gemma3"}, "see each other in both directions"),
         ({"model_type": "paligemma"}, "see each other in both directions"),
-        ({"text_config": {"use_bidirectional_attention": "vision"}}, "see each other in both directions"),
         ({"model_type": "mllama"}, "cross-attention"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"model_type": "llama4"}, "attend in chunks"),

@@ -20,6 +20,7 @@ from segue.models.multimodal_lm.tiny_config import SMALL
         ("qwen2.5-vl", ["visual.blocks.1.attn.qkv.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"]),
         ("qwen3-vl", ["model.visual.deepstack_merger_list.1.norm.weight", "model.language_model.norm.weight"]),
         ("llava-onevision", ["image_newline", "language_model.model.embed_tokens.weight"]),
+        ("gemma3-vision", ["multi_modal_projector.mm_soft_emb_norm.weight", "language_model.model.norm.weight"]),
         ("qwen2-audio", ["audio_tower.conv1.weight", "language_model.lm_head.weight"]),
     ],
 )

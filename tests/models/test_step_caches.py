@@ -13,7 +13,6 @@ from torch import nn
 
 from segue.messages.errors import InvalidRequest
 from segue.models.diffusion.block_cache import BlockCache
-from segue.models.qwen_image import tiny
 from segue.models.registry import tiny_preset
 
 GUIDED = {
@@ -39,21 +38,14 @@ CONFIGS = {
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("qwen-image")
-    tiny.make(made)
-    return made
+def chain(qwen_image_dir: Path) -> Chain:
+    return Chain(qwen_image_dir)
 
 
 @pytest.fixture(scope="module")
-def chain(directory: Path) -> Chain:
-    return Chain(directory)
-
-
-@pytest.fixture(scope="module")
-def theirs(directory: Path) -> dict[str, list[torch.Tensor]]:
+def theirs(qwen_image_dir: Path) -> dict[str, list[torch.Tensor]]:
     """The guided picture, by cache; `exact`: without one."""
-    pipeline = pipeline_of(directory, "QwenImagePipeline")
+    pipeline = pipeline_of(qwen_image_dir, "QwenImagePipeline")
     made = {"exact": expected(pipeline, GUIDED)}
     for name, (_, config) in CONFIGS.items():
         pipeline.transformer.enable_cache(config)

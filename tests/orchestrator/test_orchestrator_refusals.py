@@ -110,9 +110,12 @@ def test_the_queue_is_bounded(system: System, tmp_path: Path) -> None:
             held = await gate.reached()
             with pytest.raises(Overloaded, match="max_waiting"):
                 await omni.generate("second")
+            room = asyncio.create_task(omni.room())
             gate.remove()
             os.close(held)
             assert_right(await task, "first")
+            await room
+            await omni.room()  # there is some
             assert_right(await omni.generate("third"), "third")
 
     system.run(body)

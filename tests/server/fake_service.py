@@ -102,6 +102,9 @@ class FakeService:
             if not ended:
                 self.cancelled.put(request.request_id)
 
+    async def room(self) -> None:
+        """There is always room, but for scripts that say otherwise."""
+
     async def load_lora(self, name: str, path: str) -> None:
         if "broken" in path:
             raise InvalidRequest(f"{path}: not there", field="lora_path")

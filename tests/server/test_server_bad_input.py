@@ -214,13 +214,30 @@ def test_what_is_missing_is_named(http: httpx.Client, name: str) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"[]", b"3", b'"x"', b"null", b"\xff\xfe", b'{"model": "\xff"}', b'{"a": NaN}', b'{"n": 1e999}',
+    [b"", b"{", b"[]", b"3", b'"x"', b"null", b"\xff\xfe", b'{"model": "\xff"}', b'{"a": NaN',
      b"[" * 20_000 + b"]" * 20_000, b'{"messages":' + b"[" * 20_000 + b"]" * 20_000 + b"}", b'{"x": "\\ud800"}'],
 )  # fmt: skip
 def test_a_body_that_is_no_json_object_is_400(http: httpx.Client, body: bytes) -> None:
     answer = http.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400
     assert "the body" in error_of(answer)["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        (b'{"temperature": NaN}', "temperature", "NaN"),
+        (b'{"messages": [{"content": [1, -Infinity]}]}', "messages[0].content[1]", "-Infinity"),
+        (b'{"top_p": 1e999}', "top_p", "too large"),
+        (b'{"options": {"n": -1e400}}', "options.n", "too large"),
+        (b'{"n": ' + b"9" * 5000 + b"}", "n", "too large"),
+    ],
+)
+def test_numbers_that_are_none_are_named(http: httpx.Client, body: bytes, param: str, says: str) -> None:
+    answer = http.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+    error = error_of(answer)
+    assert (answer.status_code, error["param"]) == (400, param), error
+    assert says in error["message"]
 
 
 def test_a_body_that_is_not_declared_as_json_is_415(http: httpx.Client) -> None:

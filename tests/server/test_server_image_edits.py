@@ -20,7 +20,7 @@ from PIL import Image
 from segue.media.encode_image import encode_image
 from segue.messages.errors import InvalidRequest
 from segue.messages.request import MediaPart
-from segue.server.image_request import EditBody
+from segue.server.image_request import MAX_MASK_BYTES, EditBody
 from segue.server.multipart import MAX_PARTS, form_values, parse_multipart
 from segue.server.settings import ServerSettings
 
@@ -32,7 +32,7 @@ FILES = [encode_image(pixels(index, 8, 16).tobytes(), 8, 16, "png") for index in
 def server() -> Iterator[Live]:
     service = painter()
     service.card.takes = frozenset({"text", "image"})
-    with live(service, ServerSettings(drain_seconds=1, max_body_bytes=1 << 20)) as server:
+    with live(service, ServerSettings(drain_seconds=1, max_body_bytes=6 << 20)) as server:
         yield server
 
 
@@ -70,7 +70,7 @@ def test_several_with_a_mask(client: openai.OpenAI, server: Live) -> None:
     assert [(part.data, part.field, part.role) for part in sent(server)] == [
         (FILES[0], "image[0]", ""),
         (FILES[1], "image[1]", ""),
-        (FILES[2], "mask", "mask_image"),
+        (FILES[2], "mask", "mask"),
     ]
     request = server.service.requests[-1]
     assert request.prompt == "7", "text stays text"
@@ -96,7 +96,9 @@ def test_as_json(http: httpx.Client, server: Live) -> None:
     ("data", "files", "param", "says"),
     [
         ({}, {"image": FILES[0]}, "prompt", "missing"),
-        ({"prompt": "x"}, {"mask": FILES[0]}, "image", "missing"),
+        ({"prompt": "x"}, {"mask": FILES[0]}, "mask", "image is missing"),
+        ({"prompt": "x"}, {"image": FILES[0], "mask": b"GIF89a"}, "mask", "no PNG"),
+        ({"prompt": "x"}, {"image": FILES[0], "mask": FILES[0] + bytes(MAX_MASK_BYTES)}, "mask", "less than"),
         ({"prompt": "x", "n": "two"}, {"image": FILES[0]}, "n", "int"),
         ({"prompt": "x", "size": "65x64"}, {"image": FILES[0]}, "size", "64 or 80"),
         ({"prompt": "x", "image": "/etc/passwd"}, {"other": b"x"}, "other", "file"),
@@ -117,7 +119,7 @@ def test_too_much(http: httpx.Client) -> None:
     files = [("image[]", ("a.png", FILES[0]))] * 17
     many = http.post(URL, data={"prompt": "x"}, files=files)
     assert (many.status_code, many.json()["error"]["param"]) == (413, "image")
-    large = http.post(URL, data={"prompt": "x"}, files={"image": ("a.png", bytes(1 << 20))})
+    large = http.post(URL, data={"prompt": "x"}, files={"image": ("a.png", bytes(6 << 20))})
     assert (large.status_code, large.json()["error"]["code"]) == (413, "too_large")
 
 

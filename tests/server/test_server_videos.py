@@ -9,9 +9,10 @@ import resource
 import shutil
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from fake_service import FakeService, Live, live
+from fake_service import FakeService, Gate, Live, live
 from filmer import FPS, filmer, frames
 from PIL import Image
 
 from segue.media.encode_image import encode_image
-from segue.messages.errors import ConfigError
-from segue.messages.request import MediaPart
+from segue.messages.deltas import Delta
+from segue.messages.errors import ConfigError, Overloaded
+from segue.messages.request import MediaPart, Request
 from segue.server.settings import ServerSettings
 from segue.server.video_store import MAX_ATTEMPTS, VideoStore
 
@@ -200,6 +202,53 @@ def test_variants_and_names_that_are_not_there(http: httpx.Client) -> None:
     assert http.get(f"{URL}/..%2f..%2fetc/content").status_code == 404
 
 
+def test_a_part_of_a_file(http: httpx.Client) -> None:
+    url = f"{URL}/{ended(http, created(http)['id'])['id']}/content"
+    whole = http.get(url)
+    size, tag = len(whole.content), whole.headers["etag"]
+    for asked, first, last in (("bytes=0-9", 0, 9), ("Bytes = 5-", 5, size - 1), ("bytes=-7", size - 7, size - 1)):
+        part = http.get(url, headers={"Range": asked})
+        assert (part.status_code, part.headers["content-range"]) == (206, f"bytes {first}-{last}/{size}")
+        assert part.content == whole.content[first : last + 1]
+    assert http.get(url, headers={"Range": "bytes=1-2", "If-Range": tag}).status_code == 206
+    assert http.get(url, headers={"Range": "bytes=9-1", "If-Range": '"another"'}).content == whole.content
+    for asked in (
+        f"bytes={size}-", "bytes=9-1", "bytes=-0", "bytes=-", "bytes=", "bytes", "words=1-2", "bytes=a-b",
+        "bytes=0-1,5-6", "bytes=1-2-3", "bytes=" + "9" * 40 + "-", "bytes=0x1-5", "bytes=--5",
+    ):  # fmt: skip
+        answer = http.get(url, headers={"Range": asked})
+        error = answer.json()["error"]
+        assert (answer.status_code, answer.headers["content-range"]) == (416, f"bytes */{size}"), asked
+        assert (error["param"], error["code"]) == ("Range", "range_not_satisfiable")
+
+
+def test_jobs_wait_for_room_in_the_stages(tmp_path: Path) -> None:
+    """Not for a time, but for the queue."""
+    service, full, waited = filmer(), threading.Event(), threading.Event()
+    script, gate = service.script, Gate()
+
+    async def crowded(request: Request) -> AsyncGenerator[Delta]:
+        if full.is_set() and "tokens" not in request.modalities:
+            raise Overloaded("the queue is full")
+        async with aclosing(script(request)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def room() -> None:
+        waited.set()
+        await gate.wait()
+
+    service.script, service.room = crowded, room  # type: ignore[method-assign]
+    full.set()
+    with serving(tmp_path, service) as server, client_of(server.url) as http:
+        video = created(http)
+        assert waited.wait(10)
+        assert http.get(f"{URL}/{video['id']}").json()["status"] == "in_progress"
+        full.clear()
+        gate.open()
+        assert ended(http, video["id"])["status"] == "completed"
+
+
 def test_a_job_that_fails_says_why(http: httpx.Client) -> None:
     video = ended(http, created(http, prompt="break")["id"])
     assert (video["status"], video["error"]) == ("failed", {"code": "stage_failed", "message": "it broke"})
@@ -298,7 +347,7 @@ def test_what_is_half_written_is_not_there(tmp_path: Path) -> None:
         [listed] = http.get(URL).json()["data"]
         assert (listed["status"], listed["error"]["code"]) == ("failed", "lost")
         assert http.get(f"{URL}/{video['id']}/content").status_code == 404
-    assert sorted(path.name for path in jobs.iterdir()) == [".lock", "mine", "video_" + "1" * 32, video["id"]]
+    assert sorted(path.name for path in jobs.iterdir()) == sorted([".lock", "mine", "video_" + "1" * 32, video["id"]])
     assert not list(jobs.glob("*/*.part"))
 
 

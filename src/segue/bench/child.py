@@ -137,3 +137,27 @@ class ChildProcess(Generic[RequestT, LoadedT, AnswerT]):
         except (asyncio.IncompleteReadError, ConnectionResetError):
             return None
         return said
+
+
+ProcessT = TypeVar("ProcessT", bound=ChildProcess[Any, Any, Any])
+
+
+class ChildDriver(Generic[ProcessT]):
+    """One way of serving with such a process: what is the same of all ways. `LoadDriver` with `take_over` and `run`."""
+
+    def __init__(self, name: str, process: ProcessT) -> None:
+        self.name = name
+        self.process = process
+
+    @property
+    def startup(self) -> float:
+        return self.process.startup
+
+    async def start(self) -> None:
+        await self.process.start()
+
+    async def hand_over(self) -> None:
+        """Nothing to do: the process waits on a pipe."""
+
+    async def stop(self) -> None:
+        await self.process.stop()

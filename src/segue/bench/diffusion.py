@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,11 @@ from segue.bench.diffusion_sides import (
     ReferenceProcess,
     SegueDriver,
 )
-from segue.bench.diffusion_wire import Options
+from segue.bench.diffusion_wire import Loaded, Options
 from segue.bench.diffusion_workload import CACHED, CLOSED, OPEN, Mix, PictureOutcome, PictureRequest, pictures
 from segue.bench.hardware import machine
 from segue.bench.load import Load, LoadSlice, arriving, closed, in_turn
+from segue.bench.load_results import Level, measure
 from segue.bench.meters import memory
 from segue.bench.text_workload import poisson
 from segue.models.registry import read_config
@@ -62,16 +63,20 @@ class DiffusionBench:
     seed: int
     config: Mapping[str, Any]
     """Segue's deployment."""
+    keep: Callable[[DiffusionResult], None]
+    """Called with the result so far after every level."""
     say: Callable[[str], None] = print
 
 
 @dataclass
-class _Sides:
+class Sides:
     segue: SegueDriver
     one: ReferenceDriver
     batch: ReferenceDriver
     process: ReferenceProcess
     scenarios: int = 0
+    denoising: float = 0.0
+    """Seconds of Segue's denoiser in the scenario measured last."""
 
 
 async def run(bench: DiffusionBench) -> DiffusionResult:
@@ -81,7 +86,7 @@ async def run(bench: DiffusionBench) -> DiffusionResult:
     options = Options(model_dir=str(bench.model_dir), dtype=bench.dtype, threads=bench.threads, sizes=list(bench.sizes))
     process = ReferenceProcess(options, {"OMP_NUM_THREADS": str(bench.threads)})
     segue = SegueDriver(bench.model_dir, pipeline, bench.dtype, bench.config)
-    sides = _Sides(segue, ReferenceDriver(process, ONE), ReferenceDriver(process, BATCH), process)
+    sides = Sides(segue, ReferenceDriver(ONE, process), ReferenceDriver(BATCH, process), process)
     async with AsyncExitStack() as stack:
         bench.say("starting diffusers")
         stack.push_async_callback(process.stop)
@@ -89,42 +94,55 @@ async def run(bench: DiffusionBench) -> DiffusionResult:
         bench.say("starting segue")
         stack.push_async_callback(segue.stop)
         await segue.start()
-        scenarios = [
-            await _closed(bench, sides, size, clients, loaded.flops[size], loaded.ceiling)
-            for size in bench.sizes
-            for clients in bench.concurrency
-        ]
-        size, clients = bench.sizes[0], bench.concurrency[0]
-        scenarios.append(
-            await _closed(bench, sides, size, clients, loaded.flops[size], loaded.ceiling, previews=PREVIEWS)
+        result = DiffusionResult(
+            machine=found,
+            settings=_settings(bench, pipeline, loaded),
+            startup={driver.name: driver.startup for driver in (sides.segue, sides.one)},
         )
-        if bench.step_caches:
-            scenarios.append(await _cached(bench, sides, size, loaded.flops[size], loaded.ceiling))
-        if bench.load:
-            scenarios.append(await _open(bench, sides, bench.sizes[0], scenarios, loaded.flops, loaded.ceiling))
-        startup = {driver.name: driver.startup for driver in (sides.segue, sides.one)}
-    return DiffusionResult(
-        finished=datetime.now(UTC).isoformat(timespec="seconds"),
-        machine=found,
-        settings=DiffusionSettings(
-            model=bench.model_dir.name,
-            pipeline=pipeline,
-            dtype=bench.dtype,
-            seed=bench.seed,
-            rounds=bench.rounds,
-            threads=bench.threads,
-            guidance=bench.guidance,
-            versions=loaded.versions,
-            ceiling=loaded.ceiling,
-        ),
-        startup=startup,
-        scenarios=scenarios,
+        await measure(result, levels(bench, sides, result, loaded), bench.keep)
+    return result
+
+
+def levels(bench: DiffusionBench, sides: Sides, result: DiffusionResult, loaded: Loaded) -> list[Level]:
+    """Everything that was asked for, on sides that serve."""
+    made: list[Level] = [
+        partial(_closed, bench, sides, result, loaded, size, clients)
+        for size in bench.sizes
+        for clients in bench.concurrency
+    ]
+    size, clients = bench.sizes[0], bench.concurrency[0]
+    made.append(partial(_closed, bench, sides, result, loaded, size, clients, previews=PREVIEWS))
+    if bench.step_caches:
+        made.append(partial(_cached, bench, sides, result, loaded, size))
+    if bench.load:
+        made.append(partial(_open, bench, sides, result, loaded, size))
+    return made
+
+
+def _settings(bench: DiffusionBench, pipeline: str, loaded: Loaded) -> DiffusionSettings:
+    return DiffusionSettings(
+        model=bench.model_dir.name,
+        pipeline=pipeline,
+        dtype=bench.dtype,
+        seed=bench.seed,
+        rounds=bench.rounds,
+        threads=bench.threads,
+        guidance=bench.guidance,
+        versions=loaded.versions,
+        ceiling=loaded.ceiling,
     )
 
 
 async def _closed(
-    bench: DiffusionBench, sides: _Sides, size: int, clients: int, flops: float, ceiling: float, *, previews: int = 0
-) -> DiffusionScenario:
+    bench: DiffusionBench,
+    sides: Sides,
+    result: DiffusionResult,
+    loaded: Loaded,
+    size: int,
+    clients: int,
+    *,
+    previews: int = 0,
+) -> None:
     """`previews`: that Segue gives of each picture; `diffusers` has none to give."""
     name = f"{size} x {size}, {clients} client{'s' if clients > 1 else ''}, {CLOSED}"
     if previews:
@@ -133,10 +151,10 @@ async def _closed(
     drivers: list[PictureDriver] = [sides.segue, sides.one, *([sides.batch] if clients > 1 else [])]
     count = bench.requests if clients > 1 else max(2, bench.requests // 2)
     slices = await _measure(bench, sides, drivers, name, CLOSED, size, count, closed(clients), clients)
-    return _scenario(bench, sides, drivers, slices, name, size, flops, ceiling, clients=clients)
+    result.scenarios.append(_scenario(bench, sides, drivers, slices, name, size, loaded, clients=clients))
 
 
-async def _cached(bench: DiffusionBench, sides: _Sides, size: int, flops: float, ceiling: float) -> DiffusionScenario:
+async def _cached(bench: DiffusionBench, sides: Sides, result: DiffusionResult, loaded: Loaded, size: int) -> None:
     """Step caches against Segue's own exact pictures; of the ceiling they have what the whole network would have."""
     clients = max(bench.concurrency)
     name = f"{size} x {size}, {clients} client{'s' if clients > 1 else ''}, {CACHED}, step caches"
@@ -144,19 +162,12 @@ async def _cached(bench: DiffusionBench, sides: _Sides, size: int, flops: float,
     cached = [CachedDriver(sides.segue, *step_cache) for step_cache in bench.step_caches]
     drivers: list[PictureDriver] = [sides.segue, *cached, sides.one]
     slices = await _measure(bench, sides, drivers, name, CACHED, size, bench.requests, closed(clients), clients)
-    return _scenario(bench, sides, drivers, slices, name, size, flops, ceiling, clients=clients)
+    result.scenarios.append(_scenario(bench, sides, drivers, slices, name, size, loaded, clients=clients))
 
 
-async def _open(
-    bench: DiffusionBench,
-    sides: _Sides,
-    size: int,
-    measured: Sequence[DiffusionScenario],
-    flops: Mapping[int, float],
-    ceiling: float,
-) -> DiffusionScenario:
+async def _open(bench: DiffusionBench, sides: Sides, result: DiffusionResult, loaded: Loaded, size: int) -> None:
     """The rate follows from what diffusers did alone, with one client, in this very run."""
-    alone = next((one for one in measured if one.size == size and one.clients == 1), None)
+    alone = next((one for one in result.scenarios if one.size == size and one.clients == 1), None)
     assert alone is not None, "arrivals need the closed loop of one client before them"
     rate = bench.load * alone.sides[ONE].steps_per_second / OPEN.mean
     name = f"{size} x {size}, {rate:.3g} arrivals/s ({bench.load:.0%} of what diffusers can do), {OPEN}"
@@ -164,12 +175,12 @@ async def _open(
     sides.segue.previews = 0
     load = arriving(poisson(rate, bench.arrivals, bench.seed))
     slices = await _measure(bench, sides, drivers, name, OPEN, size, bench.arrivals, load, max(bench.concurrency))
-    return _scenario(bench, sides, drivers, slices, name, size, flops[size], ceiling, rate=rate)
+    result.scenarios.append(_scenario(bench, sides, drivers, slices, name, size, loaded, rate=rate))
 
 
 async def _measure(
     bench: DiffusionBench,
-    sides: _Sides,
+    sides: Sides,
     drivers: Sequence[PictureDriver],
     name: str,
     mix: Mix,
@@ -188,7 +199,11 @@ async def _measure(
     for driver in drivers:
         await in_turn([driver], [take(warm, together)], closed(together), together, lambda line: None, _told)
     rounds = [take(mix, count) for _ in range(bench.rounds)]
-    return await in_turn(drivers, rounds, load, together, bench.say, _told)
+    before = sides.segue.denoising()
+    slices = await in_turn(drivers, rounds, load, together, bench.say, _told)
+    # Segue goes first in a round: it has long told of its last turn
+    sides.denoising = sides.segue.denoising() - before
+    return slices
 
 
 def _told(taken: LoadSlice[PictureOutcome]) -> str:
@@ -198,25 +213,27 @@ def _told(taken: LoadSlice[PictureOutcome]) -> str:
 
 def _scenario(
     bench: DiffusionBench,
-    sides: _Sides,
+    sides: Sides,
     drivers: Sequence[PictureDriver],
     slices: Sequence[LoadSlice[PictureOutcome]],
     name: str,
     size: int,
-    flops: float,
-    ceiling: float,
+    loaded: Loaded,
     *,
     clients: int = 0,
     rate: float = 0.0,
 ) -> DiffusionScenario:
     own = {driver.name: [taken for taken in slices if taken.side == driver.name] for driver in drivers}
     branches = 2 if bench.guidance > 1 else 1
+    ideal = branches * loaded.flops[size] / loaded.ceiling
     segue_bytes = memory([os.getpid(), *sides.segue.pids()])[0]
     reference_bytes = memory([sides.process.pid])[0]
     held = {driver.name: segue_bytes for driver in drivers if not isinstance(driver, ReferenceDriver)}
     first = own[sides.segue.name]
+    # one denoiser served all sides that are Segue: whose seconds they were is not known
+    known = {sides.segue.name: sides.denoising} if len(held) == 1 else {}
     made = {
-        side: side_of(taken, first, branches * flops / ceiling, held.get(side, reference_bytes))
+        side: side_of(taken, first, ideal, held.get(side, reference_bytes), known.get(side))
         for side, taken in own.items()
     }
     return DiffusionScenario(name=name, size=size, clients=clients, rate=rate, sides=made)

@@ -13,6 +13,8 @@ from segue.bench.arguments import count, counts
 from segue.messages.diffusion import diffusion_from
 from segue.messages.errors import ConfigError, InvalidRequest
 
+CACHES = (("first_block", 0.1), ("first_block", 1.0), ("taylorseer", None))
+"""Whose losses are measured where none are named."""
 NEEDS = ("matplotlib", "psutil")
 
 
@@ -39,6 +41,11 @@ def add_diffusion(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         metavar="NAME[:THRESHOLD]",
         help="Segue with this step cache beside Segue without; may be given several times",
     )
+    pictures.add_argument(
+        "--losses",
+        action="store_true",
+        help="instead: Segue with quantised weights and step caches against its own exact pictures, first of --sizes",
+    )
     cores = len(os.sched_getaffinity(0))
     pictures.add_argument("--threads", type=count, default=cores, help="CPU threads of diffusers (default: all cores)")
     pictures.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
@@ -62,14 +69,19 @@ def _diffusion(arguments: argparse.Namespace) -> int:
     missing = [name for name in NEEDS if find_spec(name) is None]
     if missing:
         raise ConfigError(f"segue bench needs {' and '.join(missing)}: pip install 'segue[bench]'")
+    if arguments.losses:
+        return _losses(arguments)
     if arguments.load and 1 not in arguments.concurrency:
         raise ConfigError("--load needs 1 among --concurrency: what diffusers can do is measured there", field="load")
     # these bring torch and matplotlib: not for --help
     import yaml
 
     from segue.bench.diffusion import DiffusionBench, run
-    from segue.bench.diffusion_report import markdown, write_report
+    from segue.bench.diffusion_report import markdown, plot
+    from segue.bench.load_report import result_path, write_report
+    from segue.bench.result_file import write_result
 
+    path = result_path(arguments.out, "diffusion")
     bench = DiffusionBench(
         model_dir=_model(arguments).resolve(),
         sizes=list(dict.fromkeys(arguments.sizes)),
@@ -84,12 +96,39 @@ def _diffusion(arguments: argparse.Namespace) -> int:
         dtype=arguments.dtype,
         seed=arguments.seed,
         config=yaml.safe_load(arguments.config.read_text()) if arguments.config is not None else {},
+        keep=lambda so_far: write_result(so_far, path),
         say=lambda line: print(line, file=sys.stderr, flush=True),
     )
     result = asyncio.run(run(bench))
-    paths = write_report(result, arguments.out)
+    write_report(result, path, markdown, plot)
+    return 0
+
+
+def _losses(arguments: argparse.Namespace) -> int:
+    import yaml
+
+    from segue.bench.load_report import result_path
+    from segue.bench.losses import LossBench, markdown, run
+    from segue.bench.result_file import write_result
+
+    path = result_path(arguments.out, "losses")
+    bench = LossBench(
+        model_dir=_model(arguments).resolve(),
+        size=arguments.sizes[0],
+        requests=arguments.requests,
+        rounds=arguments.rounds,
+        guidance=arguments.guidance,
+        step_caches=arguments.step_cache or CACHES,
+        dtype=arguments.dtype,
+        seed=arguments.seed,
+        config=yaml.safe_load(arguments.config.read_text()) if arguments.config is not None else {},
+        say=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    result = asyncio.run(run(bench))
+    write_result(result, path)
+    path.with_suffix(".md").write_text(markdown(result))
     print(markdown(result))
-    print("\n".join(f"written: {path}" for path in paths))
+    print(f"written: {path}\nwritten: {path.with_suffix('.md')}")
     return 0
 
 

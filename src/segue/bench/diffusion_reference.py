@@ -40,6 +40,7 @@ def _run(channel: Channel[Policy, PictureRequest], options: Options) -> None:
     flops = {size: _flops(pipeline, size) for size in options.sizes}
     versions = {name: version(name) for name in ("torch", "transformers", "diffusers")}
     channel.send(Loaded(versions, flops, _ceiling(dtype)))
+    watch = _Watch(_network(pipeline))
     policy = Policy(1, 0.0)
     while (message := channel.take()) is not None:
         if isinstance(message, Policy):
@@ -47,16 +48,33 @@ def _run(channel: Channel[Policy, PictureRequest], options: Options) -> None:
             continue
         waiting = channel.gather(message.request, policy.most, policy.gather)
         for steps in dict.fromkeys(one.steps for one in waiting):
-            for answer in _generate(pipeline, [one for one in waiting if one.steps == steps]):
+            for answer in _generate(pipeline, [one for one in waiting if one.steps == steps], watch):
                 channel.send(answer)
 
 
-def _generate(pipeline: Any, requests: Sequence[PictureRequest]) -> list[Answer]:
+class _Watch:
+    """Seconds that a network is in its calls."""
+
+    def __init__(self, network: Any) -> None:
+        self.seconds = 0.0
+        self._began = 0.0
+        network.register_forward_pre_hook(self._begin)
+        network.register_forward_hook(self._end)
+
+    def _begin(self, network: Any, given: Any) -> None:
+        self._began = time.perf_counter()
+
+    def _end(self, network: Any, given: Any, made: Any) -> None:
+        self.seconds += time.perf_counter() - self._began
+
+
+def _generate(pipeline: Any, requests: Sequence[PictureRequest], watch: _Watch | None = None) -> list[Answer]:
     """One call."""
     import numpy as np
     import torch
 
     first = requests[0]
+    before = 0.0 if watch is None else watch.seconds
     made = pipeline(
         prompt=[one.prompt for one in requests],
         negative_prompt=[one.negative_prompt for one in requests],
@@ -66,8 +84,9 @@ def _generate(pipeline: Any, requests: Sequence[PictureRequest]) -> list[Answer]
         generator=[torch.Generator().manual_seed(one.seed) for one in requests],
         **guided(type(pipeline).__name__, first.guidance),
     ).images
+    network = 0.0 if watch is None else (watch.seconds - before) / len(requests)
     return [
-        Answer(index=one.index, picture=np.asarray(picture.convert("RGB"), np.uint8).tobytes())
+        Answer(index=one.index, picture=np.asarray(picture.convert("RGB"), np.uint8).tobytes(), network=network)
         for one, picture in zip(requests, made, strict=True)
     ]
 
@@ -77,11 +96,17 @@ def guided(pipeline: str, guidance: float) -> dict[str, float]:
     return {TRUE_CFG if pipeline.startswith("QwenImage") else "guidance_scale": guidance}
 
 
+def _network(pipeline: Any) -> Any:
+    """The denoiser."""
+    parts = pipeline.components
+    return parts["transformer"] if "transformer" in parts else parts["unet"]
+
+
 def _flops(pipeline: Any, size: int) -> float:
     """Of one call of the network for one row, as torch counts products and attention."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    network = getattr(pipeline, "transformer", None) or pipeline.unet
+    network = _network(pipeline)
     counts: list[float] = []
     counter = FlopCounterMode(display=False)
 

@@ -4,43 +4,28 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
-
 from segue.bench.diffusion_results import DiffusionResult, DiffusionScenario
+from segue.bench.load_report import head
 from segue.bench.report import table
-
-
-def write_report(result: DiffusionResult, out: Path) -> list[Path]:
-    """`diffusion.json`, `diffusion.md` and `diffusion.png` in a directory; gives their paths."""
-    out.mkdir(parents=True, exist_ok=True)
-    paths = [out / f"{result.benchmark}.{suffix}" for suffix in ("json", "md", "png")]
-    paths[0].write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
-    paths[1].write_text(markdown(result))
-    plot(result, paths[2])
-    return paths
 
 
 def markdown(result: DiffusionResult) -> str:
     """Everything, as tables."""
-    settings, machine = result.settings, result.machine
-    packages = ", ".join(f"{name} {version}" for name, version in settings.versions.items())
-    load = ", ".join(f"{value:.1f}" for value in machine.load_average)
-    parts = [
-        f"## {settings.pipeline} ({settings.model}), {settings.dtype}, {result.finished[:10]}",
-        f"{machine.cores} cores of {machine.cpu}, {machine.memory_bytes / 2**30:.0f} GiB; {machine.system}, "
-        f"Python {machine.python}, {packages}. {settings.threads} threads per side; guidance {settings.guidance:g}. "
-        f"A product of large matrices reaches {settings.ceiling / 1e9:.0f} GFLOP/s. Load average at the start: {load}. "
-        f"{settings.rounds} rounds, sides in turn; seed {settings.seed}.",
-        table(["side", "start-up (s)"], [[side, f"{seconds:.1f}"] for side, seconds in result.startup.items()]),
-    ]
+    settings = result.settings
+    title = f"{settings.pipeline} ({settings.model}), {settings.dtype}"
+    run = (
+        f"{settings.threads} threads per side; guidance {settings.guidance:g}. "
+        f"A product of large matrices reaches {settings.ceiling / 1e9:.0f} GFLOP/s."
+    )
+    parts = head(result, title, settings.versions, run, settings.rounds, settings.seed)
     for scenario in result.scenarios:
         parts += [f"### {scenario.name}", scenario_table(scenario)]
     return "\n\n".join(parts) + "\n"
 
 
 def scenario_table(scenario: DiffusionScenario) -> str:
-    head = ["side", "images/s", "Segue over it", "steps/s", "JCT mean / p50 / p99 (s)", "mean JCT of Segue over it"]
-    head += ["first picture (s)", "of the ceiling", "memory (MiB)", "difference, mean / largest"]
+    columns = ["side", "images/s", "Segue over it", "steps/s", "JCT mean / p50 / p99 (s)", "mean JCT of Segue over it"]
+    columns += ["first picture (s)", "of the ceiling, all / denoiser", "memory (MiB)", "difference, mean / largest"]
     own = next(iter(scenario.sides.values()))
     rows = []
     for number, (side, figures) in enumerate(scenario.sides.items()):
@@ -55,12 +40,13 @@ def scenario_table(scenario: DiffusionScenario) -> str:
                 " / ".join(f"{value:.2f}" for value in (figures.jct.mean, figures.jct.p50, figures.jct.p99)),
                 f"{shorter:.0%}" if number else "",
                 f"{figures.first_preview.mean:.2f}",
-                f"{figures.of_ceiling:.0%}",
+                f"{figures.of_ceiling:.0%}"
+                + ("" if figures.network_of_ceiling is None else f" / {figures.network_of_ceiling:.0%}"),
                 f"{figures.pss_bytes / 2**20:.0f}",
                 f"{figures.mean_difference:.4f} / {figures.largest_difference:.4f}" if number else "",
             ]
         )
-    return table(head, rows)
+    return table(columns, rows)
 
 
 def plot(result: DiffusionResult, path: Path) -> None:

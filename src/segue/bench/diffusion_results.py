@@ -7,11 +7,9 @@ from collections.abc import Sequence
 import msgspec
 
 from segue.bench.diffusion_workload import PictureOutcome, largest_difference, mean_difference
-from segue.bench.hardware import Machine
 from segue.bench.load import LoadSlice
+from segue.bench.load_results import LoadResult
 from segue.bench.stats import Summary, mean, summary
-
-VERSION = 1
 
 
 class DiffusionSettings(msgspec.Struct, kw_only=True):
@@ -45,6 +43,8 @@ class DiffusionSide(msgspec.Struct, kw_only=True):
     of_ceiling: float
     """What the network's own operations are of those that the ceiling allows in the wall time; encoders, decoder and
     waiting count against it."""
+    network_of_ceiling: float | None = None
+    """The same of the seconds in which the denoiser steps (of `diffusers`: in which its network is called)."""
     pss_bytes: int
     """Memory of the side's processes when its turns were over."""
     largest_difference: float = 0.0
@@ -65,16 +65,10 @@ class DiffusionScenario(msgspec.Struct, kw_only=True):
     sides: dict[str, DiffusionSide]
 
 
-class DiffusionResult(msgspec.Struct, kw_only=True):
-    version: int = VERSION
+class DiffusionResult(LoadResult, kw_only=True):
     benchmark: str = "diffusion"
-    finished: str
-    """ISO 8601, UTC."""
-    machine: Machine
     settings: DiffusionSettings
-    startup: dict[str, float]
-    """Side → seconds until it served."""
-    scenarios: list[DiffusionScenario]
+    scenarios: list[DiffusionScenario] = msgspec.field(default_factory=list)
 
 
 def side_of(
@@ -82,13 +76,15 @@ def side_of(
     first: Sequence[LoadSlice[PictureOutcome]],
     ideal: float,
     pss_bytes: int,
+    denoising: float | None = None,
 ) -> DiffusionSide:
     """Of the slices of one side; `first`: those of the side it is compared with; `ideal`: seconds that a step would
-    take at the ceiling."""
+    take at the ceiling; `denoising`: seconds of the denoiser's steps, where the outcomes do not tell."""
     outcomes = [one for taken in slices for one in taken.outcomes]
     theirs = [one for taken in first for one in taken.outcomes]
     wall = sum(taken.wall for taken in slices)
     steps = sum(one.steps for one in outcomes)
+    denoising = denoising or sum(one.network for one in outcomes)
     return DiffusionSide(
         requests=len(outcomes),
         wall=wall,
@@ -102,6 +98,7 @@ def side_of(
         },
         first_preview=summary([one.first_preview for one in outcomes]),
         of_ceiling=steps * ideal / wall,
+        network_of_ceiling=steps * ideal / denoising if denoising else None,
         pss_bytes=pss_bytes,
         largest_difference=largest_difference(outcomes, theirs),
         mean_difference=mean_difference(outcomes, theirs),

@@ -11,11 +11,12 @@ from typing import Any
 
 import msgspec
 
-from segue.bench.child import ChildProcess
+from segue.bench.child import ChildDriver, ChildProcess
 from segue.bench.diffusion_reference import TRUE_CFG, guided
 from segue.bench.diffusion_wire import Answer, Loaded, Options, Policy
 from segue.bench.diffusion_workload import PictureOutcome, PictureRequest
 from segue.bench.load import LoadDriver
+from segue.bench.profile import snapshot
 from segue.messages.deltas import Finished, ImageDelta
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.request import Request
@@ -24,16 +25,19 @@ from segue.orchestrator.omni import AsyncOmni
 GATHER_SECONDS = 0.05
 SEGUE, ONE, BATCH = "segue", "diffusers one at a time", "diffusers lists of prompts"
 
+_DENOISING = ("denoiser", "step_seconds")
+
 PictureDriver = LoadDriver[PictureRequest, PictureOutcome]
 
 
 class SegueDriver:
     """`AsyncOmni`, with the clients in the process of its orchestrator."""
 
-    name = SEGUE
-
-    def __init__(self, model_dir: Path, pipeline: str, dtype: str, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, model_dir: Path, pipeline: str, dtype: str, config: Mapping[str, Any], name: str = SEGUE
+    ) -> None:
         """`pipeline`: the class that `model_index.json` names."""
+        self.name = name
         self._omni = AsyncOmni(model_dir, dtype=dtype, config=config)
         self._true_cfg = TRUE_CFG in guided(pipeline, 1.0)
         self.previews = 0
@@ -62,6 +66,11 @@ class SegueDriver:
             for replica in health.replicas
             if replica.pid is not None
         }
+
+    def denoising(self) -> float:
+        """Seconds of the denoiser's steps so far; it tells of them when it falls idle."""
+        everything = snapshot(stage for stats in self._omni.orchestrator.stats.values() for stage in stats.stages)
+        return sum(steps.sum for (stage, name), steps in everything.items() if (stage, name) == _DENOISING)
 
     async def run(self, request: PictureRequest) -> PictureOutcome:
         return await self.make(self.asked(request), request)
@@ -140,36 +149,23 @@ class ReferenceProcess(ChildProcess[PictureRequest, Loaded, Answer]):
         super().__init__("diffusers", "segue.bench.diffusion_reference", options, Loaded, Answer, environment)
 
 
-class ReferenceDriver:
-    """One way of serving with the process."""
-
-    def __init__(self, process: ReferenceProcess, name: str) -> None:
-        """`name`: `ONE` or `BATCH`."""
-        self.name = name
-        self._process = process
-
-    @property
-    def startup(self) -> float:
-        return self._process.startup
-
-    async def start(self) -> None:
-        await self._process.start()
+class ReferenceDriver(ChildDriver[ReferenceProcess]):
+    """One way of serving with the process; its name is `ONE` or `BATCH`."""
 
     async def take_over(self, together: int) -> None:
         """From now on the process serves like this; a list is as long as there are clients."""
         most = together if self.name == BATCH else 1
-        await self._process.send(Policy(most, GATHER_SECONDS if most > 1 else 0.0))
-
-    async def hand_over(self) -> None:
-        """Nothing to do: the process waits on a pipe."""
-
-    async def stop(self) -> None:
-        await self._process.stop()
+        await self.process.send(Policy(most, GATHER_SECONDS if most > 1 else 0.0))
 
     async def run(self, request: PictureRequest) -> PictureOutcome:
         sent = time.monotonic()
-        answer = await self._process.ask(request)
+        answer = await self.process.ask(request)
         jct = time.monotonic() - sent
         return PictureOutcome(
-            index=request.index, steps=request.steps, jct=jct, first_preview=jct, picture=answer.picture
+            index=request.index,
+            steps=request.steps,
+            jct=jct,
+            first_preview=jct,
+            picture=answer.picture,
+            network=answer.network,
         )

@@ -40,3 +40,5 @@ class Answer(msgspec.Struct, tag=True, kw_only=True):
 
     index: int
     picture: bytes
+    network: float = 0.0
+    """Seconds of the network's calls for it: its part of those it shared."""

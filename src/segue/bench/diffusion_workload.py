@@ -40,6 +40,8 @@ class PictureOutcome(msgspec.Struct, kw_only=True):
     """uint8 RGB, row by row."""
     sent: float = 0.0
     """time.monotonic() at the client."""
+    network: float = 0.0
+    """Seconds of the network's calls for it, where the side tells of each picture."""
 
     def check(self, request: PictureRequest) -> None:
         """Raise `WrongPicture` unless it has the size that was asked for and is no plain surface."""

@@ -6,26 +6,53 @@ Without `--write` they are printed; with it they replace what stands between the
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from segue.bench import diffusion_report, losses, text_report
+from segue.bench.diffusion_results import DiffusionResult
 from segue.bench.report import hardware, latency_table, ratio_table, stage_table, title
-from segue.bench.results import Result, read_result
+from segue.bench.result_file import read_values, result_of
+from segue.bench.results import Result
+from segue.bench.text_results import TextResult
 from segue.messages.errors import ConfigError
 
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
 
 
-def render(results: Sequence[Result]) -> str:
-    """One section per result, in the order given."""
-    sections = []
-    for result in results:
-        sections += [f"### {title(result)}", hardware(result)]
-        for level in result.levels:
-            sections += [f"Concurrency {level.concurrency}:", latency_table(level), ratio_table(level)]
-            sections.append(stage_table(level))
+def render(paths: Sequence[Path]) -> str:
+    """One section per file, in the order given, also of a run that is not finished. Raises `ConfigError`."""
+    return "\n\n".join(_section(path).strip() for path in paths)
+
+
+def _section(path: Path) -> str:
+    values = read_values(path)
+    match values.get("benchmark"):
+        case "omni":
+            return _omni(result_of(values, Result, path))
+        case "text":
+            return _deeper(text_report.markdown(result_of(values, TextResult, path)))
+        case "diffusion":
+            return _deeper(diffusion_report.markdown(result_of(values, DiffusionResult, path)))
+        case "losses":
+            return _deeper(losses.markdown(result_of(values, losses.LossResult, path)))
+        case other:
+            raise ConfigError(f"{path}: there are no tables of benchmark {other!r}", field="results")
+
+
+def _omni(result: Result) -> str:
+    sections = [f"### {title(result)}", hardware(result)]
+    for level in result.levels:
+        sections += [f"Concurrency {level.concurrency}:", latency_table(level), ratio_table(level)]
+        sections.append(stage_table(level))
     return "\n\n".join(section for section in sections if section)
+
+
+def _deeper(text: str) -> str:
+    """Every heading one level down: that of a report is a page's own."""
+    return re.sub(r"^#", "##", text, flags=re.MULTILINE)
 
 
 def insert(page: str, body: str) -> str:
@@ -43,7 +70,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--write", type=Path, help="page to put the tables into")
     arguments = parser.parse_args(argv)
     try:
-        body = render([read_result(path) for path in arguments.results])
+        body = render(arguments.results)
         if arguments.write is None:
             print(body)
         else:

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from segue.bench.driver import Outcome
-from segue.bench.results import LevelResult, Result, write_result
+from segue.bench.result_file import write_result
+from segue.bench.results import LevelResult, Result
 
 MIB = 2**20
 BASELINE = "transformers"

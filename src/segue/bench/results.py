@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from segue.bench.driver import Outcome
 from segue.bench.hardware import Machine
 from segue.bench.meters import SideUsage
+from segue.bench.result_file import VERSION, read_values, result_of
 from segue.bench.stats import HistogramFigures, Ratio, SideFigures
-from segue.messages.errors import ConfigError
-
-VERSION = 1
-"""Of this layout; files of another one are refused."""
 
 
 class Settings(msgspec.Struct, kw_only=True):
@@ -81,17 +77,6 @@ class Result(msgspec.Struct, kw_only=True):
     gpu_peak_bytes: dict[str, int] = {}
 
 
-def write_result(result: Result, path: Path) -> None:
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
-
-
 def read_result(path: Path) -> Result:
     """Raises `ConfigError` for what is no result of this version."""
-    try:
-        values: Any = msgspec.json.decode(path.read_bytes())
-        if not isinstance(values, dict) or values.get("version") != VERSION:
-            found = values.get("version") if isinstance(values, dict) else None
-            raise ConfigError(f"{path}: version is {found!r}; this program reads {VERSION}", field="version")
-        return msgspec.convert(values, Result)
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"{path}: no result of a benchmark: {error}", field="results") from error
+    return result_of(read_values(path), Result, path)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from segue.bench.hardware import machine
 from segue.bench.load import Load, arriving, closed, in_turn, turn
+from segue.bench.load_results import Level, measure
 from segue.bench.stats import summary
 from segue.bench.text_baseline import ReferenceDriver, ReferenceProcess
 from segue.bench.text_http import HttpDriver, segue_command, segue_deployment, vllm_command, vllm_environment
@@ -58,17 +59,19 @@ class TextBench:
     """0: not measured."""
     crowds: Sequence[int]
     """Sizes of crowds of simultaneous requests; none: not measured."""
+    keep: Callable[[TextResult], None]
+    """Called with the result so far after every level."""
     say: Callable[[str], None] = print
 
 
 @dataclass
-class _Sides:
+class Sides:
     """Who takes part, in the order of a turn; the first is the one compared."""
 
-    segue: HttpDriver
-    cached: HttpDriver
-    vllm: HttpDriver | None
-    references: dict[str, ReferenceDriver]
+    segue: TextDriver
+    cached: TextDriver
+    vllm: TextDriver | None
+    references: Mapping[str, TextDriver]
     index: int = 0
     started: dict[str, float] = field(default_factory=dict)
 
@@ -87,7 +90,6 @@ async def run(bench: TextBench) -> TextResult:
     found = machine()
     bench.out.mkdir(parents=True, exist_ok=True)
     sides = _sides(bench)
-    scenarios: list[Scenario] = []
     async with AsyncExitStack() as stack:
         starting: list[TextDriver] = [*sides.servers, *sides.references.values()]
         if bench.shared_prefix:
@@ -97,43 +99,49 @@ async def run(bench: TextBench) -> TextResult:
             stack.push_async_callback(driver.stop)
             await driver.start()
             sides.started[driver.name] = driver.startup
-        for shape in bench.shapes:
-            for clients in bench.concurrency:
-                load = closed(clients)
-                drivers = sides.everyone(clients)
-                scenarios.append(await _scenario(bench, sides, drivers, shape, clients, load, bench.waves * clients))
-            for rate in bench.rates:
-                load = arriving(poisson(rate, bench.arrivals, bench.seed))
-                scenarios.append(
-                    await _scenario(bench, sides, sides.servers, shape, 0, load, bench.arrivals, rate=rate)
-                )
-        if bench.shared_prefix:
-            shape = replace(PREFIXED, shared=bench.shared_prefix)
-            pair: list[TextDriver] = [sides.cached, sides.segue]
-            scenarios.append(await _scenario(bench, sides, pair, shape, 1, closed(1), 8))
-        crowds: dict[str, dict[str, float]] = {}
-        for size in bench.crowds:
-            crowds |= await _crowd(bench, sides, size)
-        intrusion = {}
-        if bench.long_prompt:
-            for driver in sides.servers:
-                bench.say(f"a prompt of {bench.long_prompt} tokens while {driver.name} decodes {DECODING}")
-                intrusion[driver.name] = summary(await _intrusion(bench, sides, driver))
-    return TextResult(
-        finished=datetime.now(UTC).isoformat(timespec="seconds"),
-        machine=found,
-        settings=_settings(bench),
-        startup=sides.started,
-        scenarios=scenarios,
-        intrusion=intrusion,
-        intrusion_prompt=bench.long_prompt,
-        crowds=crowds,
-    )
+        result = TextResult(
+            machine=found, startup=sides.started, settings=_settings(bench), intrusion_prompt=bench.long_prompt
+        )
+        await measure(result, levels(bench, sides, result), bench.keep)
+    return result
+
+
+def levels(bench: TextBench, sides: Sides, result: TextResult) -> list[Level]:
+    """Everything that was asked for, on sides that serve."""
+    made: list[Level] = []
+    for shape in bench.shapes:
+        made += [partial(_clients, bench, sides, result, shape, clients) for clients in bench.concurrency]
+        made += [partial(_arrivals, bench, sides, result, shape, rate) for rate in bench.rates]
+    if bench.shared_prefix:
+        made.append(partial(_prefixed, bench, sides, result))
+    for size in bench.crowds:
+        made.append(partial(_crowd, bench, sides, result, size, equal=False))
+        if size == 10:
+            made.append(partial(_crowd, bench, sides, result, size, equal=True))
+    if bench.long_prompt:
+        made += [partial(_intrusion, bench, sides, result, driver) for driver in sides.servers]
+    return made
+
+
+async def _clients(bench: TextBench, sides: Sides, result: TextResult, shape: Shape, clients: int) -> None:
+    drivers, count = sides.everyone(clients), bench.waves * clients
+    result.scenarios.append(await _scenario(bench, sides, drivers, shape, clients, closed(clients), count))
+
+
+async def _arrivals(bench: TextBench, sides: Sides, result: TextResult, shape: Shape, rate: float) -> None:
+    load = arriving(poisson(rate, bench.arrivals, bench.seed))
+    made = await _scenario(bench, sides, sides.servers, shape, 0, load, bench.arrivals, rate=rate)
+    result.scenarios.append(made)
+
+
+async def _prefixed(bench: TextBench, sides: Sides, result: TextResult) -> None:
+    shape = replace(PREFIXED, shared=bench.shared_prefix)
+    result.scenarios.append(await _scenario(bench, sides, [sides.cached, sides.segue], shape, 1, closed(1), 8))
 
 
 async def _scenario(
     bench: TextBench,
-    sides: _Sides,
+    sides: Sides,
     drivers: Sequence[TextDriver],
     shape: Shape,
     clients: int,
@@ -168,38 +176,36 @@ async def _scenario(
     )
 
 
-async def _crowd(bench: TextBench, sides: _Sides, size: int) -> dict[str, dict[str, float]]:
-    """`size` requests at once on Segue, in a row on `transformers`; ten of them also with equal prompts."""
-    cases = {f"{size} different": False, **({f"{size} equal": True} if size == 10 else {})}
-    found = {}
-    for case, equal in cases.items():
-        bench.say(f"a crowd: {case}")
-        asked = [_take(bench, sides, CROWD, size, equal=equal) for _ in range(bench.rounds)]
-        drivers: list[TextDriver] = [sides.segue, *(one for way, one in sides.references.items() if way == "one")]
-        slices = await in_turn(drivers, asked, closed(size), size, bench.say, told)
-        found[case] = {
-            driver.name: min(taken.wall for taken in slices if taken.side == driver.name) for driver in drivers
-        }
-    return found
+async def _crowd(bench: TextBench, sides: Sides, result: TextResult, size: int, *, equal: bool) -> None:
+    """So many requests at once on Segue, in a row on `transformers`; the best of the rounds."""
+    case = f"{size} {'equal' if equal else 'different'}"
+    bench.say(f"a crowd: {case}")
+    asked = [_take(bench, sides, CROWD, size, equal=equal) for _ in range(bench.rounds)]
+    drivers: list[TextDriver] = [sides.segue, *(one for way, one in sides.references.items() if way == "one")]
+    slices = await in_turn(drivers, asked, closed(size), size, bench.say, told)
+    result.crowds[case] = {
+        driver.name: min(taken.wall for taken in slices if taken.side == driver.name) for driver in drivers
+    }
 
 
-async def _intrusion(bench: TextBench, sides: _Sides, driver: TextDriver) -> list[float]:
+async def _intrusion(bench: TextBench, sides: Sides, result: TextResult, driver: TextDriver) -> None:
+    bench.say(f"a prompt of {bench.long_prompt} tokens while {driver.name} decodes {DECODING}")
     # so long that they outlast the prefill: a step for every token of theirs, a chunk of the prompt in each
     lasting = Shape(32, max(64, bench.long_prompt // 64))
     decoding = _take(bench, sides, lasting, DECODING)
     [long] = _take(bench, sides, Shape(bench.long_prompt, 1), 1)
     sides.index += 2
-    return await intrude(driver, decoding, long)
+    result.intrusion[driver.name] = summary(await intrude(driver, decoding, long))
 
 
-def _take(bench: TextBench, sides: _Sides, shape: Shape, count: int, *, equal: bool = False) -> list[TextRequest]:
+def _take(bench: TextBench, sides: Sides, shape: Shape, count: int, *, equal: bool = False) -> list[TextRequest]:
     """Requests nobody has seen."""
     start, sides.index = sides.index, sides.index + count
     vocab = int(read_config(bench.model_dir)["vocab_size"])
     return requests(shape, start, count, vocab, bench.seed, equal=equal)
 
 
-def _sides(bench: TextBench) -> _Sides:
+def _sides(bench: TextBench) -> Sides:
     batch = max(*bench.concurrency, *bench.crowds, DECODING + 1)
     lengths = [*bench.shapes, CROWD, *([PREFIXED] if bench.shared_prefix else []), Shape(bench.long_prompt, 1)]
     longest = max(shape.prompt + shape.output for shape in lengths)
@@ -222,8 +228,8 @@ def _sides(bench: TextBench) -> _Sides:
         vllm = HttpDriver(VLLM, command, environment, bench.out / "vllm.log")
     options = Options(model_dir=str(bench.model_dir), dtype=bench.dtype, threads=bench.threads)
     process = ReferenceProcess(options, common)
-    references = {way: ReferenceDriver(process, way) for way in bench.baselines}
-    return _Sides(served(SEGUE, cache=False), served(CACHED, cache=True), vllm, references)
+    references = {way: ReferenceDriver(way, process) for way in bench.baselines}
+    return Sides(served(SEGUE, cache=False), served(CACHED, cache=True), vllm, references)
 
 
 def _settings(bench: TextBench) -> TextSettings:

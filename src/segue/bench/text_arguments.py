@@ -89,9 +89,12 @@ def _text(arguments: argparse.Namespace) -> int:
     if missing:
         raise ConfigError(f"segue bench needs {' and '.join(missing)}: pip install 'segue[bench]'")
     # these bring torch and matplotlib: not for --help
+    from segue.bench.load_report import result_path, write_report
+    from segue.bench.result_file import write_result
     from segue.bench.text import TextBench, run
-    from segue.bench.text_report import markdown, write_report
+    from segue.bench.text_report import markdown, plot
 
+    path = result_path(arguments.out, "text")
     bench = TextBench(
         model_dir=_model(arguments).resolve(),
         out=arguments.out.resolve(),
@@ -112,15 +115,14 @@ def _text(arguments: argparse.Namespace) -> int:
         shared_prefix=arguments.shared_prefix,
         long_prompt=arguments.long_prompt,
         crowds=arguments.crowds,
+        keep=lambda so_far: write_result(so_far, path),
         say=lambda line: print(line, file=sys.stderr, flush=True),
     )
     try:
         result = asyncio.run(_until_told(run(bench)))
     except asyncio.CancelledError:
         return 128 + signal.SIGTERM
-    paths = write_report(result, arguments.out)
-    print(markdown(result))
-    print("\n".join(f"written: {path}" for path in paths))
+    write_report(result, path, markdown, plot)
     return 0
 
 

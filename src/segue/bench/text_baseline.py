@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from segue.bench.child import ChildProcess
+from segue.bench.child import ChildDriver, ChildProcess
 from segue.bench.text_wire import Answer, Loaded, Options, Policy
 from segue.bench.text_workload import TextOutcome, TextRequest
 
@@ -26,33 +26,22 @@ class ReferenceProcess(ChildProcess[TextRequest, Loaded, Answer]):
         super().__init__("transformers", "segue.bench.text_reference", options, Loaded, Answer, environment)
 
 
-class ReferenceDriver:
+class ReferenceDriver(ChildDriver[ReferenceProcess]):
     """One way of serving with the process."""
 
-    def __init__(self, process: ReferenceProcess, way: str) -> None:
+    def __init__(self, way: str, process: ReferenceProcess) -> None:
         """`way`: of `NAMES`."""
-        self.name = NAMES[way]
+        super().__init__(NAMES[way], process)
         self._way = way
-        self._process = process
-
-    @property
-    def startup(self) -> float:
-        return self._process.startup
-
-    async def start(self) -> None:
-        await self._process.start()
 
     async def take_over(self, together: int) -> None:
         """From now on the process serves like this; a batch is as large as there are clients."""
         most = 1 if self._way == "one" else together
-        await self._process.send(Policy(self._way, most, GATHER_SECONDS if most > 1 else 0.0))
-
-    async def hand_over(self) -> None:
-        """Nothing to do: the process waits on a pipe."""
+        await self.process.send(Policy(self._way, most, GATHER_SECONDS if most > 1 else 0.0))
 
     async def run(self, request: TextRequest) -> TextOutcome:
         sent = time.monotonic()
-        answer = await self._process.ask(request)
+        answer = await self.process.ask(request)
         return TextOutcome(
             index=request.index,
             prompt_tokens=len(request.prompt),
@@ -61,6 +50,3 @@ class ReferenceDriver:
             jct=time.monotonic() - sent,
             token_ids=answer.token_ids,
         )
-
-    async def stop(self) -> None:
-        await self._process.stop()

@@ -5,34 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from segue.bench.load_report import head
 from segue.bench.report import table
 from segue.bench.stats import Summary
-from segue.bench.text_results import Scenario, TextResult, write
-
-
-def write_report(result: TextResult, out: Path) -> list[Path]:
-    """`text.json`, `text.md` and `text.png` in a directory; gives their paths."""
-    out.mkdir(parents=True, exist_ok=True)
-    paths = [out / f"{result.benchmark}.{suffix}" for suffix in ("json", "md", "png")]
-    write(result, paths[0])
-    paths[1].write_text(markdown(result))
-    plot(result, paths[2])
-    return paths
+from segue.bench.text_results import Scenario, TextResult
 
 
 def markdown(result: TextResult) -> str:
     """Everything, as tables."""
-    settings, machine = result.settings, result.machine
-    packages = ", ".join(f"{name} {version}" for name, version in machine.packages.items())
-    load = ", ".join(f"{value:.1f}" for value in machine.load_average)
-    parts = [
-        f"## {settings.model}, {settings.dtype}, {result.finished[:10]}",
-        f"{machine.cores} cores of {machine.cpu}, {machine.memory_bytes / 2**30:.0f} GiB; {machine.system}, "
-        f"Python {machine.python}, {packages}{f', vllm {settings.vllm}' if settings.vllm else ''}. "
-        f"{settings.threads} threads per side, preloaded: {settings.preload or 'nothing'}. Load average at the start: "
-        f"{load}. {settings.rounds} rounds, sides in turn; seed {settings.seed}.",
-        table(["side", "start-up (s)"], [[side, f"{seconds:.1f}"] for side, seconds in result.startup.items()]),
-    ]
+    settings = result.settings
+    packages = result.machine.packages | ({"vllm": settings.vllm} if settings.vllm else {})
+    run = f"{settings.threads} threads per side, preloaded: {settings.preload or 'nothing'}."
+    parts = head(result, f"{settings.model}, {settings.dtype}", packages, run, settings.rounds, settings.seed)
     for scenario in result.scenarios:
         parts += [f"### {scenario.name}", scenario_table(scenario)]
     if result.intrusion:
@@ -47,10 +31,10 @@ def markdown(result: TextResult) -> str:
 
 
 def scenario_table(scenario: Scenario) -> str:
-    head = ["side", "tokens/s", "Segue over it", "TTFT", "TPOT", "ITL"]
-    head = [*head[:3], *(f"{name} mean / p50 / p99 (ms)" for name in head[3:]), "same tokens"]
+    columns = ["side", "tokens/s", "Segue over it", "TTFT", "TPOT", "ITL"]
+    columns = [*columns[:3], *(f"{name} mean / p50 / p99 (ms)" for name in columns[3:]), "same tokens"]
     if scenario.objective:
-        head.append(f"requests/s within {scenario.objective[0]:g} s, {1000 * scenario.objective[1]:g} ms")
+        columns.append(f"requests/s within {scenario.objective[0]:g} s, {1000 * scenario.objective[1]:g} ms")
     rows = []
     for side, figures in scenario.sides.items():
         ratio = scenario.ratios.get(side)
@@ -59,7 +43,7 @@ def scenario_table(scenario: Scenario) -> str:
         if figures.goodput is not None and figures.kept is not None:
             row.append(f"{figures.goodput:.2f} ({figures.kept:.0%})")
         rows.append(row)
-    return table(head, rows)
+    return table(columns, rows)
 
 
 def _ms(summary: Summary) -> str:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
-from segue.bench.hardware import Machine
+from segue.bench.load_results import LoadResult
 from segue.bench.stats import Summary, summary
 from segue.bench.text_load import TextSlice
 from segue.bench.text_workload import TextOutcome
-
-VERSION = 1
 
 
 class TextSettings(msgspec.Struct, kw_only=True):
@@ -67,20 +64,14 @@ class Scenario(msgspec.Struct, kw_only=True):
     """Side → output tokens per second of the first side over its own."""
 
 
-class TextResult(msgspec.Struct, kw_only=True):
-    version: int = VERSION
+class TextResult(LoadResult, kw_only=True):
     benchmark: str = "text"
-    finished: str
-    """ISO 8601, UTC."""
-    machine: Machine
     settings: TextSettings
-    startup: dict[str, float]
-    """Side → seconds from the start of its process until it served."""
-    scenarios: list[Scenario]
-    intrusion: dict[str, Summary] = {}
+    scenarios: list[Scenario] = msgspec.field(default_factory=list)
+    intrusion: dict[str, Summary] = msgspec.field(default_factory=dict)
     """Side → times between tokens of running decodes while a long prompt was read."""
     intrusion_prompt: int = 0
-    crowds: dict[str, dict[str, float]] = {}
+    crowds: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
     """Case → side → seconds until the last answer: one prompt, equal ones, different ones, more and more."""
 
 
@@ -112,7 +103,3 @@ def keeps(outcome: TextOutcome, objective: Sequence[float]) -> bool:
     """Whether a request came within (TTFT, TPOT)."""
     ttft, tpot = objective
     return outcome.ttft <= ttft and outcome.tpot <= tpot
-
-
-def write(result: TextResult, path: Path) -> None:
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")

@@ -128,12 +128,21 @@ class LoadContext:
     """None: the stage takes no adapters."""
     fused: bool = True
     """Linear layers with the same input may be computed as one product."""
+    recorded: bool = True
+    """Calls of a denoiser may be recorded as CUDA graphs."""
     options: dict[str, Any] = field(default_factory=dict)
     """The deployment's own options for this stage, e.g. the vocoder's look-ahead."""
     progress: Callable[[float, str], None] = lambda fraction, what: None
     """Report loading: fraction done, and what is being done."""
     group: Group | None = None
-    """The ranks among which the weights are divided; None: this process has them all."""
+    """The ranks among which the weights, or of a denoiser its tokens or guidance branches, are divided; None: this
+    process has them all."""
+    tensor_parallel: int = 1
+    """Of a denoiser: ranks among which its weights are divided."""
+    sequence_parallel: int = 1
+    """Of a denoiser: ranks among which the tokens of its rows are divided."""
+    sequence_mode: str = "ulysses"
+    """Of a denoiser: one of `segue.graph.deployment.SEQUENCE_MODES`."""
 
 
 Adapter = Any

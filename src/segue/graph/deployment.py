@@ -43,8 +43,9 @@ text such as `64MiB` and `1GB`.
              hang_seconds: 600}
 
 Of these, diffusion stages have `compile`, `quantization` and `attention` (auto, native, cudnn, flash, flash_3, sage,
-xformers), `offload: layerwise` (weights wait in the host's memory) and `cfg_parallel: 2` (guidance branches in
-processes of their own).
+xformers), `offload: layerwise` (weights wait in the host's memory), and one of three ways to have several processes per
+replica: `cfg_parallel: 2` (guidance branches), `sequence_parallel: 2` (tokens; with `sequence_mode: ulysses` or `ring`)
+and `tensor_parallel: 2` (weights).
 
 `limits` has the keys of `Limits`; `defaults` do not reach `input`, which runs on the CPU. Stages fused into one worker
 are joined by the in-process connector; every other edge gets shared memory by itself: the connector called `shm`, or
@@ -80,6 +81,8 @@ DIFFUSION_ATTENTIONS = ("auto", "native", "cudnn", "flash", "flash_3", "sage", "
 """What computes attention in a denoiser: diffusers' dispatch; all but `native` on a GPU, where they are installed."""
 OFFLOADS = ("none", "layerwise")
 """Where the weights of a denoiser wait for their turn: on its device, or in the memory of the host."""
+SEQUENCE_MODES = ("ulysses", "ring")
+"""What the ranks of a sequence parallel denoiser exchange in attention: heads for tokens, or keys and values."""
 SCHEDULINGS = ("priority", "fcfs", "fair")
 """Who runs first in an autoregressive stage."""
 QUANTIZATIONS = ("none", "int8", "int4", "fp8")
@@ -142,6 +145,10 @@ class StagePlan:
     """Processes of each replica, with a part of the weights each."""
     cfg_parallel: int = 1
     """Of a diffusion stage: processes of each replica, among which the guidance branches are divided."""
+    sequence_parallel: int = 1
+    """Of a diffusion stage: processes of each replica, among which the tokens of each row are divided."""
+    sequence_mode: str = "ulysses"
+    """Of a diffusion stage: one of `SEQUENCE_MODES`."""
     speculation: SpeculationPlan | None = None
     quantization: str = "none"
     offload: str = "none"
@@ -159,7 +166,7 @@ class StagePlan:
     @property
     def ranks(self) -> int:
         """Processes of each replica."""
-        return self.tensor_parallel * self.cfg_parallel
+        return self.tensor_parallel * self.cfg_parallel * self.sequence_parallel
 
 
 @dataclass(frozen=True, slots=True)

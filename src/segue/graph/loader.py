@@ -15,6 +15,7 @@ from segue.graph.deployment import (
     OFFLOADS,
     QUANTIZATIONS,
     SCHEDULINGS,
+    SEQUENCE_MODES,
     Hardware,
     Limits,
     Plan,
@@ -22,7 +23,7 @@ from segue.graph.deployment import (
 )
 from segue.graph.hardware import detect_hardware
 from segue.graph.lora import ADAPTED, LoraPlan, lora_of
-from segue.graph.placement import CPU, Place, place
+from segue.graph.placement import CPU, Place, place, way_of_ranks
 from segue.graph.section import Section
 from segue.graph.speculation import speculation_of
 from segue.graph.stage_graph import Stage, StageGraph
@@ -127,7 +128,8 @@ def stage_overrides(
 def _stage(stage: Stage, written: Written, where: Place) -> StagePlan:
     section = written.stages[stage.name]
     autoregressive = stage.engine == "autoregressive"
-    _check_divided(section, stage.engine, where.ranks)
+    way = way_of_ranks(stage.engine, section)
+    _check_divided(section, stage.engine, way, where.ranks)
     device = CPU if CPU in where.devices else "cuda"
     dtype = section.choice("dtype", "auto", _DTYPES)
     if dtype == "auto":
@@ -156,8 +158,10 @@ def _stage(stage: Stage, written: Written, where: Place) -> StagePlan:
         attention=_attention(section, stage.engine),
         enforce_eager=section.flag("enforce_eager", False),
         compile=section.flag("compile", False),
-        tensor_parallel=where.ranks if autoregressive else 1,
-        cfg_parallel=where.ranks if stage.engine == "diffusion" else 1,
+        tensor_parallel=where.ranks if way == "tensor_parallel" else 1,
+        cfg_parallel=where.ranks if way == "cfg_parallel" else 1,
+        sequence_parallel=where.ranks if way == "sequence_parallel" else 1,
+        sequence_mode=section.choice("sequence_mode", "ulysses", SEQUENCE_MODES),
         speculation=speculation_of(section) if autoregressive else None,
         quantization=section.choice("quantization", "none", QUANTIZATIONS) if stage.engine != "module" else "none",
         offload=section.choice("offload", "none", OFFLOADS) if stage.engine == "diffusion" else "none",
@@ -176,12 +180,14 @@ def _attention(section: Section, engine: str) -> str:
     return section.choice("attention", "auto", names)
 
 
-def _check_divided(section: Section, engine: str, ranks: int) -> None:
-    """What a stage of several ranks cannot have."""
+def _check_divided(section: Section, engine: str, way: str, ranks: int) -> None:
+    """What a stage of several ranks cannot have; `way`: the key that makes them."""
     path, value = section.find("lora")
-    if ranks > 1 and value is not None:
-        divided = "cfg_parallel" if engine == "diffusion" else "tensor_parallel"
-        raise ConfigError(f"{path} is {value!r}, which does not go with {divided} ({ranks})", field=path)
+    if ranks > 1 and value is not None and engine != "autoregressive":
+        raise ConfigError(f"{path} is {value!r}, which does not go with {way} ({ranks})", field=path)
+    if "sequence_mode" in section.values and way != "sequence_parallel":
+        path = section.at("sequence_mode")
+        raise ConfigError(f"{path} is set, but sequence_parallel is 1; set it, or leave sequence_mode out", field=path)
 
 
 def _lora(section: Section) -> LoraPlan | None:

@@ -36,6 +36,8 @@ class Stage:
     main: bool = False
     divisible: bool = False
     """Its adapter takes a rank's part of the weights (`tensor_parallel`)."""
+    library: str = ""
+    """What of a library's own pipeline runs in it, for people."""
 
     @property
     def media_only(self) -> bool:

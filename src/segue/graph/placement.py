@@ -11,7 +11,7 @@ from segue.graph.deployment import Hardware
 from segue.graph.section import Section, wrong
 from segue.graph.stage_graph import INPUT, Stage, StageGraph
 from segue.graph.wiring import Connectors
-from segue.graph.written import Wire
+from segue.graph.written import RANK_KEYS, Wire
 from segue.messages.errors import ConfigError, nearest
 
 CPU = "cpu"
@@ -108,8 +108,7 @@ def _wish(graph: StageGraph, name: str, section: Section, hardware: Hardware) ->
 def _ranks(graph: StageGraph, stage: Stage, section: Section) -> int | None:
     """Processes per replica; the defaults mean only stages of the key's engine."""
     if stage.engine == "diffusion":
-        ranks = section.integer("cfg_parallel", None)
-        return None if ranks == 1 else ranks
+        return _denoiser_ranks(section)
     ranks = section.integer("tensor_parallel", None)
     if stage.engine != "autoregressive" or ranks in (None, 1):
         return None
@@ -121,6 +120,33 @@ def _ranks(graph: StageGraph, stage: Stage, section: Section) -> int | None:
             field=path,
         )
     return ranks
+
+
+def _denoiser_ranks(section: Section) -> int | None:
+    """In one way alone."""
+    ways = _denoiser_ways(section)
+    if len(ways) > 1:
+        (one, ranks), (other, others) = list(ways.items())[:2]
+        path, _ = section.find(other)
+        raise ConfigError(
+            f"{path} is {others}, but {one} is {ranks}: a stage has several processes in one way; leave one out",
+            field=path,
+        )
+    return next(iter(ways.values()), None)
+
+
+def _denoiser_ways(section: Section) -> dict[str, int]:
+    """What is said of several processes, by key. What `defaults` say of `tensor_parallel` is for language models."""
+    keys = [key for key in RANK_KEYS if key != "tensor_parallel" or key in section.values]
+    said = {key: section.integer(key, None) for key in keys}
+    return {key: ranks for key, ranks in said.items() if ranks is not None and ranks > 1}
+
+
+def way_of_ranks(engine: str, section: Section) -> str:
+    """The key that says how many processes a replica of a stage has."""
+    if engine == "diffusion":
+        return next(iter(_denoiser_ways(section)), "cfg_parallel")
+    return "tensor_parallel"
 
 
 def _check_alone(group: tuple[str, ...], wish: _Wish, sections: Mapping[str, Section]) -> None:
@@ -135,10 +161,8 @@ def _check_alone(group: tuple[str, ...], wish: _Wish, sections: Mapping[str, Sec
 
 def _path_of_ranks(group: tuple[str, ...], sections: Mapping[str, Section]) -> str:
     """Where it is written that a replica of a group has several processes."""
-    keys = ("tensor_parallel", "cfg_parallel")
-    return next(
-        path for key in keys for name in group for path, value in [sections[name].find(key)] if value not in (None, 1)
-    )
+    said = [sections[name].find(key) for key in reversed(RANK_KEYS) for name in group]
+    return next(path for path, value in said if value not in (None, 1))
 
 
 def _path_of(key: str, group: tuple[str, ...], sections: Mapping[str, Section]) -> str:
@@ -288,7 +312,8 @@ def _replicas(group: tuple[str, ...], wish: _Wish, devices: tuple[str, ...], sec
 
 def _light(graph: StageGraph, groups: Collection[tuple[str, ...]]) -> set[tuple[str, ...]]:
     """Workers that no core is kept for. What takes the time of a picture are the calls of its denoiser, tens of them;
-    its encoders and its decoder are called once. And tokenizing takes a moment per request."""
+    its encoders and its decoder are called once, and threads of their own beside those of the denoiser were measured to
+    gain nothing, with one client nor with eight. And tokenizing takes a moment per request."""
     denoising = {group for group in groups if any(graph.stages[name].engine == "diffusion" for name in group)}
     if denoising:
         return set(groups) - denoising

@@ -22,6 +22,10 @@ def as_text(what: Plan | StageGraph) -> str:
         head += ["devices", "replicas", "memory", "dtype", "threads", "batch", "worker with"]
         for row, name in zip(rows, order, strict=True):
             row += _placed(what.stages[name], what.group_of(name))
+    if any(graph.stages[name].library for name in order):
+        head.append("runs of a library")
+        for row, name in zip(rows, order, strict=True):
+            row.append(graph.stages[name].library or "-")
     lines = [
         f"{graph.name}: takes {_list(graph.takes)}; gives {_list(graph.gives)}; main output from {graph.main}",
         "",
@@ -84,6 +88,8 @@ def _label(stage: Stage, what: Plan | StageGraph) -> str:
     parts = [stage.name, stage.engine]
     if stage.takes:
         parts.append(f"takes {_list(stage.takes)}")
+    if stage.library:
+        parts.append(stage.library)
     if isinstance(what, Plan):
         plan = what.stages[stage.name]
         parts.append(f"{plan.replicas} on {_list(plan.devices)}")

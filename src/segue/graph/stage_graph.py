@@ -1,6 +1,6 @@
 """The stage graph of one model, as a value: named stages, edges between them, and what a request makes of them.
 
-    g = StageGraph("qwen2_5_omni")
+    g = StageGraph("speaking")
     g.stage("encoder", "module", takes={"image", "audio", "video"})
     g.stage("thinker", "autoregressive", takes={"text"}, gives={"text"})
     g.stage("talker", "autoregressive")
@@ -49,14 +49,17 @@ class StageGraph:
         fuse_with: str | None = None,
         main: bool = False,
         divisible: bool = False,
+        library: str = "",
     ) -> None:
         """Add a stage.
 
         `main` marks the stage whose end is the end of the answer (by default the one that gives text, else the only
         one that gives anything); `fuse_with` suggests a stage to share a worker with; `divisible`: one replica can be
-        several processes with a part of the weights each (`tensor_parallel`).
+        several processes with a part of the weights each (`tensor_parallel`); `library` says what of a library's own
+        pipeline runs in the stage, where that is so.
         """
-        self._declared.append(Stage(name, engine, frozenset(takes), frozenset(gives), fuse_with, main, divisible))
+        stage = Stage(name, engine, frozenset(takes), frozenset(gives), fuse_with, main, divisible, library)
+        self._declared.append(stage)
         self._validated = False
 
     def edge(self, source: str, target: str, *, when: Condition | None = None) -> None:

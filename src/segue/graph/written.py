@@ -32,7 +32,9 @@ AUTOREGRESSIVE_KEYS = (
     "kv_dtype",
     "sampling",
 )
-DIFFUSION_KEYS = ("attention", "compile", "quantization", "offload", "cfg_parallel")
+RANK_KEYS = ("tensor_parallel", "cfg_parallel", "sequence_parallel")
+"""Ways to have several processes per replica."""
+DIFFUSION_KEYS = ("attention", "enforce_eager", "compile", "quantization", "offload", "sequence_mode", *RANK_KEYS)
 STAGE_KEYS = (
     "devices",
     "replicas",

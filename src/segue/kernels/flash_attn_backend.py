@@ -14,6 +14,7 @@ class FlashAttention:
 
     recordable = False  # the longest sequence is an argument
     widens = False
+    mutual = False
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: PagedStep, form: Form

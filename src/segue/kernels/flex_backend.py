@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from segue.kernels.form import Form
-from segue.kernels.paged_step import PagedStep, Part
+from segue.kernels.paged_step import PagedStep
+from segue.kernels.part import Part
 
 _QUERIES = 128
 """Queries per row of a block mask."""
@@ -29,6 +31,7 @@ class FlexAttention:
 
     recordable = False  # masks are made anew in every step
     widens = False
+    mutual = True
 
     def __init__(self, attention: Attention) -> None:
         """`attention`: torch's `flex_attention`; compiled, or for tests as it is."""
@@ -107,12 +110,14 @@ def _mask(step: PagedStep, parts: Sequence[Part], count: int, window: int | None
     places = places.to(store.device)
     # tensors, since compiled code would have numbers that change as symbols, which not every kernel takes
     reach = None if window is None else starts.new_tensor(window)
+    mutual = any(not part.causal for part in parts)
+    ends = torch.from_numpy(np.stack([part.reaches() for part in parts])).to(store.device) if mutual else None
 
     def visible(b: torch.Tensor, h: torch.Tensor, query: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
         place = places[b, slot // size]
         key = place * size + slot % size
         at = starts[b] + query
-        both = (place >= 0) & (key <= at)
+        both = (place >= 0) & (key <= at if ends is None else key < ends[b, query])
         return both if reach is None else both & (key > at - reach)
 
     rows = -(-count // _QUERIES)

@@ -11,6 +11,7 @@ for one row and 1.6 times for eight, 1024 → 2048 + 1024 + 1024 1.3 and 1.2, ga
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,17 @@ import torch
 from torch import nn
 
 
+@dataclass(slots=True)
+class _Kept:
+    """A product and who has not had its part of it yet. No attributes of a module: setting one takes as long as a small
+    operator, and all of them are set in every layer of every step."""
+
+    given: torch.Tensor | None = None
+    """The input whose product is kept; held, so that no other tensor can take its place in memory."""
+    parts: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By number: those that nobody has taken yet."""
+
+
 class FusedLinear(nn.Module):
     """The product of several layers, kept from the first that asks for it to the last."""
 
@@ -29,19 +41,17 @@ class FusedLinear(nn.Module):
         super().__init__()
         self.sizes = [linear.out_features for linear in linears]
         self.linear = _joined(linears)
-        self._given: torch.Tensor | None = None
-        """The input whose product is kept; held, so that no other tensor can take its place in memory."""
-        self._parts: dict[int, torch.Tensor] = {}
-        """By number: those that nobody has taken yet."""
+        self._kept = _Kept()
 
     def take(self, number: int, x: torch.Tensor) -> torch.Tensor:
         """Part `number` of the product with x [..., inputs]. Each part of one product is given out once."""
-        if self._given is not x or number not in self._parts:
-            self._parts = dict(enumerate(self.linear(x).split(self.sizes, dim=-1)))
-            self._given = x
-        part = self._parts.pop(number)
-        if not self._parts:
-            self._given = None
+        kept = self._kept
+        if kept.given is not x or number not in kept.parts:
+            kept.parts = dict(enumerate(self.linear(x).split_with_sizes(self.sizes, -1)))
+            kept.given = x
+        part = kept.parts.pop(number)
+        if not kept.parts:
+            kept.given = None
         return part
 
 
@@ -90,16 +100,29 @@ def _joined(linears: list[nn.Linear]) -> nn.Linear:
 class Siblings:
     """Names of layers that were given the same input, filled while a model runs."""
 
-    calls: list[tuple[str, torch.Tensor]] = field(default_factory=list)
-    """Name and input of every call; the inputs are held, so that each is itself."""
+    calls: list[tuple[str, int]] = field(default_factory=list)
+    """Name of the layer, and number of the input, of every call."""
+    _inputs: dict[str, list[tuple[weakref.ref[torch.Tensor], int]]] = field(default_factory=dict)
+    """By module: what its layers were given that is still there, and its numbers. Nothing is held: a large call would
+    not fit into memory with all that it has ever computed."""
+
+    def called(self, name: str, x: torch.Tensor) -> None:
+        module = name.rpartition(".")[0]
+        known = [(ref, number) for ref, number in self._inputs.get(module, []) if ref() is not None]
+        number = next((number for ref, number in known if ref() is x), None)
+        if number is None:
+            number = len(self.calls)
+            known.append((weakref.ref(x), number))
+        self._inputs[module] = known
+        self.calls.append((name, number))
 
     def groups(self) -> list[list[str]]:
         """In the order of their calls; layers that were called more than once are in none."""
         times = Counter(name for name, _ in self.calls)
         groups: dict[tuple[str, int], list[str]] = {}
-        for name, x in self.calls:
+        for name, number in self.calls:
             if times[name] == 1:
-                groups.setdefault((name.rpartition(".")[0], id(x)), []).append(name)
+                groups.setdefault((name.rpartition(".")[0], number), []).append(name)
         return [names for names in groups.values() if len(names) > 1]
 
 
@@ -113,7 +136,7 @@ def siblings(root: nn.Module) -> Iterator[Siblings]:
     def note(name: str, layer: nn.Linear) -> None:
         def called(module: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
             if given:  # by position, as everybody calls a linear layer
-                found.calls.append((name, given[0]))
+                found.called(name, given[0])
 
         hooks.append(layer.register_forward_pre_hook(called))
 

@@ -14,7 +14,8 @@ import torch
 
 from segue.kernels.form import Form
 from segue.kernels.kv_store import KVStore
-from segue.kernels.paged_step import Part, additive
+from segue.kernels.paged_step import additive
+from segue.kernels.part import Part
 
 TILE = 16
 """Queries per tile."""

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
+from segue.kernels.attends import Attends
 from segue.kernels.kv_layout import KVLayout
-
-if TYPE_CHECKING:
-    from segue.kernels.paged_step import AttentionBackend
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -53,7 +51,7 @@ class KVStore:
         stored: torch.dtype | None = None,
         capture_width: int = 0,
         capture_dtype: torch.dtype = torch.float32,
-        backend: AttentionBackend | None = None,
+        backend: Attends[Any] | None = None,
     ) -> None:
         """`backend`: what reads it; None: gathering and `scaled_dot_product_attention`. `dtype`: of what is written and
         read; `stored`: of what is kept, where that is float8_e4m3fn: values beyond its 448 are cut off."""

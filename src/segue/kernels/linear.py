@@ -21,14 +21,22 @@ where that of six reads 27-37 (two cores; the products of a decode step of 387M 
 
 
 @torch.library.custom_op("segue::packed_linear", mutates_args=())
-def packed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_features: int) -> torch.Tensor:
+def packed_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_features: int, gelu: str | None = None
+) -> torch.Tensor:
     """The product as one operator of compiled code, which knows no packed weights: [..., in] → [..., out]."""
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], None)
+    return _product(x, weight, bias, gelu)
 
 
 @packed_linear.register_fake
-def _packed_shape(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_features: int) -> torch.Tensor:
+def _packed_shape(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_features: int, gelu: str | None = None
+) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], out_features)
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gelu: str | None) -> torch.Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none" if gelu is None else "gelu", [], gelu)
 
 
 class PackedLinear(nn.Module):
@@ -37,8 +45,11 @@ class PackedLinear(nn.Module):
     weight: torch.Tensor
     bias: torch.Tensor | None
 
-    def __init__(self, linear: nn.Linear, rows: int) -> None:
+    def __init__(self, linear: nn.Linear, rows: int, gelu: str | None = None) -> None:
+        """`gelu`: `none` or `tanh`, as `functional.gelu` calls them, where the layer's output goes through that: oneDNN
+        does it while the product is still in the cache (2048 rows of 384 → 1536 on two cores: 1.2 times as fast)."""
         super().__init__()
+        self.gelu = gelu
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), rows)
@@ -49,7 +60,9 @@ class PackedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] → [..., out_features], float32."""
         if torch.compiler.is_compiling():
-            return packed_linear(x, self.weight, self.bias, self.out_features)
+            return packed_linear(x, self.weight, self.bias, self.out_features, self.gelu)
+        if self.gelu is not None:
+            return _product(x, self.weight, self.bias, self.gelu)
         rows = x.numel() // self.in_features
         if 0 < rows < LEAST_ROWS:
             few = packed_product(x.reshape(rows, -1), self.weight, self.bias)
@@ -68,10 +81,11 @@ def packed_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 
 
 def can_pack(linear: nn.Linear) -> bool:
-    """On the CPU, in float32, with no forward of its own (a subclass, or what quantises activations)."""
+    """On the CPU, in float32, with no forward of its own (a subclass, or what quantises activations), whole."""
     weight = linear.weight
     return (
         type(linear) is nn.Linear
+        and type(weight.data) is torch.Tensor  # not a rank's share of one
         and "forward" not in vars(linear)
         and weight.device.type == "cpu"
         and weight.dtype == torch.float32

@@ -8,7 +8,7 @@ engine share; where a step has no adapter the layers are what they are over.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -23,6 +23,31 @@ class Pair(NamedTuple):
     """A: [rank, in_features]."""
     up: torch.Tensor
     """B times its scale: [out_features, rank]."""
+
+
+class Share(NamedTuple):
+    """The features of a linear layer that are here, where several ranks divide it.
+
+    Of a layer whose inputs are divided, each rank computes `B A_r x_r`, and what adds up the ranks' products of the
+    layer adds up these as well.
+    """
+
+    in_features: int
+    """Of the whole layer."""
+    out_features: int
+    inputs: tuple[int, int]
+    """[start, stop) of its input features."""
+    outputs: tuple[tuple[int, int], ...]
+    """[start, stop) of its output features, in order."""
+    padding: int = 0
+    """Outputs behind them that are always 0."""
+
+    def of(self, pair: Pair) -> Pair:
+        """What an adapter of the whole layer is here."""
+        rows = [pair.up[start:stop] for start, stop in self.outputs]
+        if self.padding:
+            rows.append(pair.up.new_zeros(self.padding, pair.up.shape[1]))
+        return Pair(pair.down[:, slice(*self.inputs)].contiguous(), torch.cat(rows))
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,10 +111,12 @@ class LoraSwitch:
 
     @contextmanager
     def during(self, step: LoraStep | None) -> Iterator[None]:
-        """Within it, the layers add what `step` says."""
+        """Within it, the layers add what `step` says. Compiled code is that of a step without adapters: how many there
+        are, and of which ranks, changes from step to step, so one with adapters runs as it is written."""
         self.step = step
         try:
-            yield
+            with nullcontext() if step is None else torch.compiler.set_stance("force_eager"):
+                yield
         finally:
             self.step = None
 
@@ -112,9 +139,22 @@ class LoraLinear(nn.Module):
         self.name = name
         self.in_features = in_features
         self.out_features = out_features
+        self.share: Share | None = None
+        """Where several ranks divide the layer; the features above are then those that are here."""
         self._switch = switch
         self._stacked: tuple[tuple[Lora, ...], Pair] | None = None
         """A and B of the adapters of the last step that had several, one below the other."""
+
+    @property
+    def whole(self) -> tuple[int, int]:
+        """(in_features, out_features) of the layer, on all ranks together."""
+        if self.share is None:
+            return self.in_features, self.out_features
+        return self.share.in_features, self.share.out_features
+
+    def own(self, pair: Pair) -> Pair:
+        """What an adapter of the whole layer is here."""
+        return pair if self.share is None else self.share.of(pair)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -130,14 +170,18 @@ class LoraLinear(nn.Module):
             y = y + ((x.to(pair.down.dtype) @ pair.down.T) @ pair.up.T).to(y.dtype)
         step = self._switch.step
         if step is not None:
-            rows = x.reshape(-1, self.in_features)
-            if len(rows) != step.tokens:
-                raise ValueError(f"{self.name} was given {len(rows)} rows in a step of {step.tokens} tokens")
-            if x.device.type == "cpu" or len(step.rows) == 1:
-                add_by_adapter(y.view(-1, self.out_features), rows, step, self.name)
-            else:
-                self.add_at_once(y.view(-1, self.out_features), rows, step)
+            self.add(y, x, step)
         return y
+
+    def add(self, y: torch.Tensor, x: torch.Tensor, step: LoraStep) -> None:
+        """y [..., out_features] += what the adapters of a step make of x [..., in_features]."""
+        out, rows = y.view(-1, self.out_features), x.reshape(-1, self.in_features)
+        if len(rows) != step.tokens:
+            raise ValueError(f"{self.name} was given {len(rows)} rows in a step of {step.tokens} tokens")
+        if x.device.type == "cpu" or len(step.rows) == 1:
+            add_by_adapter(out, rows, step, self.name)
+        else:
+            self.add_at_once(out, rows, step)
 
     def add_at_once(self, y: torch.Tensor, x: torch.Tensor, step: LoraStep) -> None:
         """All adapters in two products, however many there are: for devices where launches are what counts."""

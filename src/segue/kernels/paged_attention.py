@@ -6,7 +6,8 @@ mask function of the same name returns None, because sequences of a flat batch a
 
 What a layer asks for beyond plain causal attention arrives as arguments: sliding windows, soft caps and sinks are
 done, anything else is refused. What a model says only in its masks (chunked attention, bidirectional spans) cannot
-be seen here: `library_attention` lets the engine's check at load compare with the model's own masks.
+be seen here: `library_attention` lets the engine's check at load compare with the model's own masks. Tokens that see
+each other in both directions come with the step (`Part.mutual`), for a model that was found to have them.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class TorchAttention:
 
     recordable = False
     widens = True
+    mutual = True
 
     def __init__(self, span_bytes: int = SPAN_BYTES) -> None:
         """`span_bytes`: what one more span of a decoding sequence may save of gathering, to be read in place."""
@@ -62,7 +64,7 @@ class TorchAttention:
             part = slice(chunk.begin, chunk.end)
             queries = q[:, part].unflatten(0, (kv_heads, -1))  # [kv_heads, heads per kv head, queries, dim]
             stop = chunk.start + chunk.end - chunk.begin
-            causal = form.plain and (form.window is None or form.window >= stop)
+            causal = form.plain and (form.window is None or form.window >= stop) and chunk.part.causal
             if causal and chunk.start and _in_place(step.store, layer, form):
                 own = attend(
                     queries, _spread(k[:, part], queries), _spread(v[:, part], queries), form.scaling, causal=True
@@ -114,6 +116,7 @@ class ReferenceAttention:
 
     recordable = False
     widens = True
+    mutual = True
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: PagedStep, form: Form
@@ -127,6 +130,8 @@ class ReferenceAttention:
             position = torch.arange(part.stop, device=q.device)
             query = position[part.start :, None]
             seen = position <= query
+            for first, stop in part.mutual:
+                seen = seen | ((first <= query) & (query < stop) & (first <= position) & (position < stop))
             if form.window is not None:
                 seen = seen & (position > query - form.window)
             out.append(dense_attention(q[:, begin:end], keys, values, additive(seen, q.dtype), form))
@@ -269,7 +274,8 @@ def _under_library_mask(
     record.masks += used or [function for _, function in record.made]  # a mask made of another: any may be in it
     record.windows[layer] = form.window
     record.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
-    return dense_attention(query[0], key[0], value[0], additive(mask[0, 0], query.dtype), form).transpose(0, 1)[None]
+    mixed = dense_attention(query[0], key[0], value[0], additive(mask[0, 0], query.dtype), form)
+    return mixed.transpose(0, 1).contiguous()[None]  # some models take views of it
 
 
 def paged_mask(*, mask_function: Callable[..., Any], **others: Any) -> torch.Tensor | None:
@@ -279,7 +285,12 @@ def paged_mask(*, mask_function: Callable[..., Any], **others: Any) -> torch.Ten
         return None
     others["allow_is_causal_skip"] = False
     mask = sdpa_mask(mask_function=mask_function, **others)
-    assert mask is not None, "a mask that may not be skipped"
+    if mask is None:  # the library leaves out those that may be skipped, and those that see everything
+        raise ConfigError(
+            "this model cannot be served: each of its tokens sees all others, so it is an encoder (its config does not "
+            "say is_decoder)",
+            field="architectures",
+        )
     record.made.append((mask, mask_function))
     return mask
 

@@ -9,27 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from segue.kernels.form import Form
+from segue.kernels.attends import Attends
 from segue.kernels.kv_store import KVStore
+from segue.kernels.part import Part
 from segue.kernels.spans import SlotSpan, slot_runs
 from segue.kernels.step_tables import StepTables, step_tables
-
-
-class Part(NamedTuple):
-    """One sequence's part of a step: its block table, and the range of its tokens that is computed.
-
-    Where the first blocks were given back (they lie behind the window of this group), `blocks` begins after them and
-    `start` and `stop` count from there: attention is causal and windows are relative, so nothing else changes.
-    """
-
-    blocks: Sequence[int]
-    start: int
-    stop: int
 
 
 @dataclass(slots=True)
@@ -49,14 +38,16 @@ class DecodeGroup:
 
     def spans(self, window: int | None, block_size: int, least: int) -> list[SlotSpan] | None:
         """What the queries see, as spans of slots; None where gathering is quicker, because the blocks are scattered or
-        the sequences short: a span must save gathering of `least` tokens."""
+        the sequences short: each of several spans must save gathering of `least` tokens."""
         if window not in self._spans:
             found = [
                 SlotSpan(row, *run)
                 for row, part in enumerate(self.parts)
                 for run in slot_runs(part.blocks, max(0, part.stop - window) if window else 0, part.stop, block_size)
             ]
-            self._spans[window] = found if len(found) * least <= len(self.blocks) * block_size else None
+            gathered = len(self.blocks) * block_size
+            # attention over what is gathered is one call, too: a single span saves all of the gathering
+            self._spans[window] = found if len(found) == 1 or len(found) * least <= gathered else None
         return self._spans[window]
 
     def mask(self, window: int | None, dtype: torch.dtype, block_size: int) -> torch.Tensor:
@@ -93,7 +84,7 @@ class Chunk:
             stop = self.start + self.end - self.begin
             key = torch.arange(stop, device=self.blocks.device)
             query = key[self.start :, None]
-            seen = key <= query
+            seen = key < torch.from_numpy(self.part.reaches()).to(key.device)[:, None]
             if window is not None:
                 seen &= key > query - window
             mask = self._masks[(window, dtype)] = additive(seen, dtype)
@@ -135,19 +126,8 @@ class PagedStep:
         return {}
 
 
-class AttentionBackend(Protocol):
-    """Writes a step's K and V to the store and attends to what its sequences see."""
-
-    recordable: bool
-    """It looks at no value on the host while it runs: steps of single queries can be CUDA graphs."""
-    widens: bool
-    """It reads K and V that are stored in fewer bits than queries have."""
-
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: PagedStep, form: Form
-    ) -> torch.Tensor:
-        """q [heads, tokens, head_dim], k [kv_heads, tokens, head_dim], v [kv_heads, tokens, value_dim] →
-        [tokens, heads, value_dim]. `step` is that of the layer's group."""
+AttentionBackend: TypeAlias = Attends[PagedStep]
+"""What attends to the steps of an engine."""
 
 
 @dataclass(slots=True)
@@ -172,20 +152,6 @@ class HybridStep:
 def additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """0 where `seen`, -inf elsewhere."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
-
-
-class Span(Protocol):
-    """A range of tokens of a sequence."""
-
-    @property
-    def start(self) -> int: ...
-    @property
-    def stop(self) -> int: ...
-
-
-def step_order(part: Span) -> tuple[bool, int]:
-    """Sort key of the parts of a step, with whole positions."""
-    return part.stop - part.start > 1, part.stop
 
 
 def paged_step(store: KVStore, parts: list[Part]) -> PagedStep:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from segue.kernels.paged_step import Part
+from segue.kernels.part import Part
 
 
 @dataclass(slots=True)
@@ -30,6 +28,8 @@ class StepTables:
     """Of the single queries: the most keys one of them sees."""
     longest_chunk: int
     """The most queries of one sequence among the others."""
+    reaches: torch.Tensor | None = None
+    """[tokens] how many keys each query sees, from the first on; None: all queries see what is before them."""
 
 
 def step_tables(parts: Sequence[Part], block_size: int, device: torch.device) -> StepTables:
@@ -42,9 +42,8 @@ def step_tables(parts: Sequence[Part], block_size: int, device: torch.device) ->
         row[:3] = part.stop, begin, part.stop - part.start
         row[3 : 3 + count] = part.blocks[:count]
         begin += part.stop - part.start
-    there = torch.from_numpy(packed)
-    if device.type == "cuda":
-        there = there.pin_memory().to(device, non_blocking=True)
+    there = _on(device, packed)
+    mutual = any(not part.causal for part in parts)
     return StepTables(
         singles=singles,
         blocks=there[:, 3:],
@@ -53,4 +52,10 @@ def step_tables(parts: Sequence[Part], block_size: int, device: torch.device) ->
         counts=there[:, 2].contiguous(),
         longest_key=max((part.stop for part in parts[:singles]), default=0),
         longest_chunk=max((part.stop - part.start for part in parts[singles:]), default=0),
+        reaches=_on(device, np.concatenate([part.reaches() for part in parts])) if mutual else None,
     )
+
+
+def _on(device: torch.device, array: np.ndarray) -> torch.Tensor:
+    there = torch.from_numpy(array)
+    return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there

@@ -72,12 +72,12 @@ def _online(scores, best, total, mixed):
 
 @triton.jit
 def _prefill(
-    q_thd, k_bskd, v_bske, out_the, sinks_h, blocks_nb, lengths_n, begins_n, counts_n,
+    q_thd, k_bskd, v_bske, out_the, sinks_h, blocks_nb, lengths_n, begins_n, counts_n, reaches_t,
     scaling, softcap, table_stride,
     q_stride_t, q_stride_h, k_stride_s, k_stride_k, v_stride_s, v_stride_k, out_stride_t, out_stride_h,
     group: tl.constexpr, block_size: tl.constexpr, width: tl.constexpr, value_width: tl.constexpr,
     padded: tl.constexpr, value_padded: tl.constexpr,
-    window: tl.constexpr, has_cap: tl.constexpr, has_sinks: tl.constexpr,
+    window: tl.constexpr, has_cap: tl.constexpr, has_sinks: tl.constexpr, has_reaches: tl.constexpr,
     queries: tl.constexpr, keys: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
     part, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -108,6 +108,10 @@ def _prefill(
         total = tl.full([queries], 1.0, tl.float32)
 
     stop = tl.minimum(length, before + first + queries)
+    reach = place + 1
+    if has_reaches:
+        reach = tl.load(reaches_t + begin + row, mask=inside, other=0)
+        stop = tl.minimum(length, tl.maximum(stop, tl.max(reach, 0)))
     start = 0
     if window > 0:
         start = tl.maximum(before + first - window + 1, 0) // keys * keys
@@ -120,7 +124,7 @@ def _prefill(
             mask=there[None, :] & (dim < width)[:, None], other=0.0,
         ).to(q.dtype)  # fmt: skip
         scores = _scores(q, k, scaling, softcap, has_cap, precision)
-        seen = (key[None, :] <= place[:, None]) & there[None, :]
+        seen = (key[None, :] < reach[:, None]) & there[None, :]
         if window > 0:
             seen = seen & (key[None, :] > place[:, None] - window)
         scores = tl.where(seen, scores, float("-inf"))
@@ -234,11 +238,13 @@ def prefill(
     longest: int,
     form: Form,
     out: torch.Tensor,
+    reaches: torch.Tensor | None = None,
 ) -> None:
     """Queries that follow each other at the end of their sequences, whose K and V are in the cache already.
 
     q [t, h, d] · keys [b, s, k, d] · values [b, s, k, e] · begins, counts [n] int32: sequence i has the queries
-    [begins[i], begins[i] + counts[i]); `longest`: the largest count · out [t, h, e], written in place.
+    [begins[i], begins[i] + counts[i]); `longest`: the largest count · out [t, h, e], written in place · reaches [t]
+    int32: how many keys of its sequence each query sees, where some see keys behind them.
     """
     heads, width = q.shape[1:]
     block_size, kv_heads = keys.shape[1:3]
@@ -247,12 +253,13 @@ def prefill(
     _check_slots(keys, values)
     _prefill[grid](
         q, keys, values, out, _sinks(form, q), tables.blocks, tables.lengths, begins, counts,
+        begins if reaches is None else reaches,
         form.scaling, form.softcap or 1.0, tables.blocks.stride(0),
         *q.stride()[:2], *keys.stride()[1:3], *values.stride()[1:3], *out.stride()[:2],
         group=heads // kv_heads, block_size=block_size, width=width, value_width=value_width,
         padded=_padded(width), value_padded=_padded(value_width),
         window=form.window or 0, has_cap=form.softcap is not None, has_sinks=form.sinks is not None,
-        queries=_QUERIES, keys=_KEYS, precision=_precision(q),
+        has_reaches=reaches is not None, queries=_QUERIES, keys=_KEYS, precision=_precision(q),
     )  # fmt: skip
 
 

@@ -13,10 +13,11 @@ _INTERPRETED = 2
 
 
 class TritonAttention:
-    """Implements `segue.kernels.paged_attention.AttentionBackend`; K and V are read where they lie."""
+    """Implements `segue.kernels.paged_step.AttentionBackend`; K and V are read where they lie."""
 
     recordable = True
     widens = True
+    mutual = True
 
     def __init__(self, device: torch.device) -> None:
         self._processors = (
@@ -48,5 +49,6 @@ class TritonAttention:
                 tables.longest_chunk,
                 form,
                 out,
+                tables.reaches,
             )
         return out

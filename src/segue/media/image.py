@@ -6,6 +6,7 @@ import io
 import struct
 import warnings
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -42,15 +43,37 @@ def decode_image(part: MediaPart, limits: MediaLimits) -> np.ndarray[Any, np.dty
 
     Raises `InvalidRequest` for what is no picture, `TooLarge` over `max_bytes` or `max_image_pixels`.
     """
-    limits.check_bytes(part)
     if part.array is not None:
+        limits.check_bytes(part)
         return _from_array(part, part.array, limits)
+    return _read(part, limits, _colours)
+
+
+def decode_alpha(part: MediaPart, limits: MediaLimits) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """How opaque each pixel of a picture file is: [height, width] uint8, 0 for fully transparent.
+
+    Raises as `decode_image` does, and `InvalidRequest` for a picture without transparency.
+    """
+
+    def alpha(upright: Image.Image) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        if not upright.has_transparency_data:
+            raise refuse(part, "no pixel is transparent: the file has no alpha channel; send e.g. an RGBA PNG")
+        return np.array(upright.convert("RGBA").getchannel("A"))
+
+    return _read(part, limits, alpha)
+
+
+def _read(
+    part: MediaPart, limits: MediaLimits, taken: Callable[[Image.Image], np.ndarray[Any, np.dtype[np.uint8]]]
+) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """What is taken of the file of a part, upright."""
+    limits.check_bytes(part)
     if not part.data:
         raise refuse(part, f"the image is empty; {_SEND}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # broken metadata is not the client's problem while the picture can be read
         try:
-            return _from_file(part, limits)
+            return taken(_from_file(part, limits))
         except Image.DecompressionBombError as error:
             raise over(part, "max_image_pixels", "too many pixels to be opened", limits.max_image_pixels) from error
         except InvalidRequest:
@@ -63,11 +86,14 @@ def decode_image(part: MediaPart, limits: MediaLimits) -> np.ndarray[Any, np.dty
             raise refuse(part, f"not a readable image file ({error}); {_SEND}") from error
 
 
-def _from_file(part: MediaPart, limits: MediaLimits) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _from_file(part: MediaPart, limits: MediaLimits) -> Image.Image:
     with Image.open(io.BytesIO(part.data), formats=_FORMATS) as image:
         _check_pixels(part, image.width, image.height, limits)  # the header is read, the pixels are not
         image.load()
-        upright = ImageOps.exif_transpose(image)
+        return ImageOps.exif_transpose(image)
+
+
+def _colours(upright: Image.Image) -> np.ndarray[Any, np.dtype[np.uint8]]:
     if upright.mode.startswith("I"):  # 16 bits per sample (Pillow opens some of them as 32)
         upright = Image.fromarray((np.asarray(upright).astype(np.uint32).clip(0, 65535) >> 8).astype(np.uint8))
     return np.array(upright.convert("RGB"))

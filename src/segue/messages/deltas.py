@@ -70,6 +70,8 @@ class ImageDelta(msgspec.Struct, frozen=True, tag="image"):
     """Which of the request's pictures this is."""
     partial: int | None = None
     """Preview number k (from 0) of a picture that is not done, smaller than it; None: the picture itself."""
+    tokens: int = 0
+    """Latent tokens that the network made it of; 0 of a preview, and where the model counts none."""
 
     @property
     def array(self) -> np.ndarray:
@@ -139,7 +141,7 @@ class Usage(msgspec.Struct):
     prompt_modalities: dict[str, int] = {}
     """`text`, `image`, `audio`, `video`: prompt tokens of that kind."""
     completion_modalities: dict[str, int] = {}
-    """`text`: reply tokens · `audio`: codes of the talker."""
+    """`text`: reply tokens · `audio`: codes of the talker · `image`: latent tokens of the pictures."""
 
     @property
     def completion_tokens(self) -> int:

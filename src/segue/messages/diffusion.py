@@ -28,7 +28,7 @@ class DiffusionParams(msgspec.Struct, kw_only=True, frozen=True):
     """Pixels."""
     width: int | None = None
     max_area: int | None = None
-    """Pixels: height and width are made to fit it, in their proportions (Flux Kontext)."""
+    """Pixels: height and width are made to fit it, in their proportions; of models that edit a picture."""
     num_frames: int | None = None
     seconds: float | None = None
     """Of a video, instead of `num_frames`: the nearest number of frames that the model makes."""
@@ -37,7 +37,7 @@ class DiffusionParams(msgspec.Struct, kw_only=True, frozen=True):
     num_inference_steps: int | None = None
     guidance_scale: float | None = None
     guidance_scale_2: float | None = None
-    """Of the second expert (Wan2.2 A14B)."""
+    """Of the second network, where one makes the first steps and another the last."""
     true_cfg_scale: float | None = None
     guidance_rescale: float | None = None
     """How far what guidance adds is brought back to the deviation of the prompt's own prediction, 0 to 1."""
@@ -46,7 +46,7 @@ class DiffusionParams(msgspec.Struct, kw_only=True, frozen=True):
     clip_skip: int | None = None
     """Layers of a CLIP text encoder that are left out, counted from its end."""
     original_size: tuple[int, int] | None = None
-    """(height, width) that the network is told (SDXL); likewise those below."""
+    """(height, width) that the network is told, where it is told any; likewise those below."""
     crops_coords_top_left: tuple[int, int] | None = None
     target_size: tuple[int, int] | None = None
     negative_original_size: tuple[int, int] | None = None
@@ -59,7 +59,7 @@ class DiffusionParams(msgspec.Struct, kw_only=True, frozen=True):
     scheduler: str | None = None
     """Class name of one of diffusers' schedulers, instead of the checkpoint's."""
     strength: float | None = None
-    """How much of the given picture is made anew, 0 to 1 (SDXL, Flux: image to image)."""
+    """How much of the given picture is made anew, 0 to 1: where the model begins from a picture."""
     num_images_per_prompt: int = 1
     """Pictures (or videos) of one request: noise of picture i is slice i of what the seed draws, as in diffusers."""
     max_sequence_length: int | None = None

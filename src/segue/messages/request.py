@@ -39,7 +39,7 @@ class MediaPart(msgspec.Struct, frozen=True, tag="media"):
     """Where in the client's request it stood, e.g. `messages[0].content[1]`; errors name it."""
     role: str = ""
     """What it is for, where a model takes pictures for several purposes, by the pipeline's argument: `mask_image`,
-    `last_image`. Empty: the picture itself."""
+    `last_image`. `mask`: as `mask_image`, but transparent where that is white. Empty: the picture itself."""
 
 
 Part = TextPart | MediaPart

@@ -18,7 +18,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from segue.messages.errors import ConfigError
+from segue.models.json_files import read_object
 
 _JINJA = "chat_template.jinja"
 _JSON = ("chat_template.json", "tokenizer_config.json")
@@ -99,13 +99,7 @@ def read_chat_template(model_dir: Path, special: SpecialTokens = ()) -> ChatTemp
 def _object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    try:
-        value = json.loads(path.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{path}: not JSON: {error}", field="model") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: must hold a JSON object", field="model")
-    return value
+    return read_object(path)
 
 
 def _default(value: object) -> str | None:

@@ -19,6 +19,7 @@ from segue.kernels.quantized import QUANTIZED
 from segue.messages.errors import ConfigError, NotFound, nearest
 from segue.models.library import Conv1D, PreTrainedModel
 from segue.models.peft import read_adapter
+from segue.parallel.layers import Divided
 
 LINEARS = (nn.Linear, PackedLinear, Conv1D, *QUANTIZED)
 
@@ -61,7 +62,7 @@ class AdaptersByName:
                 field="lora_name",
             )
         here = {
-            layer: Pair(*(tensor.to(self._device, self._dtype) for tensor in pair))
+            layer: Pair(*(tensor.to(self._device, self._dtype) for tensor in self._layers[layer].own(pair)))
             for layer, pair in self._read(Path(directory)).items()
         }
         # of its own even where a name is loaded again: the files may have changed
@@ -70,6 +71,11 @@ class AdaptersByName:
     def unload(self, name: str) -> None:
         """Let no further request name it; those that run with it go on. Unknown names are ignored."""
         self._by_name.pop(name, None)
+
+    @property
+    def loaded(self) -> Mapping[str, Lora]:
+        """Those that requests can name."""
+        return self._by_name
 
     def named(self, name: str) -> Lora:
         """Raises `NotFound` naming the nearest."""
@@ -83,7 +89,8 @@ class LoraAdapters(AdaptersByName):
 
     def __init__(self, model: PreTrainedModel, decoder: nn.Module, plan: LoraPlan) -> None:
         """Puts a layer over every linear one of `decoder`, and loads what `plan` names. Raises `ConfigError`."""
-        self._switch, layers = wrap_linears(model, decoder, LINEARS, features)
+        self._switch, found = wrap_linears(model, decoder, LINEARS, features)
+        layers = _named_as_written(model, found)
         super().__init__(
             plan,
             layers,
@@ -102,6 +109,18 @@ class LoraAdapters(AdaptersByName):
             assert lora is None or isinstance(lora, Lora)
             spans.append((lora, begin, end))
         return self._switch.during(lora_step(spans, self._device))
+
+
+def _named_as_written(model: nn.Module, layers: Mapping[str, LoraLinear]) -> dict[str, LoraLinear]:
+    """The layers by the names they have in files: not those of their places in what divides them among ranks."""
+    named = {}
+    for place, layer in layers.items():
+        holder, _, _ = place.rpartition(".")
+        divided = model.get_submodule(holder)
+        if isinstance(divided, Divided):
+            layer.name, layer.share = holder, divided.share
+        named[layer.name] = layer
+    return named
 
 
 def named_adapter(adapters: AdaptersByName | None, name: str | None) -> Lora | None:

@@ -114,7 +114,8 @@ def scaled_pair(
     rank = _of_pattern(config.get("rank_pattern"), layer.name, config["r"])
     alpha = _of_pattern(config.get("alpha_pattern"), layer.name, config["lora_alpha"])
     down, up = tensors["A"].float(), tensors["B"].float()
-    right = ((rank, layer.in_features), (layer.out_features, rank))
+    in_features, out_features = layer.whole
+    right = ((rank, in_features), (out_features, rank))
     if (tuple(down.shape), tuple(up.shape)) != right:
         raise ConfigError(
             f"{path}: lora_A and lora_B of {layer.name} are {list(down.shape)} and {list(up.shape)}; its config and "

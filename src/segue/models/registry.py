@@ -7,13 +7,13 @@ Packages outside register theirs through the entry-point group `segue.models`: t
 from __future__ import annotations
 
 import importlib
-import json
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, cast
 
 from segue.messages.errors import ConfigError, nearest
 from segue.models.family import Family, TinyPreset
+from segue.models.json_files import read_object
 
 PIPELINE = "model_index.json"
 """Names the parts of a pipeline of diffusers, each in a folder of its own."""
@@ -23,6 +23,7 @@ def families() -> dict[str, Family]:
     """All known families by name: the house's own, then those of installed packages."""
     from segue.models.causal_lm.family import FAMILY as CAUSAL_LM
     from segue.models.flux.family import FAMILY as FLUX
+    from segue.models.flux2.family import FAMILY as FLUX2
     from segue.models.generic_pipeline.family import FAMILY as GENERIC_PIPELINE
     from segue.models.multimodal_lm.family import FAMILY as MULTIMODAL_LM
     from segue.models.qwen2_5_omni.family import FAMILY as QWEN2_5_OMNI
@@ -33,7 +34,7 @@ def families() -> dict[str, Family]:
     from segue.models.wan.family import FAMILY as WAN
     from segue.models.z_image.family import FAMILY as Z_IMAGE
 
-    named = (QWEN2_5_OMNI, QWEN_IMAGE, SDXL, STABLE_DIFFUSION_3, FLUX, Z_IMAGE, WAN)
+    named = (QWEN2_5_OMNI, QWEN_IMAGE, SDXL, STABLE_DIFFUSION_3, FLUX, FLUX2, Z_IMAGE, WAN)
     known = {family.name: family for family in (*named, GENERIC_PIPELINE, TEXT_EMBEDDING, MULTIMODAL_LM, CAUSAL_LM)}
     for point in entry_points(group="segue.models"):
         family = point.load()
@@ -47,23 +48,13 @@ def read_config(model_dir: Path) -> dict[str, Any]:
     if not model_dir.is_dir():
         raise ConfigError(f"no checkpoint at {str(model_dir)!r}: that is not a directory", field="model")
     if (model_dir / PIPELINE).is_file():
-        index = _read(model_dir / PIPELINE)
+        index = read_object(model_dir / PIPELINE)
         return {**index, "architectures": [index["_class_name"]] if "_class_name" in index else []}
     if not (model_dir / "config.json").is_file():
         raise ConfigError(
             f"{str(model_dir)!r} holds no config.json and no {PIPELINE}, so it is no checkpoint", field="model"
         )
-    return _read(model_dir / "config.json")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{path}: not JSON: {error}", field="model") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path}: must hold a JSON object", field="model")
-    return config
+    return read_object(model_dir / "config.json")
 
 
 def family_of(config: dict[str, Any], model_dir: Path) -> Family:

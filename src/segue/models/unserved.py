@@ -10,6 +10,8 @@ _STATE_SPACE = frozenset(
         *("nemotron_h", "recurrent_gemma", "minimax", "qwen3_next", "lfm2", "lfm2_moe", "olmo_hybrid"),
     )
 )
+_STATE = frozenset(("linear_attention", "conv", "mamba", "mamba2", "recurrent"))
+"""Layer types of models that keep a state per sequence."""
 _ATTENTION = frozenset(("full_attention", "sliding_attention", "attention"))
 """Layer types that keep keys and values."""
 
@@ -23,6 +25,8 @@ def unserved(config: dict[str, Any]) -> str | None:
         return "its layers attend in chunks, which its masks say and its attention is not told"
     others = sorted(layers - _ATTENTION)
     if kind in _STATE_SPACE or others:
+        if others and not _STATE & set(others):
+            return f"it has layers of type {', '.join(others)}; the engine does full and sliding attention"
         what = f"it has layers of type {', '.join(others)}" if others else f"{kind} is a state-space or hybrid model"
         return f"{what}: they keep a state per sequence, not keys and values"
     if "auto_map" in config and kind is None:

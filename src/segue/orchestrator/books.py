@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from segue.graph.stage_graph import Walk
+from segue.graph.stage_graph import INPUT, Walk
 from segue.messages.deltas import (
     AudioDelta,
     Choice,
@@ -77,7 +77,7 @@ class RequestBooks:
             journal = self.journal.setdefault(stage, {}).setdefault(emission.index, [])
             fresh_ids = emission.token_ids[max(0, len(journal) - emission.first_index) :]
             journal.extend(fresh_ids)
-        if stage == self.main:
+        if stage in (self.main, INPUT):  # whichever counts what the request brings
             self.usage.prompt_tokens = self.usage.prompt_tokens or emission.prompt_tokens
             self.usage.cached_tokens = self.usage.cached_tokens or emission.cached_tokens
             self.usage.prompt_modalities = self.usage.prompt_modalities or emission.modality_tokens
@@ -110,7 +110,12 @@ class RequestBooks:
             self._advance("video", delta, delta.first + delta.frames)
             return _frames_after(delta, have - delta.first)
         if delta.partial is None:
-            return delta if self._advance("image", delta, 1) else None
+            if not self._advance("image", delta, 1):
+                return None
+            made = self.usage.completion_modalities
+            if delta.tokens:
+                made["image"] = made.get("image", 0) + delta.tokens
+            return delta
         if (delta.stage, "image", delta.index) in self.shown:
             return None  # a preview of what is there already
         return delta if self._advance("partial", delta, delta.partial + 1) else None

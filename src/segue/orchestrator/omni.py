@@ -91,29 +91,7 @@ class AsyncOmni:
         )
         self.plan = load_plan(graph, config, overrides=overrides)
         _check_stage_keys(family, self.plan)
-        text_stage = graph.main
-        self.card = ModelCard(
-            name=name or model_dir.name,
-            family=family.name,
-            takes=graph.takes,
-            gives=graph.gives,
-            text_stage=text_stage if graph.stages[text_stage].engine == "autoregressive" else None,
-            sampling_stages=[stage.name for stage in graph.stages.values() if stage.engine == "autoregressive"],
-            stages=list(graph.topological()),
-            voices=family.voices(model_dir) if "audio" in graph.gives else [],
-            options=family.options,
-            max_model_len=None,
-            created=int(time.time()),
-            several_texts=graph.stages[text_stage].engine == "autoregressive" and not _feeds_text(graph, text_stage),
-            root=str(model_dir),
-            adapters={
-                name: path
-                for stage in self.plan.stages.values()
-                if stage.lora is not None
-                for name, path in stage.lora.adapters.items()
-            },
-            dialect=family.dialect(model_dir, checkpoint),
-        )
+        self.card = _card(name or model_dir.name, model_dir, checkpoint, family, graph, self.plan)
         if self.card.name in self.card.adapters:
             raise ConfigError(f"{self.card.name!r} is the name of the model and of a LoRA adapter", field="lora")
         self._chats = family.chats(model_dir)
@@ -181,6 +159,10 @@ class AsyncOmni:
         """Deltas as they are made, `Finished` last; raises `SegueError`. Closing the generator cancels the request."""
         self._check(request)
         return self.orchestrator.stream(request)
+
+    async def room(self) -> None:
+        """Return when the queue is not full (any more)."""
+        await self.orchestrator.room()
 
     async def generate(self, prompt: Prompt, *, step_bar: bool = False, **settings: Any) -> RequestOutput:
         """One request, whole. `step_bar`: draw a bar by denoising step. `settings` as for `Omni.generate`."""
@@ -309,6 +291,37 @@ class AsyncOmni:
         if request.voice is not None and request.voice not in self.card.voices:
             hint = nearest(request.voice, self.card.voices)
             raise NotFound(f"{self.card.name} has no voice {request.voice!r}{hint}", field="voice")
+
+
+def _card(
+    name: str, model_dir: Path, checkpoint: dict[str, Any], family: Family, graph: StageGraph, plan: Plan
+) -> ModelCard:
+    """What is known before a worker has started."""
+    text_stage = graph.main
+    writes = graph.stages[text_stage].engine == "autoregressive"
+    return ModelCard(
+        name=name,
+        family=family.name,
+        takes=graph.takes,
+        gives=graph.gives,
+        text_stage=text_stage if writes else None,
+        sampling_stages=[stage.name for stage in graph.stages.values() if stage.engine == "autoregressive"],
+        stages=list(graph.topological()),
+        voices=family.voices(model_dir) if "audio" in graph.gives else [],
+        options=family.options,
+        open_options=family.open_options,
+        max_model_len=None,
+        created=int(time.time()),
+        several_texts=writes and not _feeds_text(graph, text_stage),
+        root=str(model_dir),
+        adapters={
+            name: path
+            for stage in plan.stages.values()
+            if stage.lora is not None
+            for name, path in stage.lora.adapters.items()
+        },
+        dialect=family.dialect(model_dir, checkpoint),
+    )
 
 
 def _check_stage_keys(family: Family, plan: Plan) -> None:

@@ -80,6 +80,8 @@ class Orchestrator:
         self.requests: dict[str, RequestBooks] = {}
         self._idle = asyncio.Event()
         self._idle.set()
+        self._left = asyncio.Event()
+        """Set whenever a request leaves."""
 
     @property
     def stats(self) -> dict[str, Stats]:
@@ -131,6 +133,12 @@ class Orchestrator:
         finally:
             if books.id in self.requests:
                 self._end(books, Cancelled("the client went away"))
+
+    async def room(self) -> None:
+        """Return when there are fewer requests than `limits.max_waiting`, or no more are admitted at all."""
+        while len(self.requests) >= self.plan.limits.max_waiting and not self.supervisor.stopping:
+            self._left.clear()
+            await self._left.wait()
 
     def _admit(self, request: Request) -> RequestBooks:
         if self.supervisor.stopping:
@@ -247,6 +255,7 @@ class Orchestrator:
         """The request is over: tell its consumer and free what every stage holds."""
         if self.requests.pop(books.id, None) is None:
             return
+        self._left.set()
         if books.timer is not None:
             books.timer.cancel()
         workers = books.workers()

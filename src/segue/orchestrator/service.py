@@ -54,6 +54,8 @@ class ModelCard(msgspec.Struct):
     """Request options of the family."""
     max_model_len: int | None
     created: int
+    open_options: bool = False
+    """Only the checkpoint's stages know which options there are (a pipeline's own arguments): all are taken."""
     several_texts: bool = False
     """One request for text alone may have several outputs: the text stage then feeds no other."""
     vocab_sizes: dict[str, int] = {}
@@ -75,6 +77,10 @@ class Service(Protocol):
 
     def stream(self, request: Request) -> AsyncGenerator[Delta]:
         """Deltas as they are made, `Finished` last; raises `SegueError`. Closing the generator cancels the request."""
+        ...
+
+    async def room(self) -> None:
+        """Return when the queue is not full (any more): then `stream` need not be `Overloaded`, if nobody is faster."""
         ...
 
     async def load_lora(self, name: str, path: str) -> None:

@@ -1,11 +1,13 @@
 """The processes of one replica: collectives between them, over Gloo on CPUs and NCCL on GPUs.
 
-A process group of its own and not torch's default one, so that nothing global is set. Ranks find each other by a file.
-Gloo listens on the loopback interface, on ports of the kernel's choice.
+A process group of its own and not torch's default one, so that nothing global is set; libraries that look for the
+default one get it on demand (`Group.open_default`). Ranks find each other by a file. Gloo listens on the loopback
+interface, on ports of the kernel's choice.
 """
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,9 @@ class Group:
         self.rank = rank
         self.size = size
         self.device = device
+        self._meeting = meeting
+        self._default = False
+        """torch's default process group is open."""
         store = FileStore(str(meeting), size)
         self._backend: Any = _nccl(store, rank, size) if device.type == "cuda" else _gloo(store, rank, size)
 
@@ -52,6 +57,29 @@ class Group:
         """The leader's, written into this one (contiguous) of the same shape and dtype on the others."""
         self._backend.broadcast([tensor], BroadcastOptions()).wait()
         return tensor
+
+    def open_default(self) -> None:
+        """Make torch's default process group of the same ranks, unless it is made: for a library that knows no other.
+        The process belongs to this replica from then on. Sizes go over Gloo, tensors on a GPU over NCCL."""
+        if self._default:
+            return
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _INTERFACE)  # this group has no other way to be told
+        on_gpu = self.device.type == "cuda"
+        distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "cpu:gloo",
+            store=FileStore(f"{self._meeting}.default", self.size),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=_PATIENCE,
+            device_id=self.device if on_gpu else None,
+        )
+        self._default = True
+
+    def close_default(self) -> None:
+        """Undo `open_default`."""
+        if self._default:
+            distributed.destroy_process_group()
+        self._default = False
 
 
 # torch's stubs know little of the backends

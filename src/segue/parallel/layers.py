@@ -10,16 +10,47 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from segue.kernels.lora import Share
 from segue.parallel.group import Group
 
 
-class RowParallel(nn.Module):
-    """A linear layer with this rank's input features: the products are summed, the bias is added once."""
+class Divided(nn.Module):
+    """A linear layer of which this rank has a share."""
 
-    def __init__(self, linear: nn.Linear, bias: nn.Parameter | None, group: Group, *, split: bool) -> None:
-        """`linear` has no bias. `split`: the input is whole, and this rank takes its own part of it."""
+    def __init__(self, linear: nn.Linear, share: Share | None) -> None:
+        """`share`: for adapters; None where there are none."""
         super().__init__()
         self.linear = linear
+        self.share = share
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """This rank's part."""
+        return self.linear.weight
+
+
+class ColumnParallel(Divided):
+    """A linear layer with this rank's output features."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in features] → [..., this rank's out features]."""
+        return self.linear(x)
+
+
+class RowParallel(Divided):
+    """A linear layer with this rank's input features: the products are summed, the bias is added once."""
+
+    def __init__(
+        self,
+        linear: nn.Linear,
+        bias: nn.Parameter | None,
+        group: Group,
+        *,
+        split: bool,
+        share: Share | None = None,
+    ) -> None:
+        """`linear` has no bias. `split`: the input is whole, and this rank takes its own part of it."""
+        super().__init__(linear, share)
         self.bias = bias
         self._group = group
         self._split = split
@@ -33,19 +64,32 @@ class RowParallel(nn.Module):
         return product if self.bias is None else product + self.bias
 
 
-class Gathered(nn.Module):
-    """A linear layer with this rank's output features (the last rank's padded to as many), gathered to the whole."""
+class SummedRMSNorm(nn.Module):
+    """A root mean square norm (arXiv 1910.07467) over features of which each rank has a part."""
 
-    def __init__(self, linear: nn.Linear, out_features: int, group: Group) -> None:
+    def __init__(self, weight: torch.Tensor | None, width: int, eps: float, group: Group) -> None:
+        """`weight`: this rank's part; `width`: of all ranks."""
         super().__init__()
-        self.linear = linear
-        self.out_features = out_features
+        self.weight = None if weight is None else nn.Parameter(weight, requires_grad=False)
+        self.eps = eps
+        self._width = width
         self._group = group
 
-    @property
-    def weight(self) -> torch.Tensor:
-        """This rank's rows."""
-        return self.linear.weight
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., this rank's features] → the same, in the dtype of `x`; what is summed is float32."""
+        whole = x.float()
+        squares = self._group.all_reduce(whole.square().sum(-1, keepdim=True))
+        normed = whole * torch.rsqrt(squares / self._width + self.eps)
+        return (normed if self.weight is None else normed * self.weight).to(x.dtype)
+
+
+class Gathered(Divided):
+    """A linear layer with this rank's output features (the last rank's padded to as many), gathered to the whole."""
+
+    def __init__(self, linear: nn.Linear, share: Share, group: Group) -> None:
+        super().__init__(linear, share)
+        self.out_features = share.out_features
+        self._group = group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in features] → [..., out features]."""

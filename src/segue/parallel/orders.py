@@ -1,6 +1,6 @@
 """What the leader of a replica tells its followers: one order per call of the model or of the KV store.
 
-Orders travel over a Unix stream socket per follower; tensors that go with them follow by broadcast. Nothing is
+Orders travel over a Unix stream socket per follower; tensors that go with them follow by broadcast. None of these is
 answered: the collectives inside the model keep the ranks together.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from segue.kernels.kv_layout import KVLayout
-from segue.kernels.paged_step import Part
+from segue.kernels.part import Part
 
 _LENGTH = 4
 
@@ -58,24 +58,45 @@ class Embed(msgspec.Struct, tag=True, array_like=True):
     count: int
 
 
+class LoadAdapter(msgspec.Struct, tag=True, array_like=True):
+    """Have one more LoRA adapter; the leader has it already."""
+
+    name: str
+    directory: str
+
+
+class UnloadAdapter(msgspec.Struct, tag=True, array_like=True):
+    """No further request will name it."""
+
+    name: str
+
+
+class ForgetAdapter(msgspec.Struct, tag=True, array_like=True):
+    """No sequence has it any more, nor will have."""
+
+    identity: bytes
+
+
 class Sequences(msgspec.Struct, array_like=True):
     """The parts of a step, as one group of layers sees them."""
 
     spans: list[tuple[int, int]]
     blocks: list[bytes]
     """int32, those up to the end of each part."""
+    mutual: list[list[tuple[int, int]]]
+    """`Part.mutual` of each."""
 
     @classmethod
     def of(cls, parts: Sequence[Part], block_size: int) -> Sequences:
         """Only what a step reads of the tables."""
         tables = [np.asarray(part.blocks[: -(-part.stop // block_size)], np.int32).tobytes() for part in parts]
-        return cls([(part.start, part.stop) for part in parts], tables)
+        return cls([(part.start, part.stop) for part in parts], tables, [list(part.mutual) for part in parts])
 
     def parts(self) -> list[Part]:
         """The parts again."""
         return [
-            Part(np.frombuffer(table, np.int32).tolist(), start, stop)
-            for table, (start, stop) in zip(self.blocks, self.spans, strict=True)
+            Part(np.frombuffer(table, np.int32).tolist(), start, stop, mutual)
+            for table, (start, stop), mutual in zip(self.blocks, self.spans, self.mutual, strict=True)
         ]
 
 
@@ -88,6 +109,8 @@ class Forward(msgspec.Struct, tag=True, array_like=True):
     """(width, dtype); None: those of the last `Embed`."""
     spans: list[tuple[int, int]]
     """Per request: the range of its sequence."""
+    adapters: list[bytes | None]
+    """Per request: the identity of its LoRA adapter."""
     store: int | None
     """None: under the library's own masks."""
     groups: list[Sequences]
@@ -103,7 +126,8 @@ class Logits(msgspec.Struct, tag=True, array_like=True):
     """(width, dtype); None: what the last `Forward` gave."""
 
 
-Order = OpenStore | CloseStore | CopyBlocks | ScrubBlocks | Embed | Forward | Logits
+Calls = OpenStore | CloseStore | CopyBlocks | ScrubBlocks | Embed | Forward | Logits
+Order = Calls | LoadAdapter | UnloadAdapter | ForgetAdapter
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Order)
@@ -121,14 +145,32 @@ class Crew:
 
     def send(self, data: bytes) -> None:
         """An order of another kind, encoded. Raises `OSError` where a follower is gone."""
-        framed = len(data).to_bytes(_LENGTH, "little") + data
         for end in self._sockets:
-            end.sendall(framed)
+            answer(end, data)
+
+    def answers(self, seconds: float | None) -> list[bytes]:
+        """What each follower says, by `answer`. Raises `OSError` where one is gone, or says nothing for so long."""
+        heard = []
+        for end in self._sockets:
+            end.settimeout(seconds)
+            try:
+                data = received(end)
+            finally:
+                end.settimeout(None)
+            if data is None:
+                raise ConnectionError("it has closed its end")
+            heard.append(data)
+        return heard
 
     def close(self) -> None:
         """The followers end."""
         for end in self._sockets:
             end.close()
+
+
+def answer(end: socket.socket, data: bytes) -> None:
+    """Send to the other end. Raises `OSError` where it is gone."""
+    end.sendall(len(data).to_bytes(_LENGTH, "little") + data)
 
 
 def receive(end: socket.socket) -> Order | None:

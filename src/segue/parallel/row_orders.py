@@ -1,7 +1,7 @@
 """What the leader of a diffusion replica tells its followers, over the sockets of `segue.parallel.orders`.
 
 Followers hear of every request what the leader's adapter hears, so they hold the same samples; only latents follow
-each call, by broadcast.
+each call, by broadcast. Where the network itself is divided, followers answer each call (`Fared`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ from typing import Any
 
 import msgspec
 import torch
+
+from segue.messages.errors import StageFailed
+from segue.parallel.orders import dtype_of
 
 _TENSOR = 1
 """Code of the extension."""
@@ -37,16 +40,36 @@ class End(msgspec.Struct, tag=True, array_like=True):
     request_id: str
 
 
+class WarmUp(msgspec.Struct, tag=True, array_like=True):
+    """`warm_up`."""
+
+
+class Trial(msgspec.Struct, tag=True, array_like=True):
+    """The next sample of `trials` may be named in calls."""
+
+
 class Predict(msgspec.Struct, tag=True, array_like=True):
-    """A call of the network: each rank computes the rows that are its own. The latents of all rows follow."""
+    """A call of the network: each rank computes the rows that are its own, or its part of all. The latents of all rows
+    follow."""
 
     rows: list[tuple[str, int, int, int]]
     """(request, output, branch, step)."""
     behind_first: bool
     """`predict_behind_first`."""
+    shape: list[int]
+    """Of the latents, [rows, …]."""
+    dtype: str
 
 
-RowOrder = Begin | Feed | End | Predict
+RowOrder = Begin | Feed | End | WarmUp | Trial | Predict
+
+
+class Fared(msgspec.Struct, array_like=True):
+    """What a follower answers to a call of a network that is divided."""
+
+    failure: str | None
+    """What it failed with, None where it did not."""
+    no_memory: bool = False
 
 
 def _packed(value: Any) -> Any:
@@ -55,19 +78,22 @@ def _packed(value: Any) -> Any:
         name = str(whole.dtype).removeprefix("torch.")
         raw = whole.reshape(-1).view(torch.uint8).numpy().tobytes()
         return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode((name, list(whole.shape), raw)))
-    raise NotImplementedError(f"a payload with a {type(value).__name__}")
+    raise StageFailed(
+        f"what came from upstream holds a {type(value).__name__}; only tensors and plain values can be sent to the "
+        "other ranks of a stage"
+    )
 
 
 def _unpacked(code: int, data: memoryview) -> Any:
     assert code == _TENSOR, f"an extension {code}"
     name, shape, raw = msgspec.msgpack.decode(data, type=tuple[str, list[int], bytes])
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
+    dtype = dtype_of(name)
     return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape) if raw else torch.empty(shape, dtype=dtype)
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_packed)
 _decoder = msgspec.msgpack.Decoder(RowOrder, ext_hook=_unpacked)
+_answers = msgspec.msgpack.Decoder(Fared)
 
 
 def encode_row_order(order: RowOrder) -> bytes:
@@ -78,3 +104,13 @@ def encode_row_order(order: RowOrder) -> bytes:
 def decode_row_order(data: bytes) -> RowOrder:
     """The other way round."""
     return _decoder.decode(data)
+
+
+def encode_fared(answer: Fared) -> bytes:
+    """As `answer` of `segue.parallel.orders` takes it."""
+    return _encoder.encode(answer)
+
+
+def decode_fared(data: bytes) -> Fared:
+    """The other way round."""
+    return _answers.decode(data)

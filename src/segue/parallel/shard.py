@@ -8,15 +8,16 @@ version). Styles that say something about gradients only are nothing here.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from segue.kernels.lora import Share
 from segue.messages.errors import ConfigError
 from segue.parallel.group import Group
-from segue.parallel.layers import Gathered, RowParallel, SharedEmbedding
+from segue.parallel.layers import ColumnParallel, Gathered, RowParallel, SharedEmbedding
 
 _GATHERED = ("colwise_gather_output", "colwise_rep")
 _SPLIT = ("rowwise_split_input", "rowwise_rep")
@@ -38,6 +39,14 @@ def shard(model: nn.Module, plan: Mapping[str, str] | None, config: Any, group: 
         raise _unserved(kind, "transformers brings no tensor parallel plan (tp_plan) for its layers")
     _check_heads(kind, layers, config, group.size)
     _Cutter(model, kind, group).cut(plan or {})
+
+
+def share(whole: torch.Tensor, axis: int, sizes: Sequence[int], group: Group) -> nn.Parameter:
+    """This rank's part of each of several pieces of an axis, which are `sizes` long; where the ranks do not divide a
+    piece, the first have one more."""
+    pieces = whole.detach().split(list(sizes), dim=axis)
+    shares = [piece.tensor_split(group.size, dim=axis)[group.rank] for piece in pieces]
+    return nn.Parameter(torch.cat(shares, dim=axis), requires_grad=False)
 
 
 def _unserved(kind: str, reason: str) -> ConfigError:
@@ -92,21 +101,28 @@ class _Cutter:
 
     def linear(self, name: str, linear: nn.Linear, style: str) -> None:
         pieces = 2 if style == "packed_colwise" else 1
+        inputs, outputs = linear.in_features, linear.out_features
         if style in ("colwise", "packed_colwise"):
             linear.weight = self.part(name, linear.weight, 0, pieces)
             if linear.bias is not None:
                 linear.bias = self.part(name, linear.bias, 0, pieces)
+            mine = self.ranges(outputs, pieces)
+            self.replace(name, ColumnParallel(linear, Share(inputs, outputs, (0, inputs), mine)))
         elif style in ("rowwise", *_SPLIT):
             linear.weight = self.part(name, linear.weight, 1)
             bias = linear.bias
             linear.register_parameter("bias", None)
-            self.replace(name, RowParallel(linear, bias, self.group, split=style in _SPLIT))
+            [own] = self.ranges(inputs)
+            held = Share(inputs, outputs, own, ((0, outputs),))
+            self.replace(name, RowParallel(linear, bias, self.group, split=style in _SPLIT, share=held))
         elif style in _GATHERED:
-            whole = linear.out_features
             linear.weight = self.table(linear.weight)
             if linear.bias is not None:
                 linear.bias = self.table(linear.bias)
-            self.replace(name, Gathered(linear, whole, self.group))
+            each = len(linear.weight)
+            first, last = (min(outputs, (self.group.rank + more) * each) for more in (0, 1))
+            held = Share(inputs, outputs, (0, inputs), ((first, last),), padding=each - (last - first))
+            self.replace(name, Gathered(linear, held, self.group))
         else:
             raise _unserved(self.kind, f"its plan has the style {style!r} for {name}")
         linear.out_features, linear.in_features = linear.weight.shape
@@ -130,10 +146,13 @@ class _Cutter:
                 self.kind,
                 f"{name} has {whole.shape[axis] // pieces} features to divide, which {size} does not divide",
             )
-        width = whole.shape[axis] // (size * pieces)
-        first = self.group.rank * width
-        shares = [piece.narrow(axis, first, width) for piece in whole.detach().chunk(pieces, dim=axis)]
-        return nn.Parameter(torch.cat(shares, dim=axis), requires_grad=False)
+        return share(whole, axis, [whole.shape[axis] // pieces] * pieces, self.group)
+
+    def ranges(self, features: int, pieces: int = 1) -> tuple[tuple[int, int], ...]:
+        """What `part` takes of an axis."""
+        piece, width = features // pieces, features // (self.group.size * pieces)
+        starts = [number * piece + self.group.rank * width for number in range(pieces)]
+        return tuple((start, start + width) for start in starts)
 
     def table(self, whole: torch.Tensor) -> nn.Parameter:
         """This rank's rows, zeros behind the last: all ranks have as many."""

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 from segue.media.sources import shown
 from segue.messages.errors import Cancelled, InvalidRequest, TooLarge, nearest
 from segue.server.errors import UnsupportedMediaType
+from segue.server.numbers import unreadable_number
 
 T = TypeVar("T")
 
@@ -38,7 +39,8 @@ def _decode(body: bytes) -> Any:
     try:
         return msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"the body is not JSON: {error}") from error
+        number = unreadable_number(body) if len(body) < _LARGE else None
+        raise number or InvalidRequest(f"the body is not JSON: {error}") from error
     except RecursionError as error:
         raise InvalidRequest("the body is nested too deeply") from error
 

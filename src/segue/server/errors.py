@@ -49,6 +49,19 @@ class CrossSite(SegueError):
     code = "cross_site"
 
 
+class RangeNotSatisfiable(SegueError):
+    """`Range` asks for a part that a file has not, or for several."""
+
+    status = 416
+    type = "invalid_request_error"
+    code = "range_not_satisfiable"
+
+    def __init__(self, message: str, *, size: int) -> None:
+        """`size`: bytes of the file."""
+        super().__init__(message, field="Range")
+        self.size = size
+
+
 class StorageFull(SegueError):
     """What is to be kept has no room on this server's disk."""
 
@@ -76,6 +89,8 @@ def error_response(error: SegueError) -> Response:
         headers["Retry-After"] = "1"
     if isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, RangeNotSatisfiable):
+        headers["Content-Range"] = f"bytes */{error.size}"
     return json_response(error_body(error), error.status, headers)
 
 

@@ -13,39 +13,32 @@ from segue.server.errors import error_body
 _DONE = b"data: [DONE]\n\n"
 
 
-def _event(body: object) -> bytes:
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+def _event(body: object, name: str | None = None) -> bytes:
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
-def _named_event(body: dict[str, object]) -> bytes:
-    return b"event: " + str(body["type"]).encode() + b"\n" + _event(body)
-
-
-async def events(bodies: AsyncGenerator[dict[str, object]]) -> AsyncGenerator[bytes]:
+def events(bodies: AsyncGenerator[dict[str, object]]) -> AsyncGenerator[bytes]:
     """Each body as an event, up to `[DONE]`. An error before the first event is raised; after it, it is the last."""
-    begun = False
-    async with aclosing(bodies):
-        try:
-            async for body in bodies:
-                begun = True
-                yield _event(body)
-        except SegueError as error:
-            if not begun:
-                raise
-            yield _event(error_body(error))
-            return
-    yield _DONE
+    return _streamed(bodies, named=False)
 
 
-async def named_events(bodies: AsyncGenerator[dict[str, object]]) -> AsyncGenerator[bytes]:
+def named_events(bodies: AsyncGenerator[dict[str, object]]) -> AsyncGenerator[bytes]:
     """Each body as an event of its `type`. An error before the first event is raised; after it, it is the last."""
+    return _streamed(bodies, named=True)
+
+
+async def _streamed(bodies: AsyncGenerator[dict[str, object]], *, named: bool) -> AsyncGenerator[bytes]:
     begun = False
     async with aclosing(bodies):
         try:
             async for body in bodies:
                 begun = True
-                yield _named_event(body)
+                yield _event(body, str(body["type"]) if named else None)
         except SegueError as error:
             if not begun:
                 raise
-            yield b"event: error\n" + _event(error_body(error))
+            yield _event(error_body(error), "error" if named else None)
+            return
+    if not named:
+        yield _DONE

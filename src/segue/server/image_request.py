@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from segue.messages.errors import InvalidRequest, SegueError, TooLarge, TooLong
 from segue.messages.request import MediaPart, Message, Request
 from segue.orchestrator.service import ModelCard
 from segue.server.errors import Unsupported
+from segue.server.numbers import check_integers
 from segue.server.parameters import check_model, parse_body, turn_fields
 from segue.server.settings import ServerSettings
 
@@ -26,6 +28,9 @@ MAX_PROMPT = 32_000
 """Characters; OpenAI's."""
 MAX_PICTURES = 16
 """Of one request; OpenAI's."""
+MAX_MASK_BYTES = 4 * 1024 * 1024
+"""OpenAI's."""
+_PNG = b"\x89PNG\r\n\x1a\n"
 _TEXTS = ("negative_prompt", "prompt_2", "prompt_3", "negative_prompt_2", "negative_prompt_3")
 _SIZE = re.compile(r"([1-9]\d{0,8})x([1-9]\d{0,8})")
 
@@ -42,6 +47,8 @@ class PaintingBody(DiffusionParams, kw_only=True, frozen=True):
     user: str | None = None
     """The tenant, for fair scheduling."""
     priority: int | None = None
+    pipeline_arguments: dict[str, Any] | None = None
+    """By name: what the pipeline that is served takes besides."""
 
 
 class ImageBody(PaintingBody, kw_only=True, frozen=True):
@@ -63,6 +70,7 @@ class EditBody(ImageBody, kw_only=True, frozen=True):
     image: Any
     """A file (or a URL), or several."""
     mask: Any = None
+    """A PNG file as large as the (first) picture, fully transparent where that is made anew."""
 
 
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
@@ -102,7 +110,7 @@ class ImageRequest:
 
     def as_written(self, error: SegueError) -> SegueError:
         """What the stages have to say, by the names that the client used."""
-        return as_written(error, self.size, self.n_given)
+        return as_written(error, self.size, self.n_given, self.request.options)
 
 
 def image_request(
@@ -148,9 +156,20 @@ def edited_pictures(body: EditBody, card: ModelCard, settings: ServerSettings) -
         picture_part(source, f"image[{index}]" if several else "image", settings) for index, source in enumerate(given)
     ]
     if body.mask is not None:
-        mask = picture_part(body.mask, "mask", settings)
-        pictures.append(msgspec.structs.replace(mask, role="mask_image"))
+        pictures.append(_mask(body.mask, settings))
     return pictures
+
+
+def _mask(source: object, settings: ServerSettings) -> MediaPart:
+    """Checked as far as can be without opening it. Blocking (HTTP). Raises `InvalidRequest`."""
+    mask = picture_part(source, "mask", settings)
+    if not mask.data.startswith(_PNG):
+        raise InvalidRequest(
+            "mask is no PNG file; send one that is transparent where the picture is made anew", field="mask"
+        )
+    if len(mask.data) >= MAX_MASK_BYTES:
+        raise InvalidRequest(f"mask has {len(mask.data)} bytes; it must be less than {MAX_MASK_BYTES}", field="mask")
+    return msgspec.structs.replace(mask, role="mask")
 
 
 def picture_part(source: object, field: str, settings: ServerSettings) -> MediaPart:
@@ -163,6 +182,7 @@ def picture_part(source: object, field: str, settings: ServerSettings) -> MediaP
 def painting_body(values: dict[str, Any], kind: type[P], unsupported: dict[str, tuple[object, ...]]) -> P:
     """The typed body. Raises `InvalidRequest`."""
     given = {name: value for name, value in values.items() if value is not None or name not in PARAMETERS}
+    check_integers(given)
     return parse_body(given, kind, unsupported, {})
 
 
@@ -189,7 +209,8 @@ def painting_request(
         raise InvalidRequest(f"seed is {body.seed}; it must be a 64-bit integer", field="seed")
     params = DiffusionParams(**{name: getattr(body, name) for name in DiffusionParams.__struct_fields__})
     params = _with_size(body.size, params)
-    check_carried(msgspec.to_builtins(params), "the body")
+    for name in DiffusionParams.__struct_fields__:
+        check_carried(getattr(params, name), name)
     check_diffusion(params)
     return Request(
         request_id=f"{prefix}-{uuid.uuid4().hex}",
@@ -200,21 +221,43 @@ def painting_request(
         seed=body.seed,
         **turn_fields(body.priority, body.user, None, 0),
         adapter=body.model if body.model in card.adapters else None,
+        options=_pipeline_arguments(body.pipeline_arguments or {}, card),
     )
 
 
-def as_written(error: SegueError, size: str | None, n_given: bool = False) -> SegueError:
-    """What the stages have to say, by the names that the client used. `size`: where it wrote one."""
+def as_written(
+    error: SegueError, size: str | None, n_given: bool = False, arguments: Collection[str] = ()
+) -> SegueError:
+    """What the stages have to say, by the names that the client used. `size`: where it wrote one; `arguments`: names in
+    `pipeline_arguments`."""
     message, field = error.message, error.field
     if size is not None and field in ("height", "width"):
         message, field = f"size is {size}: {message}", "size"
     elif n_given and field == "num_images_per_prompt":
         message, field = message.replace(field, "n"), "n"
+    elif field is not None and field in arguments:
+        field = f"pipeline_arguments.{field}"
     else:
         return error
     renamed = type(error)(message, field=field, stage=error.stage)
     renamed.__cause__ = error
     return renamed
+
+
+def _pipeline_arguments(given: dict[str, Any], card: ModelCard) -> dict[str, Any]:
+    """Whether the pipeline has them is checked by its stages. Raises `InvalidRequest`."""
+    for name, value in given.items():
+        field = f"pipeline_arguments.{name}"
+        if not card.open_options:
+            raise InvalidRequest(
+                f"{field}: this model takes no arguments but the request's own, e.g. {', '.join(_TEXTS[:2])}; "
+                "pipeline_arguments is for pipelines that are served whole",
+                field=field,
+            )
+        if name in PARAMETERS:
+            raise InvalidRequest(f"{field} is a parameter of the request itself: write it beside prompt", field=field)
+        check_carried({name: value}, field)
+    return given
 
 
 def _check_text(name: str, text: str) -> None:

@@ -7,6 +7,7 @@ import asyncio
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from segue.messages.errors import InvalidRequest
 from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import Service
 from segue.server.body import read_json
@@ -41,6 +42,8 @@ def add_images(app: FastAPI, service: Service, settings: ServerSettings, metrics
     @app.post("/v1/images/edits")
     async def edit(request: Request) -> Response:
         values = await read_values(request, settings.max_body_bytes, EditBody, frozenset({"image", "mask"}))
+        if values.get("mask") is not None and values.get("image") is None:
+            raise InvalidRequest("mask says which part of a picture is made anew; image is missing", field="mask")
         body = painting_body(values, EditBody, UNSUPPORTED_OF_EDITS)
         pictures = await asyncio.to_thread(edited_pictures, body, service.card, settings)
         asked = image_request(body, service.card, settings, event="image_edit", pictures=pictures)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -56,11 +56,11 @@ def video_request(values: dict[str, Any], card: ModelCard, settings: ServerSetti
     return job, request
 
 
-def as_written(error: SegueError, size: str, seconds: str) -> SegueError:
-    """What the stages have to say, by the names that the client used."""
+def as_written(error: SegueError, size: str, seconds: str, arguments: Collection[str] = ()) -> SegueError:
+    """What the stages have to say, by the names that the client used; `arguments`: in `pipeline_arguments`."""
     if error.field == "num_frames" and seconds != "auto":
         return type(error)(f"seconds is {seconds}: {error.message}", field="seconds", stage=error.stage)
-    return size_as_written(error, None if size == "auto" else size)
+    return size_as_written(error, None if size == "auto" else size, arguments=arguments)
 
 
 def _with_seconds(values: dict[str, Any]) -> dict[str, Any]:

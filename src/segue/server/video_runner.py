@@ -25,8 +25,6 @@ from segue.server.video_store import THUMBNAIL, VIDEO, Job, JobError, VideoStore
 
 AT_ONCE = 4
 """Jobs that are in the stages at a time; the others wait in order."""
-_AGAIN_SECONDS = 1.0
-"""Between two tries where the stages are full."""
 
 log = logging.getLogger("segue.server")
 
@@ -112,7 +110,7 @@ class VideoRunner:
             try:
                 await self._write(job, request)
             except Overloaded:
-                await asyncio.sleep(_AGAIN_SECONDS)
+                await self._service.room()
             else:
                 break
         await asyncio.to_thread(self._store.complete, job)

@@ -22,7 +22,7 @@ from segue.messages.request import Request
 from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import ModelCard, Service
 from segue.server.disconnect import while_connected
-from segue.server.errors import Unsupported, json_response
+from segue.server.errors import RangeNotSatisfiable, Unsupported, json_response
 from segue.server.multipart import read_values
 from segue.server.settings import ServerSettings
 from segue.server.video_request import FILES, VideoBody, as_written, video_request
@@ -32,6 +32,7 @@ from segue.server.video_store import THUMBNAIL, VIDEO, Job, VideoStore
 MAX_LISTED = 100
 """OpenAI's."""
 _LISTED = 20
+_RANGE = re.compile(r"bytes\s*=\s*(?P<first>[0-9]{0,18})-(?P<last>[0-9]{0,18})", re.IGNORECASE)
 _VARIANTS = {"video": (VIDEO, "video/mp4"), "thumbnail": (THUMBNAIL, "image/webp")}
 
 
@@ -103,14 +104,31 @@ def add_videos(app: FastAPI, service: Service, settings: ServerSettings, videos:
             raise NotFound(f"the video is {job.status}; it is there when its status is completed", field="video_id")
         name, media_type = _VARIANTS[variant]
         path = store.path(job, name)
-        if not path.exists():
-            raise NotFound(f"the {variant} is not there any more", field="video_id")
-        return FileResponse(path, media_type=media_type)
+        try:
+            stat = await asyncio.to_thread(path.stat)
+        except OSError as error:
+            raise NotFound(f"the {variant} is not there any more", field="video_id") from error
+        answer = FileResponse(path, media_type=media_type, stat_result=stat)
+        whole = http.headers.get("if-range") not in (None, answer.headers["etag"], answer.headers["last-modified"])
+        if not whole and (asked := http.headers.get("range")) is not None:
+            _check_range(asked, stat.st_size)
+        return answer
 
     @app.delete("/v1/videos/{video_id}")
     async def delete(video_id: str) -> Response:
         await kept().runner.delete(kept().store.job(video_id))
         return json_response({"id": video_id, "object": "video.deleted", "deleted": True})
+
+
+def _check_range(asked: str, size: int) -> None:
+    """One part of a file is given (RFC 9110, section 14.2). Raises `RangeNotSatisfiable`."""
+    match = _RANGE.fullmatch(asked.strip())
+    wrong = f"Range is {shown(asked)}; "
+    if match is None or not (match["first"] or match["last"]):
+        raise RangeNotSatisfiable(wrong + "it must be one range of bytes, e.g. bytes=0-999", size=size)
+    first, last = match["first"], match["last"]
+    if int(first or 0) >= size or (first and last and int(last) < int(first)) or (not first and not int(last)):
+        raise RangeNotSatisfiable(f"{wrong}the file has {size} bytes, and none of these", size=size)
 
 
 async def _check(job: Job, request: Request, service: Service) -> None:
@@ -121,7 +139,7 @@ async def _check(job: Job, request: Request, service: Service) -> None:
             async for _ in deltas:
                 pass
     except SegueError as error:
-        raise as_written(error, job.size, job.seconds) from error
+        raise as_written(error, job.size, job.seconds, request.options) from error
 
 
 def _listed(jobs: list[Job], query: dict[str, str]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.contract import AutoregressiveAdapter, LoraHost, TakesLora
 from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.autoregressive.grammar import Grammars
+from segue.engines.autoregressive.grammar_process import CompilerHome
 from segue.engines.autoregressive.invariant import whole_kv
 from segue.engines.autoregressive.memory import blocks_for, stored_as
 from segue.engines.autoregressive.ranks import Leader
@@ -37,7 +38,7 @@ from segue.messages.wire import Loading, StageFacts
 from segue.models.registry import families
 from segue.worker.drafters import LoadedDrafter, load_drafter
 from segue.worker.outbox import Channel
-from segue.worker.ranks import Ranks, load_context, threads_of
+from segue.worker.ranks import Ranks, divided, load_context, threads_of
 from segue.worker.retained import RetainedStore
 from segue.worker.stage import StageRunner
 
@@ -60,12 +61,16 @@ class Built:
 
 
 def build(
-    spec: WorkerSpec, report: Callable[[Loading], None], wake: Callable[[], None], ranks: Ranks | None = None
+    spec: WorkerSpec,
+    report: Callable[[Loading], None],
+    wake: Callable[[], None],
+    ranks: Ranks | None = None,
+    home: CompilerHome | None = None,
 ) -> Built:
     """Load every stage of this worker. Raises what loading raises; the caller reports it.
 
-    `ranks`: where its one stage has several processes. `wake` is called from another thread when an engine
-    has work that no message brought.
+    `ranks`: where its one stage has several processes. `home`: where grammars are compiled. `wake` is called from
+    another thread when an engine has work that no message brought.
     """
     family = families()[spec.family]
     plans = [msgspec.convert(stage, StagePlan) for stage in spec.stages]
@@ -97,7 +102,7 @@ def build(
         }
         if plan.compile and plan.engine != "diffusion":  # a denoiser compiles itself
             _compile(plan, adapter, context.device)
-        engine = _engine(plan, adapter, context, wake)
+        engine = _engine(plan, adapter, context, wake, home)
         progress(0.9, "warming up")
         with torch.inference_mode():
             engine.warm_up()
@@ -118,7 +123,6 @@ def _compile(plan: StagePlan, adapter: Adapter, device: torch.device) -> None:
         ("deterministic", plan.deterministic),
         ("EAGLE", hooked),
         ("tensor_parallel", plan.tensor_parallel > 1),
-        ("lora", plan.lora is not None),
         ("quantization", plan.quantization != "none"),
     ):
         if given:
@@ -134,7 +138,7 @@ def _adapter(factory: AdapterFactory, context: LoadContext, ranks: Ranks | None)
         return factory(context)
     context.group = ranks.meet(context.device)
     if ranks.plan.engine == "diffusion":
-        return RowLeader(factory(context), context.group, ranks.crew)
+        return RowLeader(factory(context), context.group, ranks.crew, divided=divided(ranks.plan))
     return Leader(factory(context), context.group, ranks.crew)
 
 
@@ -166,7 +170,9 @@ def _output_limits(limits: Limits) -> dict[str, int]:
     }
 
 
-def _engine(plan: StagePlan, adapter: Adapter, context: LoadContext, wake: Callable[[], None]) -> Engine:
+def _engine(
+    plan: StagePlan, adapter: Adapter, context: LoadContext, wake: Callable[[], None], home: CompilerHome | None
+) -> Engine:
     match plan.engine:
         case "autoregressive":
             drafter = load_drafter(plan, adapter, context)
@@ -193,7 +199,7 @@ def _engine(plan: StagePlan, adapter: Adapter, context: LoadContext, wake: Calla
                     or plan.tensor_parallel > 1
                     or (drafter is not None and drafter.eager),
                 ),
-                Grammars.of(adapter, wake),
+                Grammars.of(adapter, wake, home),
                 speculation,
             )
         case "diffusion":

@@ -20,7 +20,7 @@ import torch
 
 from segue.engines.autoregressive.ranks import follow
 from segue.engines.contract import LoadContext
-from segue.engines.diffusion.ranks import follow_rows
+from segue.engines.diffusion.row_follower import follow_rows
 from segue.graph.deployment import StagePlan
 from segue.kernels.backends import attention_backend
 from segue.messages.process import WorkerSpec
@@ -104,6 +104,11 @@ def threads_of(plan: StagePlan) -> int:
     return max(1, plan.threads // plan.ranks)
 
 
+def divided(plan: StagePlan) -> bool:
+    """Each rank computes a part of every call, and has no use without the others."""
+    return plan.tensor_parallel * plan.sequence_parallel > 1
+
+
 def load_context(spec: WorkerSpec, plan: StagePlan, rank: int = 0) -> LoadContext:
     """What a stage's adapter is built with, without what only some stages or ranks have."""
     return LoadContext(
@@ -117,8 +122,12 @@ def load_context(spec: WorkerSpec, plan: StagePlan, rank: int = 0) -> LoadContex
         attention=plan.attention,
         compile=plan.compile,
         offload=plan.offload,
+        tensor_parallel=plan.tensor_parallel,
+        sequence_parallel=plan.sequence_parallel,
+        sequence_mode=plan.sequence_mode,
         lora=plan.lora,
         fused=not (plan.enforce_eager or plan.compile),
+        recorded=not plan.enforce_eager,
         options=dict(plan.options),
     )
 
@@ -146,7 +155,7 @@ def _become_follower(
         context.group = Group(rank, plan.ranks, meeting, context.device)
         adapter = families()[spec.family].load_stages().ADAPTERS[plan.name](context)
         if plan.engine == "diffusion":
-            follow_rows(adapter, context.group, orders)
+            follow_rows(adapter, context.group, orders, divided=divided(plan))
             os._exit(0)
         kernel = "torch" if plan.deterministic else plan.attention
         follow(adapter, context.group, orders, attention_backend(kernel, context.device, plan.block_size))

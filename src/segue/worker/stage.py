@@ -55,6 +55,11 @@ class Run:
     complete: set[str] = field(default_factory=set)
     """Upstreams whose last chunk the engine has; a later attempt of theirs has nothing to add."""
 
+    def release(self) -> None:
+        """The engine looks at nothing any more that was taken for it."""
+        for connector, meta in self.taken:
+            connector.release(self.request.request_id, meta)
+
 
 @dataclass(slots=True)
 class StageRunner:
@@ -186,7 +191,9 @@ def _image(stage: str, payload: dict[str, Any]) -> ImageDelta:
         raise StageFailed(f"stage {stage!r} gave a picture of shape {tuple(image.shape)}, not [h, w, 3]")
     height, width, _ = image.shape
     data = image.cpu().numpy().tobytes()
-    return ImageDelta(stage, data, height, width, payload.get("index", 0), payload.get("partial"))
+    return ImageDelta(
+        stage, data, height, width, payload.get("index", 0), payload.get("partial"), payload.get("latent_tokens", 0)
+    )
 
 
 def _video(stage: str, payload: dict[str, Any]) -> VideoDelta:

@@ -46,6 +46,7 @@ from segue.messages.wire import (
     encode,
 )
 from segue.worker.build import Built, build
+from segue.worker.compilers import fork_home
 from segue.worker.meter import Meter
 from segue.worker.outbox import Outbox
 from segue.worker.peers import Peers
@@ -63,10 +64,11 @@ def run(spec: WorkerSpec) -> None:
     # the library warns of every config whose talker names ids of the thinker's vocabulary, at each load
     logging.getLogger("transformers").setLevel(logging.ERROR)
     ranks = fork_ranks(spec)
+    home = fork_home(spec)
     peers = Peers(spec.inbox)
     try:
         try:
-            built = build(spec, lambda message: peers.send(spec.orchestrator, encode(message)), peers.wake, ranks)
+            built = build(spec, lambda message: peers.send(spec.orchestrator, encode(message)), peers.wake, ranks, home)
         except Exception as error:
             # whatever loading raises is the answer to "why did it not start?"
             if not isinstance(error, SegueError):
@@ -82,6 +84,8 @@ def run(spec: WorkerSpec) -> None:
             Worker(spec, built, peers).loop()
     finally:
         peers.close()
+        if home is not None:
+            home.close()
         if ranks is not None:
             ranks.close()
 
@@ -97,7 +101,7 @@ class Worker:
         self.connectors: dict[tuple[str, str], Connector] = built.inbound
         self.all_connectors = built.connectors
         self.peers = peers
-        self.outbox = Outbox(built.channels, built.retained, self._send_chunk)
+        self.outbox = Outbox(built.channels, built.retained, self._send)
         self.local: deque[ToWorker] = deque()
         """Messages between stages fused into this worker."""
         self.early: dict[str, list[Chunk]] = {}
@@ -215,15 +219,10 @@ class Worker:
         """The engine is done with the request: let its upstreams forget what they kept for it."""
         request_id = run.request.request_id
         del stage.runs[request_id]
-        for connector, meta in run.taken:
-            connector.release(request_id, meta)
+        run.release()
         for peer in run.upstreams.values():
-            self._send(
-                peer.address,
-                Consumed(
-                    run.request.request_id, peer.stage, run.self_peer, run.next_seq[peer.stage] - 1, finished=True
-                ),
-            )
+            last = run.next_seq[peer.stage] - 1
+            self._send(peer.address, Consumed(request_id, peer.stage, run.self_peer, last, finished=True))
 
     def unpause(self) -> None:
         for stage in self.stages.values():
@@ -285,8 +284,7 @@ class Worker:
         stage = self.stages[begin.stage]
         if old := stage.runs.pop(request_id, None):  # an earlier attempt in this very worker
             stage.engine.cancel(request_id)
-            for connector, meta in old.taken:
-                connector.release(request_id, meta)
+            old.release()
         self_peer = Peer(begin.stage, self.name, self.address, begin.attempt)
         for target in begin.downstreams:
             self.outbox.open(request_id, self_peer, target)
@@ -421,9 +419,6 @@ class Worker:
 
     def tell_lost(self, request_id: str, stage: str, attempt: int, source: str) -> None:
         self.tell(InputLost(self.name, request_id, stage, attempt, source))
-
-    def _send_chunk(self, address: str, chunk: Chunk) -> None:
-        self._send(address, chunk)
 
     def _send(self, address: str, message: ToWorker) -> None:
         if address == self.address:

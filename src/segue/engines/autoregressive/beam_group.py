@@ -17,7 +17,9 @@ from itertools import takewhile
 import torch
 
 from segue.engines.autoregressive.beams import BeamSearch, End, Step
+from segue.engines.autoregressive.branching import Branching
 from segue.engines.autoregressive.jobs import Limits
+from segue.engines.autoregressive.mutual import longest_of
 from segue.engines.autoregressive.penalties import apply_rules
 from segue.engines.autoregressive.roster import Roster
 from segue.engines.autoregressive.sequence import Sequence, TextOutput
@@ -25,7 +27,7 @@ from segue.engines.contract import StageOutput
 from segue.messages.errors import InvalidRequest, StageFailed, TooLong
 
 
-class BeamGroup:
+class BeamGroup(Branching):
     """A beam search. Either its root is in the roster (the prompt, or what the beams begin with), or its beams are."""
 
     def __init__(self, root: Sequence) -> None:
@@ -51,14 +53,14 @@ class BeamGroup:
         """The prompt is there: see that the search fits into the pool at its end, when its beams share no more than
         that. Raises `TooLong`."""
         root, size = self.root, limits.block_size
+        at_once = longest_of(root.job.mutual)
 
         def blocks(tokens: int) -> int:
+            length = root.prompt_length + tokens
             shared = root.prompt_length // size  # in groups whose layers see everything
             return sum(
-                shared + self.width * (limits.blocks(root.prompt_length + tokens) - shared)
-                if window is None
-                else self.width * least
-                for window, least in zip(limits.windows, limits.least(root.prompt_length + tokens), strict=True)
+                shared + self.width * (limits.blocks(length) - shared) if window is None else self.width * least
+                for window, least in zip(limits.windows, limits.least(length, at_once), strict=True)
             )
 
         fit = bisect_right(range(root.most + 1), num_blocks, key=blocks) - 1

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from segue.engines.autoregressive.beam_group import BeamGroup
+from segue.engines.autoregressive.branching import Branching
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.contract import AutoregressiveAdapter
 from segue.engines.autoregressive.sequence import Sequence
@@ -22,8 +23,6 @@ from segue.messages.errors import InvalidRequest
 SEED_MASK = 2**64 - 1
 SERIALS = 256
 """Numbers kept free behind a request's own, for its branches: they rank right behind it."""
-
-__all__ = ["SERIALS", "BeamGroup", "Forks", "begin", "prepared"]
 
 
 def prepared(request: StageRequest, adapter: AutoregressiveAdapter, config: AutoregressiveConfig) -> StageRequest:
@@ -80,7 +79,7 @@ class _Held:
     """Mean log-probability of its tokens."""
 
 
-class Forks:
+class Forks(Branching):
     """The forks of a request for `n` outputs, or for the best `n` of `best_of`."""
 
     def __init__(self, root: Sequence) -> None:

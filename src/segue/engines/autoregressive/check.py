@@ -14,7 +14,8 @@ import torch
 
 from segue.engines.autoregressive.contract import AutoregressiveAdapter, FlatBatch
 from segue.kernels.paged_attention import LibraryRecord, library_attention
-from segue.kernels.paged_step import AttentionBackend, PagedStep, Part, paged_step, step_order
+from segue.kernels.paged_step import AttentionBackend, PagedStep, paged_step
+from segue.kernels.part import Part, step_order
 from segue.messages.errors import ConfigError
 
 _LENGTHS = (21, 40)
@@ -44,6 +45,15 @@ def check_attention(adapter: AutoregressiveAdapter, backend: AttentionBackend | 
             flat = _run_flat(adapter, backend, sequences, steps)
             for ours, theirs in zip(flat, apart, strict=True):
                 _compare(name, ours, theirs, coarse=adapter.kv.coarse)
+
+
+def check_mutual_served(kernel: str, backend: AttentionBackend | None, *, deterministic: bool) -> None:
+    """Raise `ConfigError` where the deployment asks for what cannot be done with tokens that see each other."""
+    both = "tokens of this model's media see each other in both directions, which"
+    if deterministic:
+        raise ConfigError(f"{both} deterministic cannot do: its tiles are causal", field="deterministic")
+    if backend is not None and not backend.mutual:
+        raise ConfigError(f"{both} attention {kernel!r} cannot do; use triton, flex or torch", field="attention")
 
 
 def _ids(length: int, adapter: AutoregressiveAdapter) -> torch.Tensor:

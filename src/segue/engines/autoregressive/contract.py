@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,6 +11,7 @@ import torch
 from segue.engines.contract import Payload, StageRequest
 from segue.kernels.kv_layout import KVLayout, LayerShape, lay_out
 from segue.kernels.kv_store import KVStore
+from segue.kernels.lora import Lora
 from segue.messages.errors import ConfigError
 from segue.messages.sampling import SamplingParams
 
@@ -38,6 +39,8 @@ class KVSpec:
     """What makes its caches: `KVStore`, or one whose blocks are on several ranks."""
     stored: torch.dtype | None = None
     """What keys and values are stored in; None: in `dtype`, in which they are computed."""
+    mutual: bool = False
+    """Prompts may have tokens that see each other in both directions (`Prompt.mutual`)."""
     coarse: bool = False
     """The decoder rounds to 8 or 16 bits inside, whatever `dtype` says."""
 
@@ -77,6 +80,10 @@ class Prompt:
     identity: Sequence[int | bytes] | None = None
     """[T] what each token *is*, for prefix caching, where ids do not say it (media content, upstream rows);
     None: the ids. An empty sequence means the prompt must not be shared."""
+    mutual: Sequence[tuple[int, int]] = ()
+    """Ranges [start, stop) of tokens, in order, that see each other in both directions, in all layers; all others see
+    what is before them. `identity` of each token in one must tell the whole of it. Only where `KVSpec.mutual` says
+    so."""
     modality_tokens: dict[str, int] = field(default_factory=dict)
     """Prompt tokens per modality, for usage."""
     adapter: object | None = None
@@ -132,6 +139,11 @@ class Vocabulary(Protocol):
 
 class LoraHost(Protocol):
     """Keeps the LoRA adapters of a stage. A sequence keeps the adapter that it began with."""
+
+    @property
+    def loaded(self) -> Mapping[str, Lora]:
+        """Those that requests can name. Ranks that load and unload the same in the same order give the same
+        identities."""
 
     def load(self, name: str, directory: str) -> None:
         """Let requests name it. Raises `ConfigError` where it cannot be, or the name is taken."""

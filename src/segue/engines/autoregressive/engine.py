@@ -9,21 +9,24 @@ from dataclasses import dataclass, field
 import torch
 
 from segue.engines.autoregressive import branches
+from segue.engines.autoregressive.beam_group import BeamGroup
 from segue.engines.autoregressive.blocks import BlockPool
-from segue.engines.autoregressive.branches import BeamGroup, Forks
-from segue.engines.autoregressive.check import check_attention
+from segue.engines.autoregressive.branches import Forks
+from segue.engines.autoregressive.check import check_attention, check_mutual_served
 from segue.engines.autoregressive.config import AutoregressiveConfig
-from segue.engines.autoregressive.contract import AutoregressiveAdapter
+from segue.engines.autoregressive.contract import AutoregressiveAdapter, Prompt
 from segue.engines.autoregressive.decode_graphs import DecodeGraphs, batch_sizes, cuda_capture, run_again
 from segue.engines.autoregressive.grammar import Grammars
 from segue.engines.autoregressive.inputs import Scheduled, flat_batch
 from segue.engines.autoregressive.invariant import InvariantAdapter, check_invariant
 from segue.engines.autoregressive.jobs import Job, Limits, Run
-from segue.engines.autoregressive.logprobs import check_logprobs, gather_prompt_logprobs
+from segue.engines.autoregressive.logprobs import check_logprobs
 from segue.engines.autoregressive.memory import stored_as
+from segue.engines.autoregressive.mutual import longest_of
 from segue.engines.autoregressive.outputs import accept, announce, give_rows, nothing_left
 from segue.engines.autoregressive.picks import Pick, branched, pick, targets
 from segue.engines.autoregressive.policies import Accounts, rank
+from segue.engines.autoregressive.prompt_logprobs import gather_prompt_logprobs
 from segue.engines.autoregressive.roster import Roster
 from segue.engines.autoregressive.scheduler import Scheduler
 from segue.engines.autoregressive.sequence import Sequence
@@ -31,7 +34,8 @@ from segue.engines.autoregressive.speculation.speculation import NO_SPECULATION,
 from segue.engines.autoregressive.warm_up import warm_up
 from segue.engines.contract import Payload, StageOutput, StageRequest
 from segue.kernels.backends import attention_backend
-from segue.kernels.paged_step import HybridStep, PagedStep, Part, paged_step, step_order
+from segue.kernels.paged_step import HybridStep, PagedStep, paged_step
+from segue.kernels.part import Part, step_order
 from segue.messages.errors import ConfigError, InvalidRequest, SegueError, StageFailed
 
 
@@ -72,6 +76,8 @@ class AutoregressiveEngine:
         backend = attention_backend(kernel, adapter.device, config.block_size)
         if config.kv_dtype != "auto" and backend is not None and not backend.widens:
             raise ConfigError(f"attention {kernel!r} cannot read a cache in {config.kv_dtype}", field="kv_dtype")
+        if adapter.kv.mutual:
+            check_mutual_served(kernel, backend, deterministic=config.deterministic)
         check_attention(adapter, backend)
         if config.deterministic:
             adapter = InvariantAdapter(adapter)
@@ -146,7 +152,7 @@ class AutoregressiveEngine:
                     for index in range(sequence.request.outputs)
                 ]
             elif sequence.branches is None or sequence.prompt is None:
-                sequence.feed(fed, self._longest, self._share_size)
+                sequence.feed(fed, self._longest_with(fed.prompt), self._share_size)
                 if isinstance(sequence.branches, BeamGroup) and sequence.prompt is not None:
                     sequence.branches.limit(self._config.num_blocks, self._scheduler.limits)
         except SegueError as error:
@@ -255,6 +261,13 @@ class AutoregressiveEngine:
             except SegueError as failed:
                 self._between.append(self._fail(request.request_id, failed))
             self._stalled = False
+
+    def _longest_with(self, prompt: Prompt | None) -> int:
+        """The most tokens that a sequence can have."""
+        if prompt is None or not prompt.mutual:
+            return self._longest
+        limits, most = self._scheduler.limits, self._adapter.max_model_len
+        return limits.longest(self._config.num_blocks, most, longest_of(prompt.mutual))
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -433,7 +446,8 @@ def _part(run: Run, group: int, block_size: int) -> Part:
     """The run as a group of layers sees it: counted from the first block it still has."""
     table = run.job.tables[group]
     before = table.first * block_size
-    return Part(table.blocks, run.start - before, run.stop - before)
+    mutual = [(start - before, stop - before) for start, stop in run.job.mutual if run.start <= start < run.stop]
+    return Part(table.blocks, run.start - before, run.stop - before, mutual)
 
 
 def _stage(scheduled: list[Scheduled]) -> str:

@@ -1,16 +1,15 @@
 """Structured output: text held to a JSON schema, a regular expression, a choice or a grammar, by xgrammar.
 
-A grammar is compiled for the stage's vocabulary (its bytes, so that no tokenizer is needed) in threads of its own:
-until it is there its request waits and all others run. From then on every output has a `Grammar`, its place in the
-grammar: `mask` says which tokens may come, `accept` goes on by one, `rollback` goes back, `fork` makes another output
-from this place.
+A grammar is compiled for the stage's vocabulary (its bytes, so that no tokenizer is needed) beside the engine; workers
+have it done by a process that ends when its time is up (`grammar_process`). Until it is there its request waits and all
+others run. From then on every output has a `Grammar`, its place in the grammar: `mask` says which tokens may come,
+`accept` goes on by one, `rollback` goes back, `fork` makes another output from this place.
 """
 
 from __future__ import annotations
 
 import json
 import queue
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
@@ -19,7 +18,9 @@ from typing import Any, NamedTuple
 import torch
 
 from segue.engines.autoregressive.contract import AutoregressiveAdapter, Vocabulary
+from segue.engines.autoregressive.grammar_process import CompilerHome
 from segue.engines.autoregressive.json_schema import unsupported
+from segue.engines.autoregressive.xgrammar_compiler import MAX_COMPILED_BYTES, XGrammar, blank_mask, possible
 from segue.engines.contract import StageRequest
 from segue.messages.errors import InvalidRequest, SegueError, StageFailed
 from segue.messages.sampling import StructuredOutput
@@ -28,13 +29,10 @@ MAX_SOURCE_BYTES = 256 << 10
 """Of a schema, an expression, a grammar, or all choices together."""
 MAX_COMPILE_SECONDS = 60.0
 """From asking for a grammar until it must be there."""
-MAX_COMPILED_BYTES = 256 << 20
-"""Of one compiled grammar, and, where nothing else is said, of all that are kept for the next request."""
 COMPILERS = 2
-"""Threads that compile; each takes a core while it does."""
-
-_WHERE = re.compile(r"^(\[[\d:]+\] )?(\S+\.(cc|cpp|h):\d+: )?")
-"""Time and place in its own source that xgrammar puts before what is wrong."""
+"""How many are compiled at once in this process, in threads that cannot be stopped."""
+COMPILERS_APART = 8
+"""How many are compiled at once in processes of their own, which give way to everything else."""
 
 Compile = Callable[[str, str], Any]
 """(kind, source) → `xgrammar.CompiledGrammar`. Raises `InvalidRequest` for what is wrong with the source; what it says
@@ -117,14 +115,7 @@ class Grammar:
 
     def possible(self) -> bool:
         """Some token may come."""
-        bitmask = blank_mask(1, self._vocab_size)
-        self._matcher.fill_next_token_bitmask(bitmask, 0)
-        return bool(bitmask.any())
-
-
-def blank_mask(rows: int, vocab_size: int) -> torch.Tensor:
-    """[rows, ceil(vocab_size / 32)] int32 that forbids nothing."""
-    return torch.full((rows, -(-vocab_size // 32)), -1, dtype=torch.int32)
+        return possible(self._matcher, self._vocab_size)
 
 
 class Place(NamedTuple):
@@ -144,7 +135,7 @@ def apply_grammars(logits: torch.Tensor, places: Sequence[Place]) -> None:
     """
     if not places:
         return
-    from xgrammar import apply_token_bitmask_inplace  # see _Compiler
+    from xgrammar import apply_token_bitmask_inplace  # see XGrammar
 
     bitmask = blank_mask(len(logits), logits.shape[-1])
     rows = []
@@ -198,16 +189,18 @@ class Grammars:
         *,
         wake: Callable[[], None] = lambda: None,
         compile: Compile | None = None,
+        home: CompilerHome | None = None,
         most_seconds: float = MAX_COMPILE_SECONDS,
         kept_bytes: int = MAX_COMPILED_BYTES,
     ) -> None:
-        """`wake` is called, from another thread, when a grammar is there or has failed. `kept_bytes`: of all that are
-        kept for the next request."""
+        """`wake` is called, from another thread, when a grammar is there or has failed. `home`: where they are
+        compiled; None: in this process. `kept_bytes`: of all that are kept for the next request."""
         self._vocabulary = vocabulary
         self._vocab_size = vocab_size
         self._ends = sorted(token for token in end_token_ids if token < vocab_size)
         self._wake = wake
         self._compile = compile
+        self._home = home
         self._most_seconds = most_seconds
         self._kept_bytes = kept_bytes
         self._kept: OrderedDict[tuple[str, str], Compilation] = OrderedDict()
@@ -216,8 +209,10 @@ class Grammars:
         self._making = threading.Lock()
 
     @classmethod
-    def of(cls, adapter: AutoregressiveAdapter, wake: Callable[[], None] = lambda: None) -> Grammars:
-        return cls(adapter.vocabulary, adapter.vocab_size, adapter.end_token_ids, wake=wake)
+    def of(
+        cls, adapter: AutoregressiveAdapter, wake: Callable[[], None] = lambda: None, home: CompilerHome | None = None
+    ) -> Grammars:
+        return cls(adapter.vocabulary, adapter.vocab_size, adapter.end_token_ids, wake=wake, home=home)
 
     def ask(self, request: StageRequest) -> Compilation | None:
         """The grammar a request wants, None where it wants none. Equal ones are compiled once.
@@ -245,8 +240,8 @@ class Grammars:
         compilation.timer.daemon = True
         compilation.timer.start()
         self._work.put(compilation)
-        if len(self._threads) < COMPILERS:
-            # daemons: a compilation cannot be stopped, and must not keep a worker from leaving
+        if len(self._threads) < (COMPILERS if self._home is None else COMPILERS_APART):
+            # daemons: a compilation in this process cannot be stopped, and must not keep it from leaving
             thread = threading.Thread(target=self._run, name="segue-grammar", daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -254,7 +249,7 @@ class Grammars:
 
     def grammar(self, compilation: Compilation, stop_token_ids: Collection[int]) -> Grammar:
         """An output's place at the beginning. `stop_token_ids` of the request end it, too, where they are no text."""
-        from xgrammar import GrammarMatcher  # see _Compiler
+        from xgrammar import GrammarMatcher  # see XGrammar
 
         assert self._vocabulary is not None
         stops = sorted({token for token in stop_token_ids if self._vocabulary.token_bytes([token]) == [b""]})
@@ -284,7 +279,9 @@ class Grammars:
         with self._making:
             if self._compile is None:
                 assert self._vocabulary is not None
-                self._compile = _Compiler(self._vocabulary, self._vocab_size, self._ends)
+                words = self._vocabulary.token_bytes(range(self._vocab_size))
+                own = XGrammar(words, self._ends)
+                self._compile = own if self._home is None else self._home.compiler(own, words, self._most_seconds)
             return self._compile
 
     def _too_late(self, compilation: Compilation) -> None:
@@ -303,36 +300,3 @@ class Grammars:
                 break
             del self._kept[key]
             total -= size
-
-
-class _Compiler:
-    """xgrammar over a vocabulary. It is imported where the first grammar is compiled: most workers never need it."""
-
-    def __init__(self, vocabulary: Vocabulary, vocab_size: int, ends: Sequence[int]) -> None:
-        from xgrammar import GrammarCompiler, GrammarMatcher, TokenizerInfo, VocabType
-
-        words = vocabulary.token_bytes(range(vocab_size))
-        info = TokenizerInfo(words, VocabType.RAW, vocab_size=vocab_size, stop_token_ids=list(ends))
-        self._compiler = GrammarCompiler(info, max_threads=1, cache_enabled=False)
-        self._matcher = GrammarMatcher
-        self._vocab_size = vocab_size
-        self._endless = not ends
-
-    def __call__(self, kind: str, source: str) -> Any:
-        ways: dict[str, Callable[[str], Any]] = {
-            "json": self._compiler.compile_json_schema,
-            "regex": self._compiler.compile_regex,
-            "grammar": self._compiler.compile_grammar,
-        }
-        try:
-            compiled = ways[kind](source)
-        except (RuntimeError, ValueError) as error:  # both say what is wrong with the source
-            what = _WHERE.sub("", str(error).strip())
-            raise InvalidRequest(f"cannot be compiled: {what}") from error
-        if compiled.memory_size_bytes > MAX_COMPILED_BYTES:
-            raise InvalidRequest(
-                f"takes {compiled.memory_size_bytes} bytes when compiled; at most {MAX_COMPILED_BYTES} are allowed"
-            )
-        if not Grammar(self._matcher(compiled), self._vocab_size, endless=self._endless).possible():
-            raise InvalidRequest("matches no text that this model can write")
-        return compiled

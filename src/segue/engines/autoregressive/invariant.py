@@ -16,7 +16,8 @@ import torch
 from segue.engines.autoregressive.contract import AutoregressiveAdapter, FlatBatch, KVSpec
 from segue.engines.autoregressive.wrapped import Wrapped
 from segue.kernels.invariant_attention import invariant_step
-from segue.kernels.paged_step import PagedStep, Part, paged_step
+from segue.kernels.paged_step import PagedStep, paged_step
+from segue.kernels.part import Part
 from segue.messages.errors import ConfigError
 
 ROWS = 16

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
+from segue.engines.autoregressive.mutual import longest_of
 from segue.engines.autoregressive.policies import Rank
 
 
@@ -20,8 +21,8 @@ class Table:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A sequence as the scheduler sees it. The engine owns `length`, `ready`, `drafts`, `hashes`, `fresh` and `paused`;
-    the scheduler owns `computed`, `tables`, `forked` and `running`."""
+    """A sequence as the scheduler sees it. The engine owns `length`, `ready`, `drafts`, `hashes`, `fresh`, `mutual` and
+    `paused`; the scheduler owns `computed`, `tables`, `forked` and `running`."""
 
     key: str
     rank: Rank
@@ -40,6 +41,8 @@ class Job:
     """Hash chain of the full blocks that may be shared."""
     fresh: bool = False
     """Take no blocks from the prefix cache: every row of the prompt is wanted."""
+    mutual: tuple[tuple[int, int], ...] = ()
+    """Spans of its prompt that are computed whole (`mutual`)."""
     paused: bool = False
     running: bool = False
     tenant: str = ""
@@ -105,23 +108,29 @@ class Limits:
         """Blocks that hold so many tokens, in one group."""
         return -(-tokens // self.block_size)
 
-    def least(self, tokens: int) -> list[int]:
-        """Per group: the most blocks that a sequence of so many tokens holds at once, computed in small steps."""
+    def least(self, tokens: int, whole: int = 1) -> list[int]:
+        """Per group: the most blocks that a sequence of so many tokens holds at once, computed in steps as small as can
+        be: `whole` tokens of it at once."""
         return [
             self.blocks(tokens)
             if window is None
-            # the window of the next token, at worst with its last token alone in a block
-            else min(self.blocks(tokens), self.blocks(window - 1) + 1)
+            # the window of the next token, at worst with the last of the step's alone in a block
+            else min(self.blocks(tokens), self.blocks(window + whole - 2) + 1)
             for window in self.windows
         ]
 
-    def need(self, tokens: int) -> int:
-        """Blocks without which a sequence of so many tokens cannot be computed, over all groups."""
-        return sum(self.least(tokens))
+    def least_of(self, job: Job) -> list[int]:
+        """`least` of a sequence that is there, from now on."""
+        coming = [span for span in job.mutual if span[0] >= job.computed]
+        return self.least(job.length, longest_of(coming))
 
-    def longest(self, num_blocks: int, most: int) -> int:
+    def need(self, tokens: int, whole: int = 1) -> int:
+        """Blocks without which a sequence of so many tokens cannot be computed, over all groups."""
+        return sum(self.least(tokens, whole))
+
+    def longest(self, num_blocks: int, most: int, whole: int = 1) -> int:
         """The most tokens, up to `most`, that a sequence can have where there are so many blocks."""
-        return bisect_right(range(most + 1), num_blocks, key=self.need) - 1
+        return bisect_right(range(most + 1), num_blocks, key=lambda tokens: self.need(tokens, whole)) - 1
 
     def tails(self, job: Job) -> list[int]:
         """Per group: the block with computed tokens that its next one goes to as well, where others may hold it too."""

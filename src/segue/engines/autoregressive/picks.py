@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from segue.engines.autoregressive.branches import BeamGroup, Forks, scored
+from segue.engines.autoregressive.beam_group import BeamGroup
+from segue.engines.autoregressive.branches import Forks, scored
 from segue.engines.autoregressive.contract import Vocabulary
 from segue.engines.autoregressive.grammar import Place, apply_grammars
 from segue.engines.autoregressive.inputs import Scheduled

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import socket
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from segue.engines.autoregressive.contract import AutoregressiveAdapter, FlatBatch
+from segue.engines.autoregressive.contract import AutoregressiveAdapter, FlatBatch, LoraHost, Prompt, TakesLora
 from segue.engines.autoregressive.wrapped import Wrapped
 from segue.kernels.invariant_attention import InvariantStep, invariant_step
 from segue.kernels.kv_layout import KVLayout
 from segue.kernels.kv_store import KVStore
+from segue.kernels.lora import Lora
 from segue.kernels.paged_attention import library_attention
 from segue.kernels.paged_step import AttentionBackend, HybridStep, PagedStep, paged_step
 from segue.parallel.group import Group, ReplicaBroken
@@ -29,12 +30,15 @@ from segue.parallel.orders import (
     CopyBlocks,
     Crew,
     Embed,
+    ForgetAdapter,
     Forward,
+    LoadAdapter,
     Logits,
     OpenStore,
     Order,
     ScrubBlocks,
     Sequences,
+    UnloadAdapter,
     dtype_name,
     dtype_of,
     receive,
@@ -83,6 +87,39 @@ class LedStore(KVStore):
         super().scrub(blocks)
 
 
+class LedAdapters:
+    """The leader's LoRA adapters: what it loads, followers load. Implements `LoraHost`."""
+
+    def __init__(self, inner: LoraHost, tell: Callable[[Order], None]) -> None:
+        self._inner = inner
+        self._tell = tell
+        self._gone: list[bytes] = []
+        for lora in inner.loaded.values():
+            self._watch(lora)
+
+    @property
+    def loaded(self) -> Mapping[str, Lora]:
+        return self._inner.loaded
+
+    def load(self, name: str, directory: str) -> None:
+        """As the leader's own, which refuses what cannot be loaded before anyone else hears of it."""
+        self._inner.load(name, directory)
+        self._watch(self._inner.loaded[name])
+        self._tell(LoadAdapter(name, directory))
+
+    def unload(self, name: str) -> None:
+        self._inner.unload(name)
+        self._tell(UnloadAdapter(name))
+
+    def forgotten(self) -> Iterator[ForgetAdapter]:
+        """What followers need keep no longer."""
+        while self._gone:
+            yield ForgetAdapter(self._gone.pop())
+
+    def _watch(self, lora: Lora) -> None:
+        weakref.finalize(lora, self._gone.append, lora.identity).atexit = False
+
+
 class Leader(Wrapped):
     """`AutoregressiveAdapter` over the leader's own, whose calls the followers make as well."""
 
@@ -97,6 +134,8 @@ class Leader(Wrapped):
         self._hidden: torch.Tensor | None = None
         self._serving = False
         self.kv = replace(inner.kv, store=self._open)
+        host = inner.lora if isinstance(inner, TakesLora) else None
+        self.lora = None if host is None else LedAdapters(host, self._tell)
 
     def serve(self) -> None:
         """Loading is over: from now on an error in the model or between the ranks is `ReplicaBroken`."""
@@ -143,6 +182,9 @@ class Leader(Wrapped):
     def _tell(self, order: Order) -> None:
         while self._closed:
             self._crew.tell(CloseStore(self._closed.pop()))
+        if self.lora is not None:
+            for gone in self.lora.forgotten():
+                self._crew.tell(gone)
         self._crew.tell(order)
 
     @contextmanager
@@ -163,6 +205,7 @@ def _forward_order(embeds: torch.Tensor, batch: FlatBatch, *, known: bool) -> Fo
         axes=len(batch.positions),
         embeds=None if known else (embeds.shape[1], dtype_name(embeds.dtype)),
         spans=[(start, stop) for _, start, stop in batch.prompts],
+        adapters=[_identity(prompt) for prompt, _, _ in batch.prompts],
         store=None,
         groups=[],
     )
@@ -180,6 +223,11 @@ def _forward_order(embeds: torch.Tensor, batch: FlatBatch, *, known: bool) -> Fo
     order.store = _number(steps[0].store)
     order.groups = [Sequences.of(one.parts, one.store.block_size) for one in steps]
     return order
+
+
+def _identity(prompt: Prompt | None) -> bytes | None:
+    adapter = None if prompt is None else prompt.adapter
+    return adapter.identity if isinstance(adapter, Lora) else None
 
 
 def _number(store: KVStore) -> int:
@@ -208,6 +256,12 @@ class _Follower:
     stores: dict[int, KVStore] = field(default_factory=dict)
     embedded: torch.Tensor | None = None
     hidden: torch.Tensor | None = None
+    loras: dict[bytes, Lora] = field(default_factory=dict)
+    """By identity: those that can be named, and those that only sequences of the leader have."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.adapter, TakesLora) and self.adapter.lora is not None:
+            self.loras = {lora.identity: lora for lora in self.adapter.lora.loaded.values()}
 
     def obey(self, order: Order) -> None:
         match order:
@@ -227,6 +281,14 @@ class _Follower:
                 self.stores[order.store].copy(order.pairs)
             case ScrubBlocks():
                 self.stores[order.store].scrub(order.blocks)
+            case LoadAdapter():
+                self.host.load(order.name, order.directory)
+                lora = self.host.loaded[order.name]
+                self.loras[lora.identity] = lora
+            case UnloadAdapter():
+                self.host.unload(order.name)
+            case ForgetAdapter():
+                del self.loras[order.identity]
             case Embed():
                 ids = self.received((order.count,), torch.long)
                 self.embedded = self.adapter.embed(ids, None)
@@ -247,7 +309,10 @@ class _Follower:
             width, dtype = order.embeds
             embeds = self.received((order.tokens, width), dtype_of(dtype))
         assert embeds is not None
-        prompts = [(None, start, stop) for start, stop in order.spans]
+        prompts = [
+            (None if identity is None else Prompt(token_ids=[], adapter=self.loras[identity]), start, stop)
+            for identity, (start, stop) in zip(order.adapters, order.spans, strict=True)
+        ]
         batch = FlatBatch(numbers[0], None, numbers[1:], self.step(order), list(prompts))
         with library_attention() if order.store is None else nullcontext():
             self.hidden, _ = self.adapter.forward(embeds, batch)
@@ -260,6 +325,12 @@ class _Follower:
             return invariant_step(store, order.groups[0].parts())
         groups = [paged_step(store, group.parts()) for group in order.groups]
         return groups[0] if len(groups) == 1 else HybridStep(groups, store.layout.group_of)
+
+    @property
+    def host(self) -> LoraHost:
+        assert isinstance(self.adapter, TakesLora), "the leader has adapters, and this rank takes none"
+        assert self.adapter.lora is not None
+        return self.adapter.lora
 
     def received(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return self.group.broadcast(torch.empty(shape, dtype=dtype, device=self.adapter.device))

@@ -17,6 +17,9 @@ prompts that arrive together are computed once.
 A sequence that was forked holds blocks with its copies. Its next token goes to a block that others hold too, unless
 they have all moved on: it takes a copy of that block first. The beams of one request form a gang: they take their next
 tokens in one step, all or none, and are preempted together.
+
+Spans of a prompt that are computed whole (`mutual`) are begun where the budget has a token left, and may go beyond it
+by less than their own length.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from dataclasses import replace
 
 from segue.engines.autoregressive.blocks import BlockPool, common, find_hit, first_visible, group_key, visible
 from segue.engines.autoregressive.jobs import Decision, Job, Limits, Run, Table
+from segue.engines.autoregressive.mutual import around, fitting, whole
 from segue.engines.autoregressive.policies import Accounts, Rank
 
 
@@ -86,7 +90,7 @@ def _continue(running: Seq[Job], ledger: _Ledger, limits: Limits, preempted: lis
     budget = limits.max_tokens
     prefill = limits.prefill(any(job.decoding for job in able))
     for place, job in enumerate(able):
-        if budget == 0 or len(runs) == limits.max_batch:
+        if budget <= 0 or len(runs) == limits.max_batch:
             break
         unit = job.unit
         if id(job) in settled or len(unit) > min(budget, limits.max_batch - len(runs)):
@@ -98,6 +102,7 @@ def _continue(running: Seq[Job], ledger: _Ledger, limits: Limits, preempted: lis
         tokens = min(job.ready - job.computed, max(1, budget - behind))
         if not job.decoding:
             tokens = min(tokens, prefill)
+        tokens = whole(job.mutual, job.computed, tokens)
         settled.update(map(id, unit))
         while (short := _needed(unit, tokens, ledger, limits) > ledger.available) and (
             victim := _victim(running, job, settled)
@@ -107,7 +112,8 @@ def _continue(running: Seq[Job], ledger: _Ledger, limits: Limits, preempted: lis
             for other in victim.together:
                 ledger.drop(other.blocks)
         if short:
-            tokens = min(tokens, _room(job, ledger, limits)) if len(unit) == 1 else 0
+            room = min(tokens, _room(job, ledger, limits)) if len(unit) == 1 else 0
+            tokens = fitting(job.mutual, job.computed, room)
         if tokens <= 0:
             continue  # all others hold what they are about to use: wait a step
         for one in unit:
@@ -189,7 +195,7 @@ def _admit(
     groups = len(limits.windows)
     # what running prefills will still take: not to be given away
     promised = sum(
-        _missing(limits, job.length, [len(table.blocks) + planned.get(id(job), 0) for table in job.tables])
+        _missing(limits, job, [len(table.blocks) + planned.get(id(job), 0) for table in job.tables])
         for job in running
         if not job.paused
     )
@@ -205,38 +211,57 @@ def _admit(
             break
         # at least one token is always computed: the logits of the last one are wanted
         chain = [] if job.fresh else job.hashes[: (job.ready - 1) // limits.block_size]
-        length, hit = find_hit(pool, chain, limits.windows, limits.block_size)
+        length, hit = _hit(job, chain, pool, limits)
         coming = _in_flight(job, chain, length, [*runs, *admitted], limits)
         if coming > length:
             # somebody computes its next block in this very step: it waits, and its place is kept for it
-            whole = _missing(limits, job.length, visible(limits.windows, coming, limits.block_size))
-            if whole + promised > ledger.available and not paused:
+            needed = _missing(limits, job, visible(limits.windows, coming, limits.block_size))
+            if needed + promised > ledger.available and not paused:
                 break
-            promised += whole
+            promised += needed
             room -= job.width
             continue
         found = [block for blocks in hit for block in blocks]
-        whole = _missing(limits, job.length, [len(blocks) for blocks in hit])
-        while whole + ledger.unused(found) + promised > ledger.available and paused:
+        needed = _missing(limits, job, [len(blocks) for blocks in hit])
+        while needed + ledger.unused(found) + promised > ledger.available and paused:
             victim = paused.pop().together
             paused = [other for other in paused if other not in victim]
             preempted += victim
             for other in victim:
                 ledger.drop(other.blocks)
         spare = ledger.available - ledger.unused(found) - promised
-        if whole > spare:
+        if needed > spare:
             break
         start = length * limits.block_size
-        tokens = min(job.ready - start, budget, (length + spare // groups) * limits.block_size - start)
+        tokens = whole(job.mutual, start, min(job.ready - start, budget))
+        tokens = fitting(job.mutual, start, min(tokens, (length + spare // groups) * limits.block_size - start))
         new = limits.blocks(start + tokens) - length
         ledger.share(found)
         ledger.take(groups * new)
-        promised += _missing(limits, job.length, [len(blocks) + new for blocks in hit])
+        promised += _missing(limits, job, [len(blocks) + new for blocks in hit])
         budget -= tokens
         room -= job.width
         admitted.append(Run(job, start, tokens, new, hit))
         last = job
     return admitted
+
+
+def _hit(job: Job, chain: Seq[bytes], pool: BlockPool, limits: Limits) -> tuple[int, tuple[tuple[int, ...], ...]]:
+    """`find_hit`, and what is computed after it begins inside no span."""
+    while True:
+        length, hit = find_hit(pool, chain, limits.windows, limits.block_size)
+        usable = _uncut(job, length, limits)
+        if usable == length:
+            return length, hit
+        chain = chain[:usable]
+
+
+def _uncut(job: Job, length: int, limits: Limits) -> int:
+    """How many of its first `length` blocks it can go on from."""
+    place = length * limits.block_size
+    while (before := around(job.mutual, place)[0]) < place:
+        place = before // limits.block_size * limits.block_size
+    return place // limits.block_size
 
 
 def _in_flight(job: Job, chain: Seq[bytes], length: int, runs: Seq[Run], limits: Limits) -> int:
@@ -251,13 +276,13 @@ def _in_flight(job: Job, chain: Seq[bytes], length: int, runs: Seq[Run], limits:
             theirs = run.job.hashes
             ahead = run.start < (length + 1) * limits.block_size <= len(theirs) * limits.block_size
             if ahead and run.job.rank < job.rank and theirs[length] == chain[length]:
-                most = max(most, common(theirs, chain))
+                most = max(most, _uncut(job, common(theirs, chain), limits))
     return most
 
 
-def _missing(limits: Limits, length: int, held: Seq[int]) -> int:
-    """Blocks that a sequence of `length` known tokens must still get, where it holds so many in each group."""
-    return sum(max(0, least - have) for least, have in zip(limits.least(length), held, strict=True))
+def _missing(limits: Limits, job: Job, held: Seq[int]) -> int:
+    """Blocks that a sequence must still get, where it holds so many in each group."""
+    return sum(max(0, least - have) for least, have in zip(limits.least_of(job), held, strict=True))
 
 
 def _widen(running: Seq[Job], runs: Seq[Run], ledger: _Ledger, limits: Limits) -> list[Run]:
@@ -266,7 +291,7 @@ def _widen(running: Seq[Job], runs: Seq[Run], ledger: _Ledger, limits: Limits) -
     under_way = [(job, [len(table.blocks) for table in job.tables]) for job in running if not job.paused]
     under_way += [(run.job, [len(blocks) for blocks in run.hit]) for run in runs if not run.job.running]
     promised = sum(
-        _missing(limits, job.length, [held + planned.get(id(job), 0) for held in tables]) for job, tables in under_way
+        _missing(limits, job, [held + planned.get(id(job), 0) for held in tables]) for job, tables in under_way
     )
     groups = len(limits.windows)
     spare = max(0, ledger.available - promised) // groups

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from segue.engines.autoregressive.blocks import ROOT, block_hash
+from segue.engines.autoregressive.branching import Branching
 from segue.engines.autoregressive.contract import AutoregressiveAdapter, Fed, Prompt
 from segue.engines.autoregressive.detokenize import Detokenizer, StopStrings
 from segue.engines.autoregressive.grammar import Compilation, Grammar
 from segue.engines.autoregressive.jobs import Job
 from segue.engines.autoregressive.logprobs import output_wanted, prompt_wanted
+from segue.engines.autoregressive.mutual import check_mutual
 from segue.engines.autoregressive.policies import Rank
 from segue.engines.autoregressive.sampler import RowSampler
 from segue.engines.autoregressive.words import bad_words
 from segue.engines.contract import StageOutput, StageRequest
 from segue.messages.errors import InvalidRequest, StageFailed, TooLong
-
-if TYPE_CHECKING:
-    from segue.engines.autoregressive.branches import BeamGroup, Forks
 
 
 class Conditioning:
@@ -106,7 +105,7 @@ class Sequence:
         self.state: Any = adapter.begin(request) if parent is None else parent.state
         self.index = 0
         """Which of the request's outputs it makes."""
-        self.branches: Forks | BeamGroup | None = None
+        self.branches: Branching | None = None
         """Where the request gets several outputs, or one of several: what becomes of it."""
         key = request.request_id if parent is None else f"{request.request_id}\0{number}"
         self.job = Job(key, rank, tenant=request.request.tenant)
@@ -216,6 +215,7 @@ class Sequence:
         _check_prompt(prompt, self.adapter.axes, self.request.stage)
         self.prompt = prompt
         self.prompt_length = length
+        self.job.mutual = tuple(prompt.mutual)
         self._positions = None if prompt.positions is None else prompt.positions.cpu().numpy()
         self.most = longest - length
         if self.request.sampling.max_tokens is not None:
@@ -349,5 +349,6 @@ def _check_prompt(prompt: Prompt, axes: int, stage: str) -> None:
             f"prompt of {length} tokens with positions {tuple(prompt.positions.shape)}, not {(axes, length)}",
             stage=stage,
         )
+    check_mutual(prompt.mutual, length, stage)
     if prompt.identity and len(prompt.identity) != length:
         raise StageFailed(f"prompt of {length} tokens with {len(prompt.identity)} identities", stage=stage)

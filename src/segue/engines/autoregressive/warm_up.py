@@ -17,7 +17,8 @@ from segue.engines.autoregressive.memory import stored_as
 from segue.engines.autoregressive.penalties import RowRules
 from segue.engines.autoregressive.sampler import RowSampler, choose
 from segue.kernels.kv_store import KVStore
-from segue.kernels.paged_step import AttentionBackend, Part, paged_step
+from segue.kernels.paged_step import AttentionBackend, paged_step
+from segue.kernels.part import Part
 from segue.messages.sampling import SamplingParams
 
 SECONDS = 2.0

@@ -12,7 +12,7 @@ call, runs it, lets the adapter combine the branches of each sample, and advance
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -65,6 +65,8 @@ class Sample:
     the result depends on no neighbour."""
     step_cache: dict[Hashable, Any] = field(default_factory=dict)
     """What a step cache keeps of earlier calls."""
+    mend: Callable[[Sample], torch.Tensor] | None = None
+    """After each step of the scheduler: the latents to go on with, e.g. with what a mask keeps put back."""
 
     @property
     def timestep(self) -> torch.Tensor:

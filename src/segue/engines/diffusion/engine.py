@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -25,7 +24,8 @@ from segue.engines.diffusion.contract import DiffusionAdapter, Row, Sample
 from segue.engines.diffusion.costs import CostTable, measure
 from segue.engines.diffusion.room import Room, out_of_memory
 from segue.engines.diffusion.step_caches import StepCaches
-from segue.messages.errors import ConfigError, InvalidRequest, SegueError, StageFailed
+from segue.engines.entries import Entries, Entry
+from segue.messages.errors import ConfigError, SegueError, StageFailed
 
 TRIAL_SECONDS = {"cpu": 1.0}
 """Time that the warm-up takes to measure calls, by kind of device. A worker that comes back takes it again."""
@@ -63,21 +63,19 @@ class _Running:
     arrival: int
     previews: list[int]
     """After which calls a preview is due; number k is entry k."""
+    branches: Sequence[int] = ()
+    """Of its next call; asked of the adapter when a step is chosen."""
     passed: int = 0
 
 
 @dataclass(slots=True)
-class _Entry:
-    """One request in the engine, from `add` to its last output."""
+class _Entry(Entry):
+    """One request in the engine."""
 
-    request: StageRequest
-    state: Any
-    open_upstreams: set[str]
     running: list[_Running] = field(default_factory=list)
     """Samples that are not done."""
     made: bool = False
     """Its samples have been made."""
-    paused: bool = False
 
 
 class DiffusionEngine:
@@ -86,9 +84,7 @@ class DiffusionEngine:
     def __init__(self, adapter: DiffusionAdapter, config: DiffusionConfig | None = None) -> None:
         self._adapter = adapter
         self._config = config or DiffusionConfig()
-        self._entries: dict[str, _Entry] = {}
-        self._errors: list[StageOutput] = []
-        """Failures between steps (`feed`): emitted by the next step."""
+        self._entries: Entries[_Entry] = Entries(adapter.end)
         self._arrivals = itertools.count()
         self.costs = CostTable()
         self._room = Room(adapter, self._config.memory_bytes)
@@ -131,9 +127,8 @@ class DiffusionEngine:
         return time.perf_counter() - start
 
     def add(self, request: StageRequest) -> None:
-        if request.request_id in self._entries:
-            raise InvalidRequest(f"request {request.request_id!r} is already in this stage", field="request_id")
-        self._entries[request.request_id] = _Entry(request, self._adapter.begin(request), set(request.upstreams))
+        self._entries.expect_new(request)
+        self._entries.add(_Entry(request, self._adapter.begin(request), set(request.upstreams)))
 
     @torch.inference_mode()
     def feed(self, request_id: str, upstream: str, payload: Payload, *, final: bool) -> None:
@@ -143,12 +138,12 @@ class DiffusionEngine:
         try:
             samples = self._adapter.feed(entry.state, upstream, payload, final=final)
         except Exception as error:  # a stage answers for whatever its model code raises, one request at a time
-            self._errors.append(self._fail(request_id, error))
+            self._entries.fail_later(request_id, error)
             return
         if final:
             entry.open_upstreams.discard(upstream)
         if samples and (refusal := self._room.refusal(samples[0])) is not None:
-            self._errors.append(self._fail(request_id, refusal))
+            self._entries.fail_later(request_id, refusal)
             return
         for sample in samples:
             due = preview_calls(len(sample.timesteps), sample.params.partial_images)
@@ -156,31 +151,26 @@ class DiffusionEngine:
         entry.made = entry.made or bool(samples)
         if not entry.open_upstreams and not entry.made:
             nothing = StageFailed(f"all input of request {request_id!r} is here, and its adapter made no samples")
-            self._errors.append(self._fail(request_id, nothing))
+            self._entries.fail_later(request_id, nothing)
 
     def cancel(self, request_id: str) -> None:
-        entry = self._entries.pop(request_id, None)
-        if entry is not None:
-            self._adapter.end(entry.state)
-        self._errors = [output for output in self._errors if output.request_id != request_id]
+        self._entries.cancel(request_id)
 
     def pause(self, request_id: str) -> None:
-        if request_id in self._entries:
-            self._entries[request_id].paused = True
+        self._entries.pause(request_id)
 
     def resume(self, request_id: str) -> None:
-        if request_id in self._entries:
-            self._entries[request_id].paused = False
+        self._entries.resume(request_id)
 
     def backlog(self, request_id: str) -> int:
         """Conditions are kept, not waiting to be used."""
         return 0
 
     def has_work(self) -> bool:
-        return bool(self._errors) or any(entry.running and not entry.paused for entry in self._entries.values())
+        return self._entries.any_failed or any(entry.running and not entry.paused for entry in self._entries.values())
 
     def step(self) -> list[StageOutput]:
-        outputs, self._errors = self._errors, []
+        outputs = self._entries.take_failed()
         batch = self._schedule()
         self._last_batch = 0
         if batch:
@@ -204,6 +194,9 @@ class DiffusionEngine:
     def _schedule(self) -> list[_Running]:
         """Who takes the next step; counts who is passed over."""
         ready = [(running, entry) for entry in self._entries.values() if not entry.paused for running in entry.running]
+        for entry in self._entries.values():
+            for running in entry.running:
+                running.branches = self._adapter.branches(running.sample)
         # what is left of a request is left of all its samples: it is done when each is
         work = {name: sum(map(self._work, entry.running)) for name, entry in self._entries.items()}
         by_candidate = {
@@ -227,13 +220,13 @@ class DiffusionEngine:
     def _work(self, running: _Running) -> float:
         """Seconds of calls that a sample still needs, about."""
         sample = running.sample
-        return sample.remaining * self.costs.of(sample.tokens, len(self._adapter.branches(sample)))
+        return sample.remaining * self.costs.of(sample.tokens, len(running.branches))
 
     def _candidate(self, running: _Running, priority: int, work: float) -> Candidate:
         sample = running.sample
         return Candidate(
             bucket=self._caches.bucket(sample),
-            rows=self._caches.rows(sample),
+            rows=self._caches.rows(sample, running.branches),
             work=work,
             priority=priority,
             arrival=running.arrival,
@@ -242,17 +235,17 @@ class DiffusionEngine:
 
     @torch.inference_mode()
     def _advance(self, batch: Sequence[_Running]) -> list[StageOutput]:
-        rows = [Row(running.sample, branch) for running in batch for branch in self._adapter.branches(running.sample)]
+        rows = [Row(running.sample, branch) for running in batch for branch in running.branches]
         answers = iter(self._caches.answers(rows, self._computed))
         outputs: list[StageOutput] = []
         for running in batch:
-            own = [next(answers) for row in rows if row.sample is running.sample]
+            own = list(itertools.islice(answers, len(running.branches)))
             if running.sample.request_id not in self._entries:
                 continue  # failed by another sample of this very call
             try:
                 outputs += self._stepped(running, own)
             except Exception as error:
-                outputs.append(self._fail(running.sample.request_id, error))
+                outputs.append(self._entries.fail(running.sample.request_id, error))
         return outputs
 
     def _computed(self, rows: Sequence[Row]) -> list[torch.Tensor | Exception]:
@@ -303,6 +296,8 @@ class DiffusionEngine:
             prediction, sample.timestep, sample.latents, return_dict=False, **sample.step_arguments
         )
         sample.step += 1
+        if sample.mend is not None:
+            sample.latents = sample.mend(sample)
         told = StageOutput(sample.request_id, index=sample.index, progress=(sample.step, len(sample.timesteps)))
         if not sample.remaining:
             told.payload = self._adapter.finish(sample)
@@ -314,15 +309,7 @@ class DiffusionEngine:
         entry.running.remove(running)
         if not entry.running:
             output.finished, output.finish_reason = True, "stop"
-            self._adapter.end(entry.state)
-            del self._entries[running.sample.request_id]
-
-    def _fail(self, request_id: str, error: Exception) -> StageOutput:
-        entry = self._entries.pop(request_id)
-        self._adapter.end(entry.state)
-        wrapped = error if isinstance(error, SegueError) else _wrapped(error)
-        wrapped.stage = wrapped.stage or entry.request.stage
-        return StageOutput(request_id, finished=True, error=wrapped)
+            self._entries.leave(running.sample.request_id)
 
 
 def preview_calls(calls: int, previews: int) -> list[int]:
@@ -337,9 +324,3 @@ def _too_large(sample: Sample) -> SegueError:
         f"a call of the network over one row of {sample.tokens} latent tokens does not fit into the memory that is "
         "free; ask for a smaller size"
     )
-
-
-def _wrapped(error: Exception) -> SegueError:
-    wrapped = StageFailed(f"{type(error).__name__}: {error}")
-    wrapped.__cause__ = error
-    return wrapped

@@ -1,17 +1,20 @@
-"""One denoiser on several ranks, each with all weights: guidance branches are computed side by side (CFG parallel).
+"""One denoiser on several ranks, in one of two ways.
+
+- Guidance branches are computed side by side (CFG parallel): each rank has all weights, at each call rank
+  `branch % ranks` computes a row, and all predictions meet in one gather. A row is always with the same rank, so what a
+  step cache keeps of it is there too.
+- The network is divided: every rank computes its part of every row, and the network's own collectives keep the ranks
+  together, so that each has the whole predictions.
 
 The engine runs on the leader and sees an adapter like any other. Followers make the same samples from the same
-conditions; at each call rank `branch % ranks` computes a row, and all predictions meet in one gather. Scheduling,
-schedulers and guidance are the leader's alone. A row is always with the same rank, so what a step cache keeps of it is
-there too.
+conditions (`segue.engines.diffusion.row_follower`). Scheduling, schedulers and guidance are the leader's alone.
 """
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -20,12 +23,25 @@ import torch
 from segue.engines.contract import Payload, StageRequest
 from segue.engines.diffusion.contract import CachesBlocks, DiffusionAdapter, Row, Sample
 from segue.engines.diffusion.room import out_of_memory
-from segue.messages.errors import StageFailed
+from segue.messages.errors import ConfigError, StageFailed
 from segue.parallel.group import Group, ReplicaBroken
-from segue.parallel.orders import Crew, received
-from segue.parallel.row_orders import Begin, End, Feed, Predict, RowOrder, decode_row_order, encode_row_order
+from segue.parallel.orders import Crew, dtype_name
+from segue.parallel.row_orders import (
+    Begin,
+    End,
+    Fared,
+    Feed,
+    Predict,
+    RowOrder,
+    Trial,
+    WarmUp,
+    decode_fared,
+    encode_row_order,
+)
 
 _FINE, _FAILED, _NO_MEMORY = 0, 1, 2
+STRAY = 30.0
+"""Seconds after which a rank that has failed, and hears nothing of the others, takes them to wait for it."""
 
 
 @dataclass(slots=True)
@@ -39,11 +55,13 @@ class _State:
 class RowLeader:
     """`DiffusionAdapter` over the leader's own, whose calls the followers share."""
 
-    def __init__(self, inner: DiffusionAdapter, group: Group, crew: Crew) -> None:
+    def __init__(self, inner: DiffusionAdapter, group: Group, crew: Crew, *, divided: bool = False) -> None:
+        """`divided`: the network is, so all ranks are in every call; else guidance branches are."""
         self.inner = inner
         self.weight_bytes = inner.weight_bytes
         self._group = group
         self._crew = crew
+        self._divided = divided
         self._dtype: torch.dtype | None = None
         """Of predictions."""
         self._serving = False
@@ -53,18 +71,24 @@ class RowLeader:
         self._serving = True
 
     def warm_up(self) -> None:
+        if self._divided:
+            self._tell(WarmUp())
         self.inner.warm_up()
 
     def trials(self) -> Iterator[Sample]:
-        """Rows under their first condition, which are the leader's."""
-        return self.inner.trials()
+        """Rows under their first condition, which are the leader's unless the network is divided."""
+        for sample in self.inner.trials():
+            if self._divided:
+                self._tell(Trial())
+            yield sample
 
     def row_bytes(self, sample: Sample) -> int:
         return self.inner.row_bytes(sample)
 
     def begin(self, request: StageRequest) -> _State:
+        inner = self.inner.begin(request)
         self._tell(Begin(msgspec.Raw(msgspec.msgpack.encode(request))))
-        return _State(request.request_id, self.inner.begin(request))
+        return _State(request.request_id, inner)
 
     def feed(self, state: _State, upstream: str, payload: Payload, *, final: bool) -> list[Sample]:
         self._tell(Feed(state.request_id, upstream, dict(payload), final))
@@ -102,111 +126,104 @@ class RowLeader:
     def _shared(
         self, rows: Sequence[Row], predict: Callable[[Sequence[Row]], Sequence[torch.Tensor]], *, behind_first: bool
     ) -> Sequence[torch.Tensor]:
-        """One call, each rank with its own rows; the leader alone where all are its own."""
-        if all(_owner(row.branch, self._group) == 0 for row in rows):
+        """One call, each rank with its own rows or its part of all; the leader alone where all rows are its own."""
+        if not self._divided and all(owner(row.branch, self._group) == 0 for row in rows):
             made = predict(rows)
             self._dtype = made[0].dtype
             return made
         named = [(row.sample.request_id, row.sample.index, row.branch, row.sample.step) for row in rows]
-        self._tell(Predict(named, behind_first))
         latents = torch.cat([row.sample.latents for row in rows])
+        self._tell(Predict(named, behind_first, list(latents.shape), dtype_name(latents.dtype)))
+        if self._divided:
+            return self._together(rows, predict, latents)
         try:
             self._group.broadcast(latents)
-            answers = _gathered(rows, predict, self._group, latents)
+            answers = gathered(
+                [row.branch for row in rows],
+                lambda places: predict([rows[place] for place in places]),
+                self._group,
+                latents,
+            )
         except RuntimeError as error:
             if not self._serving or out_of_memory(error):
                 raise
             raise ReplicaBroken(f"the ranks of a replica are out of step: {error}") from error
         if isinstance(answers, Exception):
             raise answers
-        own = [answer for answer, row in zip(answers, rows, strict=True) if _owner(row.branch, self._group) == 0]
+        own = [answer for answer, row in zip(answers, rows, strict=True) if owner(row.branch, self._group) == 0]
         self._dtype = own[0].dtype if own else self._dtype
         assert self._dtype is not None, "the first call of a sample has the prompt's branch"
         return [answer.to(self._dtype) for answer in answers]
 
-    def _tell(self, order: RowOrder) -> None:
+    def _together(
+        self, rows: Sequence[Row], predict: Callable[[Sequence[Row]], Sequence[torch.Tensor]], latents: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
+        """A call of a network that is divided. What all ranks fail with alike, before they exchange anything more, is
+        the failure of these rows; otherwise some wait for others in a collective, and only new processes help."""
+        made: Sequence[torch.Tensor] = []
+        failure: Exception | None = None
         try:
-            self._crew.send(encode_row_order(order))
+            self._group.broadcast(latents)
+            made = predict(rows)
+        except Exception as error:
+            failure = error
+        try:
+            answers = [decode_fared(data) for data in self._crew.answers(None if failure is None else STRAY)]
+        except OSError as error:
+            raise self._broken(f"a follower does not answer ({error}); this rank: {told(failure)}") from failure
+        everyone = [told(failure), *answers]
+        if any(one.no_memory for one in everyone) or len({one.failure for one in everyone}) > 1:
+            why = ", ".join(f"rank {rank}: {one.failure}" for rank, one in enumerate(everyone))
+            raise self._broken(why) from failure
+        if failure is not None:
+            raise failure
+        return made
+
+    def _broken(self, why: str) -> BaseException:
+        if not self._serving:
+            return ConfigError(f"the ranks of this stage cannot make a call of the warm-up together: {why}")
+        return ReplicaBroken(f"the ranks of a replica are out of step: {why}")
+
+    def _tell(self, order: RowOrder) -> None:
+        encoded = encode_row_order(order)
+        try:
+            self._crew.send(encoded)
         except OSError as error:
             raise ReplicaBroken(f"a follower of this replica is gone: {error}") from error
 
 
-@torch.inference_mode()
-def follow_rows(adapter: DiffusionAdapter, group: Group, orders: socket.socket) -> None:
-    """Do the rows that are this rank's, until the leader closes its end."""
-    follower = _Follower(adapter, group)
-    while (data := received(orders)) is not None:
-        follower.obey(decode_row_order(data))
+def told(failure: Exception | None) -> Fared:
+    """How a rank fared, as others hear it."""
+    if failure is None:
+        return Fared(None)
+    return Fared(f"{type(failure).__name__}: {failure}", out_of_memory(failure))
 
 
-@dataclass(slots=True)
-class _Follower:
-    adapter: DiffusionAdapter
-    group: Group
-    states: dict[str, Any] = field(default_factory=dict)
-    samples: dict[tuple[str, int], Sample] = field(default_factory=dict)
-
-    def obey(self, order: RowOrder) -> None:
-        match order:
-            case Begin():
-                request = msgspec.msgpack.decode(order.request, type=StageRequest)
-                self.states[request.request_id] = self.adapter.begin(request)
-            case Feed():
-                self.feed(order)
-            case End():
-                self.adapter.end(self.states.pop(order.request_id))
-                self.samples = {key: kept for key, kept in self.samples.items() if key[0] != order.request_id}
-            case Predict():
-                self.predict(order)
-
-    def feed(self, order: Feed) -> None:
-        state = self.states[order.request_id]
-        try:
-            samples = self.adapter.feed(state, order.upstream, order.payload, final=order.final)
-        except Exception:  # the leader's adapter says the same, and the request ends there
-            return
-        for sample in samples:
-            self.samples[order.request_id, sample.index] = sample
-
-    def predict(self, order: Predict) -> None:
-        rows = []
-        for request_id, index, branch, step in order.rows:
-            sample = self.samples[request_id, index]
-            sample.step = step
-            rows.append(Row(sample, branch))
-        latents = self.group.broadcast(torch.cat([row.sample.latents for row in rows]))
-        for place, row in enumerate(rows):
-            row.sample.latents = latents[place : place + 1]
-        predict = self.adapter.predict
-        if order.behind_first:
-            assert isinstance(self.adapter, CachesBlocks)
-            predict = self.adapter.predict_behind_first
-        _gathered(rows, predict, self.group, latents)
-
-
-def _owner(branch: int, group: Group) -> int:
+def owner(branch: int, group: Group) -> int:
+    """The rank that computes the rows of a guidance branch."""
     return branch % group.size
 
 
-def _gathered(
-    rows: Sequence[Row],
-    predict: Callable[[Sequence[Row]], Sequence[torch.Tensor]],
+def gathered(
+    branches: Sequence[int],
+    compute: Callable[[Sequence[int]], Sequence[torch.Tensor]],
     group: Group,
     latents: torch.Tensor,
 ) -> list[torch.Tensor] | Exception:
-    """The predictions of all ranks for `rows`, or why there are none; `latents`: [rows, …], as all predictions are.
+    """The predictions of all ranks for the rows of a call, whose branches these are, or why there are none. `compute`:
+    gives those of some places; `latents`: [rows, …], as all predictions are.
 
     Those of others are float32, this rank's own as they are. Every rank learns how the others fared before anything
     is gathered, so that an error leaves them in step.
     """
     places: list[list[int]] = [[] for _ in range(group.size)]
-    for place, row in enumerate(rows):
-        places[_owner(row.branch, group)].append(place)
+    for place, branch in enumerate(branches):
+        places[owner(branch, group)].append(place)
     own = places[group.rank]
     made: Sequence[torch.Tensor] = []
     failure: Exception | None = None
     try:
-        made = predict([rows[place] for place in own]) if own else []
+        made = compute(own) if own else []
     except Exception as error:
         failure = error
     fared = _FINE if failure is None else _NO_MEMORY if out_of_memory(failure) else _FAILED
@@ -222,7 +239,7 @@ def _gathered(
     for number, prediction in enumerate(made):
         filled[number] = prediction[0]
     everything = group.all_gather(filled)
-    answers = [latents[:0]] * len(rows)
+    answers = [latents[:0]] * len(branches)
     for rank, theirs in enumerate(places):
         for number, place in enumerate(theirs):
             at = rank * most + number

@@ -73,9 +73,8 @@ class StepCaches:
         own = self._adapter.bucket(sample)
         return (own, FIRST_BLOCK) if sample.params.step_cache == FIRST_BLOCK else own
 
-    def rows(self, sample: Sample) -> int:
-        """How many rows the next step of a sample adds to a call."""
-        branches = self._adapter.branches(sample)
+    def rows(self, sample: Sample, branches: Sequence[int]) -> int:
+        """How many rows the next step of a sample of these branches adds to a call."""
         if sample.params.step_cache != TAYLORSEER:
             return len(branches)
         return sum(self._line(sample, branch).due() for branch in branches)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from segue.engines.contract import Payload, StageRequest
@@ -35,7 +35,10 @@ class Result:
     progress: tuple[int, int] | None = None
     """(steps done, steps in all), where the item is a step of something longer."""
     prompt_tokens: int = 0
-    """Tokens of the request that this result is of, for usage, where the stage makes the main output of text."""
+    """Tokens of the request that this result is of, for usage, where the stage makes the main output of text, or is the
+    input stage of a model that generates no tokens."""
+    modality_tokens: dict[str, int] = field(default_factory=dict)
+    """The same by modality; empty: all are of text."""
 
 
 class ModuleAdapter(Protocol):

@@ -16,11 +16,11 @@ import itertools
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from segue.engines.contract import Payload, StageOutput, StageRequest
+from segue.engines.entries import Entries, Entry, as_error
 from segue.engines.module.contract import ModuleAdapter, Result, Work
-from segue.messages.errors import ConfigError, InvalidRequest, SegueError, StageFailed
+from segue.messages.errors import ConfigError, StageFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +39,11 @@ class ModuleConfig:
 
 
 @dataclass(slots=True)
-class _Entry:
-    """One request in the engine, from `add` to its last output."""
+class _Entry(Entry):
+    """One request in the engine."""
 
-    stage: str
-    priority: int
-    """Lower runs first, as in the autoregressive engine."""
-    state: Any
-    open_upstreams: set[str]
-    """Upstreams that have not sent their final chunk."""
     queue: deque[tuple[int, Work]] = field(default_factory=deque)
     """(age, item): what is ready, in the order it must run."""
-    paused: bool = False
     complete: bool = False
     """Its last item has been made."""
     made: int = 0
@@ -66,9 +59,7 @@ class ModuleEngine:
     def __init__(self, adapter: ModuleAdapter, config: ModuleConfig | None = None) -> None:
         self._adapter = adapter
         self._config = config or ModuleConfig()
-        self._entries: dict[str, _Entry] = {}
-        self._errors: list[StageOutput] = []
-        """Failures between steps (`feed`): emitted by the next step."""
+        self._entries: Entries[_Entry] = Entries(adapter.end)
         self._ages = itertools.count()
         self._last_batch = 0
         self._calls = 0
@@ -79,11 +70,10 @@ class ModuleEngine:
         self._adapter.warm_up()
 
     def add(self, request: StageRequest) -> None:
-        if request.request_id in self._entries:
-            raise InvalidRequest(f"request {request.request_id!r} is already in this stage", field="request_id")
+        self._entries.expect_new(request)
         state, works = self._adapter.begin(request)
-        entry = _Entry(request.stage, request.priority, state, set(request.upstreams))
-        self._entries[request.request_id] = entry
+        entry = _Entry(request, state, set(request.upstreams))
+        self._entries.add(entry)
         self._queue(request.request_id, entry, works)
 
     def feed(self, request_id: str, upstream: str, payload: Payload, *, final: bool) -> None:
@@ -93,7 +83,7 @@ class ModuleEngine:
         try:
             works = self._adapter.feed(entry.state, upstream, payload, final=final)
         except Exception as error:  # a stage answers for whatever its model code raises, one request at a time
-            self._errors.append(self._fail(request_id, error))
+            self._entries.fail_later(request_id, error)
             return
         if final:
             entry.open_upstreams.discard(upstream)
@@ -102,18 +92,13 @@ class ModuleEngine:
             entry.unused.append(entry.made)
 
     def cancel(self, request_id: str) -> None:
-        entry = self._entries.pop(request_id, None)
-        if entry is not None:
-            self._adapter.end(entry.state)
-        self._errors = [output for output in self._errors if output.request_id != request_id]
+        self._entries.cancel(request_id)
 
     def pause(self, request_id: str) -> None:
-        if request_id in self._entries:
-            self._entries[request_id].paused = True
+        self._entries.pause(request_id)
 
     def resume(self, request_id: str) -> None:
-        if request_id in self._entries:
-            self._entries[request_id].paused = False
+        self._entries.resume(request_id)
 
     def backlog(self, request_id: str) -> int:
         entry = self._entries.get(request_id)
@@ -124,10 +109,10 @@ class ModuleEngine:
         return len(entry.unused)
 
     def has_work(self) -> bool:
-        return bool(self._errors) or any(entry.queue and not entry.paused for entry in self._entries.values())
+        return self._entries.any_failed or any(entry.queue and not entry.paused for entry in self._entries.values())
 
     def step(self) -> list[StageOutput]:
-        outputs, self._errors = self._errors, []
+        outputs = self._entries.take_failed()
         batch = self.schedule()
         for work in batch:
             entry = self._entries[work.request_id]
@@ -157,7 +142,7 @@ class ModuleEngine:
         """
         ready = sorted(
             (
-                (entry.priority, age, work)
+                (entry.request.priority, age, work)
                 for entry in self._entries.values()
                 if not entry.paused
                 for age, work in _ready(entry.queue)
@@ -192,7 +177,7 @@ class ModuleEngine:
             entry.complete = work.last
         if not entry.open_upstreams and not entry.complete:
             error = StageFailed(f"all input of request {request_id!r} is here, and its adapter made no last item")
-            self._errors.append(self._fail(request_id, error))
+            self._entries.fail_later(request_id, error)
 
     def _run(self, batch: list[Work]) -> list[Result]:
         if not batch:
@@ -201,7 +186,7 @@ class ModuleEngine:
             return self._call(batch)
         except Exception as error:
             if len(batch) == 1:
-                return [Result(error=_as_error(error))]
+                return [Result(error=as_error(error))]
         # Some item spoils the call for all: one by one, only that one fails.
         self._retries += 1
         return [result for work in batch for result in self._run([work])]
@@ -215,9 +200,9 @@ class ModuleEngine:
 
     def _emit(self, work: Work, result: Result) -> StageOutput:
         if result.error is not None:
-            return self._fail(work.request_id, result.error)
+            return self._entries.fail(work.request_id, result.error)
         if work.last:
-            self._adapter.end(self._entries.pop(work.request_id).state)
+            self._entries.leave(work.request_id)
         return StageOutput(
             work.request_id,
             payload=result.payload,
@@ -225,15 +210,8 @@ class ModuleEngine:
             finished=work.last,
             finish_reason="stop" if work.last else "",
             prompt_tokens=result.prompt_tokens,
-            modality_tokens={"text": result.prompt_tokens} if result.prompt_tokens else {},
+            modality_tokens=result.modality_tokens or ({"text": result.prompt_tokens} if result.prompt_tokens else {}),
         )
-
-    def _fail(self, request_id: str, error: Exception) -> StageOutput:
-        entry = self._entries.pop(request_id)
-        self._adapter.end(entry.state)
-        wrapped = _as_error(error)
-        wrapped.stage = wrapped.stage or entry.stage
-        return StageOutput(request_id, finished=True, error=wrapped)
 
 
 def _ready(queue: deque[tuple[int, Work]]) -> Iterator[tuple[int, Work]]:
@@ -242,12 +220,3 @@ def _ready(queue: deque[tuple[int, Work]]) -> Iterator[tuple[int, Work]]:
         if index and item[1].ordered:
             return
         yield item
-
-
-def _as_error(error: Exception) -> SegueError:
-    """Errors of our own tree pass; anything else is the stage's failure and says what it was."""
-    if isinstance(error, SegueError):
-        return error
-    wrapped = StageFailed(f"{type(error).__name__}: {error}")
-    wrapped.__cause__ = error
-    return wrapped

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from segue.messages.errors import InvalidRequest, nearest
 from segue.models.causal_lm.tiny_config import SMALL, Small, config_values
 from segue.models.family import TinyPreset
 from segue.models.library import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from segue.models.tiny.files import added_tokens, speakable, train_tokenizer, write_json
+from segue.models.tiny.sizes import check_size
 from segue.models.tiny.weights import prefer, randomise
 
 _SHARD = {"tiny": "200KB"}
@@ -26,8 +26,7 @@ def make(name: str, directory: Path, size: str = "tiny", seed: int = 0) -> None:
     """
     small = SMALL[name]
     sizes = sizes_of(small)
-    if size not in sizes:
-        raise InvalidRequest(f"no size {size!r}{nearest(size, sizes)}", field="size")
+    check_size(size, sizes)
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(small.special, begin=small.begin)
     _write_tokenizer(directory, tokenizer, small)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from segue.engines.contract import LoadContext
-from segue.models.diffusion.loading import load_component
+from segue.models.diffusion.loading import load_encoder
 from segue.models.diffusion.text_encoder import TextEncoder
 
 
@@ -22,7 +22,7 @@ class ClipEncoder(TextEncoder):
 
     def __init__(self, ctx: LoadContext) -> None:
         super().__init__(ctx)
-        self.networks = torch.nn.ModuleList([load_component(ctx, name) for name in self.components])
+        self.networks = torch.nn.ModuleList([load_encoder(ctx, name) for name in self.components])
 
     def encode(self, items: Sequence[Any]) -> list[dict[str, torch.Tensor]]:
         embeds, pooled = [], []

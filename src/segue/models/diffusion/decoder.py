@@ -121,5 +121,5 @@ def _shown(payload: Payload, pixels: torch.Tensor) -> Payload:
         frame = pixels if pixels.ndim == 3 else pixels[0]
         return {"image": frame, "index": payload["index"], "partial": payload["partial"]}
     if pixels.ndim == 3:
-        return {"image": pixels, "index": payload["index"]}
+        return {"image": pixels, "index": payload["index"], "latent_tokens": payload.get("latent_tokens", 0)}
     return {"video": pixels, "index": payload["index"], "fps": payload.get("fps", DEFAULT_FPS), "first": 0}

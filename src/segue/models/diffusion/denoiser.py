@@ -19,15 +19,18 @@ from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.engines.diffusion.contract import Row, Sample
 from segue.kernels.lora import Lora
 from segue.kernels.quantized import packed_bytes
-from segue.messages.diffusion import FIRST_BLOCK, DiffusionParams
+from segue.messages.diffusion import FIRST_BLOCK, TAYLORSEER, DiffusionParams
+from segue.messages.errors import InvalidRequest
 from segue.messages.request import Request
 from segue.messages.sampling import SamplingParams
 from segue.models.checkpoint import held_bytes
 from segue.models.diffusion.block_cache import BlockCache
+from segue.models.diffusion.loading import pipeline_class
 from segue.models.diffusion.lora import DenoiserAdapters
 from segue.models.diffusion.schedulers import Schedulers
-from segue.models.diffusion.tuning import load_network
-from segue.models.lora import named_adapter
+from segue.models.diffusion.start import Start, keeper, noised
+from segue.models.diffusion.tuning import launched_one_by_one, load_network
+from segue.models.lora import LINEARS, features, named_adapter
 
 PREVIEW_SHRINK = 2
 """A preview has so many times fewer pixels in height and in width."""
@@ -49,8 +52,18 @@ class Given:
 
     adapter: Lora | None = None
     """The LoRA adapter it is served with."""
+    start: Start | None = None
+    """The picture it begins with; set when the samples are made."""
     state: Any = None
     """The family's own, while the samples are made."""
+
+    @property
+    def mask(self) -> torch.Tensor | None:
+        """Which latents of its picture are made anew: [h, w], 1 or 0."""
+        chunks = self.inputs.get("input", [])
+        mask = chunks[0].get("mask") if chunks else None
+        assert mask is None or isinstance(mask, torch.Tensor)
+        return mask
 
     def texts(self, device: torch.device, stage: str = "text_encoder") -> list[dict[str, torch.Tensor]]:
         """What a text encoder made of each item, in order."""
@@ -76,18 +89,22 @@ class Denoiser(ABC):
     component: ClassVar[str] = "transformer"
     noise_dtype: ClassVar[torch.dtype | None] = None
     """What the pipeline draws the noise in; None: what the network runs in."""
+    read: ClassVar[frozenset[str]] = frozenset()
+    """Linear layers whose weights the network looks at by itself."""
 
     def __init__(self, ctx: LoadContext) -> None:
         self.device = ctx.device
         self.dtype = ctx.dtype
-        self.network = load_network(ctx, self.component)
+        self.network = load_network(ctx, self.component, self.read)
         self.schedulers = Schedulers(ctx.model_dir)
         self.weight_bytes = held_bytes(self.network) + packed_bytes(self.network)
         self._compiled = ctx.compile
+        self._divided = ctx.sequence_parallel * ctx.tensor_parallel > 1
         self._width = width_of(self.network)
         self.lora: DenoiserAdapters | None = None
         if ctx.lora is not None:
-            self.lora = DenoiserAdapters(self.network, self.component, ctx.lora, ctx.device, ctx.dtype)
+            pipeline = pipeline_class(ctx.model_dir)
+            self.lora = DenoiserAdapters(self.network, pipeline, self.component, ctx.lora, ctx.device, ctx.dtype)
             self.weight_bytes += self.lora.reserved_bytes(ctx.dtype)
         self._blocks: BlockCache | None = None
         """Made for the first request that asks for it."""
@@ -115,6 +132,11 @@ class Denoiser(ABC):
         shape = (given.params.num_images_per_prompt, *self.noise_shape(given.params))
         return torch.randn(shape, generator=generator, dtype=self.noise_dtype or self.dtype)
 
+    def begins_with(self, given: Given) -> dict[str, torch.Tensor] | None:
+        """The picture that the request begins with, encoded: `mean` and `std` of its latents, each of `noise_shape`.
+        None: it begins with noise alone."""
+        return None
+
     def packed(self, noise: torch.Tensor, given: Given) -> torch.Tensor:
         """Noise of one output, [1, …], in the shape the scheduler works on."""
         return noise
@@ -128,9 +150,16 @@ class Denoiser(ABC):
         return list(scheduler.timesteps)
 
     def started(self, latents: torch.Tensor, scheduler: Any, given: Given) -> torch.Tensor:
-        """Latents to start from, the timesteps being set: e.g. scaled by `init_noise_sigma`, or mixed with a
-        picture."""
+        """Latents to start from, the timesteps being set, where there is no picture: e.g. scaled by
+        `init_noise_sigma`."""
         return latents
+
+    def started_from(
+        self, start: Start, latents: torch.Tensor, scheduler: Any, first: torch.Tensor, given: Given
+    ) -> torch.Tensor:
+        """Latents to start from where there is a picture, `latents` being noise; `first`: the timestep of the first
+        call."""
+        return noised(scheduler, start.picture, latents, first)
 
     def tokens(self, latents: torch.Tensor) -> int:
         """Latent tokens of one row. By default the latents are [1, tokens, channels]."""
@@ -216,13 +245,20 @@ class Denoiser(ABC):
             return []
         [settings] = state.inputs["input"]
         state.params = msgspec.convert(settings["settings"], DiffusionParams)
+        if state.params.step_cache == FIRST_BLOCK and self._divided:
+            raise InvalidRequest(
+                f"step_cache is {FIRST_BLOCK!r}, which this model does not have where its network is divided among "
+                f"ranks; it has {TAYLORSEER}",
+                field="step_cache",
+            )
         if state.params.step_cache == FIRST_BLOCK and self._blocks is None:
             self._blocks = BlockCache(self.networks())
         return list(self._samples(state, self.conditions(state)))
 
     def predict_behind_first(self, rows: Sequence[Row]) -> Sequence[torch.Tensor]:
         assert self._blocks is not None
-        return self._blocks.predict(rows, self.predict, self.bucket(rows[0].sample))
+        with launched_one_by_one(self.networks()):
+            return self._blocks.predict(rows, self.predict, self.bucket(rows[0].sample))
 
     def branches(self, sample: Sample) -> Sequence[int]:
         everything = range(len(sample.conditions))
@@ -238,7 +274,12 @@ class Denoiser(ABC):
         return nullcontext() if self.lora is None else self.lora.during(rows)
 
     def finish(self, sample: Sample) -> Payload:
-        return {"latents": self.unpacked(sample, sample.latents), "index": sample.index, **self.told(sample)}
+        return {
+            "latents": self.unpacked(sample, sample.latents),
+            "index": sample.index,
+            "latent_tokens": self.tokens(sample.latents),
+            **self.told(sample),
+        }
 
     def preview(self, sample: Sample, prediction: torch.Tensor) -> Payload:
         latents = self.unpacked(sample, self.clean(sample, prediction))
@@ -254,16 +295,25 @@ class Denoiser(ABC):
 
     def _samples(self, given: Given, conditions: list[Any]) -> Iterator[Sample]:
         generator = torch.Generator().manual_seed(given.request.seed)
+        start = given.start = self._start(given, generator)
         noise = self.draw(given, generator)
+        if start is not None and start.mask is not None:
+            # the pipelines encode what is kept as well, for networks that see it, and draw of that too
+            torch.randn(noise[:1].shape, generator=generator, dtype=noise.dtype)
         for index in range(given.params.num_images_per_prompt):
             scheduler = self.schedulers.make(given.params.scheduler)
             latents = self.packed(noise[index : index + 1].to(self.device), given)
             timesteps = self.set_timesteps(scheduler, latents, given.params)
             bucket = self.bucket_of(latents, given, conditions)
+            begun = (
+                self.started(latents, scheduler, given)
+                if start is None
+                else self.started_from(start, latents, scheduler, timesteps[0], given)
+            )
             yield Sample(
                 given.request.request_id,
                 index,
-                self.started(latents, scheduler, given),
+                begun,
                 scheduler,
                 timesteps,
                 tokens=self.tokens(latents),
@@ -272,7 +322,21 @@ class Denoiser(ABC):
                 params=given.params,
                 adapter=given.adapter,
                 step_arguments=self._step_arguments(scheduler, generator, given.request.seed, index),
+                mend=None if start is None else keeper(start, latents),
             )
+
+    def _start(self, given: Given, generator: torch.Generator) -> Start | None:
+        """Of the picture a request begins with, the latents are drawn first; all outputs begin with the same."""
+        if (encoded := self.begins_with(given)) is None:
+            return None
+        mean, std = encoded["mean"], encoded["std"]
+        drawn = torch.randn(mean.shape, generator=generator, dtype=mean.dtype).to(self.device)
+        dtype = self.noise_dtype or self.dtype
+        picture = self.packed((mean + std * drawn)[None].to(dtype), given)
+        mask = given.mask
+        if mask is None:
+            return Start(picture, None)
+        return Start(picture, self.packed(mask.to(self.device, dtype).expand(mean.shape)[None], given))
 
     def _step_arguments(self, scheduler: Any, generator: torch.Generator, seed: int, index: int) -> dict[str, Any]:
         """Schedulers that add noise draw output 0's where the pipeline would: behind the first noise. The others have a
@@ -286,6 +350,7 @@ def width_of(network: nn.Module) -> int:
     """The width that most weights of linear layers read; 0 where there are none."""
     counts: Counter[int] = Counter()
     for module in network.modules():
-        if isinstance(module, nn.Linear):
-            counts[module.in_features] += module.weight.numel()
+        if isinstance(module, LINEARS):
+            inputs, outputs = features(module)
+            counts[inputs] += inputs * outputs
     return counts.most_common(1)[0][0] if counts else 0

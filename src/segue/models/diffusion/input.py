@@ -8,15 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import torch
 from PIL import Image
 
 from segue.engines.contract import LoadContext, Payload
+from segue.engines.module.contract import Result
 from segue.media.image import decode_image
 from segue.media.limits import MediaLimits
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import InvalidRequest, TooLarge
 from segue.messages.request import MediaPart, Request, TextPart
+from segue.models.diffusion.library import VaeImageProcessor
 from segue.models.diffusion.limits import OutputLimits
+from segue.models.diffusion.masks import MASKS, mask_latents, mask_picture
 from segue.models.diffusion.schedulers import Schedulers
 from segue.models.input_stage import InputStage
 
@@ -47,9 +51,15 @@ class Rules:
     max_sequence_length: int | None = None
     """Most tokens of a prompt that can be asked for."""
     pictures: tuple[int, int] = (0, 0)
-    """How few and how many pictures a request carries."""
+    """How few and how many pictures a request carries, a mask not counted."""
     roles: frozenset[str] = frozenset()
-    """What pictures may be besides the pictures themselves (`MediaPart.role`), e.g. `mask_image`."""
+    """What pictures may be besides the pictures themselves (`MediaPart.role`), e.g. `last_image`."""
+    with_picture: DiffusionParams | None = None
+    """Of requests with a picture, what goes before `defaults`; None where nothing does."""
+    with_mask: DiffusionParams | None = None
+    """Of requests with a mask, what goes before `defaults`, in place of `with_picture`; None: masks are not taken."""
+    mask_scale: int = 8
+    """Pixels per latent, in height and in width: what a mask is shrunk by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +84,11 @@ class DiffusionInput(InputStage):
     def texts(self, prompt: str, params: DiffusionParams, pictures: Sequence[Picture]) -> list[Any]:
         """The items for the text encoder: the prompt's, then the negative prompt's, where guidance needs it."""
 
+    @abstractmethod
+    def text_tokens(self, prompt: str, item: Any, params: DiffusionParams) -> int:
+        """Tokens of the prompt that the denoiser reads, padding not counted: for usage. `item`: the first of
+        `texts`."""
+
     def completed(self, params: DiffusionParams, pictures: Sequence[Picture]) -> DiffusionParams:
         """With defaults for what the request leaves open."""
         open_ones = {name: value for name, value in _fields(self.rules.defaults) if getattr(params, name) is None}
@@ -89,17 +104,39 @@ class DiffusionInput(InputStage):
         given = self._with_frames(given)
         prompt = prompt_of(request)
         parts = pictures_of(request)
+        masks = [part for part in parts if part.role in MASKS]
+        parts = [part for part in parts if part.role not in MASKS]
+        self._check_masks(masks)
         self._check_pictures(parts)
         pictures = [Picture(Image.fromarray(decode_image(part, self._media)), part.role) for part in parts]
-        params = self.completed(given, pictures)
+        mask = mask_picture(masks[0], pictures[0].image.size if pictures else None, self._media) if masks else None
+        params = self.completed(self._opened(given, bool(pictures), mask is not None), pictures)
         if params.sigmas is not None:
             params = msgspec.structs.replace(params, num_inference_steps=len(params.sigmas))
         self._check(params)
+        texts, more = self.texts(prompt, params, pictures), self.more(params, pictures)
         return {
-            "texts": self.texts(prompt, params, pictures),
+            "texts": texts,
             "settings": msgspec.to_builtins(params),
-            **self.more(params, pictures),
+            "counts": {
+                "text": self.text_tokens(prompt, texts[0], params),
+                "image": sum(self._tokens(one) for one in more.get("pictures", ())),
+            },
+            **more,
+            **({} if mask is None else {"mask": self._kept(mask, params)}),
         }
+
+    def _tokens(self, picture: torch.Tensor) -> int:
+        """Latent tokens of a picture as its encoder gets it: [3, H, W]."""
+        multiple = self.rules.multiple
+        return (picture.shape[-2] // multiple) * (picture.shape[-1] // multiple)
+
+    def _result(self, request: Request) -> Result:
+        result = super()._result(request)
+        if result.payload is not None:
+            result.modality_tokens = result.payload["counts"]
+            result.prompt_tokens = sum(result.modality_tokens.values())
+        return result
 
     # ── checks ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -109,6 +146,28 @@ class DiffusionInput(InputStage):
         for name, value in _fields(given):
             if value != neutral.get(name) and name not in known:
                 raise InvalidRequest(f"this model takes no {name}; it takes {', '.join(sorted(known))}", field=name)
+
+    def _opened(self, given: DiffusionParams, picture: bool, mask: bool) -> DiffusionParams:
+        """With what is taken by default of a request with a picture, or with a mask as well."""
+        rules = self.rules
+        own = rules.with_mask if mask else rules.with_picture if picture else None
+        if own is None:
+            if given.strength is not None:
+                needed = "a picture to begin with" if rules.with_picture is not None or not picture else "a mask"
+                raise InvalidRequest(f"strength goes with {needed}; the request has none", field="strength")
+            return given
+        opened = {name: value for name, value in _fields(own) if getattr(given, name) is None}
+        return msgspec.structs.replace(given, **opened)
+
+    def _kept(self, mask: Image.Image, params: DiffusionParams) -> Any:
+        assert params.height is not None
+        assert params.width is not None
+        return mask_latents(mask, params.height, params.width, self.rules.mask_scale)
+
+    def _check_masks(self, masks: Sequence[MediaPart]) -> None:
+        for part in masks[:1] if self.rules.with_mask is None else masks[1:]:
+            right = "at most one mask" if self.rules.with_mask is not None else f"no {part.role}"
+            raise InvalidRequest(f"this model takes {right}", field=part.field or part.role)
 
     def _with_frames(self, given: DiffusionParams) -> DiffusionParams:
         """What lasts so many seconds as frames: the nearest number that the model makes."""
@@ -213,6 +272,11 @@ def prompt_of(request: Request) -> str:
     return "\n".join(texts)
 
 
+def negative_of(params: DiffusionParams) -> str | None:
+    """The negative prompt, where true classifier-free guidance has a use for it."""
+    return params.negative_prompt if (params.true_cfg_scale or 0) > 1 else None
+
+
 def pictures_of(request: Request) -> list[MediaPart]:
     """The pictures a request carries, in order."""
     return [
@@ -221,6 +285,15 @@ def pictures_of(request: Request) -> list[MediaPart]:
         for part in message.content
         if isinstance(part, MediaPart) and part.kind == "image"
     ]
+
+
+def pictures_at(processor: VaeImageProcessor, params: DiffusionParams, pictures: Sequence[Picture]) -> Payload:
+    """What goes to the encoder of a picture that a request begins with: `pictures`, [3, H, W] each, of the size that is
+    made."""
+    if not pictures:
+        return {}
+    height, width = params.height, params.width
+    return {"pictures": [processor.preprocess(one.image, height=height, width=width)[0] for one in pictures]}
 
 
 def _fields(params: DiffusionParams) -> list[tuple[str, Any]]:

@@ -7,12 +7,21 @@ ensure_torchvision()  # a torchvision that cannot be imported breaks the import 
 
 import diffusers
 import transformers
-from diffusers import ConfigMixin, ModelMixin, SchedulerMixin
+from diffusers import ConfigMixin, LCMScheduler, ModelMixin, SchedulerMixin
 from diffusers import __version__ as VERSION
 from diffusers.hooks import HookRegistry, ModelHook
 from diffusers.hooks._common import _ALL_TRANSFORMER_BLOCK_IDENTIFIERS as BLOCK_LISTS
 from diffusers.hooks._helpers import TransformerBlockMetadata, TransformerBlockRegistry
+from diffusers.hooks.context_parallel import apply_context_parallel
 from diffusers.image_processor import VaeImageProcessor
+from diffusers.models._modeling_parallel import ContextParallelConfig, ContextParallelOutput, ParallelConfig
+from diffusers.models.activations import GELU
+from diffusers.models.attention import AttentionModuleMixin, FeedForward
+from diffusers.models.attention_processor import Attention
+from diffusers.models.normalization import RMSNorm
+from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock
+from diffusers.models.transformers.transformer_z_image import FeedForward as ZImageFeedForward
+from diffusers.utils import convert_unet_state_dict_to_peft
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 LIBRARIES = {"diffusers": diffusers, "transformers": transformers}
@@ -20,18 +29,31 @@ LIBRARIES = {"diffusers": diffusers, "transformers": transformers}
 
 __all__ = [
     "BLOCK_LISTS",
+    "GELU",
     "LIBRARIES",
     "VERSION",
+    "Attention",
+    "AttentionModuleMixin",
     "AutoConfig",
     "AutoTokenizer",
     "ConfigMixin",
+    "ContextParallelConfig",
+    "ContextParallelOutput",
+    "FeedForward",
+    "FluxSingleTransformerBlock",
     "HookRegistry",
+    "LCMScheduler",
     "ModelHook",
     "ModelMixin",
+    "ParallelConfig",
     "PreTrainedModel",
     "PreTrainedTokenizerBase",
+    "RMSNorm",
     "SchedulerMixin",
     "TransformerBlockMetadata",
     "TransformerBlockRegistry",
     "VaeImageProcessor",
+    "ZImageFeedForward",
+    "apply_context_parallel",
+    "convert_unet_state_dict_to_peft",
 ]

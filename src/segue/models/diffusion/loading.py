@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from segue.engines.contract import LoadContext
+from segue.kernels.linear import pack_linears
 from segue.messages.errors import ConfigError, nearest
 from segue.models.checkpoint import load_module
 from segue.models.diffusion.library import (
@@ -22,15 +22,26 @@ from segue.models.diffusion.library import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from segue.models.json_files import read_object
 from segue.models.pretrained import LOAD_FORMATS, without_bars
 from segue.models.registry import PIPELINE
 
+ENCODED_ROWS = 64
+"""Tokens of an encoder's call, roughly."""
 UNREADABLE = (OSError, ValueError, TypeError, KeyError, RuntimeError, ImportError, SafetensorError)
 
 
 def pipeline_index(model_dir: Path) -> dict[str, Any]:
     """`model_index.json`: parts as `name: [library, class]`, settings of the pipeline as plain values."""
     return _json(model_dir / PIPELINE)
+
+
+def pipeline_class(model_dir: Path) -> Any:
+    """The class of the whole. Raises `ConfigError` for one that diffusers does not have."""
+    kind = pipeline_index(model_dir).get("_class_name")
+    if kind not in dir(LIBRARIES["diffusers"]):
+        raise ConfigError(f"{model_dir / PIPELINE}: diffusers {VERSION} has no {kind!r}", field="model")
+    return getattr(LIBRARIES["diffusers"], kind)
 
 
 def component_config(model_dir: Path, name: str, file: str = "config.json") -> dict[str, Any]:
@@ -79,6 +90,13 @@ def load_component(ctx: LoadContext, name: str, *, dtype: torch.dtype | None = N
     return network.eval().requires_grad_(False)
 
 
+def load_encoder(ctx: LoadContext, name: str) -> Any:
+    """As `load_component`; on a CPU the weights are laid out for the tokens of a prompt or two."""
+    network = load_component(ctx, name)
+    pack_linears(network, ENCODED_ROWS)
+    return network
+
+
 def build(kind: Any, directory: Path) -> nn.Module:
     """A network of a part's config, its weights not read; on the device that is the default."""
     if issubclass(kind, ModelMixin):
@@ -123,10 +141,4 @@ def load_processor(model_dir: Path, name: str = "processor") -> Any:
 def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"{path}: not there, so {str(path.parent)!r} is no part of a pipeline", field="model")
-    try:
-        value = json.loads(path.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{path}: not JSON: {error}", field="model") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: must hold a JSON object", field="model")
-    return value
+    return read_object(path)

@@ -27,6 +27,11 @@ def padded_ids(tokenizer: PreTrainedTokenizerBase, text: str, length: int) -> li
     return list(tokenizer(text, padding="max_length", max_length=length, truncation=True).input_ids)
 
 
+def prompt_tokens(tokenizer: PreTrainedTokenizerBase, text: str, length: int) -> int:
+    """How many ids a text has, at most `length`; padding is not counted."""
+    return len(tokenizer(text, max_length=length, truncation=True).input_ids)
+
+
 def clip_length(tokenizer: PreTrainedTokenizerBase) -> int:
     """To which the prompts for a CLIP are padded."""
     longest = tokenizer.model_max_length

@@ -12,8 +12,11 @@ import torch
 
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import InvalidRequest, nearest
-from segue.models.diffusion.library import SchedulerMixin
+from segue.models.diffusion.library import LCMScheduler, SchedulerMixin
 from segue.models.diffusion.loading import component_class
+
+_BETAS = {"beta_start", "beta_end", "beta_schedule"}
+"""What a scheduler says that adds noise by a table of variances."""
 
 
 class Schedulers:
@@ -25,6 +28,8 @@ class Schedulers:
         self.config: dict[str, Any] = dict(kind.load_config(model_dir / name, local_files_only=True))
         self._default = kind
         compatible = kind.from_config(self.config).compatibles
+        if self.config.keys() >= _BETAS:  # for adapters distilled to few steps; diffusers lists it with none
+            compatible = [*compatible, LCMScheduler]
         # of one that needs a package which is not there, diffusers gives a stand-in
         self._kinds = {
             one.__name__: one
@@ -77,12 +82,28 @@ def shifted(config: Mapping[str, Any], tokens: int) -> float:
 
 def set_shifted(scheduler: Any, params: DiffusionParams, tokens: int, device: torch.device) -> list[torch.Tensor]:
     """Set evenly spaced noise levels, or those the request gives, shifted for so many tokens; their timesteps."""
+    return set_spaced(scheduler, params, shifted(scheduler.config, tokens), device)
+
+
+def set_spaced(scheduler: Any, params: DiffusionParams, mu: float, device: torch.device) -> list[torch.Tensor]:
+    """Set evenly spaced noise levels, or those the request gives, shifted by `mu`; their timesteps."""
     steps = params.num_inference_steps or 1
     sigmas: Any = params.sigmas if params.sigmas is not None else np.linspace(1.0, 1 / steps, steps)
-    mu = shifted(scheduler.config, tokens)
     if scheduler.config.get("use_flow_sigmas"):  # it spaces them itself
         scheduler.set_timesteps(steps, device=device, mu=mu)
     else:
         scheduler.set_timesteps(sigmas=sigmas, device=device, mu=mu)
     scheduler.set_begin_index(0)
-    return list(scheduler.timesteps)
+    return after_strength(scheduler, params)
+
+
+def after_strength(scheduler: Any, params: DiffusionParams) -> list[torch.Tensor]:
+    """The timesteps of a scheduler, without those that `strength` leaves out: the request begins with a picture that
+    has little noise already."""
+    timesteps = list(scheduler.timesteps)
+    if params.strength is None:
+        return timesteps
+    steps = params.num_inference_steps or 1
+    skipped = int(max(steps - min(steps * params.strength, steps), 0)) * scheduler.order
+    scheduler.set_begin_index(skipped)
+    return timesteps[skipped:]

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from segue.engines.contract import LoadContext
-from segue.models.diffusion.loading import load_component
+from segue.models.diffusion.loading import load_encoder
 from segue.models.diffusion.text_encoder import TextEncoder
 
 
@@ -20,7 +20,7 @@ class T5Encoder(TextEncoder):
 
     def __init__(self, ctx: LoadContext) -> None:
         super().__init__(ctx)
-        self.network = load_component(ctx, self.component)
+        self.network = load_encoder(ctx, self.component)
 
     def bucket(self, items: Sequence[Any]) -> Hashable:
         """All prompts of a request have one length."""

@@ -44,6 +44,15 @@ class TextEncoder(ABC):
     def warm_up(self) -> None:  # noqa: B027
         """Families that know what an item looks like may do more."""
 
+    def padded(self, texts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and mask [texts, longest] long: each text begins its row, and the mask is 1 where it is."""
+        ids = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.long, device=self.device)
+        mask = torch.zeros_like(ids)
+        for row, text in enumerate(texts):
+            ids[row, : len(text)] = torch.tensor(text)
+            mask[row, : len(text)] = 1
+        return ids, mask
+
     def begin(self, request: StageRequest) -> tuple[str, list[Work]]:
         return request.request_id, []
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,20 @@ from segue.models.tiny.files import added_tokens, write_json
 
 Part = tuple[str | None, str | None]
 """(library, class); both None for a part that is left out."""
+
+
+@dataclass(frozen=True)
+class RopeSize:
+    """One size of a denoiser whose positions are rotations along three axes."""
+
+    layers: int
+    heads: int
+    rope: tuple[int, int, int]
+    """Dimensions of a head for each axis."""
+
+    @property
+    def head(self) -> int:
+        return sum(self.rope)
 
 
 def write_index(directory: Path, pipeline: str, parts: Mapping[str, Part], **settings: Any) -> None:

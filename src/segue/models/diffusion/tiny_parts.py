@@ -10,9 +10,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from segue.models.diffusion.library import LIBRARIES, AutoConfig
-from segue.models.diffusion.tiny import randomise, scale_to
+from segue.models.diffusion.tiny import randomise, scale_to, write_tokenizer
 from segue.models.diffusion.tiny_clip import END, make_clip, write_clip_tokenizer
-from segue.models.tiny.files import CORPUS
+from segue.models.tiny.files import CORPUS, train_tokenizer
 
 T5_VOCAB = 768
 CLIP_WIDTH = 32
@@ -36,6 +36,12 @@ def write_t5_tokenizer(directory: Path, *, longest: int = 512) -> None:
     vocab += [(part, -5.0 - rank / len(parts)) for rank, part in enumerate(parts)]
     kind = LIBRARIES["transformers"].T5Tokenizer
     kind(vocab=vocab, extra_ids=0, model_max_length=longest).save_pretrained(directory)
+
+
+def write_qwen_tokenizer(directory: Path, special: tuple[str, ...], **more: Any) -> None:
+    """Byte-level, with these special tokens from `BASE_VOCAB` on."""
+    ends = {"bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    write_tokenizer(directory, train_tokenizer(special), special, "Qwen2Tokenizer", longest=32768, **ends, **more)
 
 
 def write_clip(directory: Path, number: str, seed: int, *, projected: bool, pad: str = END) -> None:

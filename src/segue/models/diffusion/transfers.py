@@ -4,15 +4,20 @@
 
     {"texts": [item, …],       # what the text encoder encodes: the prompt's first, then the negative prompt's
      "settings": {…},          # `DiffusionParams` with the family's defaults filled in, as plain values
+     "counts": {"text": int, "image": int},  # of the prompt and the pictures, for usage
+     "mask": tensor,           # where a part of a picture is made anew: see `segue.models.diffusion.masks`
      …}                        # what else the family's stages need, e.g. "pictures"
 
-**input → text_encoder** (`texts`) · **input → denoiser** (`settings`) · **text_encoder → denoiser** (`whole`):
-`{"texts": [{name: tensor}, …]}`, one per item, in order; so for pictures, under `pictures`, where they are encoded ·
-**denoiser → decoder** (`whole`): per picture or clip `{"latents": tensor, "index": int, "partial": int | None, …}`.
+**input → text_encoder** (`texts`) · **input → denoiser** (`settings`, and `mask`) · **text_encoder → denoiser**
+(`whole`): `{"texts": [{name: tensor}, …]}`, one per item, in order; so for pictures, under `pictures`, where they are
+encoded · **denoiser → decoder** (`whole`): per picture or clip `{"latents": tensor, "index": int, "latent_tokens": int,
+"partial": int | None, …}`.
 With several text encoders (`texts_for`) each gets its own part of the items.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from segue.engines.contract import Payload, StageOutput, StageRequest, Transfer
 
@@ -53,5 +58,15 @@ def texts_for(name: str) -> Transfer:
 
 
 texts = picked("texts")
-settings = picked("settings")
+settings = picked("settings", "mask")
 pictures = picked("pictures")
+
+
+def transfers(encoders: Mapping[str, Transfer]) -> dict[tuple[str, str], Transfer]:
+    """Of all edges of a family; `encoders`: what each stage before the denoiser gets of the input."""
+    return {
+        **{("input", name): transfer for name, transfer in encoders.items()},
+        ("input", "denoiser"): settings,
+        **{(name, "denoiser"): whole for name in encoders},
+        ("denoiser", "decoder"): whole,
+    }

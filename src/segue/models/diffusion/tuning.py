@@ -6,10 +6,19 @@
 | `attention` | to rounding; `sage`: no | diffusers' attention dispatch |
 | `compile` | to rounding | the blocks, one by one |
 | `offload` | yes | weights wait in the host's memory (diffusers' group offloading), and come block by block |
+| `tensor_parallel` | to rounding | each rank has a part of the weights (`segue.models.diffusion.weight_ranks`) |
+| `sequence_parallel` | to rounding | each rank has a part of the tokens (`segue.models.diffusion.sequence`) |
+| `enforce_eager` | to rounding | no products made of several layers, no CUDA graphs |
+
+Where none of these is said, and there are no adapters, layers with the same input become one product; on a CPU all
+linear layers are packed (`segue.models.diffusion.laid_out`). On a GPU small calls are recorded as CUDA graphs
+(`segue.kernels.network_graphs`), but with adapters, offload or several ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -18,10 +27,14 @@ from torch import nn
 
 from segue.engines.contract import LoadContext
 from segue.kernels.compiled import compile_forwards
+from segue.kernels.network_graphs import CudaRecorder, NetworkGraphs
 from segue.kernels.quantized import quantize_linears
 from segue.messages.errors import ConfigError
+from segue.models.diffusion.laid_out import fuse_after_first_call, pack
 from segue.models.diffusion.library import BLOCK_LISTS
 from segue.models.diffusion.loading import load_component
+from segue.models.diffusion.sequence import check_sequence, divide_sequence
+from segue.models.diffusion.weight_ranks import divide_weights
 
 PLAIN_ATTENTION = ("auto", "native")
 """These take masks."""
@@ -30,21 +43,45 @@ _BACKENDS = {"cudnn": "_native_cudnn", "flash_3": "_flash_3"}
 _CPU = torch.device("cpu")
 
 
-def load_network(ctx: LoadContext, component: str) -> Any:
-    """A part of the checkpoint, on its device, as the deployment wants it. Raises `ConfigError` naming the key."""
+def load_network(ctx: LoadContext, component: str, keep: Collection[str] = ()) -> Any:
+    """A part of the checkpoint, on its device, as the deployment wants it. `keep`: linear layers whose weights the
+    network looks at by itself. Raises `ConfigError` naming the key."""
     _check_lora(ctx)
+    _check_divided(ctx)
     if ctx.offload != "none":
         _check_offload(ctx)
-    network = load_component(ctx if ctx.offload == "none" else replace(ctx, device=_CPU), component)
+    waits = ctx.offload != "none" or ctx.tensor_parallel > 1
+    network = load_component(replace(ctx, device=_CPU) if waits else ctx, component)
+    if ctx.tensor_parallel > 1:
+        divide_weights(network, ctx)
+        network.to(ctx.device)  # where there may be no room for all of them
     if ctx.attention != "auto":
         _set_attention(network, ctx)
+    if ctx.sequence_parallel > 1:
+        divide_sequence(network, ctx)
     if ctx.quantization != "none":
         _quantize(network, ctx)
     if ctx.offload != "none":
         offload(network, ctx.device, use_stream=True)
+    elif ctx.fused and not ctx.compile and ctx.lora is None and ctx.quantization == "none":
+        fuse_after_first_call(network, keep)
+    else:
+        pack(network, keep, activations=ctx.lora is None)
     if ctx.compile:
         compile_forwards(_named_blocks(network, ctx, "compile"), ctx.device.type)
+    if ctx.device.type == "cuda" and ctx.recorded and ctx.lora is None and ctx.offload == "none" and ctx.group is None:
+        network.forward = NetworkGraphs(network.forward, ctx.device, CudaRecorder(ctx.device))
     return network
+
+
+@contextmanager
+def launched_one_by_one(networks: Iterable[nn.Module]) -> Iterator[None]:
+    """Within it, calls of the networks are not those recorded: something else decides what they do."""
+    with ExitStack() as stack:
+        for network in networks:
+            if isinstance(network.forward, NetworkGraphs):
+                stack.enter_context(network.forward.eager())
+        yield
 
 
 def offload(network: Any, device: torch.device, *, use_stream: bool) -> None:
@@ -114,6 +151,19 @@ def _check_lora(ctx: LoadContext) -> None:
             raise ConfigError(
                 f"stage {ctx.stage!r}: {key} does not go with lora; leave one out", field=f"stages.{ctx.stage}.{key}"
             )
+
+
+def _check_divided(ctx: LoadContext) -> None:
+    """Hooks of the one and of the other are in each other's way."""
+    for way, ranks in (("sequence_parallel", ctx.sequence_parallel), ("tensor_parallel", ctx.tensor_parallel)):
+        for key, given in (("offload", ctx.offload), ("compile", ctx.compile)):
+            if ranks > 1 and given not in ("none", False):
+                raise ConfigError(
+                    f"stage {ctx.stage!r}: {key} does not go with {way}; leave one out",
+                    field=f"stages.{ctx.stage}.{key}",
+                )
+    if ctx.sequence_parallel > 1:
+        check_sequence(ctx)
 
 
 def _check_offload(ctx: LoadContext) -> None:

@@ -32,34 +32,14 @@ class FluxDenoiser(Denoiser):
     def noise_shape(self, params: DiffusionParams) -> tuple[int, ...]:
         return self._channels, *self._sides(params)
 
-    def draw(self, given: Given, generator: torch.Generator) -> torch.Tensor:
-        if self._begins_with_picture(given):  # whose own noise is drawn before it
-            _picture_noise(given, generator)
-        return super().draw(given, generator)
+    def begins_with(self, given: Given) -> dict[str, torch.Tensor] | None:
+        return next(iter(given.pictures(self.device)), None)
 
     def packed(self, noise: torch.Tensor, given: Given) -> torch.Tensor:
         return to_tokens(noise)
 
     def set_timesteps(self, scheduler: Any, latents: torch.Tensor, params: DiffusionParams) -> list[torch.Tensor]:
-        timesteps = set_shifted(scheduler, params, latents.shape[1], self.device)
-        if params.strength is None:
-            return timesteps
-        steps = params.num_inference_steps or 1
-        skipped = int(max(steps - min(steps * params.strength, steps), 0)) * scheduler.order
-        scheduler.set_begin_index(skipped)
-        return timesteps[skipped:]
-
-    def started(self, latents: torch.Tensor, scheduler: Any, given: Given) -> torch.Tensor:
-        if not self._begins_with_picture(given):
-            return latents
-        [picture] = given.pictures(self.device)
-        generator = torch.Generator().manual_seed(given.request.seed)
-        noise = _picture_noise(given, generator).to(latents)
-        known = to_tokens((picture["mean"] + picture["std"] * noise)[None].to(latents))
-        begin = scheduler.begin_index
-        mixed = scheduler.scale_noise(known, scheduler.timesteps[begin : begin + 1], latents)
-        assert isinstance(mixed, torch.Tensor)
-        return mixed
+        return set_shifted(scheduler, params, latents.shape[1], self.device)
 
     def bucket_of(self, latents: torch.Tensor, given: Given, conditions: Sequence[Any]) -> Hashable:
         return (*self._sides(given.params), len(conditions[0].text))
@@ -117,9 +97,6 @@ class FluxDenoiser(Denoiser):
         places[..., 2] += torch.arange(width // 2, device=self.device)[None]
         return places.flatten(0, 1)
 
-    def _begins_with_picture(self, given: Given) -> bool:
-        return "vae_encoder" in given.inputs
-
     def _sides(self, params: DiffusionParams) -> tuple[int, int]:
         """Height and width in latents."""
         assert params.height is not None
@@ -164,12 +141,5 @@ class KontextDenoiser(FluxDenoiser):
         places = [self._places(0, *self._sides(rows[0].sample.params)), self._places(1, *first.sides)]
         return self._call(rows, tokens, text, pooled, torch.cat(places))
 
-    def _begins_with_picture(self, given: Given) -> bool:
-        return False
-
-
-def _picture_noise(given: Given, generator: torch.Generator) -> torch.Tensor:
-    """What the latents of the request's picture vary by: [channels, h, w]. The pipeline draws it first."""
-    [payload] = given.inputs["vae_encoder"]
-    mean = payload["pictures"][0]["mean"]
-    return torch.randn(mean.shape, generator=generator, dtype=mean.dtype)
+    def begins_with(self, given: Given) -> dict[str, torch.Tensor] | None:
+        return None

@@ -9,17 +9,19 @@ import msgspec
 
 from segue.engines.contract import LoadContext, Payload
 from segue.messages.diffusion import DiffusionParams
-from segue.messages.errors import ConfigError, InvalidRequest
-from segue.models.diffusion.input import DiffusionInput, Picture, Rules
+from segue.messages.errors import ConfigError
+from segue.models.diffusion.input import DiffusionInput, Picture, Rules, negative_of
 from segue.models.diffusion.kl import pixels_per_latent
 from segue.models.diffusion.library import VaeImageProcessor
 from segue.models.diffusion.loading import load_tokenizer, pipeline_index
-from segue.models.diffusion.prompts import clip_length, padded_ids
+from segue.models.diffusion.prompts import clip_length, padded_ids, prompt_tokens
 from segue.models.flux.sizes import adjusted, preferred
 
 KONTEXT = "FluxKontextPipeline"
 _LATENTS = 128
 """Height and width of the latents by default."""
+_FROM_PICTURE = DiffusionParams(strength=0.6, guidance_scale=7.0)
+"""What the pipelines that begin with a picture take by default, with a mask and without."""
 _TAKES = frozenset(
     ("prompt_2", "negative_prompt", "negative_prompt_2", "true_cfg_scale", "guidance_scale", "sigmas",
      "max_sequence_length")
@@ -40,12 +42,20 @@ class Input(DiffusionInput):
             ctx,
             Rules(
                 defaults=DiffusionParams(
-                    height=size, width=size, num_inference_steps=28, true_cfg_scale=1.0, max_sequence_length=512
+                    height=size,
+                    width=size,
+                    num_inference_steps=28,
+                    true_cfg_scale=1.0,
+                    guidance_scale=3.5,
+                    max_sequence_length=512,
                 ),
                 takes=_TAKES | {"max_area" if self._edits else "strength"},
                 multiple=2 * scale,
                 max_sequence_length=512,
                 pictures=(0, 1),
+                with_picture=None if self._edits else _FROM_PICTURE,
+                with_mask=None if self._edits else _FROM_PICTURE,
+                mask_scale=scale,
             ),
         )
         self._clip = load_tokenizer(ctx.model_dir, "tokenizer")
@@ -56,30 +66,21 @@ class Input(DiffusionInput):
             raise ConfigError(f"auto_resize is {self._auto_resize!r}; it must be true or false", field="auto_resize")
 
     def completed(self, params: DiffusionParams, pictures: Sequence[Picture]) -> DiffusionParams:
-        """What the pipelines take by default differs: text to image, image to image, Kontext."""
         params = super().completed(params, pictures)
-        if self._edits:
-            size = adjusted(params.height or 0, params.width or 0, params.max_area, self.rules.multiple)
-            return msgspec.structs.replace(
-                params,
-                height=size[0],
-                width=size[1],
-                guidance_scale=3.5 if params.guidance_scale is None else params.guidance_scale,
-            )
-        if not pictures:
-            if params.strength is not None:
-                raise InvalidRequest("strength is of a picture; the request has none", field="strength")
-            scale = 3.5 if params.guidance_scale is None else params.guidance_scale
-            return msgspec.structs.replace(params, guidance_scale=scale)
-        strength = 0.6 if params.strength is None else params.strength
-        scale = 7.0 if params.guidance_scale is None else params.guidance_scale
-        return msgspec.structs.replace(params, strength=strength, guidance_scale=scale)
+        if not self._edits:
+            return params
+        height, width = adjusted(params.height or 0, params.width or 0, params.max_area, self.rules.multiple)
+        return msgspec.structs.replace(params, height=height, width=width)
 
     def texts(self, prompt: str, params: DiffusionParams, pictures: Sequence[Picture]) -> list[Any]:
         items = [self._item(prompt, params.prompt_2, params)]
-        if params.negative_prompt is not None and (params.true_cfg_scale or 0) > 1:
-            items.append(self._item(params.negative_prompt, params.negative_prompt_2, params))
+        if (negative := negative_of(params)) is not None:
+            items.append(self._item(negative, params.negative_prompt_2, params))
         return items
+
+    def text_tokens(self, prompt: str, item: Any, params: DiffusionParams) -> int:
+        """T5's, which reads more of it than CLIP."""
+        return prompt_tokens(self._t5, params.prompt_2 or prompt, params.max_sequence_length or 512)
 
     def more(self, params: DiffusionParams, pictures: Sequence[Picture]) -> Payload:
         if not pictures:

@@ -12,7 +12,7 @@ from segue.models.diffusion.clip import PooledClipEncoder
 from segue.models.diffusion.kl import KLDecoder, KLEncoder
 from segue.models.diffusion.loading import pipeline_index
 from segue.models.diffusion.t5 import T5Encoder
-from segue.models.diffusion.transfers import pictures, settings, texts_for, whole
+from segue.models.diffusion.transfers import pictures, texts_for, transfers
 from segue.models.flux.denoiser import FluxDenoiser, KontextDenoiser
 from segue.models.flux.input import KONTEXT, Input
 
@@ -37,13 +37,6 @@ ADAPTERS: dict[str, Callable[..., Any]] = {
     "denoiser": denoiser,
     "decoder": KLDecoder,
 }
-TRANSFERS: dict[tuple[str, str], Transfer] = {
-    ("input", "clip_encoder"): texts_for("clip"),
-    ("input", "t5_encoder"): texts_for("t5"),
-    ("input", "vae_encoder"): pictures,
-    ("input", "denoiser"): settings,
-    ("clip_encoder", "denoiser"): whole,
-    ("t5_encoder", "denoiser"): whole,
-    ("vae_encoder", "denoiser"): whole,
-    ("denoiser", "decoder"): whole,
-}
+TRANSFERS: dict[tuple[str, str], Transfer] = transfers(
+    {"clip_encoder": texts_for("clip"), "t5_encoder": texts_for("t5"), "vae_encoder": pictures}
+)

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from segue.messages.errors import InvalidRequest, nearest
 from segue.models.diffusion.library import LIBRARIES
-from segue.models.diffusion.tiny import Part, randomise, scale_to, write_index
+from segue.models.diffusion.tiny import Part, RopeSize, randomise, scale_to, write_index
 from segue.models.diffusion.tiny_parts import (
     CLIP_WIDTH,
     T5_WIDTH,
@@ -22,6 +21,7 @@ from segue.models.diffusion.tiny_parts import (
     write_t5_tokenizer,
 )
 from segue.models.family import TinyPreset
+from segue.models.tiny.sizes import check_size
 
 PARTS: Mapping[str, Part] = {
     "feature_extractor": (None, None),
@@ -37,17 +37,14 @@ PARTS: Mapping[str, Part] = {
 
 
 @dataclass(frozen=True)
-class _Small:
+class _Small(RopeSize):
     """One size of the denoiser."""
 
-    layers: int
     single: int
-    heads: int
-    rope: tuple[int, int, int]
-    """Their sum is the dimension of a head."""
+    """Layers of one stream, behind `layers` of two."""
 
 
-SIZES: Mapping[str, _Small] = {"tiny": _Small(2, 2, 2, (4, 6, 6)), "small": _Small(6, 12, 6, (16, 24, 24))}
+SIZES: Mapping[str, _Small] = {"tiny": _Small(2, 2, (4, 6, 6), 2), "small": _Small(6, 6, (16, 24, 24), 12)}
 _PREDICTION_STD = 1.0
 
 
@@ -58,8 +55,7 @@ def make(
 
     `distilled`: for guidance, as "dev" is; "schnell" knows none. Raises `InvalidRequest` for an unknown size.
     """
-    if size not in SIZES:
-        raise InvalidRequest(f"no size {size!r}{nearest(size, SIZES)}", field="size")
+    check_size(size, SIZES)
     directory.mkdir(parents=True, exist_ok=True)
     write_index(directory, pipeline, PARTS)
     write_t5_tokenizer(directory / "tokenizer_2")
@@ -85,7 +81,7 @@ def _make_transformer(directory: Path, small: _Small, seed: int, distilled: bool
         in_channels=64,
         num_layers=small.layers,
         num_single_layers=small.single,
-        attention_head_dim=sum(small.rope),
+        attention_head_dim=small.head,
         num_attention_heads=small.heads,
         joint_attention_dim=T5_WIDTH,
         pooled_projection_dim=CLIP_WIDTH,

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
 from segue.engines.contract import LoadContext, Payload
@@ -17,8 +18,11 @@ from segue.messages.request import MediaPart, Request
 from segue.models.diffusion.input import pictures_of, prompt_of
 from segue.models.diffusion.limits import OutputLimits
 from segue.models.diffusion.loading import pipeline_index
+from segue.models.diffusion.masks import MASK, MASK_IMAGE, mask_picture
 from segue.models.diffusion.schedulers import Schedulers
+from segue.models.generic_pipeline.checks import OwnChecks
 from segue.models.generic_pipeline.signature import signature_of
+from segue.models.generic_pipeline.splits import split_of
 from segue.models.input_stage import InputStage
 
 DEFAULT_STEPS = 50
@@ -26,6 +30,14 @@ DEFAULT_STEPS = 50
 DEFAULT_FPS = 16.0
 _SERVED = frozenset({"num_images_per_prompt", "scheduler", "progress", "fps", "num_inference_steps"})
 """Parameters that are no arguments of a pipeline, or not by that name."""
+
+_KINDS: tuple[tuple[type, tuple[type, ...], str], ...] = (
+    (bool, (bool,), "true or false"),
+    (int, (int, float), "a number"),
+    (float, (int, float), "a number"),
+    (str, (str,), "a string"),
+)
+"""By the kind of a default: what a value may be."""
 
 
 class Input(InputStage):
@@ -37,6 +49,8 @@ class Input(InputStage):
         self._media = MediaLimits.from_options(ctx.options.get("limits", {}))
         has_one = "scheduler" in pipeline_index(ctx.model_dir)
         self._schedulers = Schedulers(ctx.model_dir) if has_one else None
+        split = split_of(pipeline_index(ctx.model_dir))
+        self._own_checks = None if split is None else OwnChecks(ctx.model_dir, self._signature)
 
     def process(self, request: Request) -> Payload:
         params = request.diffusion or DiffusionParams()
@@ -45,12 +59,17 @@ class Input(InputStage):
         arguments = {name: value for name, value in {**given, **request.options}.items() if name not in _SERVED}
         self._check_names((*arguments, *(name for name in given if name == "num_inference_steps")))
         steps = self._steps(params)
+        self._check_types(arguments)
         self._check_limits(params, arguments, steps)
         self._check_scheduler(params.scheduler)
         if "num_inference_steps" in self._signature.defaults:
             arguments["num_inference_steps"] = steps
+        arguments = {"prompt": prompt_of(request), **arguments}
+        if self._own_checks is not None:  # blocks have other defaults than the pipeline, and check less
+            arguments = {**self._signature.plain, **arguments}
+            self._own_checks.check(arguments)
         return {
-            "arguments": {"prompt": prompt_of(request), **arguments},
+            "arguments": arguments,
             "pictures": self._pictures(pictures_of(request)),
             "outputs": params.num_images_per_prompt,
             "scheduler": params.scheduler,
@@ -68,6 +87,16 @@ class Input(InputStage):
     def _steps(self, params: DiffusionParams) -> int:
         default = self._signature.defaults.get("num_inference_steps")
         return params.num_inference_steps or (default if isinstance(default, int) else DEFAULT_STEPS)
+
+    def _check_types(self, arguments: dict[str, Any]) -> None:
+        """Of arguments whose default says what they are."""
+        for name, value in arguments.items():
+            default = self._signature.defaults[name]
+            for kind, fits, says in _KINDS:
+                if isinstance(default, kind):
+                    if value is not None and (not isinstance(value, fits) or isinstance(value, bool) != (kind is bool)):
+                        raise InvalidRequest(f"{name} is {value!r}; it must be {says}", field=name)
+                    break
 
     def _check_limits(self, params: DiffusionParams, arguments: dict[str, Any], steps: int) -> None:
         limits = self._limits
@@ -97,8 +126,14 @@ class Input(InputStage):
     def _pictures(self, parts: list[MediaPart]) -> Payload:
         made: dict[str, list[torch.Tensor]] = {}
         for part in parts:
-            name = part.role or "image"
+            name = MASK_IMAGE if part.role == MASK else part.role or "image"
             if name not in self._signature.defaults:
-                raise InvalidRequest(f"{self._signature.kind.__name__} takes no {name}", field=name)
-            made.setdefault(name, []).append(torch.from_numpy(decode_image(part, self._media)))
+                raise InvalidRequest(f"{self._signature.kind.__name__} takes no {name}", field=part.field or name)
+            if part.role == MASK:
+                [height, width, _] = made["image"][0].shape if "image" in made else (0, 0, 0)
+                mask = mask_picture(part, (width, height) if width else None, self._media)
+                pixels = np.array(mask.convert("RGB"))
+            else:
+                pixels = decode_image(part, self._media)
+            made.setdefault(name, []).append(torch.from_numpy(pixels))
         return {name: pictures[0] if len(pictures) == 1 else pictures for name, pictures in made.items()}

@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 
 from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.engines.module.contract import Result, Work
-from segue.messages.errors import ConfigError, InvalidRequest, StageFailed
+from segue.messages.errors import ConfigError, InvalidRequest
 from segue.models.diffusion.library import SchedulerMixin
 from segue.models.diffusion.loading import UNREADABLE, pipeline_index
 from segue.models.diffusion.schedulers import Schedulers
-from segue.models.generic_pipeline.signature import signature_of
+from segue.models.generic_pipeline.outputs import image_of, pictures_of, shown
+from segue.models.generic_pipeline.signature import field_of, signature_of
 from segue.models.generic_pipeline.stepped import Stepped
 from segue.models.pretrained import without_bars
 
@@ -88,15 +88,12 @@ class WholePipeline:
                 moved = state.call.pauses > before
                 return Result(progress=(state.call.pauses, state.steps) if moved else None)
             if state.made is None:
-                state.made = _pictures(state.call.finish(), state.outputs)
+                state.made = pictures_of(state.call.finish(), state.outputs)
         except (ValueError, TypeError) as error:
             if state.call.pauses:
                 raise
-            raise InvalidRequest(f"the pipeline refuses it: {error}", field=self._field(error)) from error
-        pixels = torch.from_numpy((state.made[index] * 255).round().astype(np.uint8))
-        if pixels.ndim == 3:
-            return Result({"image": pixels, "index": index})
-        return Result({"video": pixels, "index": index, "fps": state.fps, "first": 0})
+            raise InvalidRequest(f"the pipeline refuses it: {error}", field=field_of(error, self._signature)) from error
+        return Result(shown(state.made[index], index, state.fps))
 
     def _called(self, state: _State, payload: Payload, pause: Any) -> Any:
         pipeline = self._fresh(payload["scheduler"])
@@ -104,7 +101,7 @@ class WholePipeline:
         arguments = dict(payload["arguments"])
         for name, pictures in payload["pictures"].items():
             several = isinstance(pictures, list)
-            arguments[name] = [_image(one) for one in pictures] if several else _image(pictures)
+            arguments[name] = [image_of(one) for one in pictures] if several else image_of(pictures)
         if self._signature.count is not None:
             arguments[self._signature.count] = state.outputs
         if "callback_on_step_end" in defaults:
@@ -130,23 +127,3 @@ class WholePipeline:
             assert self._schedulers is not None
             pipeline.scheduler = self._schedulers.make(scheduler)
         return pipeline
-
-    def _field(self, error: Exception) -> str:
-        """The argument that an error speaks of first."""
-        said = str(error)
-        return min((name for name in self._signature.free if name in said), key=said.index, default="prompt")
-
-
-def _image(pixels: torch.Tensor) -> Image.Image:
-    return Image.fromarray(pixels.cpu().numpy())
-
-
-def _pictures(output: Any, outputs: int) -> np.ndarray:
-    """[outputs, (frames,) h, w, 3]. Raises `StageFailed` for what is neither pictures nor video."""
-    found = output.get("images", output.get("frames"))
-    made = np.asarray(found) if found is not None else np.zeros(0)
-    if made.ndim not in (4, 5) or made.shape[-1] != 3 or len(made) != outputs:
-        raise StageFailed(
-            f"the pipeline gave {', '.join(output)} of shape {made.shape}, not {outputs} pictures or clips in colour"
-        )
-    return made

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffusers import DiffusionPipeline
-
 from segue.messages.errors import ConfigError
 from segue.models.diffusion.library import LIBRARIES, VERSION
 from segue.models.diffusion.loading import pipeline_index
+from segue.models.generic_pipeline.library import DiffusionPipeline
 
 OWN = frozenset(
     ("self", "args", "kwargs", "prompt", "generator", "latents", "output_type", "return_dict", "image", "mask_image",
@@ -36,6 +35,18 @@ class Signature:
         return frozenset(name for name in self.defaults if name not in OWN and not name.endswith("_embeds"))
 
     @property
+    def settings(self) -> frozenset[str]:
+        """Arguments of `__init__` that need not be given."""
+        parameters = inspect.signature(self.kind.__init__).parameters.values()
+        return frozenset(one.name for one in parameters if one.default is not inspect.Parameter.empty)
+
+    @property
+    def plain(self) -> Mapping[str, Any]:
+        """Defaults of what a request may give, as far as they are plain values."""
+        kinds = (bool, int, float, str, list, tuple)
+        return {name: self.defaults[name] for name in self.free if isinstance(self.defaults[name], kinds)}
+
+    @property
     def count(self) -> str | None:
         """The argument that says how many outputs there are."""
         found = [name for name in ("num_images_per_prompt", "num_videos_per_prompt") if name in self.defaults]
@@ -52,3 +63,9 @@ def signature_of(model_dir: Path) -> Signature:
     if "prompt" not in parameters:
         raise ConfigError(f"{model_dir}: {name} takes no prompt", field="model")
     return Signature(kind, {one.name: one.default for one in parameters.values()})
+
+
+def field_of(error: Exception, signature: Signature) -> str:
+    """The argument that an error of the pipeline speaks of first."""
+    said = str(error)
+    return min((name for name in signature.free if name in said), key=said.index, default="prompt")

@@ -23,12 +23,13 @@ from segue.models.encoder_cache import EncoderCache, cache_bytes
 from segue.models.library import VERSION
 from segue.models.multimodal_lm.loading import (
     forget_embedding,
-    inner_of,
+    holder_of,
     load_without_layers,
     media_tokens,
     rope_index_of,
     taken_by,
 )
+from segue.models.multimodal_lm.mutual import MaskProbe, moved
 from segue.models.multimodal_lm.processor import Processor
 from segue.models.multimodal_lm.units import units_of
 
@@ -58,12 +59,12 @@ class Encoder:
         self._kind = type(model).__name__
         self._own_positions = rope_index_of(model) is not None
         self._decoder = model.get_decoder()
-        inner = inner_of(model)
-        holds = model.get_submodule(inner)
-        self._inner: nn.Module = model if holds is self._decoder else holds
+        self._inner: nn.Module = holder_of(model)
+        processor = Processor(ctx.model_dir, media_tokens(ctx))
         forget_embedding(model)
         pack_linears(self._inner, PATCHES)
-        self._try_out(Processor(ctx.model_dir, media_tokens(ctx)))
+        self._mutual: frozenset[str] = frozenset()
+        self._try_out(processor)
 
     def warm_up(self) -> None:
         """Media of each kind were encoded at load."""
@@ -130,27 +131,27 @@ class Encoder:
                 input_ids=ids.to(self.device)[None],
                 position_ids=positions,
                 use_cache=False,
-                **taken_by(self._inner.forward, _moved(tensors, self.device, self.dtype)),
+                **taken_by(self._inner.forward, moved(tensors, self.device, self.dtype)),
             )
         finally:
             hook.remove()
         given = seen[0]
-        self._check_given(given, positions)
+        self._check_given(given, positions, kind)
         rows = given["inputs_embeds"][0]
         if int(rows.isnan().any(-1).sum()):
             raise StageFailed(f"{self._kind} has no rows of {kind} for some of its placeholder tokens")
         deep = given.get("deepstack_visual_embeds") or []
         return torch.stack([rows, *(layer.to(rows.dtype) for layer in deep)], dim=1)
 
-    def _check_given(self, given: dict[str, Any], positions: torch.Tensor) -> None:
+    def _check_given(self, given: dict[str, Any], positions: torch.Tensor, kind: str) -> None:
         """The decoder is given rows, and nothing that the language model's stage would not know."""
-        if given.get("attention_mask") is not None:
+        if given.get("attention_mask") is not None and kind not in self._mutual:
             raise ConfigError(
                 f"{self._kind} of transformers {VERSION} cannot be served: it gives its decoder masks of its own for "
-                "media (tokens of a picture that see each other in both directions)",
+                f"{kind}",
                 field="architectures",
             )
-        for name in given.keys() - _HARMLESS - _DEEP:
+        for name in given.keys() - _HARMLESS - _DEEP - {"attention_mask"}:
             if given[name] is not None and given[name] is not False:
                 raise ConfigError(
                     f"{self._kind} of transformers {VERSION} cannot be served: it gives its decoder {name!r} along "
@@ -168,6 +169,8 @@ class Encoder:
     def _try_out(self, processor: Processor) -> None:
         """Two small media of each kind, encoded as one prompt's and each by itself. Raises `ConfigError` where the
         model does not do the former, or the latter gives something else."""
+        probe = MaskProbe(self._kind, self._inner, self._decoder, processor, self.device, self.dtype)
+        self._mutual = probe.mutual_kinds()
         for kind, placeholder in processor.placeholders.items():
             try:
                 made = processor(2 * placeholder, {kind: [processor.example(kind, seed) for seed in range(2)]})
@@ -201,12 +204,3 @@ def _payload(unit: Payload | None, rows: dict[tuple[str, bytes], torch.Tensor]) 
     if unit is None:
         return {"media": []}
     return {"media": [{"kind": unit["kind"], "hash": unit["hash"], "rows": rows[unit["kind"], unit["hash"]]}]}
-
-
-def _moved(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Tensors on the device, numbers with a point in the model's type, as `BatchFeature.to` does."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device, dtype if value.is_floating_point() else value.dtype)
-    if isinstance(value, dict):
-        return {key: _moved(item, device, dtype) for key, item in value.items()}
-    return [_moved(item, device, dtype) for item in value] if isinstance(value, list) else value

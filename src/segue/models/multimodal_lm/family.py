@@ -16,10 +16,10 @@ from segue.models.multimodal_lm.graph import graph, kinds_of
 from segue.models.unserved import unserved
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-TINY = ("qwen2.5-vl", "qwen3-vl", "llava-onevision", "qwen2-audio")
+TINY = ("qwen2.5-vl", "qwen3-vl", "llava-onevision", "gemma3-vision", "qwen2-audio")
 """The families that `segue tiny` knows."""
 _SUFFIXES = ("ForConditionalGeneration", "ForCausalLM")
-_BIDIRECTIONAL = frozenset(("gemma3", "paligemma", "shieldgemma2"))
+_PREFIX = frozenset(("paligemma",))
 _CROSS = frozenset(("mllama", "idefics", "blip"))
 
 
@@ -42,8 +42,8 @@ def claims(config: dict[str, Any], model_dir: Path) -> bool:
 def _unserved(config: dict[str, Any]) -> str | None:
     kind, text = config.get("model_type"), config.get("text_config")
     text = text if isinstance(text, dict) else {}
-    if kind in _BIDIRECTIONAL or text.get("use_bidirectional_attention") == "vision":
-        return "the tokens of a picture see each other in both directions; attention over a paged cache is causal"
+    if kind in _PREFIX:
+        return "all tokens of its prompts see each other in both directions, text as well, which is not in the engine"
     if kind in _CROSS:
         return "its decoder looks at pictures by cross-attention, which is not in the engine"
     return unserved(config) or unserved(text)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,10 @@ from segue.messages.errors import StageFailed
 from segue.messages.sampling import SamplingParams
 from segue.models.decoder import PagedDecoder, context_length
 from segue.models.generation import default_sampling, end_tokens, generation_of
-from segue.models.multimodal_lm.loading import inner_of, load_whole, rope_index_of
+from segue.models.library import PreTrainedModel
+from segue.models.multimodal_lm.loading import holder_of, inner_of, load_whole, media_tokens, rope_index_of
+from segue.models.multimodal_lm.mutual import MaskProbe, runs
+from segue.models.multimodal_lm.processor import Processor
 from segue.models.pretrained import load_config
 from segue.models.tokenizer import decode, load_tokenizer
 from segue.models.vocabulary import vocabulary_of
@@ -56,11 +59,12 @@ class LLM:
         self.max_model_len: int = context_length(text, ctx.max_model_len)
         model = load_whole(ctx, config)
         self.axes = 1 if rope_index_of(model) is None else 3
+        self._mutual = _mutual_kinds(ctx, model)
         self._decoder = PagedDecoder(model, inner=inner_of(model), fused=ctx.fused)
         self._tokenizer = load_tokenizer(ctx.model_dir)
         self.vocabulary = vocabulary_of(self._tokenizer)
         self.device = self._decoder.device
-        self.kv: KVSpec = self._decoder.kv
+        self.kv: KVSpec = replace(self._decoder.kv, mutual=bool(self._mutual))
         self.vocab_size: int = self._decoder.vocab_size
         self.weight_bytes: int = self._decoder.weight_bytes
         generation = generation_of(ctx.model_dir, config)
@@ -117,19 +121,33 @@ class LLM:
             counts[unit["kind"]] = counts.get(unit["kind"], 0) + len(own)
             counts["text"] -= len(own)
         positions = payload.get("positions")
+        seen = [place for unit in units if unit["kind"] in self._mutual for place in unit["places"].tolist()]
+        mutual = runs(sorted(seen))
         return Prompt(
             token_ids=ids.tolist(),
             embeds=embeds,
             positions=None if positions is None else positions.to(self.device),
             position_delta=payload.get("position_delta", 0),
-            identity=_identity(ids, units, positions),
+            identity=_identity(ids, units, positions, mutual),
+            mutual=mutual,
             modality_tokens=counts,
             extras={MEDIA: media, DEEP: deep[media.to(self.device)]} if layers else {},
         )
 
 
-def _identity(ids: torch.Tensor, units: list[Payload], positions: torch.Tensor | None) -> list[int | bytes]:
-    """[T] the id of a text token; for a row of a medium, digest of the medium, the row's index and its position."""
+def _mutual_kinds(ctx: LoadContext, model: PreTrainedModel) -> frozenset[str]:
+    """The kinds of media whose tokens see each other in both directions."""
+    decoder = model.get_decoder()
+    dtype = model.get_input_embeddings().weight.dtype
+    processor = Processor(ctx.model_dir, media_tokens(ctx))
+    return MaskProbe(type(model).__name__, holder_of(model), decoder, processor, model.device, dtype).mutual_kinds()
+
+
+def _identity(
+    ids: torch.Tensor, units: list[Payload], positions: torch.Tensor | None, mutual: list[tuple[int, int]]
+) -> list[int | bytes]:
+    """[T] the id of a text token; for a row of a medium, digest of the medium, the row's index and its position; where
+    rows see each other, of all of them."""
     what: list[int | bytes] = list(ids.tolist())
     where = [()] * len(ids) if positions is None else positions.T.tolist()
     for unit in units:
@@ -137,6 +155,12 @@ def _identity(ids: torch.Tensor, units: list[Payload], positions: torch.Tensor |
             digest = hashlib.blake2b(unit["hash"], digest_size=16)
             digest.update(repr((row, where[place])).encode())
             what[place] = digest.digest()
+    for start, stop in mutual:
+        whole = hashlib.blake2b(repr(what[start:stop]).encode(), digest_size=16)
+        for place in range(start, stop):
+            own = whole.copy()
+            own.update(b"%d" % (place - start))
+            what[place] = own.digest()
     return what
 
 

@@ -82,6 +82,12 @@ def inner_of(model: PreTrainedModel) -> str:
     return parent
 
 
+def holder_of(model: PreTrainedModel) -> nn.Module:
+    """The module whose forward encodes media and calls the decoder."""
+    holds = model.get_submodule(inner_of(model))
+    return model if holds is model.get_decoder() else holds
+
+
 def rope_index_of(model: PreTrainedModel) -> RopeIndex | None:
     """`get_rope_index` of the first module that has one; None: positions are 0, 1, 2, …"""
     for module in model.modules():

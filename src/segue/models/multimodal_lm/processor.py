@@ -50,7 +50,8 @@ class Processed:
     """By kind, the placeholder tokens of each medium; a kind is missing where the processor does not say."""
 
     token_types: list[int] | None = None
-    """Beside each id the library's number of a kind (`mm_token_type_ids`), where the processor makes them."""
+    """Beside each id the library's number of a kind (`mm_token_type_ids`, `token_type_ids`), where the processor
+    makes them."""
 
     def places(self, kind: str) -> list[int]:
         """Where rows of a kind stand."""
@@ -88,6 +89,10 @@ class Processor:
                 f"{', '.join(token_ids)}",
                 field="architectures",
             )
+        self._says_more = True
+        """It tells how many tokens each medium has, and of which kind each token is."""
+        if type(self._library).__call__ is not ProcessorMixin.__call__:
+            self._says_more = self._tries_to_say_more()
         self._keys = self._learn_keys()
 
     @property
@@ -137,7 +142,7 @@ class Processor:
         )
         ids = made["input_ids"][0].tolist()
         tensors = {kind: {key: made[key] for key in self._keys[kind]} for kind in media}
-        types = made.get("mm_token_type_ids")
+        types = made.get("mm_token_type_ids", made.get("token_type_ids"))
         return Processed(
             ids,
             self._token_ids,
@@ -177,7 +182,7 @@ class Processor:
         if "audio" in media:
             arguments["audio"] = media["audio"]
             arguments["audio_kwargs"] = {"sampling_rate": self.sampling_rate}
-        if type(self._library).__call__ is ProcessorMixin.__call__:
+        if self._says_more:
             arguments |= {"return_text_replacement_offsets": True, "return_mm_token_type_ids": True}
         return arguments
 
@@ -190,6 +195,15 @@ class Processor:
             kind: [entry["replacement"].count(name) for entry in offsets[0] if entry["type"] == kind]
             for kind, name in names.items()
         }
+
+    def _tries_to_say_more(self) -> bool:
+        """Whether a processor with a call of its own hands on what it is asked besides."""
+        kind, token = next(iter(self.placeholders.items()))
+        try:
+            made = self._library(text=[token], return_tensors="pt", **self._arguments({kind: [self.example(kind)]}))
+        except _UNREADABLE:
+            return False
+        return "text_replacement_offsets" in made
 
     def _learn_keys(self) -> dict[str, list[str]]:
         """By kind, the names under which its tensors come."""

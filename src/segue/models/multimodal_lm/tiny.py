@@ -1,5 +1,5 @@
-"""`segue tiny qwen2.5-vl | qwen3-vl | llava-onevision | qwen2-audio`: a small model that sees or hears, in a family's
-published format, made here."""
+"""`segue tiny qwen2.5-vl | qwen3-vl | llava-onevision | gemma3-vision | qwen2-audio`: a small model that sees or hears,
+in a family's published format, made here."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from segue.messages.errors import InvalidRequest, nearest
 from segue.models.family import TinyPreset
 from segue.models.library import AutoConfig, AutoModelForMultimodalLM, GenerationConfig, PreTrainedModel
-from segue.models.multimodal_lm.tiny_config import END, PAD, SMALL, Small, config_values
+from segue.models.multimodal_lm.tiny_config import SMALL, Small, config_values
 from segue.models.tiny.files import added_tokens, speakable, train_tokenizer, write_json
+from segue.models.tiny.sizes import check_size
 from segue.models.tiny.weights import prefer, randomise
 
 SIZES = ("tiny",)
@@ -25,11 +25,10 @@ def make(name: str, directory: Path, size: str = "tiny", seed: int = 0) -> None:
 
     Raises `InvalidRequest` for an unknown size.
     """
-    if size not in SIZES:
-        raise InvalidRequest(f"no size {size!r}{nearest(size, SIZES)}", field="size")
+    check_size(size, SIZES)
     small = SMALL[name]
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer = train_tokenizer(small.special)
+    tokenizer = train_tokenizer(small.special, begin=small.begin)
     _write_tokenizer(directory, tokenizer, small)
     for file, values in small.files.items():
         write_json(directory, file, dict(values))
@@ -38,10 +37,10 @@ def make(name: str, directory: Path, size: str = "tiny", seed: int = 0) -> None:
         model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32).eval()
     randomise(model, seed)
     _scale_rows(model, small)
-    prefer(model, speakable(tokenizer), small.id_of(END), small.end_gain)
-    model.generation_config = GenerationConfig(
-        bos_token_id=None, eos_token_id=[small.id_of(END), small.id_of(PAD)], pad_token_id=small.id_of(PAD)
-    )
+    end, pad = small.id_of(small.end), small.id_of(small.pad)
+    prefer(model, speakable(tokenizer), end, small.end_gain)
+    begin = None if small.begin is None else small.id_of(small.begin)
+    model.generation_config = GenerationConfig(bos_token_id=begin, eos_token_id=[end, pad], pad_token_id=pad)
     model.save_pretrained(directory)
 
 
@@ -57,12 +56,14 @@ def _write_tokenizer(directory: Path, tokenizer: Tokenizer, small: Small) -> Non
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {
         "added_tokens_decoder": added_tokens(tokenizer, small.special),
-        "bos_token": None,
+        "bos_token": small.begin,
         "clean_up_tokenization_spaces": False,
-        "eos_token": END,
-        "pad_token": PAD,
+        "eos_token": small.end,
+        "pad_token": small.pad,
         "model_max_length": 32768,
-        "tokenizer_class": "Qwen2Tokenizer",
+        "tokenizer_class": "Qwen2Tokenizer" if small.begin is None else "PreTrainedTokenizerFast",
+        **({"extra_special_tokens": dict(small.names)} if small.names else {}),
+        **small.names,
     }
     write_json(directory, "tokenizer_config.json", config)
     write_json(directory, "chat_template.json", {"chat_template": small.template})

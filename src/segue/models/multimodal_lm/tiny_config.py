@@ -36,6 +36,12 @@ class Small:
     """Pattern of the parameters that make rows of media → gain: rows as large as embeddings of text."""
     end_gain: float = 1.5
     """How easily replies end: the head's row of the end token is so many times as large as others."""
+    end: str = END
+    pad: str = PAD
+    begin: str | None = None
+    """Special token that the tokenizer puts before a text."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Special tokens that the tokenizer has a name for."""
 
     def id_of(self, token: str) -> int:
         return BASE_VOCAB + self.special.index(token)
@@ -101,6 +107,21 @@ _AUDIO = """\
 {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+_GEMMA = """\
+{{- bos_token }}
+{%- for message in messages %}
+{{- '<start_of_turn>' + ('model' if message.role == 'assistant' else message.role) + '\\n' }}
+{%- if message.content is string %}{{- message.content | trim }}{%- else %}
+{%- for part in message.content %}
+{%- if part.type == 'image' %}{{- '<start_of_image>' }}
+{%- elif part.type == 'text' %}{{- part.text | trim }}
+{%- endif %}
+{%- endfor %}
+{%- endif %}
+{{- '<end_of_turn>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}
 """
 _CLIP = MappingProxyType(
     {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
@@ -239,6 +260,69 @@ SMALL: Mapping[str, Small] = MappingProxyType(
                 },
             },
         ),
+        "gemma3-vision": Small(
+            "gemma3",
+            special=(
+                *("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"),
+                *("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+            ),
+            template=_GEMMA,
+            ids={
+                "boi_token_index": "<start_of_image>",
+                "eoi_token_index": "<end_of_image>",
+                "image_token_index": "<image_soft_token>",
+            },
+            text={
+                "model_type": "gemma3_text",
+                "head_dim": 16,
+                "query_pre_attn_scalar": 16,
+                "sliding_window": 12,  # less than a picture's tokens
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                },
+            },
+            config={
+                "mm_tokens_per_image": 16,
+                "vision_config": {
+                    "model_type": "siglip_vision_model",
+                    "hidden_size": 32,
+                    "intermediate_size": 64,
+                    "num_hidden_layers": 2,
+                    "num_attention_heads": 2,
+                    "image_size": _SIDE["height"],
+                    "patch_size": 14,
+                    "vision_use_head": False,
+                },
+            },
+            rows={r"mm_input_projection_weight$": 8.0},  # as embeddings of text, which are scaled by the root of 64
+            end_gain=1.9,
+            end="<end_of_turn>",
+            pad="<pad>",
+            begin="<bos>",
+            names={
+                "boi_token": "<start_of_image>",
+                "eoi_token": "<end_of_image>",
+                "image_token": "<image_soft_token>",
+            },
+            files={
+                "preprocessor_config.json": {
+                    **_HALF,
+                    "do_normalize": True,
+                    "do_pan_and_scan": None,
+                    "do_rescale": True,
+                    "do_resize": True,
+                    "image_processor_type": "Gemma3ImageProcessor",
+                    "image_seq_length": 16,
+                    "processor_class": "Gemma3Processor",
+                    "resample": 2,
+                    "rescale_factor": 1 / 255,
+                    "size": _SIDE,
+                },
+                "processor_config.json": {"image_seq_length": 16, "processor_class": "Gemma3Processor"},
+            },
+        ),
         "qwen2-audio": Small(
             "qwen2_audio",
             special=(PAD, "<|im_start|>", END, "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"),
@@ -293,7 +377,8 @@ _SHARED: Mapping[str, Any] = MappingProxyType(
 
 def config_values(small: Small) -> dict[str, Any]:
     """The values of a config, by the library's names."""
-    ends = {"bos_token_id": None, "eos_token_id": small.id_of(END), "pad_token_id": small.id_of(PAD)}
+    begin = None if small.begin is None else small.id_of(small.begin)
+    ends = {"bos_token_id": begin, "eos_token_id": small.id_of(small.end), "pad_token_id": small.id_of(small.pad)}
     return {
         **small.config,
         **{key: small.id_of(token) for key, token in small.ids.items()},

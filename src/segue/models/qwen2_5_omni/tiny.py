@@ -11,7 +11,6 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from tokenizers import Tokenizer
 
-from segue.messages.errors import InvalidRequest, nearest
 from segue.models.family import TinyPreset
 from segue.models.qwen2_5_omni.tiny_config import (
     SHAPES,
@@ -22,6 +21,7 @@ from segue.models.qwen2_5_omni.tiny_config import (
 )
 from segue.models.qwen2_5_omni.tiny_weights import EndGains, make_weights
 from segue.models.tiny.files import added_tokens, speakable, train_tokenizer, write_json
+from segue.models.tiny.sizes import check_size
 
 SIZES = tuple(SHAPES)
 _DATA = Path(__file__).parent / "data"
@@ -66,8 +66,7 @@ def make(directory: Path, size: str = "tiny", seed: int = 0) -> None:
 
     Raises `InvalidRequest` for an unknown size.
     """
-    if size not in SHAPES:
-        raise InvalidRequest(f"no size {size!r}{nearest(size, SIZES)}", field="size")
+    check_size(size, SIZES)
     shape = SHAPES[size]
     directory.mkdir(parents=True, exist_ok=True)
     config = config_json(shape)

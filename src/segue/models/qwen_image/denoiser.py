@@ -10,15 +10,15 @@ import torch
 
 from segue.engines.contract import LoadContext
 from segue.engines.diffusion.contract import Row, Sample
-from segue.kernels.linear import pack_linears
 from segue.messages.diffusion import DiffusionParams
 from segue.models.diffusion.denoiser import Denoiser, Given
+from segue.models.diffusion.loading import pipeline_index
 from segue.models.diffusion.schedulers import set_shifted
+from segue.models.diffusion.sequence import rows_of_one_length
 from segue.models.diffusion.tuning import PLAIN_ATTENTION
+from segue.models.qwen_image.graph import EDITING
 from segue.models.qwen_image.spaces import pixels_per_latent, to_latents, to_tokens
 
-PACKED_ROWS = 256
-"""Tokens of a call, roughly, on a CPU: what the weights are laid out for."""
 PADDED_TOKENS = 1024
 """From so many latent tokens on, the time per row falls no further in larger calls, and a mask only keeps the attention
 from its fastest kernels: there, rows whose texts have other lengths are computed in calls of their own."""
@@ -40,9 +40,10 @@ class QwenImageDenoiser(Denoiser):
 
     def __init__(self, ctx: LoadContext) -> None:
         super().__init__(ctx)
-        pack_linears(self.network, PACKED_ROWS)
         self._scale = pixels_per_latent(ctx.model_dir)
-        self._padded_tokens = PADDED_TOKENS if ctx.attention in PLAIN_ATTENTION else 0
+        masks = ctx.attention in PLAIN_ATTENTION and not rows_of_one_length(ctx)
+        self._padded_tokens = PADDED_TOKENS if masks else 0
+        self._edits = pipeline_index(ctx.model_dir).get("_class_name") in EDITING
         self._channels: int = self.network.config.in_channels // 4
 
     def noise_shape(self, params: DiffusionParams) -> tuple[int, ...]:
@@ -54,6 +55,12 @@ class QwenImageDenoiser(Denoiser):
     def set_timesteps(self, scheduler: Any, latents: torch.Tensor, params: DiffusionParams) -> list[torch.Tensor]:
         return set_shifted(scheduler, params, latents.shape[1], self.device)
 
+    def begins_with(self, given: Given) -> dict[str, torch.Tensor] | None:
+        """What is edited is beside the picture that is made; it begins with that only where a mask keeps some of it."""
+        if self._edits and given.mask is None:
+            return None
+        return next(iter(given.pictures(self.device)), None)
+
     def conditions(self, given: Given) -> list[torch.Tensor]:
         """[text tokens, hidden] each."""
         return [text["embeds"].to(self.dtype) for text in given.texts(self.device)]
@@ -62,7 +69,8 @@ class QwenImageDenoiser(Denoiser):
         return [torch.zeros(64, self.network.config.joint_attention_dim, dtype=self.dtype, device=self.device)]
 
     def bucket_of(self, latents: torch.Tensor, given: Given, conditions: Sequence[Any]) -> Hashable:
-        shapes = tuple(tuple(picture["latents"].shape) for picture in given.pictures(self.device))
+        seen = given.pictures(self.device) if self._edits else []
+        shapes = tuple(tuple(picture["mean"].shape) for picture in seen)
         return (super().bucket_of(latents, given, conditions), shapes)
 
     def predict(self, rows: Sequence[Row]) -> Sequence[torch.Tensor]:
@@ -113,8 +121,11 @@ class QwenImageDenoiser(Denoiser):
         return to_latents(latents, *self._sides(sample.params))
 
     def _samples(self, given: Given, conditions: list[Any]) -> Iterator[Sample]:
-        pictures = _pictures(given.pictures(self.device), self.dtype)
+        seen = given.pictures(self.device) if self._edits else []
+        pictures = _pictures(seen, self.dtype)
         for sample in super()._samples(given, conditions):
+            if pictures is not None and given.start is not None:  # the pipeline with a mask looks at what it drew
+                pictures = Pictures(given.start.picture, pictures.shapes)
             if pictures is not None:
                 sample.state = pictures
                 sample.tokens += pictures.tokens.shape[1]
@@ -128,10 +139,10 @@ class QwenImageDenoiser(Denoiser):
 
 
 def _pictures(encoded: Sequence[dict[str, torch.Tensor]], dtype: torch.dtype) -> Pictures | None:
-    """`encoded`: by picture `latents`, [channels, 1, height, width]."""
+    """`encoded`: by picture `mean`, [1, channels, height, width]."""
     if not encoded:
         return None
-    latents = [one["latents"].transpose(0, 1)[None].to(dtype) for one in encoded]
+    latents = [one["mean"][None].to(dtype) for one in encoded]
     shapes = tuple((1, one.shape[-2] // 2, one.shape[-1] // 2) for one in latents)
     return Pictures(torch.cat([to_tokens(one) for one in latents], dim=1), shapes)
 

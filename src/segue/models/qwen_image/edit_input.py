@@ -12,7 +12,7 @@ from PIL import Image
 from segue.engines.contract import LoadContext, Payload
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import InvalidRequest
-from segue.models.diffusion.input import DiffusionInput, Picture, Rules
+from segue.models.diffusion.input import DiffusionInput, Picture, Rules, negative_of
 from segue.models.diffusion.loading import component_config, load_processor, pipeline_index
 from segue.models.qwen_image.graph import EDITING
 from segue.models.qwen_image.input import Input, check_undistilled
@@ -57,9 +57,13 @@ class EditInput(DiffusionInput):
             ctx,
             Rules(
                 defaults=DiffusionParams(num_inference_steps=50, true_cfg_scale=4.0),
-                takes=frozenset({"negative_prompt", "true_cfg_scale", "sigmas"}),
+                takes=frozenset(
+                    {"negative_prompt", "true_cfg_scale", "sigmas"} | (set() if self._several else {"strength"})
+                ),
                 multiple=multiple,
                 pictures=(1, MOST_PICTURES if self._several else 1),
+                with_mask=None if self._several else DiffusionParams(strength=0.6),
+                mask_scale=multiple // 2,
             ),
         )
         self._processor = load_processor(ctx.model_dir)
@@ -70,9 +74,6 @@ class EditInput(DiffusionInput):
         """There is nothing to be done without a picture."""
 
     def completed(self, params: DiffusionParams, pictures: Sequence[Picture]) -> DiffusionParams:
-        for picture in pictures:
-            if picture.role:
-                raise InvalidRequest(f"this model takes no {picture.role}; it takes image", field=picture.role)
         height, width = sides(pictures[-1].image, AREA)
         opened = {"height": params.height or height, "width": params.width or width}
         return super().completed(msgspec.structs.replace(params, **opened), pictures)
@@ -81,14 +82,20 @@ class EditInput(DiffusionInput):
         area = SEEN_AREA if self._several else AREA
         seen = [self._images.resize(one.image, *sides(one.image, area)) for one in pictures]
         prompts = [prompt]
-        if params.negative_prompt is not None and (params.true_cfg_scale or 0) > 1:
-            prompts.append(params.negative_prompt)
+        if (negative := negative_of(params)) is not None:
+            prompts.append(negative)
         return [self._item(text, seen) for text in prompts]
+
+    def text_tokens(self, prompt: str, item: Any, params: DiffusionParams) -> int:
+        """Without those that stand for a picture."""
+        return sum(token != self._pad for token in item["ids"]) - item["drop"]
 
     def more(self, params: DiffusionParams, pictures: Sequence[Picture]) -> Payload:
         made = []
         for one in pictures:
             height, width = sides(one.image, AREA)
+            if params.strength is not None and params.height and params.width:  # a mask keeps some of it
+                height, width = params.height, params.width
             # the pipeline for one picture resizes it for both at once; the second time changes nothing
             made.append(self._images.preprocess(one.image, height, width)[0])
         return {"pictures": made}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from segue.graph.stage_graph import INPUT, StageGraph
+from segue.graph.stage_graph import StageGraph
+from segue.models.diffusion.graph import denoise
 
 EDITING = ("QwenImageEditPipeline", "QwenImageEditPlusPipeline")
 """Pipelines that work on pictures."""
@@ -15,13 +16,7 @@ def graph(config: dict[str, Any]) -> StageGraph:
     edits = config.get("_class_name") in EDITING
     g = StageGraph("qwen_image")
     g.stage("text_encoder", "module", takes={"text", "image"} if edits else {"text"})
-    if edits:
-        g.stage("vae_encoder", "module", takes={"image"})
-    g.stage("denoiser", "diffusion")
-    g.stage("decoder", "module", gives={"image"})
-    g.edge(INPUT, "denoiser")  # what is asked for: size, steps, guidance
-    g.edge("text_encoder", "denoiser")
-    if edits:
-        g.edge("vae_encoder", "denoiser")
-    g.edge("denoiser", "decoder")  # a chunk per picture, and per preview
+    # without editing, for requests that bring a picture to begin with
+    g.stage("vae_encoder", "module", takes={"image"}, fuse_with=None if edits else "decoder")
+    denoise(g, gives="image")
     return g

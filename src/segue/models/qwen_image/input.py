@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from segue.engines.contract import LoadContext
+from segue.engines.contract import LoadContext, Payload
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import ConfigError, InvalidRequest
-from segue.models.diffusion.input import DiffusionInput, Picture, Rules
+from segue.models.diffusion.input import DiffusionInput, Picture, Rules, negative_of, pictures_at
+from segue.models.diffusion.library import VaeImageProcessor
 from segue.models.diffusion.loading import component_config, load_tokenizer
 from segue.models.qwen_image.spaces import pixels_per_latent
 
@@ -25,6 +26,8 @@ DROP = 34
 LONGEST = 1024
 _LATENTS = 128
 """Height and width of the latents by default."""
+_FROM_PICTURE = DiffusionParams(strength=0.6)
+"""What the pipelines that begin with a picture take by default, with a mask and without."""
 
 
 def check_undistilled(model_dir: Path) -> None:
@@ -46,18 +49,29 @@ class Input(DiffusionInput):
                 defaults=DiffusionParams(
                     height=size, width=size, num_inference_steps=50, true_cfg_scale=4.0, max_sequence_length=512
                 ),
-                takes=frozenset({"negative_prompt", "true_cfg_scale", "sigmas", "max_sequence_length"}),
+                takes=frozenset({"negative_prompt", "true_cfg_scale", "sigmas", "max_sequence_length", "strength"}),
                 multiple=2 * scale,
                 max_sequence_length=LONGEST,
+                pictures=(0, 1),
+                with_picture=_FROM_PICTURE,
+                with_mask=_FROM_PICTURE,
+                mask_scale=scale,
             ),
         )
+        self._pictures = VaeImageProcessor(vae_scale_factor=2 * scale)
         self._tokenizer = load_tokenizer(ctx.model_dir)
 
     def texts(self, prompt: str, params: DiffusionParams, pictures: Sequence[Picture]) -> list[Any]:
         prompts = [prompt]
-        if params.negative_prompt is not None and (params.true_cfg_scale or 0) > 1:
-            prompts.append(params.negative_prompt)
+        if (negative := negative_of(params)) is not None:
+            prompts.append(negative)
         return [self._item(text, params) for text in prompts]
+
+    def text_tokens(self, prompt: str, item: Any, params: DiffusionParams) -> int:
+        return min(len(item["ids"]) - item["drop"], item["most"])
+
+    def more(self, params: DiffusionParams, pictures: Sequence[Picture]) -> Payload:
+        return pictures_at(self._pictures, params, pictures)
 
     def _item(self, prompt: str, params: DiffusionParams) -> dict[str, Any]:
         ids = self._tokenizer(TEMPLATE.format(prompt), max_length=LONGEST + DROP, truncation=True).input_ids

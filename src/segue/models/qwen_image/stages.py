@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from segue.engines.contract import Transfer
-from segue.models.diffusion.transfers import pictures, settings, texts, whole
+from segue.models.diffusion.transfers import pictures, texts, transfers
 from segue.models.qwen_image.decoder import QwenImageDecoder
 from segue.models.qwen_image.denoiser import QwenImageDenoiser
 from segue.models.qwen_image.edit_input import input_stage
@@ -22,11 +22,4 @@ ADAPTERS: dict[str, Callable[..., Any]] = {
     "denoiser": QwenImageDenoiser,
     "decoder": QwenImageDecoder,
 }
-TRANSFERS: dict[tuple[str, str], Transfer] = {
-    ("input", "text_encoder"): texts,
-    ("input", "vae_encoder"): pictures,
-    ("input", "denoiser"): settings,
-    ("text_encoder", "denoiser"): whole,
-    ("vae_encoder", "denoiser"): whole,
-    ("denoiser", "decoder"): whole,
-}
+TRANSFERS: dict[tuple[str, str], Transfer] = transfers({"text_encoder": texts, "vae_encoder": pictures})

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from segue.engines.contract import LoadContext
-from segue.models.diffusion.loading import load_component
+from segue.kernels.linear import pack_linears
+from segue.models.diffusion.loading import ENCODED_ROWS, load_component
 from segue.models.diffusion.text_encoder import TextEncoder
 
 
@@ -20,6 +21,7 @@ class Encoder(TextEncoder):
         super().__init__(ctx)
         # what is over the last hidden state, the head, goes
         self._network = load_component(ctx, "text_encoder").model
+        pack_linears(self._network, ENCODED_ROWS)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -27,11 +29,7 @@ class Encoder(TextEncoder):
 
     def encode(self, items: Sequence[Any]) -> list[dict[str, torch.Tensor]]:
         lengths = [len(item["ids"]) for item in items]
-        ids = torch.zeros(len(items), max(lengths), dtype=torch.long, device=self.device)
-        mask = torch.zeros_like(ids)
-        for row, item in enumerate(items):
-            ids[row, : lengths[row]] = torch.tensor(item["ids"])
-            mask[row, : lengths[row]] = 1
+        ids, mask = self.padded([item["ids"] for item in items])
         seen = {}
         if pictures := [item for item in items if "pixels" in item]:
             seen["pixel_values"] = torch.cat([item["pixels"] for item in pictures]).to(self.device, self.dtype)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from segue.messages.errors import InvalidRequest, nearest
 from segue.models.diffusion.library import LIBRARIES, AutoConfig
-from segue.models.diffusion.tiny import randomise, scale_to, write_index, write_tokenizer
+from segue.models.diffusion.tiny import RopeSize, randomise, scale_to, write_index
+from segue.models.diffusion.tiny_parts import write_qwen_tokenizer
 from segue.models.family import TinyPreset
-from segue.models.tiny.files import BASE_VOCAB, train_tokenizer, write_json
+from segue.models.tiny.files import BASE_VOCAB, write_json
+from segue.models.tiny.sizes import check_size
 
 SPECIAL = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"),
@@ -40,17 +40,7 @@ PREPROCESSOR = {
 """As published, but for `max_pixels`."""
 
 
-@dataclass(frozen=True)
-class _Small:
-    """One size of the denoiser."""
-
-    layers: int
-    heads: int
-    rope: tuple[int, int, int]
-    """Their sum is the dimension of a head."""
-
-
-SIZES: Mapping[str, _Small] = {"tiny": _Small(3, 2, (4, 6, 6)), "small": _Small(16, 6, (16, 24, 24))}
+SIZES: Mapping[str, RopeSize] = {"tiny": RopeSize(3, 2, (4, 6, 6)), "small": RopeSize(16, 6, (16, 24, 24))}
 """`small` is for benchmarks: what takes time in it are products of matrices, as in the published one."""
 _HIDDEN = 64
 """Of the text encoder."""
@@ -64,15 +54,12 @@ def make(directory: Path, size: str = "tiny", seed: int = 0, pipeline: str = "Qw
 
     Raises `InvalidRequest` for an unknown size.
     """
-    if size not in SIZES:
-        raise InvalidRequest(f"no size {size!r}{nearest(size, SIZES)}", field="size")
+    check_size(size, SIZES)
     directory.mkdir(parents=True, exist_ok=True)
     edits = pipeline != "QwenImagePipeline"
     write_index(directory, pipeline, {**PARTS, "processor": PROCESSOR} if edits else PARTS)
-    tokenizer = train_tokenizer(SPECIAL)
-    more = {"bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     for folder in ("tokenizer", "processor") if edits else ("tokenizer",):
-        write_tokenizer(directory / folder, tokenizer, SPECIAL, "Qwen2Tokenizer", longest=32768, **more)
+        write_qwen_tokenizer(directory / folder, SPECIAL)
     if edits:
         write_json(directory / "processor", "preprocessor_config.json", PREPROCESSOR)
     with torch.random.fork_rng(devices=[]):  # the libraries draw weights of their own first
@@ -122,13 +109,13 @@ def _make_text_encoder(directory: Path, seed: int) -> None:
     model.save_pretrained(directory / "text_encoder")
 
 
-def _make_transformer(directory: Path, small: _Small, seed: int) -> None:
+def _make_transformer(directory: Path, small: RopeSize, seed: int) -> None:
     network = LIBRARIES["diffusers"].QwenImageTransformer2DModel(
         patch_size=2,
         in_channels=64,
         out_channels=16,
         num_layers=small.layers,
-        attention_head_dim=sum(small.rope),
+        attention_head_dim=small.head,
         num_attention_heads=small.heads,
         joint_attention_dim=_HIDDEN,
         axes_dims_rope=small.rope,

@@ -1,4 +1,4 @@
-"""The encoder of the VAE, for pictures to work on."""
+"""The encoder of the VAE, for pictures to work on or to begin with."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from segue.models.diffusion.picture_encoder import PictureEncoder
 
 
 class QwenImageVaeEncoder(PictureEncoder):
-    """`ModuleAdapter`: [3, height, width] in [-1, 1] → `latents`, [channels, 1, h, w], normalised by channel: the
-    middle of their distribution."""
+    """`ModuleAdapter`: [3, height, width] in [-1, 1] → the distribution of its latents, normalised by channel:
+    `mean` and `std`, [1, channels, h, w] each."""
+
+    names = ("mean", "std")
 
     def __init__(self, ctx: LoadContext) -> None:
         super().__init__(ctx)
@@ -22,4 +24,5 @@ class QwenImageVaeEncoder(PictureEncoder):
 
     def encode_alike(self, pictures: torch.Tensor) -> dict[str, torch.Tensor]:
         [found] = self._vae.encode(pictures[:, :, None].to(self.dtype), return_dict=False)
-        return {"latents": (found.mode() - self._mean) / self._std}
+        mean, std = (found.mean - self._mean) / self._std, found.std / self._std
+        return {"mean": mean.transpose(1, 2), "std": std.transpose(1, 2)}

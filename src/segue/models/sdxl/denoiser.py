@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 from diffusers import DDPMScheduler, EDMDPMSolverMultistepScheduler, EDMEulerScheduler
-from diffusers.configuration_utils import FrozenDict
 
 from segue.engines.contract import LoadContext
 from segue.engines.diffusion.contract import Row, Sample
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import ConfigError, InvalidRequest
 from segue.models.diffusion.denoiser import Denoiser, Given
-from segue.models.diffusion.loading import component_class, component_config
-from segue.models.sdxl.spaces import pixels_per_latent, to_network
+from segue.models.diffusion.start import Start
+from segue.models.sdxl.spaces import pixels_per_latent
 
 SIZES = ("original_size", "crops_coords_top_left", "target_size")
 """What the network is told of a picture's making, in this order (Podell et al. 2023, section 2.2)."""
@@ -47,9 +46,6 @@ class SdxlDenoiser(Denoiser):
             raise ConfigError(
                 "a UNet with time_cond_proj_dim (guidance distilled into it) is not served", field="model"
             )
-        vae = component_class(ctx.model_dir, "vae")
-        defaults = {name: one.default for name, one in inspect.signature(vae).parameters.items()}
-        self._vae_config = FrozenDict({**defaults, **component_config(ctx.model_dir, "vae")})
         self._scale = pixels_per_latent(ctx.model_dir)
         self._channels: int = config.in_channels
         self._alphas: torch.Tensor = DDPMScheduler.from_config(self.schedulers.config).alphas_cumprod
@@ -59,13 +55,8 @@ class SdxlDenoiser(Denoiser):
         assert params.width is not None
         return (self._channels, params.height // self._scale, params.width // self._scale)
 
-    def draw(self, given: Given, generator: torch.Generator) -> torch.Tensor:
-        """Of a picture to begin with, the latents are drawn first; all outputs begin with the same."""
-        for picture in given.pictures(self.device):
-            mean, std = picture["mean"][None], picture["std"][None]
-            noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype).to(self.device)
-            given.state = to_network(self._vae_config, (mean + std * noise).to(self.dtype))
-        return super().draw(given, generator)
+    def begins_with(self, given: Given) -> dict[str, torch.Tensor] | None:
+        return next(iter(given.pictures(self.device)), None)
 
     def conditions(self, given: Given) -> list[Condition]:
         first = given.texts(self.device)
@@ -112,11 +103,14 @@ class SdxlDenoiser(Denoiser):
         return timesteps[begin:]
 
     def started(self, latents: torch.Tensor, scheduler: Any, given: Given) -> torch.Tensor:
-        if given.state is None:
-            return latents * scheduler.init_noise_sigma
-        steps = given.params.num_inference_steps or 1
-        begin = (steps - int(steps * (given.params.strength or 1))) * scheduler.order
-        return scheduler.add_noise(given.state, latents, scheduler.timesteps[begin : begin + 1])
+        return latents * scheduler.init_noise_sigma
+
+    def started_from(
+        self, start: Start, latents: torch.Tensor, scheduler: Any, first: torch.Tensor, given: Given
+    ) -> torch.Tensor:
+        if start.mask is not None and given.params.strength == 1:  # nothing of the picture is seen where it is anew
+            return self.started(latents, scheduler, given)
+        return super().started_from(start, latents, scheduler, first, given)
 
     def tokens(self, latents: torch.Tensor) -> int:
         return latents.shape[-2] * latents.shape[-1]

@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from segue.models.family import Family
+from segue.models.diffusion.family import pipeline_family
 from segue.models.sdxl.graph import graph
 
-FAMILY = Family(
-    name="sdxl",
-    architectures=frozenset({"StableDiffusionXLPipeline"}),
-    graph=graph,
-    stages_module="segue.models.sdxl.stages",
-    chats=lambda model_dir: False,
-    stage_keys=frozenset({"lora"}),
-    tiny_module="segue.models.sdxl.tiny",
-    tiny_names=("sdxl",),
-)
+FAMILY = pipeline_family("sdxl", {"StableDiffusionXLPipeline"}, graph, presets=("sdxl",))

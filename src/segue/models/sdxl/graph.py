@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from segue.graph.stage_graph import INPUT, StageGraph
+from segue.graph.stage_graph import StageGraph
+from segue.models.diffusion.graph import denoise
 
 
 def graph(config: dict[str, Any]) -> StageGraph:
@@ -13,11 +14,5 @@ def graph(config: dict[str, Any]) -> StageGraph:
     g.stage("text_encoder", "module", takes={"text"})
     g.stage("text_encoder_2", "module", takes={"text"})
     g.stage("vae_encoder", "module", takes={"image"})  # only where there is a picture to begin with
-    g.stage("denoiser", "diffusion")
-    g.stage("decoder", "module", gives={"image"})
-    g.edge(INPUT, "denoiser")  # what is asked for: size, steps, guidance
-    g.edge("text_encoder", "denoiser")
-    g.edge("text_encoder_2", "denoiser")
-    g.edge("vae_encoder", "denoiser")
-    g.edge("denoiser", "decoder")  # a chunk per picture, and per preview
+    denoise(g, gives="image")
     return g

@@ -14,6 +14,7 @@ from segue.messages.errors import InvalidRequest
 from segue.messages.request import Request
 from segue.models.diffusion.input import DiffusionInput, Picture, Rules, prompt_of
 from segue.models.diffusion.loading import component_config, load_tokenizer, pipeline_index
+from segue.models.diffusion.prompts import prompt_tokens
 from segue.models.sdxl.spaces import pixels_per_latent
 
 TAKES = frozenset(
@@ -23,6 +24,8 @@ TAKES = frozenset(
 )  # fmt: skip
 STRENGTH = 0.3
 """How much of a picture to begin with is made anew, where the request says nothing, as in the library's."""
+MASKED_STRENGTH = 0.9999
+"""With a mask."""
 
 
 class Input(DiffusionInput):
@@ -39,6 +42,9 @@ class Input(DiffusionInput):
                 takes=TAKES,
                 multiple=self._scale,
                 pictures=(0, 1),
+                with_picture=DiffusionParams(strength=STRENGTH),
+                with_mask=DiffusionParams(strength=MASKED_STRENGTH, guidance_scale=7.5, height=size, width=size),
+                mask_scale=self._scale,
             ),
         )
         self._tokenizers = [load_tokenizer(ctx.model_dir, name) for name in ("tokenizer", "tokenizer_2")]
@@ -51,23 +57,19 @@ class Input(DiffusionInput):
 
     def completed(self, params: DiffusionParams, pictures: Sequence[Picture]) -> DiffusionParams:
         if not pictures:
-            if params.strength is not None:
-                raise InvalidRequest("strength is for a picture to begin with; the request has none", field="strength")
             return super().completed(params, pictures)
         [picture] = pictures
-        if picture.role:
-            raise InvalidRequest(f"this model takes no {picture.role}; it takes image", field=picture.role)
         height, width = self._pictures.get_default_height_width(picture.image)
         opened = {
             "height": params.height or max(self._scale, height),
             "width": params.width or max(self._scale, width),
-            "strength": STRENGTH if params.strength is None else params.strength,
         }
         completed = super().completed(msgspec.structs.replace(params, **opened), pictures)
         steps = len(completed.sigmas) if completed.sigmas is not None else completed.num_inference_steps or 1
-        if int(steps * opened["strength"]) < 1:
+        strength = completed.strength or 0.0
+        if int(steps * strength) < 1:
             raise InvalidRequest(
-                f"strength is {opened['strength']}: of {steps} steps that leaves none; {1 / steps:.3g} is the least",
+                f"strength is {strength}: of {steps} steps that leaves none; {1 / steps:.3g} is the least",
                 field="strength",
             )
         return completed
@@ -81,6 +83,9 @@ class Input(DiffusionInput):
         prompt = params.prompt_2 or prompt_of(request)
         payload["texts_2"] = self._items(1, prompt, params.negative_prompt_2 or params.negative_prompt, params)
         return payload
+
+    def text_tokens(self, prompt: str, item: Any, params: DiffusionParams) -> int:
+        return prompt_tokens(self._tokenizers[0], prompt, self._tokenizers[0].model_max_length)
 
     def more(self, params: DiffusionParams, pictures: Sequence[Picture]) -> Payload:
         if not pictures:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from segue.engines.contract import Transfer
-from segue.models.diffusion.transfers import pictures, renamed, settings, texts, whole
+from segue.models.diffusion.transfers import pictures, renamed, texts, transfers
 from segue.models.sdxl.decoder import SdxlDecoder
 from segue.models.sdxl.denoiser import SdxlDenoiser
 from segue.models.sdxl.input import Input
@@ -22,13 +22,6 @@ ADAPTERS: dict[str, Callable[..., Any]] = {
     "denoiser": SdxlDenoiser,
     "decoder": SdxlDecoder,
 }
-TRANSFERS: dict[tuple[str, str], Transfer] = {
-    ("input", "text_encoder"): texts,
-    ("input", "text_encoder_2"): renamed("texts_2", "texts"),
-    ("input", "vae_encoder"): pictures,
-    ("input", "denoiser"): settings,
-    ("text_encoder", "denoiser"): whole,
-    ("text_encoder_2", "denoiser"): whole,
-    ("vae_encoder", "denoiser"): whole,
-    ("denoiser", "decoder"): whole,
-}
+TRANSFERS: dict[tuple[str, str], Transfer] = transfers(
+    {"text_encoder": texts, "text_encoder_2": renamed("texts_2", "texts"), "vae_encoder": pictures}
+)

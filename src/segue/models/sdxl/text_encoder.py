@@ -9,7 +9,7 @@ import torch
 from transformers import CLIPTextModelWithProjection
 
 from segue.engines.contract import LoadContext
-from segue.models.diffusion.loading import load_component
+from segue.models.diffusion.loading import load_encoder
 from segue.models.diffusion.text_encoder import TextEncoder
 
 
@@ -21,7 +21,7 @@ class ClipEncoder(TextEncoder):
 
     def __init__(self, ctx: LoadContext) -> None:
         super().__init__(ctx)
-        self._network = load_component(ctx, ctx.stage)
+        self._network = load_encoder(ctx, ctx.stage)
         self._pools = isinstance(self._network, CLIPTextModelWithProjection)
 
     def encode(self, items: Sequence[Any]) -> list[dict[str, torch.Tensor]]:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from segue.messages.errors import InvalidRequest, nearest
 from segue.models.diffusion.library import LIBRARIES
 from segue.models.diffusion.tiny import randomise, scale_to, write_index
 from segue.models.diffusion.tiny_clip import make_clip, write_clip_tokenizer
 from segue.models.family import TinyPreset
+from segue.models.tiny.sizes import check_size
 
 PARTS = {
     "scheduler": ("diffusers", "EulerDiscreteScheduler"),
@@ -56,8 +56,7 @@ def make(directory: Path, size: str = "tiny", seed: int = 0) -> None:
 
     Raises `InvalidRequest` for an unknown size.
     """
-    if size not in SIZES:
-        raise InvalidRequest(f"no size {size!r}{nearest(size, SIZES)}", field="size")
+    check_size(size, SIZES)
     directory.mkdir(parents=True, exist_ok=True)
     write_index(directory, "StableDiffusionXLPipeline", PARTS, force_zeros_for_empty_prompt=True)
     vocab = write_clip_tokenizer(directory / "tokenizer")

@@ -7,12 +7,12 @@ import torch
 from segue.engines.contract import LoadContext
 from segue.models.diffusion.loading import load_component
 from segue.models.diffusion.picture_encoder import PictureEncoder
-from segue.models.sdxl.spaces import vae_dtype
+from segue.models.sdxl.spaces import to_network, vae_dtype
 
 
 class SdxlVaeEncoder(PictureEncoder):
     """`ModuleAdapter`: [3, height, width] in [-1, 1] → the distribution of its latents, of which the denoiser draws by
-    the request's seed: `mean` and `std`, [4, h, w] each."""
+    the request's seed, as the denoiser has them: `mean` and `std`, [4, h, w] each."""
 
     names = ("mean", "std")
 
@@ -22,4 +22,5 @@ class SdxlVaeEncoder(PictureEncoder):
 
     def encode_alike(self, pictures: torch.Tensor) -> dict[str, torch.Tensor]:
         [found] = self._vae.encode(pictures.to(self._vae.dtype), return_dict=False)
-        return {"mean": found.mean, "std": found.std}
+        mean = to_network(self._vae.config, found.mean)
+        return {"mean": mean, "std": to_network(self._vae.config, found.mean + found.std) - mean}

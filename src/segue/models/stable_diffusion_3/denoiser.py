@@ -14,7 +14,8 @@ from segue.messages.diffusion import DiffusionParams
 from segue.models.diffusion.denoiser import Denoiser, Given
 from segue.models.diffusion.kl import pixels_per_latent
 from segue.models.diffusion.prompts import Condition, stacked
-from segue.models.diffusion.schedulers import shifted
+from segue.models.diffusion.schedulers import after_strength, shifted
+from segue.models.diffusion.start import Start
 
 _MAX_SHIFT = 1.16
 """The pipeline's own, where the scheduler's config says nothing."""
@@ -46,7 +47,17 @@ class StableDiffusion3Denoiser(Denoiser):
             scheduler.set_timesteps(sigmas=params.sigmas, device=self.device, **more)
         else:
             scheduler.set_timesteps(params.num_inference_steps, device=self.device, **more)
-        return list(scheduler.timesteps)
+        return after_strength(scheduler, params)
+
+    def begins_with(self, given: Given) -> dict[str, torch.Tensor] | None:
+        return next(iter(given.pictures(self.device)), None)
+
+    def started_from(
+        self, start: Start, latents: torch.Tensor, scheduler: Any, first: torch.Tensor, given: Given
+    ) -> torch.Tensor:
+        if start.mask is not None and given.params.strength == 1:  # nothing of the picture is seen where it is anew
+            return latents
+        return super().started_from(start, latents, scheduler, first, given)
 
     def conditions(self, given: Given) -> list[Condition]:
         """CLIP's hidden states, filled up to T5's width, then T5's; where there is no T5, zeros."""

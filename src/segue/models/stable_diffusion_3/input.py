@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from segue.engines.contract import LoadContext
+from segue.engines.contract import LoadContext, Payload
 from segue.messages.diffusion import DiffusionParams
-from segue.models.diffusion.input import DiffusionInput, Picture, Rules
+from segue.models.diffusion.input import DiffusionInput, Picture, Rules, pictures_at
 from segue.models.diffusion.kl import pixels_per_latent
+from segue.models.diffusion.library import VaeImageProcessor
 from segue.models.diffusion.loading import component_config, load_tokenizer, pipeline_index
-from segue.models.diffusion.prompts import clip_length, padded_ids
+from segue.models.diffusion.prompts import clip_length, padded_ids, prompt_tokens
 from segue.models.stable_diffusion_3.graph import reads_with_t5
 
 _PROMPTS = ("prompt_2", "prompt_3", "negative_prompt", "negative_prompt_2", "negative_prompt_3")
+
+_FROM_PICTURE = DiffusionParams(strength=0.6, num_inference_steps=50)
+"""What the pipelines that begin with a picture take by default, with a mask and without."""
 
 
 class Input(DiffusionInput):
@@ -29,12 +33,17 @@ class Input(DiffusionInput):
                 defaults=DiffusionParams(
                     height=size, width=size, num_inference_steps=28, guidance_scale=7.0, max_sequence_length=256
                 ),
-                takes=frozenset((*_PROMPTS, "guidance_scale", "sigmas", "max_sequence_length")),
+                takes=frozenset((*_PROMPTS, "guidance_scale", "sigmas", "max_sequence_length", "strength")),
                 multiple=patch * scale,
                 largest_side=transformer.get("pos_embed_max_size", 96) * patch * scale,
                 max_sequence_length=512,
+                pictures=(0, 1),
+                with_picture=_FROM_PICTURE,
+                with_mask=_FROM_PICTURE,
+                mask_scale=scale,
             ),
         )
+        self._pictures = VaeImageProcessor(vae_scale_factor=scale)
         self._clips = [load_tokenizer(ctx.model_dir, name) for name in ("tokenizer", "tokenizer_2")]
         has_t5 = reads_with_t5(pipeline_index(ctx.model_dir))
         self._t5 = load_tokenizer(ctx.model_dir, "tokenizer_3") if has_t5 else None
@@ -45,6 +54,15 @@ class Input(DiffusionInput):
             negative = params.negative_prompt or ""
             items.append(self._item(negative, params.negative_prompt_2, params.negative_prompt_3, params))
         return items
+
+    def text_tokens(self, prompt: str, item: Any, params: DiffusionParams) -> int:
+        """T5's, where there is one, which reads more of it than CLIP."""
+        if self._t5 is not None:
+            return prompt_tokens(self._t5, params.prompt_3 or prompt, params.max_sequence_length or 256)
+        return prompt_tokens(self._clips[0], prompt, clip_length(self._clips[0]))
+
+    def more(self, params: DiffusionParams, pictures: Sequence[Picture]) -> Payload:
+        return pictures_at(self._pictures, params, pictures)
 
     def _item(self, first: str, second: str | None, third: str | None, params: DiffusionParams) -> dict[str, Any]:
         """What is empty is as the first."""

@@ -1,5 +1,6 @@
 """The torch half of the family. What leaves over each edge is in `segue.models.diffusion.transfers`; the item of a text
-is `{"clip", "t5"}` (`input`), what it becomes is in `segue.models.diffusion.clip` and `.t5`."""
+is `{"clip", "t5"}` (`input`), what it becomes is in `segue.models.diffusion.clip` and `.t5`; of a picture come `mean`
+and `std` (`segue.models.diffusion.kl`)."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ from typing import Any
 
 from segue.engines.contract import Transfer
 from segue.models.diffusion.clip import ClipEncoder
-from segue.models.diffusion.kl import KLDecoder
+from segue.models.diffusion.kl import KLDecoder, KLEncoder
 from segue.models.diffusion.t5 import T5Encoder
-from segue.models.diffusion.transfers import settings, texts_for, whole
+from segue.models.diffusion.transfers import pictures, texts_for, transfers
 from segue.models.stable_diffusion_3.denoiser import StableDiffusion3Denoiser
 from segue.models.stable_diffusion_3.input import Input
 
@@ -31,14 +32,10 @@ ADAPTERS: dict[str, Callable[..., Any]] = {
     "input": Input,
     "clip_encoder": Clips,
     "t5_encoder": T5,
+    "vae_encoder": KLEncoder,
     "denoiser": StableDiffusion3Denoiser,
     "decoder": KLDecoder,
 }
-TRANSFERS: dict[tuple[str, str], Transfer] = {
-    ("input", "clip_encoder"): texts_for("clip"),
-    ("input", "t5_encoder"): texts_for("t5"),
-    ("input", "denoiser"): settings,
-    ("clip_encoder", "denoiser"): whole,
-    ("t5_encoder", "denoiser"): whole,
-    ("denoiser", "decoder"): whole,
-}
+TRANSFERS: dict[tuple[str, str], Transfer] = transfers(
+    {"clip_encoder": texts_for("clip"), "t5_encoder": texts_for("t5"), "vae_encoder": pictures}
+)

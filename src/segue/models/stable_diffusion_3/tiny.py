@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from segue.messages.errors import InvalidRequest, nearest
 from segue.models.diffusion.library import LIBRARIES
 from segue.models.diffusion.tiny import Part, randomise, scale_to, write_index
 from segue.models.diffusion.tiny_parts import (
@@ -21,6 +20,7 @@ from segue.models.diffusion.tiny_parts import (
     write_t5_tokenizer,
 )
 from segue.models.family import TinyPreset
+from segue.models.tiny.sizes import check_size
 
 PARTS: Mapping[str, Part] = {
     "feature_extractor": (None, None),
@@ -55,8 +55,7 @@ def make(directory: Path, size: str = "tiny", seed: int = 0, *, with_t5: bool = 
 
     Raises `InvalidRequest` for an unknown size.
     """
-    if size not in SIZES:
-        raise InvalidRequest(f"no size {size!r}{nearest(size, SIZES)}", field="size")
+    check_size(size, SIZES)
     directory.mkdir(parents=True, exist_ok=True)
     absent = {} if with_t5 else {"text_encoder_3": (None, None), "tokenizer_3": (None, None)}
     write_index(directory, "StableDiffusion3Pipeline", {**PARTS, **absent})

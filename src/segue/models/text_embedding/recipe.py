@@ -6,12 +6,12 @@ Dense and Normalize. (Written by `SentenceTransformer.save`; the names of types 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from segue.messages.errors import ConfigError, nearest
+from segue.models.json_files import read_json, read_object
 
 MODULES = "modules.json"
 _POOLING_KEYS = {
@@ -57,7 +57,7 @@ class Recipe:
 def read_recipe(model_dir: Path, config: dict[str, Any]) -> Recipe:
     """Raises `ConfigError` naming file, key and value for what is missing or not served."""
     path = model_dir / MODULES
-    modules = _json(path)
+    modules = read_json(path)
     if not isinstance(modules, list) or not all(isinstance(entry, dict) for entry in modules):
         raise ConfigError(f"{path}: must hold a list of modules", field="model")
     kinds = [str(entry.get("type", "")).rpartition(".")[2] for entry in modules]
@@ -86,7 +86,7 @@ def _step(path: Path, model_dir: Path, kind: str, entry: dict[str, Any]) -> Dens
     if kind != "Dense":
         raise ConfigError(f"{path}: module {kind!r} is not served; Dense and Normalize are", field="model")
     directory = model_dir / str(entry.get("path"))
-    values = _object(directory / "config.json")
+    values = read_object(directory / "config.json")
     activation = str(values.get("activation_function", "Tanh")).rpartition(".")[2]
     if activation not in _ACTIVATIONS:
         raise ConfigError(
@@ -106,7 +106,7 @@ def _step(path: Path, model_dir: Path, kind: str, entry: dict[str, Any]) -> Dens
 
 
 def _pooling(path: Path) -> tuple[str, ...]:
-    values = _object(path)
+    values = read_object(path)
     named = values.get("pooling_mode")
     if named is None:
         modes = [mode for key, mode in _POOLING_KEYS.items() if values.get(key)]
@@ -125,21 +125,5 @@ def _pooling(path: Path) -> tuple[str, ...]:
 def _max_length(path: Path) -> int | None:
     if not path.is_file():
         return None
-    length = _object(path).get("max_seq_length")
+    length = read_object(path).get("max_seq_length")
     return None if length is None else int(length)
-
-
-def _object(path: Path) -> dict[str, Any]:
-    value = _json(path)
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: must hold a JSON object", field="model")
-    return value
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}", field="model") from error
-    except ValueError as error:
-        raise ConfigError(f"{path}: not JSON: {error}", field="model") from error

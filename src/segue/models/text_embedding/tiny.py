@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from segue.messages.errors import InvalidRequest, nearest
 from segue.models.family import TinyPreset
 from segue.models.library import AutoConfig, AutoModel
 from segue.models.text_embedding.recipe import MODULES
 from segue.models.tiny.files import BASE_VOCAB, added_tokens, train_tokenizer, write_json
+from segue.models.tiny.sizes import check_size
 from segue.models.tiny.weights import randomise
 
 SIZES = ("tiny",)
@@ -77,8 +77,7 @@ def make(name: str, directory: Path, size: str = "tiny", seed: int = 0) -> None:
 
     Raises `InvalidRequest` for an unknown size.
     """
-    if size not in SIZES:
-        raise InvalidRequest(f"no size {size!r}{nearest(size, SIZES)}", field="size")
+    check_size(size, SIZES)
     small = _SMALL[name]
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(small.special, begin=small.begin, end=small.end)

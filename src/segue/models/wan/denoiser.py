@@ -12,18 +12,12 @@ from torch import nn
 
 from segue.engines.contract import LoadContext, Payload
 from segue.engines.diffusion.contract import Row, Sample
-from segue.kernels.linear import pack_linears
 from segue.kernels.quantized import packed_bytes
 from segue.messages.diffusion import DiffusionParams
 from segue.models.checkpoint import held_bytes
 from segue.models.diffusion.denoiser import Denoiser, Given
 from segue.models.diffusion.tuning import load_network
 from segue.models.wan.shape import TEXT_TOKENS, Shape
-
-PACKED_ROWS = 256
-"""Tokens of a call, roughly, on a CPU: what the weights are laid out for."""
-READ = frozenset({"condition_embedder.time_embedder.linear_1", "condition_embedder.time_embedder.linear_2"})
-"""Layers whose weights the network looks at by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +36,15 @@ class WanDenoiser(Denoiser):
     """`DiffusionAdapter`; latents are [1, channels, frames, h, w]. Of two experts, rows of one call have the same."""
 
     noise_dtype: ClassVar[torch.dtype | None] = torch.float32
+    read = frozenset({"condition_embedder.time_embedder.linear_1", "condition_embedder.time_embedder.linear_2"})
 
     def __init__(self, ctx: LoadContext) -> None:
         super().__init__(ctx)
         self._shape = Shape.of(ctx.model_dir)
-        pack_linears(self.network, PACKED_ROWS, keep=READ)
         self.second: nn.Module | None = None
         if self._shape.boundary is not None:
-            self.second = load_network(ctx, "transformer_2")
+            self.second = load_network(ctx, "transformer_2", self.read)
             self.weight_bytes += held_bytes(self.second) + packed_bytes(self.second)
-            pack_linears(self.second, PACKED_ROWS, keep=READ)
 
     def networks(self) -> Sequence[nn.Module]:
         return [self.network] if self.second is None else [self.network, self.second]

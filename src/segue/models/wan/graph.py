@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from segue.graph.stage_graph import INPUT, StageGraph
+from segue.graph.stage_graph import StageGraph
+from segue.models.diffusion.graph import denoise
 
 
 def sees(index: dict[str, Any]) -> bool:
@@ -30,10 +31,5 @@ def graph(config: dict[str, Any]) -> StageGraph:
         pictures.append("image_encoder")  # CLIP, of Wan 2.1
     for name in pictures:
         g.stage(name, "module", takes={"image"})
-    g.stage("denoiser", "diffusion")
-    g.stage("decoder", "module", gives={"video"})
-    g.edge(INPUT, "denoiser")  # what is asked for: size, frames, steps, guidance
-    for name in ("text_encoder", *pictures):
-        g.edge(name, "denoiser")
-    g.edge("denoiser", "decoder")  # a chunk per video, and per preview
+    denoise(g, gives="video")
     return g

@@ -66,6 +66,14 @@ class Input(DiffusionInput):
             prompts.append(params.negative_prompt or "")
         return [self._item(text, params) for text in prompts]
 
+    def text_tokens(self, prompt: str, item: Any, params: DiffusionParams) -> int:
+        return len(item["ids"])
+
+    def _tokens(self, picture: Any) -> int:
+        """Of a picture, or of two: each as large as a frame."""
+        of_frame = super()._tokens(picture["first"].movedim(-1, 0))
+        return of_frame * (1 if picture["last"] is None else 2)
+
     def more(self, params: DiffusionParams, pictures: Sequence[Picture]) -> Payload:
         first = [picture.image for picture in pictures if not picture.role]
         last = [picture.image for picture in pictures if picture.role == _LAST]

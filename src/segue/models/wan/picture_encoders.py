@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from segue.engines.contract import LoadContext
-from segue.models.diffusion.loading import load_component
+from segue.models.diffusion.loading import load_component, load_encoder
 from segue.models.diffusion.text_encoder import TextEncoder
 from segue.models.wan.shape import Shape
 
@@ -62,7 +62,7 @@ class ImageEncoder(TextEncoder):
 
     def __init__(self, ctx: LoadContext) -> None:
         super().__init__(ctx)
-        self._network = load_component(ctx, "image_encoder")
+        self._network = load_encoder(ctx, "image_encoder")
 
     def encode(self, items: Sequence[Any]) -> list[dict[str, torch.Tensor]]:
         counts = [len(item["pixels"]) for item in items]

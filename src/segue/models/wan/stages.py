@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from segue.engines.contract import Transfer
-from segue.models.diffusion.transfers import picked, settings, texts, whole
+from segue.models.diffusion.transfers import picked, texts, transfers
 from segue.models.wan.decoder import WanDecoder
 from segue.models.wan.denoiser import WanDenoiser
 from segue.models.wan.input import Input
@@ -22,13 +22,6 @@ ADAPTERS: dict[str, Callable[..., Any]] = {
     "denoiser": WanDenoiser,
     "decoder": WanDecoder,
 }
-TRANSFERS: dict[tuple[str, str], Transfer] = {
-    ("input", "text_encoder"): texts,
-    ("input", "vae_encoder"): picked("pictures"),
-    ("input", "image_encoder"): picked("looks"),
-    ("input", "denoiser"): settings,
-    ("text_encoder", "denoiser"): whole,
-    ("vae_encoder", "denoiser"): whole,
-    ("image_encoder", "denoiser"): whole,
-    ("denoiser", "decoder"): whole,
-}
+TRANSFERS: dict[tuple[str, str], Transfer] = transfers(
+    {"text_encoder": texts, "vae_encoder": picked("pictures"), "image_encoder": picked("looks")}
+)

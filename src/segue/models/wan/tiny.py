@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from segue.messages.errors import InvalidRequest, nearest
 from segue.models.diffusion.library import LIBRARIES, AutoConfig
 from segue.models.diffusion.tiny import randomise, scale_to, write_index
 from segue.models.diffusion.tiny_parts import T5_VOCAB, write_t5_tokenizer
 from segue.models.family import TinyPreset
+from segue.models.tiny.sizes import check_size
 
 PARTS = {
     "scheduler": ("diffusers", "UniPCMultistepScheduler"),
@@ -72,8 +72,7 @@ def make(directory: Path, size: str = "tiny", seed: int = 0) -> None:
 
     Raises `InvalidRequest` for an unknown size.
     """
-    if size not in SIZES:
-        raise InvalidRequest(f"no size {size!r}{nearest(size, SIZES)}", field="size")
+    check_size(size, SIZES)
     small = SIZES[size]
     directory.mkdir(parents=True, exist_ok=True)
     _write_index(directory, small)

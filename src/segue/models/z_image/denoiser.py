@@ -43,6 +43,9 @@ class ZImageDenoiser(Denoiser):
     def set_timesteps(self, scheduler: Any, latents: torch.Tensor, params: DiffusionParams) -> list[torch.Tensor]:
         return set_shifted(scheduler, params, self.tokens(latents), self.device)
 
+    def begins_with(self, given: Given) -> dict[str, torch.Tensor] | None:
+        return next(iter(given.pictures(self.device)), None)
+
     def conditions(self, given: Given) -> list[torch.Tensor]:
         """[text tokens, hidden] each."""
         return [text["embeds"].to(self.dtype) for text in given.texts(self.device)]

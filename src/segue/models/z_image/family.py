@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from segue.models.family import Family
+from segue.models.diffusion.family import pipeline_family
 from segue.models.z_image.graph import graph
 
-FAMILY = Family(
-    name="z_image",
-    architectures=frozenset({"ZImagePipeline"}),
-    graph=graph,
-    stages_module="segue.models.z_image.stages",
-    chats=lambda model_dir: False,
-    stage_keys=frozenset({"lora"}),
-    tiny_module="segue.models.z_image.tiny",
-    tiny_names=("z-image",),
-)
+FAMILY = pipeline_family("z_image", {"ZImagePipeline"}, graph, presets=("z-image",))

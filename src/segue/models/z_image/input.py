@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from segue.engines.contract import LoadContext
+import msgspec
+
+from segue.engines.contract import LoadContext, Payload
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import ConfigError
-from segue.models.diffusion.input import DiffusionInput, Picture, Rules
+from segue.models.diffusion.input import DiffusionInput, Picture, Rules, pictures_at
 from segue.models.diffusion.kl import pixels_per_latent
+from segue.models.diffusion.library import VaeImageProcessor
 from segue.models.diffusion.loading import component_config, load_tokenizer
 
 PIXELS = 1024
@@ -36,15 +39,35 @@ class Input(DiffusionInput):
                     guidance_scale=5.0,
                     max_sequence_length=min(512, longest),
                 ),
-                takes=frozenset({"negative_prompt", "guidance_scale", "sigmas", "max_sequence_length"}),
+                takes=frozenset({"negative_prompt", "guidance_scale", "sigmas", "max_sequence_length", "strength"}),
                 multiple=2 * scale,
                 largest_side=2 * scale * min(rows, columns),
                 max_sequence_length=longest,
+                pictures=(0, 1),
+                with_picture=DiffusionParams(strength=0.6),
+                with_mask=DiffusionParams(strength=1.0),
+                mask_scale=scale,
             ),
         )
+        self._pictures = VaeImageProcessor(vae_scale_factor=2 * scale)
         self._tokenizer = load_tokenizer(ctx.model_dir)
         if self._tokenizer.chat_template is None:
             raise ConfigError(f"{ctx.model_dir / 'tokenizer'}: has no chat template", field="model")
+
+    def completed(self, params: DiffusionParams, pictures: Sequence[Picture]) -> DiffusionParams:
+        """A picture is made in its own size, where nothing else is said."""
+        if pictures:
+            height, width = self._pictures.get_default_height_width(pictures[0].image)
+            least = self.rules.multiple
+            opened = {"height": params.height or max(least, height), "width": params.width or max(least, width)}
+            params = msgspec.structs.replace(params, **opened)
+        return super().completed(params, pictures)
+
+    def text_tokens(self, prompt: str, item: Any, params: DiffusionParams) -> int:
+        return len(item)
+
+    def more(self, params: DiffusionParams, pictures: Sequence[Picture]) -> Payload:
+        return pictures_at(self._pictures, params, pictures)
 
     def texts(self, prompt: str, params: DiffusionParams, pictures: Sequence[Picture]) -> list[Any]:
         prompts = [prompt]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from segue.engines.contract import LoadContext
-from segue.models.diffusion.loading import load_component
+from segue.models.diffusion.loading import load_encoder
 from segue.models.diffusion.text_encoder import TextEncoder
 
 
@@ -17,14 +17,9 @@ class Encoder(TextEncoder):
 
     def __init__(self, ctx: LoadContext) -> None:
         super().__init__(ctx)
-        self.network = load_component(ctx, "text_encoder")
+        self.network = load_encoder(ctx, "text_encoder")
 
     def encode(self, items: Sequence[Any]) -> list[dict[str, torch.Tensor]]:
-        lengths = [len(item) for item in items]
-        ids = torch.zeros(len(items), max(lengths), dtype=torch.long, device=self.device)
-        mask = torch.zeros_like(ids)
-        for row, item in enumerate(items):
-            ids[row, : lengths[row]] = torch.tensor(item)
-            mask[row, : lengths[row]] = 1
+        ids, mask = self.padded(items)
         made = self.network(input_ids=ids, attention_mask=mask, use_cache=False, output_hidden_states=True)
-        return [{"embeds": made.hidden_states[-2][row, :length]} for row, length in enumerate(lengths)]
+        return [{"embeds": made.hidden_states[-2][row, :length]} for row, length in enumerate(map(len, items))]

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from segue.messages.errors import InvalidRequest, nearest
 from segue.models.diffusion.library import LIBRARIES, AutoConfig
-from segue.models.diffusion.tiny import randomise, scale_to, write_index, write_tokenizer
-from segue.models.diffusion.tiny_parts import write_kl_vae
+from segue.models.diffusion.tiny import RopeSize, randomise, scale_to, write_index
+from segue.models.diffusion.tiny_parts import write_kl_vae, write_qwen_tokenizer
 from segue.models.family import TinyPreset
-from segue.models.tiny.files import BASE_VOCAB, train_tokenizer
+from segue.models.tiny.files import BASE_VOCAB
+from segue.models.tiny.sizes import check_size
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = (
@@ -34,17 +33,7 @@ PARTS = {
 }
 
 
-@dataclass(frozen=True)
-class _Small:
-    """One size of the denoiser."""
-
-    layers: int
-    heads: int
-    rope: tuple[int, int, int]
-    """Their sum is the dimension of a head."""
-
-
-SIZES: Mapping[str, _Small] = {"tiny": _Small(3, 2, (4, 6, 6)), "small": _Small(16, 6, (16, 24, 24))}
+SIZES: Mapping[str, RopeSize] = {"tiny": RopeSize(3, 2, (4, 6, 6)), "small": RopeSize(16, 6, (16, 24, 24))}
 _HIDDEN = 64
 """Of the text encoder."""
 _PREDICTION_STD = 1.0
@@ -55,13 +44,10 @@ def make(directory: Path, size: str = "tiny", seed: int = 0) -> None:
 
     Raises `InvalidRequest` for an unknown size.
     """
-    if size not in SIZES:
-        raise InvalidRequest(f"no size {size!r}{nearest(size, SIZES)}", field="size")
+    check_size(size, SIZES)
     directory.mkdir(parents=True, exist_ok=True)
     write_index(directory, "ZImagePipeline", PARTS)
-    more = {"bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": TEMPLATE}
-    tokenizer = train_tokenizer(SPECIAL)
-    write_tokenizer(directory / "tokenizer", tokenizer, SPECIAL, "Qwen2Tokenizer", longest=32768, **more)
+    write_qwen_tokenizer(directory / "tokenizer", SPECIAL, chat_template=TEMPLATE)
     with torch.random.fork_rng(devices=[]):  # the libraries draw weights of their own first
         _make_text_encoder(directory, seed)
         _make_transformer(directory, SIZES[size], seed + 1)
@@ -90,10 +76,10 @@ def _make_text_encoder(directory: Path, seed: int) -> None:
     model.save_pretrained(directory / "text_encoder")
 
 
-def _make_transformer(directory: Path, small: _Small, seed: int) -> None:
+def _make_transformer(directory: Path, small: RopeSize, seed: int) -> None:
     network = LIBRARIES["diffusers"].ZImageTransformer2DModel(
         in_channels=16,
-        dim=small.heads * sum(small.rope),
+        dim=small.heads * small.head,
         n_layers=small.layers,
         n_refiner_layers=1,
         n_heads=small.heads,

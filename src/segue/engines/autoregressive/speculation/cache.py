@@ -17,7 +17,8 @@ from segue.engines.autoregressive.blocks import BlockPool
 from segue.engines.autoregressive.contract import KVSpec
 from segue.kernels.kv_layout import KVLayout
 from segue.kernels.kv_store import KVStore
-from segue.kernels.paged_step import PagedStep, Part, paged_step, step_order
+from segue.kernels.paged_step import PagedStep, paged_step
+from segue.kernels.part import Part, step_order
 
 
 class Span(NamedTuple):

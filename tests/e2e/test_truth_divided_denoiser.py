@@ -1,4 +1,5 @@
-"""A denoiser of two processes through the whole system: the same picture, whichever of them is killed."""
+"""A denoiser divided between two processes (its rows, or its network), through the whole system: the same picture,
+whichever of them is killed."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import pytest
 from truth_system import System
 
 from segue.messages.deltas import Delta, ProgressDelta
-from segue.models.qwen_image import tiny
+from segue.messages.errors import ConfigError
 from segue.orchestrator.outputs import RequestOutput
 
 ASKED: dict[str, Any] = {
@@ -27,30 +28,27 @@ ASKED: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("qwen-image")
-    tiny.make(made)
-    return made
-
-
-@pytest.fixture(scope="module")
-def truth(directory: Path) -> RequestOutput:
-    system = System(directory)
+def truth(qwen_image_dir: Path) -> RequestOutput:
+    system = System(qwen_image_dir)
     [output] = system.ask(ASKED)
     system.close()
     return output
 
 
-@pytest.fixture(scope="module")
-def running(directory: Path) -> Iterator[System]:
-    system = System(directory, stages={"denoiser": {"cfg_parallel": 2}})
+@pytest.fixture(
+    scope="module",
+    params=[
+        {"cfg_parallel": 2},
+        {"sequence_parallel": 2},
+        {"sequence_parallel": 2, "sequence_mode": "ring"},
+        {"tensor_parallel": 2},
+    ],
+    ids=["branches", "ulysses", "ring", "weights"],
+)
+def running(qwen_image_dir: Path, request: pytest.FixtureRequest) -> Iterator[System]:
+    system = System(qwen_image_dir, stages={"denoiser": request.param})
     yield system
     system.close()
-
-
-def follower(system: System) -> psutil.Process:
-    [process] = psutil.Process(system.pid("denoiser")).children()
-    return process
 
 
 def assert_same(one: RequestOutput, other: RequestOutput) -> None:
@@ -64,9 +62,15 @@ def test_the_same_picture(running: System, truth: RequestOutput) -> None:
     assert_same(output, truth)
 
 
+def test_nobody_listens_but_on_the_loopback_interface(running: System) -> None:
+    for process in (psutil.Process(running.pid("denoiser")), running.follower("denoiser")):
+        listening = [one for one in process.net_connections() if one.status == psutil.CONN_LISTEN]
+        assert {one.laddr.ip for one in listening} <= {"127.0.0.1"}
+
+
 @pytest.mark.parametrize("who", ["leader", "follower"])
 def test_killed_at_work(running: System, truth: RequestOutput, who: str) -> None:
-    leader, second = psutil.Process(running.pid("denoiser")), follower(running)
+    leader, second = psutil.Process(running.pid("denoiser")), running.follower("denoiser")
     killed: list[psutil.Process] = []
 
     def kill(delta: Delta) -> None:
@@ -80,4 +84,9 @@ def test_killed_at_work(running: System, truth: RequestOutput, who: str) -> None
     assert output.metrics.attempts == 2
     _, alive = psutil.wait_procs([leader, second], timeout=30)
     assert not alive, "neither outlives the other"
-    assert follower(running).is_running()
+    assert running.follower("denoiser").is_running()
+
+
+def test_what_cannot_be_divided_does_not_start(qwen_image_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="QwenImageTransformer2DModel cannot be run sequence parallel"):
+        System(qwen_image_dir, stages={"denoiser": {"sequence_parallel": 3}})

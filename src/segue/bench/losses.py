@@ -1,0 +1,198 @@
+"""`segue bench diffusion --losses`: what each way to be faster with a loss gains and costs, against Segue's own exact
+pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from segue.bench.diffusion_sides import SEGUE, CachedDriver, PictureDriver, SegueDriver
+from segue.bench.diffusion_workload import (
+    CACHED,
+    PictureOutcome,
+    largest_difference,
+    mean_difference,
+    pictures,
+)
+from segue.bench.hardware import Machine, machine
+from segue.bench.load import LoadSlice, ask, closed, in_turn
+from segue.bench.report import table
+from segue.bench.result_file import VERSION
+from segue.bench.stats import mean
+from segue.messages.errors import InvalidRequest
+from segue.models.registry import read_config
+
+QUANTIZATIONS = ("int8", "fp8")
+TOGETHER = f"{SEGUE}, four at a time"
+"""Exact pictures, in other batches: what rounding alone makes of the same requests."""
+_BATCH = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossBench:
+    """What to run."""
+
+    model_dir: Path
+    size: int
+    requests: int
+    """Per round, one after the other."""
+    rounds: int
+    guidance: float
+    step_caches: Sequence[tuple[str, float | None]]
+    dtype: str
+    seed: int
+    config: Mapping[str, Any]
+    say: Callable[[str], None] = print
+
+
+class LossSide(msgspec.Struct, kw_only=True):
+    """One way to compute the same pictures."""
+
+    seconds: float
+    """Mean until a picture is there, one client."""
+    speed: float
+    """The exact side's seconds over these."""
+    psnr: float | None
+    """Peak signal-to-noise ratio against the exact pictures in dB, all their values together; None: they are equal."""
+    lowest_psnr: float | None
+    """Of the picture that suffers most."""
+    mean_difference: float
+    """Of values in [0, 1]."""
+    largest_difference: float
+
+
+class LossResult(msgspec.Struct, kw_only=True):
+    version: int = VERSION
+    benchmark: str = "losses"
+    finished: str
+    """ISO 8601, UTC."""
+    machine: Machine
+    model: str
+    pipeline: str
+    dtype: str
+    size: int
+    steps: str
+    """How many, and how often."""
+    pictures: int
+    guidance: float
+    seed: int
+    sides: dict[str, LossSide]
+    """The exact one first."""
+    refused: list[str]
+    """What the model does not have, and why."""
+
+
+async def run(bench: LossBench) -> LossResult:
+    """Start a Segue for each kind of weights, measure all ways in turn, stop them."""
+    found, pipeline = machine(), read_config(bench.model_dir)["_class_name"]
+    exact = SegueDriver(bench.model_dir, pipeline, bench.dtype, bench.config)
+    drivers: list[PictureDriver] = [exact, *(CachedDriver(exact, *cache) for cache in bench.step_caches)]
+    drivers += [_quantised(bench, pipeline, kind) for kind in QUANTIZATIONS]
+    [warm] = pictures(CACHED, bench.size, 10**6, 1, bench.guidance, bench.seed)
+    refused = []
+    async with AsyncExitStack() as stack:
+        for driver in list(drivers):
+            bench.say(f"starting {driver.name}")
+            stack.push_async_callback(driver.stop)
+            await driver.start()
+            try:
+                await ask(driver, warm)
+            except InvalidRequest as error:
+                refused.append(f"{driver.name}: {error}")
+                drivers.remove(driver)
+        count = bench.requests
+        asked = [
+            pictures(CACHED, bench.size, number * count, count, bench.guidance, bench.seed)
+            for number in range(bench.rounds)
+        ]
+        slices = await in_turn(drivers, asked, closed(1), 1, bench.say, _told)
+        together = await in_turn([exact], asked, closed(_BATCH), _BATCH, lambda line: None, _told)
+    made = {driver.name: _outcomes(slices, driver.name) for driver in drivers}
+    sides = {name: loss(outcomes, made[exact.name]) for name, outcomes in made.items()}
+    sides[TOGETHER] = loss(_outcomes(together, exact.name), made[exact.name])
+    return LossResult(
+        finished=datetime.now(UTC).isoformat(timespec="seconds"),
+        machine=found,
+        model=bench.model_dir.name,
+        pipeline=pipeline,
+        dtype=bench.dtype,
+        size=bench.size,
+        steps=str(CACHED),
+        pictures=bench.requests * bench.rounds,
+        guidance=bench.guidance,
+        seed=bench.seed,
+        sides=sides,
+        refused=refused,
+    )
+
+
+def loss(outcomes: Sequence[PictureOutcome], exact: Sequence[PictureOutcome]) -> LossSide:
+    """Of the same requests."""
+    errors = [_squared(mine, theirs) for mine, theirs in zip(outcomes, exact, strict=True)]
+    seconds = mean([one.jct for one in outcomes])
+    return LossSide(
+        seconds=seconds,
+        speed=mean([one.jct for one in exact]) / seconds,
+        psnr=_psnr(mean(errors)),
+        lowest_psnr=_psnr(max(errors)),
+        mean_difference=mean_difference(outcomes, exact),
+        largest_difference=largest_difference(outcomes, exact),
+    )
+
+
+def markdown(result: LossResult) -> str:
+    """Everything, as a table."""
+    rows = [
+        [
+            side,
+            f"{figures.seconds:.2f}",
+            "" if side == TOGETHER else f"{figures.speed:.2f}×",
+            "equal" if figures.psnr is None else f"{figures.psnr:.1f}",
+            "equal" if figures.lowest_psnr is None else f"{figures.lowest_psnr:.1f}",
+            f"{figures.mean_difference:.4f} / {figures.largest_difference:.4f}",
+        ]
+        for side, figures in result.sides.items()
+    ]
+    head = ["side", "seconds per picture", "speed", "PSNR (dB)", "of the worst picture (dB)"]
+    parts = [
+        f"## Losses: {result.pipeline} ({result.model}), {result.dtype}, {result.finished[:10]}",
+        f"{result.machine.cores} cores of {result.machine.cpu}. {result.pictures} pictures of {result.size} x "
+        f"{result.size}, {result.steps}, guidance {result.guidance:g}, seed {result.seed}; one client but for the last "
+        "side.",
+        table([*head, "difference, mean / largest"], rows),
+        *(f"Not measured: {line}" for line in result.refused),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _quantised(bench: LossBench, pipeline: str, kind: str) -> SegueDriver:
+    stages = dict(bench.config.get("stages", {}))
+    stages["denoiser"] = {**stages.get("denoiser", {}), "quantization": kind}
+    return SegueDriver(
+        bench.model_dir, pipeline, bench.dtype, {**bench.config, "stages": stages}, name=f"{SEGUE}, {kind}"
+    )
+
+
+def _outcomes(slices: Sequence[LoadSlice[PictureOutcome]], side: str) -> list[PictureOutcome]:
+    return [one for taken in slices if taken.side == side for one in taken.outcomes]
+
+
+def _squared(mine: PictureOutcome, theirs: PictureOutcome) -> float:
+    """Mean squared error of values in [0, 1]."""
+    a, b = (np.frombuffer(one.picture, np.uint8).astype(np.float64) / 255 for one in (mine, theirs))
+    return float(((a - b) ** 2).mean())
+
+
+def _psnr(squared: float) -> float | None:
+    return None if squared == 0 else float(-10 * np.log10(squared))
+
+
+def _told(taken: LoadSlice[PictureOutcome]) -> str:
+    return f"mean JCT {mean([one.jct for one in taken.outcomes]):.2f} s"

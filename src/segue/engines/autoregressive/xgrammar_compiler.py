@@ -1,0 +1,74 @@
+"""xgrammar over a vocabulary."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from segue.messages.errors import InvalidRequest
+
+MAX_COMPILED_BYTES = 256 << 20
+"""Of one compiled grammar, and, where nothing else is said, of all that are kept for the next request."""
+
+_WHERE = re.compile(r"^(\[[\d:]+\] )?(\S+\.(cc|cpp|h):\d+: )?")
+"""Time and place in its own source that xgrammar puts before what is wrong."""
+
+
+class XGrammar:
+    """Compiles; and takes what another one for the same vocabulary has compiled. xgrammar is imported with the first of
+    them: most workers never need it."""
+
+    def __init__(self, words: Sequence[bytes], ends: Sequence[int]) -> None:
+        """`words`: the bytes of every token; `ends`: those that end an output."""
+        from xgrammar import CompiledGrammar, GrammarCompiler, GrammarMatcher, TokenizerInfo, VocabType
+
+        self._info = TokenizerInfo(list(words), VocabType.RAW, vocab_size=len(words), stop_token_ids=list(ends))
+        self._compiler = GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
+        self._deserialize = CompiledGrammar.deserialize_json
+        self._matcher = GrammarMatcher
+        self._vocab_size = len(words)
+        self.ends = list(ends)
+
+    def __call__(self, kind: str, source: str) -> Any:
+        """(kind, source) → `xgrammar.CompiledGrammar`. Raises `InvalidRequest` for what is wrong with the source; what
+        it says follows the name of the parameter."""
+        ways: dict[str, Callable[[str], Any]] = {
+            "json": self._compiler.compile_json_schema,
+            "regex": self._compiler.compile_regex,
+            "grammar": self._compiler.compile_grammar,
+        }
+        try:
+            compiled = ways[kind](source)
+        except (RuntimeError, ValueError) as error:  # both say what is wrong with the source
+            what = _WHERE.sub("", str(error).strip())
+            raise InvalidRequest(f"cannot be compiled: {what}") from error
+        if compiled.memory_size_bytes > MAX_COMPILED_BYTES:
+            raise InvalidRequest(
+                f"takes {compiled.memory_size_bytes} bytes when compiled; at most {MAX_COMPILED_BYTES} are allowed"
+            )
+        if not possible(self._matcher(compiled), self._vocab_size):
+            raise InvalidRequest("matches no text that this model can write")
+        return compiled
+
+    def serialized(self, kind: str, source: str) -> str:
+        """The same as text, for `deserialized` in another process."""
+        return self(kind, source).serialize_json()
+
+    def deserialized(self, text: str) -> Any:
+        """What `serialized` gave, as `xgrammar.CompiledGrammar`."""
+        return self._deserialize(text, self._info)
+
+
+def blank_mask(rows: int, vocab_size: int) -> torch.Tensor:
+    """[rows, ceil(vocab_size / 32)] int32 that forbids nothing."""
+    return torch.full((rows, -(-vocab_size // 32)), -1, dtype=torch.int32)
+
+
+def possible(matcher: Any, vocab_size: int) -> bool:
+    """Some token may come next, by an `xgrammar.GrammarMatcher`."""
+    bitmask = blank_mask(1, vocab_size)
+    matcher.fill_next_token_bitmask(bitmask, 0)
+    return bool(bitmask.any())

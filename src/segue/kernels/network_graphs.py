@@ -1,0 +1,169 @@
+"""Calls of a network as CUDA graphs: launched as one piece, whatever the number of kernels in them.
+
+A graph is a recording of kernels with fixed addresses and shapes. So there is one per kind of call: shapes and dtypes
+of all tensors, values of everything else. The first calls of a kind run as they are; from the third on (a request of
+few steps is not worth a recording) its tensors are copied into fixed ones and the recording is run. What is recorded is
+bounded in number and in memory: a call that holds much has kernels so large that launching them takes no time that
+counts, and a recording would hold that memory for good.
+
+A network that looks at values on the host cannot be recorded: it goes on as it is, with a line in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+USES = 3
+"""The call of a kind that is recorded."""
+MOST = 16
+"""Recordings of a network at one time; the one that was not used for longest goes first."""
+HELD_BYTES = 256 << 20
+"""A call that holds more than this beside its inputs is not recorded."""
+
+_log = logging.getLogger("segue.cuda_graphs")
+
+
+class Recorder(Protocol):
+    """What records on a device."""
+
+    def held(self, run: Callable[[], Any]) -> tuple[Any, int]:
+        """The result of a call, and the bytes it held at most."""
+
+    def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """What runs a call again, and the tensors that it writes to. Raises `RuntimeError` where it cannot be."""
+
+
+class CudaRecorder:
+    """Records on a CUDA device; all recordings share one pool of memory, since never two of them run at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def held(self, run: Callable[[], Any]) -> tuple[Any, int]:
+        before = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        made = run()
+        return made, torch.cuda.max_memory_allocated(self._device) - before
+
+    def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        side = torch.cuda.Stream(self._device)
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(side):
+            run()  # libraries are set up for the stream outside the recording
+        torch.cuda.current_stream(self._device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=side):
+            made = run()
+        return graph.replay, made
+
+
+@dataclass(slots=True)
+class _Kind:
+    """Calls with tensors of equal shapes, and all else equal."""
+
+    uses: int = 0
+    large: bool = False
+    inputs: list[torch.Tensor] = field(default_factory=list)
+    replay: Callable[[], None] | None = None
+    made: Any = None
+
+
+class NetworkGraphs:
+    """Stands in front of a network's `forward`."""
+
+    def __init__(self, forward: Callable[..., Any], device: torch.device, recorder: Recorder) -> None:
+        self._forward = forward
+        self._device = device
+        self._recorder = recorder
+        self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
+        self._eager = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tensors: list[torch.Tensor] = []
+        form = _form((args, kwargs), tensors)
+        kind = None if self._eager or any(one.device != self._device for one in tensors) else self._kind(form)
+        if kind is None:
+            return self._forward(*args, **kwargs)
+        kind.uses += 1
+        if kind.replay is None:
+            if kind.uses < USES or kind.large:
+                return self._as_it_is(kind, args, kwargs)
+            if not self._recorded(kind, args, kwargs, tensors):
+                return self._forward(*args, **kwargs)
+        assert kind.replay is not None
+        for fixed, given in zip(kind.inputs, tensors, strict=True):
+            fixed.copy_(given)
+        kind.replay()
+        return _mapped(kind.made, torch.Tensor.clone)
+
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """Within it calls run as they are: what else decides what the network does is not in a recording."""
+        before, self._eager = self._eager, True
+        try:
+            yield
+        finally:
+            self._eager = before
+
+    def _kind(self, form: Hashable) -> _Kind | None:
+        try:
+            kind = self._kinds.setdefault(form, _Kind())
+        except TypeError:  # something in it can change
+            return None
+        self._kinds.move_to_end(form)
+        if len(self._kinds) > MOST:
+            self._kinds.popitem(last=False)
+        return kind
+
+    def _as_it_is(self, kind: _Kind, args: Any, kwargs: Any) -> Any:
+        if kind.uses != USES - 1:
+            return self._forward(*args, **kwargs)
+        made, held = self._recorder.held(lambda: self._forward(*args, **kwargs))
+        kind.large = held > HELD_BYTES
+        return made
+
+    def _recorded(self, kind: _Kind, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> bool:
+        """Whether it could be."""
+        kind.inputs = [tensor.clone() for tensor in tensors]
+        fixed = iter(kind.inputs)
+        own_args, own_kwargs = _mapped((args, kwargs), lambda tensor: next(fixed))
+        try:
+            kind.replay, kind.made = self._recorder.record(lambda: self._forward(*own_args, **own_kwargs))
+        except RuntimeError as error:  # torch has no other for what cannot be recorded
+            _log.warning("calls of the network cannot be recorded, and are launched kernel by kernel: %s", error)
+            self._eager = True
+            self._kinds.clear()
+            return False
+        return True
+
+
+def _form(value: Any, tensors: list[torch.Tensor]) -> Hashable:
+    """All that is no tensor of a value; the tensors in order."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return (tuple(value.shape), value.dtype)
+    if isinstance(value, list | tuple):
+        return (type(value), *(_form(part, tensors) for part in value))
+    if isinstance(value, dict):
+        return tuple((name, _form(part, tensors)) for name, part in value.items())
+    form: Hashable = value
+    return form
+
+
+def _mapped(value: Any, made: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The value with other tensors in the place of its own, in the order of `_form`."""
+    if isinstance(value, torch.Tensor):
+        return made(value)
+    if isinstance(value, list | tuple):
+        return type(value)([_mapped(part, made) for part in value])
+    if isinstance(value, dict):
+        return {name: _mapped(part, made) for name, part in value.items()}
+    return value

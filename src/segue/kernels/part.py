@@ -1,0 +1,50 @@
+"""One sequence's share of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+
+class Part(NamedTuple):
+    """One sequence's part of a step: its block table, and the range of its tokens that is computed.
+
+    Where the first blocks were given back (they lie behind the window of this group), `blocks` begins after them and
+    `start` and `stop` count from there: attention is causal and windows are relative, so nothing else changes.
+    """
+
+    blocks: Sequence[int]
+    start: int
+    stop: int
+    mutual: Sequence[tuple[int, int]] = ()
+    """Ranges of tokens, in order, that see each other in both directions. Each lies wholly within [start, stop) or
+    outside of it."""
+
+    def reaches(self) -> np.ndarray:
+        """[stop - start] int32: for each query, how many tokens of the sequence it sees, from the first on."""
+        reach = np.arange(self.start + 1, self.stop + 1, dtype=np.int32)
+        for first, end in self.mutual:
+            if self.start <= first and end <= self.stop:
+                reach[first - self.start : end - self.start] = end
+        return reach
+
+    @property
+    def causal(self) -> bool:
+        """No query sees a token after it."""
+        return not any(self.start <= first < self.stop for first, _ in self.mutual)
+
+
+class Span(Protocol):
+    """A range of tokens of a sequence."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+
+
+def step_order(part: Span) -> tuple[bool, int]:
+    """Sort key of the parts of a step, with whole positions."""
+    return part.stop - part.start > 1, part.stop

@@ -1,0 +1,180 @@
+"""Sequence parallelism: each rank computes a part of every row's tokens, by diffusers' context parallelism.
+
+The library's models say where their tensors are split and joined (`_cp_plan`), its hooks split them, and its attention
+exchanges what each rank lacks:
+
+| `sequence_mode` | what is exchanged | attention |
+|---|---|---|
+| `ulysses` | tokens for heads (Jacobs et al., "DeepSpeed Ulysses", 2023) | any that the library allows |
+| `ring` | keys and values; partial softmaxes are joined (Liu et al., "Ring Attention", 2023) | without masks |
+
+Sequences that the ranks do not divide evenly go through the library's variants for any length, which ask for the
+lengths of the others in every layer; those that they do divide, do not.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from segue.engines.contract import LoadContext
+from segue.messages.errors import ConfigError, InvalidRequest
+from segue.models.diffusion.library import (
+    Attention,
+    AttentionModuleMixin,
+    ContextParallelConfig,
+    ContextParallelOutput,
+    ParallelConfig,
+    apply_context_parallel,
+)
+from segue.parallel.cpu_flash import register_cpu_flash
+from segue.parallel.group import Group
+
+RING_ATTENTION = ("auto", "cudnn", "flash", "sage")
+"""Of `segue.graph.deployment.DIFFUSION_ATTENTIONS`, those that say how much a query's keys weigh."""
+ULYSSES_ATTENTION = ("auto", "native", "cudnn", "flash", "sage")
+"""Those that the library runs sequence parallel."""
+_JOIN = ContextParallelOutput(gather_dim=1, expected_dims=3)
+"""What plans say where the output's tokens are put together again."""
+_JOINED = "_native_flash"
+"""The library's name for torch's flash attention with what joins partial softmaxes."""
+
+
+def rows_of_one_length(ctx: LoadContext) -> bool:
+    """No attention takes masks then."""
+    return ctx.sequence_parallel > 1 and ctx.sequence_mode == "ring"
+
+
+def check_sequence(ctx: LoadContext) -> None:
+    """Raises `ConfigError` for keys that do not go together, before anything is loaded."""
+    mode = ctx.sequence_mode
+    known = RING_ATTENTION if mode == "ring" else ULYSSES_ATTENTION
+    if ctx.attention not in known:
+        raise ConfigError(
+            f"stage {ctx.stage!r}: attention is {ctx.attention!r}, which does not go with sequence_mode {mode!r}; it "
+            f"must be {', '.join(known[:-1])} or {known[-1]}",
+            field=f"stages.{ctx.stage}.attention",
+        )
+    if mode == "ring" and ctx.device.type == "cuda" and ctx.dtype == torch.float32:
+        raise ConfigError(
+            f"stage {ctx.stage!r}: dtype is float32, for which no kernel on a GPU gives what sequence_mode 'ring' "
+            "needs; it must be bfloat16 or float16",
+            field=f"stages.{ctx.stage}.dtype",
+        )
+
+
+def divide_sequence(network: Any, ctx: LoadContext) -> None:
+    """Have the ranks of `ctx.group` share the tokens of each call; all must make the same calls.
+
+    Opens torch's default process group, which the library's code goes through. Raises `ConfigError` for a network that
+    cannot be divided.
+    """
+    assert ctx.group is not None, "a stage of several ranks has a group"
+    group, ring = ctx.group, ctx.sequence_mode == "ring"
+    _check_network(network, ctx)
+    if ring and group.device.type == "cpu":
+        register_cpu_flash()
+    if ring and ctx.attention == "auto":
+        network.set_attention_backend(_JOINED)
+    group.open_default()
+    config = ContextParallelConfig(**{f"{ctx.sequence_mode}_degree": group.size})
+    mesh = torch.distributed.init_device_mesh(
+        group.device.type, config.mesh_shape, mesh_dim_names=config.mesh_dim_names
+    )
+    config.setup(group.rank, group.size, group.device, mesh)
+    # the steps of `enable_parallelism`, which asks for an accelerator, and makes up its number
+    everything = ParallelConfig(context_parallel_config=config)
+    for module in network.modules():
+        # processors have no class in common; those that cannot have no such attribute
+        if isinstance(module, Attention | AttentionModuleMixin) and hasattr(module.processor, "_parallel_config"):
+            module.processor._parallel_config = everything
+    splits = {name: part for name, part in network._cp_plan.items() if isinstance(part, dict)}
+    apply_context_parallel(network, config, splits)
+    division = _Division(config, group, ctx.stage, ring=ring)
+    network.register_forward_pre_hook(division.before, with_kwargs=True)
+    for name in network._cp_plan.keys() - splits.keys():
+        network.set_submodule(name, _Joined(network.get_submodule(name), division))
+
+
+def _check_network(network: Any, ctx: LoadContext) -> None:
+    assert ctx.group is not None
+    reason = None
+    if network._cp_plan is None:
+        reason = "diffusers has no plan for it (_cp_plan)"
+    elif any(not isinstance(part, dict) and part != _JOIN for part in network._cp_plan.values()):
+        reason = "its plan joins more than the tokens of its output"
+    elif ctx.sequence_mode == "ulysses" and (heads := network.config.num_attention_heads) % ctx.group.size:
+        reason = f"sequence_mode 'ulysses' divides its {heads} attention heads, which {ctx.group.size} does not"
+    if reason is not None:
+        raise ConfigError(
+            f"stage {ctx.stage!r}: {type(network).__name__} cannot be run sequence parallel: {reason}; "
+            f"sequence_parallel is {ctx.group.size}",
+            field=f"stages.{ctx.stage}.sequence_parallel",
+        )
+
+
+@dataclass(slots=True)
+class _Division:
+    """What is done before and behind the blocks of one network."""
+
+    config: Any
+    group: Group
+    stage: str
+    ring: bool
+    tokens: int = 0
+    """Of the picture in this call."""
+
+    def before(self, network: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """A forward hook: choose the variant of the library's attention by the lengths of this call."""
+        lengths, size = _lengths(network, named), self.group.size
+        what, shortest = min(lengths.items(), key=lambda item: item[1])
+        if shortest < size:
+            raise InvalidRequest(
+                f"a {what} of {shortest} tokens cannot be divided among the {size} ranks of stage {self.stage!r}",
+                field="prompt" if what == "text" else "size",
+            )
+        self.tokens = lengths["picture"]
+        uneven = any(length % size for length in lengths.values())
+        if self.ring:
+            self.config.ring_anything = uneven
+        else:
+            self.config.ulysses_anything = uneven
+
+    def join(self, part: torch.Tensor) -> torch.Tensor:
+        """[rows, this rank's tokens, features] → [rows, all tokens, features]. The library's own asks all ranks for
+        their lengths, and cannot do other lengths over Gloo."""
+        size = self.group.size
+        lengths = [self.tokens // size + (rank < self.tokens % size) for rank in range(size)]
+        padded = functional.pad(part, (0, 0, 0, lengths[0] - part.shape[1]))
+        parts = self.group.all_gather(padded[None])  # [ranks, rows, tokens, features]
+        return torch.cat([one[:, :length] for one, length in zip(parts, lengths, strict=True)], dim=1)
+
+
+class _Joined(nn.Module):
+    """A layer whose output is put together again. No hook of the layer: it is another one once it is laid out anew."""
+
+    def __init__(self, inner: nn.Module, division: _Division) -> None:
+        super().__init__()
+        self.inner = inner
+        self._division = division
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, this rank's tokens, features] → [rows, all tokens, out features]."""
+        return self._division.join(self.inner(x))
+
+
+def _lengths(network: Any, named: dict[str, Any]) -> dict[str, int]:
+    """Of the sequences that are split."""
+    hidden = named["hidden_states"]
+    if hidden.ndim == 5:  # latents of a video, which the network cuts into patches by itself
+        patches = zip(hidden.shape[2:], network.config.patch_size, strict=True)
+        return {"picture": math.prod(side // patch for side, patch in patches)}
+    lengths = {"picture": hidden.shape[1]}
+    if any(isinstance(part, dict) and "encoder_hidden_states" in part for part in network._cp_plan.values()):
+        lengths["text"] = named["encoder_hidden_states"].shape[1]
+    return lengths

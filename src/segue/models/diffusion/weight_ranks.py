@@ -1,0 +1,137 @@
+"""Tensor parallelism of denoisers: each rank has a part of the weights of every block (Megatron-LM, arXiv 1909.08053).
+
+diffusers has plans for a few of its models (`_tp_plan`, through DTensor, on GPUs alone); here their blocks are cut by
+what they are made of, which is the same in all that are served: attention by heads, feed-forward layers by their inner
+width. What is before, between and behind the blocks (embeddings, modulations, norms) every rank has whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from segue.engines.contract import LoadContext
+from segue.messages.errors import ConfigError
+from segue.models.diffusion.library import (
+    GELU,
+    Attention,
+    AttentionModuleMixin,
+    FeedForward,
+    FluxSingleTransformerBlock,
+    RMSNorm,
+    ZImageFeedForward,
+)
+from segue.parallel.group import Group
+from segue.parallel.layers import RowParallel, SummedRMSNorm
+from segue.parallel.shard import share
+
+SERVED = (
+    "FluxTransformer2DModel",
+    "QwenImageTransformer2DModel",
+    "SD3Transformer2DModel",
+    "WanTransformer3DModel",
+    "ZImageTransformer2DModel",
+)
+"""Networks all of whose blocks are made of what is cut here."""
+_BY_HEAD = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
+_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
+
+
+def divide_weights(network: nn.Module, ctx: LoadContext) -> None:
+    """Keep this rank's part of the weights, in place. All ranks of `ctx.group` must make the same calls.
+
+    Raises `ConfigError` (`tensor_parallel`) for a network that is not served, or heads that the ranks do not divide.
+    """
+    assert ctx.group is not None, "a stage of several ranks has a group"
+    cutter = _Cutter(type(network).__name__, ctx.stage, ctx.group)
+    if cutter.kind not in SERVED:
+        raise cutter.unserved(f"its blocks are not those of {', '.join(SERVED)}")
+    for name, module in list(network.named_modules()):
+        match module:
+            case Attention() | AttentionModuleMixin():
+                cutter.attention(name, module)
+            case FeedForward():
+                cutter.feed_forward(name, module)
+            case ZImageFeedForward():
+                cutter.columns(module.w1)
+                cutter.columns(module.w3)
+                module.w2 = cutter.rows(module.w2)
+            case FluxSingleTransformerBlock():
+                cutter.columns(module.proj_mlp)
+                inner = module.proj_out.in_features - module.mlp_hidden_dim  # attention, then the feed-forward layer
+                module.proj_out = cutter.rows(module.proj_out, [inner, module.mlp_hidden_dim])
+
+
+class _Cutter:
+    """Of one network."""
+
+    def __init__(self, kind: str, stage: str, group: Group) -> None:
+        self.kind = kind
+        self._stage = stage
+        self._group = group
+
+    def attention(self, name: str, module: Any) -> None:
+        """Each rank gets whole heads."""
+        size = self._group.size
+        if module.heads % size:
+            raise self.unserved(f"{name} has {module.heads} heads, which {size} does not divide")
+        width = module.to_q.out_features
+        layers = dict(module.named_children())  # not all have a text's, nor norms
+        for part in _BY_HEAD:
+            if part in layers:
+                self.columns(layers[part])
+        for part in _NORMS:
+            if part in layers and _normed(layers[part]) == width:
+                setattr(module, part, self.norm(f"{name}.{part}", layers[part]))
+        module.heads //= size
+        module.inner_dim //= size
+        if "to_out" in layers:
+            module.to_out[0] = self.rows(module.to_out[0])
+        if "to_add_out" in layers:
+            module.to_add_out = self.rows(module.to_add_out)
+
+    def feed_forward(self, name: str, module: FeedForward) -> None:
+        if not isinstance(module.net[0], GELU):
+            raise self.unserved(f"{name} begins with {type(module.net[0]).__name__}")
+        self.columns(module.net[0].proj)
+        module.net[2] = self.rows(module.net[2])
+
+    def norm(self, name: str, norm: nn.Module) -> nn.Module:
+        """One over all heads."""
+        if not isinstance(norm, nn.RMSNorm):
+            raise self.unserved(f"{name} is a {type(norm).__name__} over all heads")
+        width = _normed(norm)
+        weight = None if norm.weight is None else share(norm.weight, 0, [width], self._group)
+        eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
+        return SummedRMSNorm(weight, width, eps, self._group)
+
+    def columns(self, linear: nn.Linear) -> None:
+        linear.weight = share(linear.weight, 0, [linear.out_features], self._group)
+        if linear.bias is not None:
+            linear.bias = share(linear.bias, 0, [linear.out_features], self._group)
+        linear.out_features = len(linear.weight)
+
+    def rows(self, linear: nn.Linear, sizes: Sequence[int] | None = None) -> RowParallel:
+        """`sizes`: of what its input is put together from."""
+        linear.weight = share(linear.weight, 1, sizes or [linear.in_features], self._group)
+        linear.in_features = linear.weight.shape[1]
+        bias = linear.bias
+        linear.register_parameter("bias", None)
+        return RowParallel(linear, bias, self._group, split=False)
+
+    def unserved(self, reason: str) -> ConfigError:
+        return ConfigError(
+            f"stage {self._stage!r}: {self.kind} cannot be run tensor parallel: {reason}; tensor_parallel is "
+            f"{self._group.size}",
+            field=f"stages.{self._stage}.tensor_parallel",
+        )
+
+
+def _normed(norm: nn.Module) -> int:
+    """Features that a norm goes over; 0: unknown."""
+    if isinstance(norm, nn.RMSNorm | nn.LayerNorm):
+        return norm.normalized_shape[-1]
+    return int(norm.dim[-1]) if isinstance(norm, RMSNorm) else 0

@@ -1,0 +1,185 @@
+"""The modular blocks of one stage, with the parts of the checkpoint that they need and no others."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from segue.engines.contract import LoadContext
+from segue.messages.errors import ConfigError
+from segue.models.diffusion.library import ModelMixin, PreTrainedModel, SchedulerMixin
+from segue.models.diffusion.loading import UNREADABLE, build, component_class, load_component, pipeline_index
+from segue.models.diffusion.schedulers import Schedulers
+from segue.models.generic_pipeline.library import (
+    LIBRARIES,
+    BaseGuidance,
+    ConditionalPipelineBlocks,
+    LoopSequentialPipelineBlocks,
+    ModularPipelineBlocks,
+    PipelineState,
+    SequentialPipelineBlocks,
+)
+from segue.models.generic_pipeline.splits import Split
+
+GUIDANCE = ("guidance_scale", "guidance_rescale")
+"""Arguments of pipelines that blocks leave to their guider."""
+_PRETRAINED = "from_pretrained"
+_NEGATIVE = "negative_"
+
+
+class Pause(ModularPipelineBlocks):
+    """The last block of a step: says that it is done."""
+
+    def __init__(self, pause: Callable[[], None]) -> None:
+        super().__init__()
+        self._pause = pause
+
+    def __call__(self, components: Any, block_state: Any, **step: Any) -> tuple[Any, Any]:
+        self._pause()
+        return components, block_state
+
+
+def default_blocks(split: Split) -> Mapping[str, ModularPipelineBlocks]:
+    """All blocks of a pipeline, by name, in the order they run."""
+    library = LIBRARIES["diffusers"]
+    found: Mapping[str, ModularPipelineBlocks] = getattr(
+        library, getattr(library, split.kind).default_blocks_name
+    )().sub_blocks
+    return found
+
+
+class StageBlocks:
+    """The blocks of one stage, loaded."""
+
+    def __init__(self, ctx: LoadContext, split: Split) -> None:
+        """Raises `ConfigError` naming the part that is missing or cannot be read."""
+        self._ctx = ctx
+        index = pipeline_index(ctx.model_dir)
+        self._parts = {name for name, part in index.items() if isinstance(part, list) and None not in part}
+        everything = default_blocks(split)
+        own = {name: everything[name] for name in split.stages[ctx.stage] if not self._skipped(everything[name])}
+        self._blocks = SequentialPipelineBlocks.from_blocks_dict(own)
+        self.takes = taken(self._blocks)
+        self._insisted = frozenset(
+            param.name
+            for block in _all(self._blocks)
+            for param in block.inputs
+            if param.required and param.name and param.name.startswith(_NEGATIVE)
+        )
+        """Of the negative prompt: what blocks want to be there also where there is no guidance, and do not look at."""
+        order = list(split.stages)
+        behind = [name for stage in order[order.index(ctx.stage) + 1 :] for name in split.stages[stage]]
+        read = [param for name in behind for param in everything[name].inputs]
+        self.later = frozenset(param.name for param in read if param.name)
+        """What blocks of later stages read of the state."""
+        self.later_groups = frozenset(param.kwargs_type for param in read if param.kwargs_type)
+        self._schedulers: dict[str, Schedulers] = {}
+        self._pipeline: Any = self._load(split, index)
+
+    def run(self, arguments: Mapping[str, Any], state: PipelineState, pause: Callable[[], None] | None = None) -> None:
+        """Run the blocks on a state; `arguments`: of the pipeline, for schedulers and guidance. `pause` is called
+        after each step of a loop."""
+        blocks = copy.deepcopy(self._blocks)
+        for loop in _all(blocks):
+            if isinstance(loop, LoopSequentialPipelineBlocks):
+                loop.set_progress_bar_config(disable=True)
+                if pause is not None:
+                    loop.sub_blocks["pause"] = Pause(pause)
+        for name in self._insisted:
+            stand_in = state.get(name.removeprefix(_NEGATIVE))
+            if state.get(name) is None and stand_in is not None:
+                state.set(name, stand_in)
+        with torch.no_grad():
+            blocks(self._fresh(arguments), state)
+
+    def state(self, arguments: Mapping[str, Any]) -> PipelineState:
+        """A state as it is before all blocks; arguments that these do not read are left out."""
+        state = PipelineState()
+        for param in self._blocks.inputs:
+            if param.name:
+                given = arguments.get(param.name)
+                state.set(param.name, param.default if given is None else given, param.kwargs_type)
+        for name in self.takes - state.values.keys():
+            state.set(name, arguments.get(name))
+        return state
+
+    def _skipped(self, blocks: ModularPipelineBlocks) -> bool:
+        """Blocks that run for some requests only, and have no parts in this checkpoint."""
+        needed = {spec.name for spec in blocks.expected_components if spec.default_creation_method == _PRETRAINED}
+        optional = isinstance(blocks, ConditionalPipelineBlocks) and blocks.default_block_name is None
+        return optional and not needed <= self._parts
+
+    def _load(self, split: Split, index: Mapping[str, Any]) -> Any:
+        ctx = self._ctx
+        specs = {spec.name: spec for spec in self._blocks.expected_components}
+        for name, spec in specs.items():
+            if spec.default_creation_method == _PRETRAINED and name not in self._parts:
+                raise ConfigError(f"{ctx.model_dir}: the pipeline has no {name}", field="model")
+        kind = getattr(LIBRARIES["diffusers"], split.kind)
+        present = {name: value for name, value in index.items() if name in self._parts or not isinstance(value, list)}
+        pipeline = kind(blocks=self._blocks, pretrained_model_name_or_path=str(ctx.model_dir), config_dict=present)
+        for name in sorted(self._parts):
+            if name in specs:
+                pipeline.register_components(**{name: self._part(name)})
+            elif issubclass(found := component_class(ctx.model_dir, name), ModelMixin):
+                # of the networks of other stages, blocks ask shapes: how much a VAE compresses
+                with torch.device("meta"):
+                    setattr(pipeline, name, build(found, ctx.model_dir / name))
+        ctx.progress(1.0, split.kind)
+        return pipeline
+
+    def _part(self, name: str) -> Any:
+        ctx = self._ctx
+        kind = component_class(ctx.model_dir, name)
+        if issubclass(kind, ModelMixin | PreTrainedModel):
+            return load_component(ctx, name)
+        if issubclass(kind, SchedulerMixin):
+            self._schedulers[name] = Schedulers(ctx.model_dir, name)
+            return self._schedulers[name].make()
+        try:
+            return kind.from_pretrained(ctx.model_dir / name, local_files_only=True)
+        except UNREADABLE as error:
+            raise ConfigError(f"{ctx.model_dir / name}: cannot be loaded: {error}", field="model") from error
+
+    def _fresh(self, arguments: Mapping[str, Any]) -> Any:
+        """The pipeline for one request: the same networks; schedulers and guidance, which keep count of steps, of its
+        own."""
+        pipeline = copy.copy(self._pipeline)
+        for name, part in self._pipeline.components.items():
+            if name in self._schedulers:
+                asked = arguments.get("scheduler") if name == "scheduler" else None
+                setattr(pipeline, name, self._schedulers[name].make(asked))
+            elif isinstance(part, BaseGuidance):
+                guider = copy.deepcopy(part)  # `new` of the library warns each time that guiders are new
+                for key, value in _guidance(part, arguments).items():
+                    setattr(guider, key, value)
+                setattr(pipeline, name, guider)
+        return pipeline
+
+
+def taken(blocks: ModularPipelineBlocks) -> frozenset[str]:
+    """All that blocks read of a state, by name: inputs, and what one of several is chosen by."""
+    found = {param.name for param in blocks.inputs if param.name}
+    for block in _all(blocks):
+        if isinstance(block, ConditionalPipelineBlocks):
+            found.update(name for name in block.block_trigger_inputs if name)
+    return frozenset(found)
+
+
+def _guidance(guider: BaseGuidance, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """To pipelines a scale of 1 or less says that there is none (in the original formulation, of 0 or less); to
+    guiders just that number does."""
+    asked = {name: arguments[name] for name in GUIDANCE if name in guider.config and arguments.get(name) is not None}
+    if "guidance_scale" in asked:
+        none = 0.0 if guider.config.get("use_original_formulation") else 1.0
+        asked["guidance_scale"] = max(asked["guidance_scale"], none)
+    return asked
+
+
+def _all(blocks: ModularPipelineBlocks) -> Iterator[ModularPipelineBlocks]:
+    yield blocks
+    for part in blocks.sub_blocks.values():
+        yield from _all(part)

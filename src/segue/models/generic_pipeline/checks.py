@@ -1,0 +1,55 @@
+"""What a pipeline says of arguments before it begins, asked of one that has no weights."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from segue.messages.errors import ConfigError, InvalidRequest
+from segue.models.diffusion.library import ModelMixin
+from segue.models.diffusion.loading import UNREADABLE, build, component_class, pipeline_index
+from segue.models.generic_pipeline.signature import Signature, field_of
+
+
+class OwnChecks:
+    """The `check_inputs` of a pipeline whose blocks have none. Its networks are shapes, and what is no network of
+    diffusers is left out."""
+
+    def __init__(self, model_dir: Path, signature: Signature) -> None:
+        """Raises `ConfigError`."""
+        self._signature = signature
+        index = pipeline_index(model_dir)
+        parts: dict[str, Any] = {}
+        try:
+            for name in list(inspect.signature(signature.kind.__init__).parameters)[1:]:
+                value = index.get(name)
+                if isinstance(value, list) and len(value) == 2 and isinstance(value[1], str):
+                    kind = component_class(model_dir, name)
+                    with torch.device("meta"):
+                        parts[name] = build(kind, model_dir / name) if issubclass(kind, ModelMixin) else None
+                elif value is not None or name not in signature.settings:
+                    parts[name] = None if isinstance(value, list) else value
+            self._pipeline: Any = signature.kind(**parts)
+        except UNREADABLE as error:
+            raise ConfigError(f"{model_dir}: the pipeline cannot be made: {error}", field="model") from error
+        checks = getattr(signature.kind, "check_inputs", None)  # not all pipelines have it
+        self._names = {} if checks is None else dict(inspect.signature(checks).parameters)
+        self._names.pop("self", None)
+
+    def check(self, arguments: Mapping[str, Any]) -> None:
+        """Raises `InvalidRequest` naming the argument."""
+        given = {
+            name: arguments.get(name)
+            for name, one in self._names.items()
+            if name in arguments or one.default is inspect.Parameter.empty
+        }
+        if not self._names:
+            return
+        try:
+            self._pipeline.check_inputs(**given)
+        except (ValueError, TypeError) as error:
+            raise InvalidRequest(f"the pipeline refuses it: {error}", field=field_of(error, self._signature)) from error

@@ -1,0 +1,152 @@
+"""Calls of a network that are recorded: which, how many, and that they see the inputs of the day."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from segue.kernels.network_graphs import HELD_BYTES, MOST, USES, CudaRecorder, NetworkGraphs
+
+CPU = torch.device("cpu")
+
+
+class OnPaper:
+    """Runs the function again over the same fixed tensors, and notes what was asked of it."""
+
+    def __init__(self, held: int = 0) -> None:
+        self.recorded = 0
+        self.replayed = 0
+        self.bytes = held
+
+    def held(self, run: Callable[[], Any]) -> tuple[Any, int]:
+        return run(), self.bytes
+
+    def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        self.recorded += 1
+        [made] = run()
+        made = made.clone()
+
+        def again() -> None:
+            self.replayed += 1
+            made.copy_(run()[0])
+
+        return again, (made,)
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor, *, shapes: list[tuple[int, int]], texts: list[torch.Tensor]) -> Any:
+        self.calls += 1
+        return (x * shapes[0][0] + sum(text.sum() for text in texts),)
+
+
+def call(graphs: NetworkGraphs, number: float, rows: int = 2, height: int = 3) -> float:
+    texts = [torch.full((4,), number), torch.full((2,), 1.0)]
+    [made] = graphs(torch.full((rows, 5), number), shapes=[(height, 1)], texts=texts)
+    assert made.shape == (rows, 5)
+    expected = number * height + 4 * number + 2
+    assert torch.all(made == expected)
+    return float(made[0, 0])
+
+
+def test_from_the_third_call_of_a_kind_on() -> None:
+    paper = OnPaper()
+    graphs = NetworkGraphs(Network().forward, CPU, paper)
+    for number in range(6):
+        call(graphs, float(number))
+        assert paper.recorded == (number + 1 >= USES)
+    assert paper.replayed == 4
+    for _ in range(USES - 1):  # other rows, other values: other kinds
+        call(graphs, 2.0, rows=3)
+        call(graphs, 2.0, height=4)
+    assert paper.recorded == 1
+    call(graphs, 2.0, rows=3)
+    call(graphs, 2.0, height=4)
+    assert paper.recorded == 3
+
+
+def test_what_was_given_out_is_not_written_to_again() -> None:
+    graphs = NetworkGraphs(Network().forward, CPU, OnPaper())
+    for _ in range(USES):
+        [kept] = graphs(torch.ones(1, 5), shapes=[(1, 1)], texts=[])
+    graphs(torch.zeros(1, 5), shapes=[(1, 1)], texts=[])
+    assert torch.all(kept == 1)
+
+
+def test_large_calls_and_those_that_something_else_decides_are_not_recorded() -> None:
+    paper = OnPaper(HELD_BYTES + 1)
+    graphs = NetworkGraphs(Network().forward, CPU, paper)
+    for number in range(5):
+        call(graphs, float(number))
+    assert paper.recorded == 0
+    paper.bytes = 0
+    with graphs.eager():
+        for number in range(5):
+            call(graphs, float(number), rows=1)
+    assert paper.recorded == 0
+    for _ in range(5):  # tensors of elsewhere
+        graphs(torch.ones(1, 5, device="meta"), shapes=[(1, 1)], texts=[])
+        graphs(torch.ones(1, 5), shapes=[(1, 1)], texts=[torch.ones(2), bytearray(b"ab")][:1])
+    assert paper.recorded == 1
+
+
+def test_what_can_change_is_no_value() -> None:
+    paper = OnPaper()
+    graphs = NetworkGraphs(lambda x, extra: (x + len(extra),), CPU, paper)
+    for length in range(5):
+        [made] = graphs(torch.zeros(1), bytearray(length))
+        assert float(made) == length
+    assert paper.recorded == 0
+
+
+def test_so_many_kinds_at_a_time() -> None:
+    paper = OnPaper()
+    graphs = NetworkGraphs(Network().forward, CPU, paper)
+    for rows in range(1, MOST + 2):
+        for _ in range(USES):
+            call(graphs, 1.0, rows=rows)
+    assert paper.recorded == MOST + 1
+    call(graphs, 1.0, rows=2)
+    assert paper.recorded == MOST + 1, "it is still there"
+    for _ in range(USES):
+        call(graphs, 1.0, rows=1)
+    assert paper.recorded == MOST + 2, "the one not used for longest was not"
+
+
+def test_a_network_that_cannot_be_recorded_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    class Never(OnPaper):
+        def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+            self.recorded += 1
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    never, network = Never(), Network()
+    graphs = NetworkGraphs(network.forward, CPU, never)
+    for number in range(2 * USES):
+        call(graphs, float(number))
+    assert never.recorded == 1
+    assert network.calls == 2 * USES
+    assert "not permitted" in caplog.text
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@torch.inference_mode()
+def test_on_a_gpu() -> None:
+    device = torch.device("cuda")
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)).to(device)
+    recorder = CudaRecorder(device)
+    graphs = NetworkGraphs(network.forward, device, recorder)
+    for _ in range(USES + 3):
+        x = torch.randn(4, 8, device=device)
+        torch.testing.assert_close(graphs(x), network.forward(x))
+    held = NetworkGraphs(lambda x: x.cpu().to(device) * 2, device, recorder)
+    for number in range(USES + 2):  # looks at values on the host: cannot be recorded
+        assert torch.all(held(torch.full((2,), float(number), device=device)) == 2 * number)

@@ -1,0 +1,125 @@
+"""The tokens of a denoiser on two processes: the same pictures as on one, by exchange of heads and by a ring."""
+
+from __future__ import annotations
+
+import shutil
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusion_chain import WITHIN, Chain, apart
+from row_rank_process import joined
+from safetensors.torch import load_file, save_file
+
+from segue.engines.contract import LoadContext
+from segue.messages.errors import ConfigError, InvalidRequest
+from segue.models.diffusion.sequence import check_sequence
+from segue.models.sdxl import tiny as sdxl
+from segue.models.sdxl.denoiser import SdxlDenoiser
+from segue.parallel.group import Group
+
+CPU = torch.device("cpu")
+ASKED = {"prompt": "a small boat left the harbour", "height": 64, "width": 64, "num_inference_steps": 2, "seed": 3}
+GUIDED = {"negative_prompt": "grey, and without any colour", "true_cfg_scale": 3.0}
+VIDEO = {"num_frames": 5, "negative_prompt": "grey"}
+
+
+def cases(more: dict[str, Any]) -> list[dict[str, Any]]:
+    """Texts of other lengths in one batch, and a picture whose tokens two do not divide evenly."""
+    asked = {**ASKED, **more}
+    return [
+        asked,
+        {**asked, "prompt": "a red bicycle stands in front of an old house", "seed": 4},
+        {**asked, "height": 80, "width": 80, "seed": 5},
+    ]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("family", "mode", "more"),
+    [
+        ("qwen_image", "ulysses", GUIDED),
+        ("qwen_image", "ring", GUIDED),
+        ("wan", "ulysses", VIDEO),
+        ("wan", "ring", VIDEO),
+        ("flux", "ulysses", {}),
+        ("flux", "ring", {}),
+    ],
+)
+def test_two_equal_one(
+    family: str, mode: str, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / family
+    import_module(f"segue.models.{family}.tiny").make(directory)
+    chain = Chain(directory)
+    whole = lengths(chain.adapters["denoiser"])
+    expected = [chain.run(case)[0] for case in cases(more)]
+    keys = {"sequence_parallel": 2, "sequence_mode": mode}
+    with joined(directory, tmp_path / "meeting", keys) as leader:
+        part = lengths(leader.inner)
+        monkeypatch.setitem(chain.adapters, "denoiser", leader)
+        together = chain.run(*cases(more), late={1: 1})
+        for one, case in zip(together, expected, strict=True):
+            assert apart(one, case.pixels) < WITHIN
+        assert part == {-(-tokens // 2) for tokens in whole}, "each computes half of them"
+        if family == "qwen_image":
+            with pytest.raises(InvalidRequest, match="step_cache is 'first_block', which this model does not have"):
+                chain.run({**ASKED, "step_cache": "first_block"})
+
+
+def lengths(denoiser: Any) -> set[int]:
+    """Where it is noted how many tokens of a picture come out of its blocks."""
+    noted: set[int] = set()
+    denoiser.network.norm_out.register_forward_pre_hook(lambda module, given: noted.add(given[0].shape[1]))
+    return noted
+
+
+def test_other_weights_there_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tmp_path / "flux"
+    import_module("segue.models.flux.tiny").make(directory)
+    chain = Chain(directory)
+    expected = chain.run(ASKED)[0]
+    other = Path(shutil.copytree(directory, tmp_path / "other"))
+    [path] = (other / "transformer").glob("*.safetensors")
+    tensors = load_file(path)
+    tensors["transformer_blocks.0.attn.to_v.weight"][0, 0] += 1.0
+    save_file(tensors, path, {"format": "pt"})
+    keys = {"sequence_parallel": 2, "sequence_mode": "ring"}
+    with joined(directory, tmp_path / "meeting", keys, follower=other) as leader:
+        monkeypatch.setitem(chain.adapters, "denoiser", leader)
+        assert apart(chain.run(ASKED)[0], expected.pixels) > WITHIN
+
+
+def test_a_network_without_a_plan_is_named(tmp_path: Path) -> None:
+    sdxl.make(tmp_path / "sdxl")
+    alone = Group(0, 1, tmp_path / "meeting", CPU)
+    keys: dict[str, Any] = {"sequence_parallel": 2, "group": alone}
+    with pytest.raises(ConfigError, match="UNet2DConditionModel cannot be run sequence parallel: diffusers has"):
+        SdxlDenoiser(LoadContext(tmp_path / "sdxl", "denoiser", CPU, torch.float32, **keys))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "mode", "attention", "field"),
+    [
+        ("cuda", torch.bfloat16, "ring", "native", "attention"),
+        ("cuda", torch.bfloat16, "ulysses", "xformers", "attention"),
+        ("cuda", torch.float32, "ring", "auto", "dtype"),
+    ],
+)
+def test_what_does_not_go_together_is_named(
+    device: str, dtype: torch.dtype, mode: str, attention: str, field: str
+) -> None:
+    context = LoadContext(Path(), "denoiser", torch.device(device), dtype, attention=attention)
+    context.sequence_parallel, context.sequence_mode = 2, mode
+    with pytest.raises(ConfigError) as caught:
+        check_sequence(context)
+    assert caught.value.field == f"stages.denoiser.{field}"

@@ -1,0 +1,139 @@
+"""The weights of a denoiser on two ranks, in two threads: the same pictures as on one, of each family that has it."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusion_chain import WITHIN, Chain, apart
+from row_rank_process import CPU, denoiser
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from segue.engines.contract import LoadContext
+from segue.engines.diffusion.contract import DiffusionAdapter
+from segue.engines.diffusion.ranks import RowLeader
+from segue.engines.diffusion.row_follower import follow_rows
+from segue.messages.errors import ConfigError
+from segue.models.sdxl import tiny as sdxl
+from segue.models.sdxl.denoiser import SdxlDenoiser
+from segue.parallel.group import Group
+from segue.parallel.layers import SummedRMSNorm
+from segue.parallel.orders import Crew
+
+ASKED = {"prompt": "a small boat left the harbour", "height": 64, "width": 64, "num_inference_steps": 2, "seed": 3}
+VIDEO = {"num_frames": 5, "negative_prompt": "grey"}
+KEYS = {"tensor_parallel": 2}
+
+
+def groups(meeting: Path, size: int) -> list[Group]:
+    """Of threads: each waits for the others."""
+    made: dict[int, Group] = {}
+
+    def meet(rank: int) -> None:
+        made[rank] = Group(rank, size, meeting, CPU)
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [made[rank] for rank in range(size)]
+
+
+@contextmanager
+def led(leader: DiffusionAdapter, follower: DiffusionAdapter, met: list[Group]) -> Iterator[RowLeader]:
+    near, far = socket.socketpair()
+    thread = threading.Thread(target=follow_rows, args=(follower, met[1], far), kwargs={"divided": True})
+    thread.start()
+    crew = Crew([near])
+    try:
+        yield RowLeader(leader, met[0], crew, divided=True)
+    finally:
+        crew.close()
+        thread.join()
+        far.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("qwen_image", {"negative_prompt": "grey, and without any colour", "true_cfg_scale": 3.0}),
+        ("wan", VIDEO),
+        ("flux", {}),
+        ("stable_diffusion_3", {"negative_prompt": "grey"}),
+        ("z_image", {}),
+    ],
+)
+def test_two_equal_one(family: str, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tmp_path / family
+    import_module(f"segue.models.{family}.tiny").make(directory)
+    chain = Chain(directory)
+    cases = [{**ASKED, **more}, {**ASKED, **more, "prompt": "a red bicycle", "seed": 4}]
+    expected = [chain.run(case)[0] for case in cases]
+    met = groups(tmp_path / "meeting", 2)
+    ranks = [denoiser(directory, KEYS, group) for group in met]
+    assert all(rank.weight_bytes < chain.adapters["denoiser"].weight_bytes for rank in ranks)
+    with led(ranks[0], ranks[1], met) as leader:
+        monkeypatch.setitem(chain.adapters, "denoiser", leader)
+        for one, case in zip(chain.run(*cases, late={1: 1}), expected, strict=True):
+            assert apart(one, case.pixels) < WITHIN
+
+
+def test_other_weights_there_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tmp_path / "flux"
+    import_module("segue.models.flux.tiny").make(directory)
+    chain = Chain(directory)
+    expected = chain.run(ASKED)[0]
+    other = Path(shutil.copytree(directory, tmp_path / "other"))
+    [path] = (other / "transformer").glob("*.safetensors")
+    tensors = load_file(path)
+    tensors["transformer_blocks.0.attn.to_v.weight"][-1, 0] += 1.0  # of the last head
+    save_file(tensors, path, {"format": "pt"})
+    met = groups(tmp_path / "meeting", 2)
+    with led(denoiser(directory, KEYS, met[0]), denoiser(other, KEYS, met[1]), met) as leader:
+        monkeypatch.setitem(chain.adapters, "denoiser", leader)
+        assert apart(chain.run(ASKED)[0], expected.pixels) > WITHIN
+
+
+def test_a_norm_over_all_heads() -> None:
+    whole = nn.RMSNorm(8, eps=1e-6)
+    whole.weight.data = torch.rand(8)
+    x = torch.randn(3, 8)
+
+    class Other(Group):
+        """Rank 0, whose neighbour has the other half."""
+
+        def __init__(self) -> None:
+            """Nobody is met."""
+
+        def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+            return tensor + x[:, 4:].square().sum(-1, keepdim=True)
+
+    part = SummedRMSNorm(whole.weight.data[:4], 8, 1e-6, Other())
+    torch.testing.assert_close(part(x[:, :4]), whole(x)[:, :4].detach())
+
+
+def test_what_cannot_be_divided_is_named(tmp_path: Path) -> None:
+    sdxl.make(tmp_path / "sdxl")
+    flux = import_module("segue.models.flux.tiny")
+    flux.make(tmp_path / "flux")
+    three: Any = groups(tmp_path / "one", 1)[0]
+    three.size = 3
+    keys: dict[str, Any] = {"tensor_parallel": 3, "group": three}
+    with pytest.raises(ConfigError, match="UNet2DConditionModel cannot be run tensor parallel: its blocks are not"):
+        SdxlDenoiser(LoadContext(tmp_path / "sdxl", "denoiser", CPU, torch.float32, **keys))
+    with pytest.raises(ConfigError, match=r"has . heads, which 3 does not divide; tensor_parallel is 3") as caught:
+        denoiser(tmp_path / "flux", {"tensor_parallel": 3}, three)
+    assert caught.value.field == "stages.denoiser.tensor_parallel"
+    compiled = LoadContext(tmp_path / "sdxl", "denoiser", CPU, torch.float32, compile=True, **keys)
+    with pytest.raises(ConfigError, match="compile does not go with tensor_parallel"):
+        SdxlDenoiser(compiled)

@@ -1,0 +1,201 @@
+"""Gemma 3 with pictures, whose tokens see each other in both directions: nothing of serving cuts a picture in two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from multimodal_family import Case, Run, Stages, answer, context, processed, request_of, sent, stage_request
+from torch import nn
+
+from segue.engines.autoregressive.config import AutoregressiveConfig
+from segue.engines.autoregressive.engine import AutoregressiveEngine
+from segue.engines.autoregressive.jobs import Limits
+from segue.messages.errors import ConfigError
+from segue.messages.sampling import FALLBACK, SamplingParams
+from segue.models.multimodal_lm import tiny
+from segue.models.multimodal_lm.encoder import Encoder
+from segue.models.multimodal_lm.mutual import MaskProbe, mutual_seen, runs
+from segue.models.multimodal_lm.processor import Processed
+
+TOKENS = 40
+PLACE = Case("place", "is it the same place? say what is different about it", (("image", 8), ("image", 10)))
+DIFFER = Case("differ", "how do these differ", (("image", 2), ("image", 3), ("image", 4)))
+
+
+@dataclass
+class Gemma:
+    directory: Path
+    stages: Stages
+    expected: dict[str, list[int]]
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Gemma:
+    directory = tmp_path_factory.mktemp("gemma3")
+    tiny.make("gemma3-vision", directory)
+    expected = {case.name: answer(directory, processed(directory, case), TOKENS) for case in (PLACE, DIFFER)}
+    return Gemma(directory, Stages(directory), expected)
+
+
+def payload_of(gemma: Gemma, case: Case) -> dict[str, Any]:
+    return gemma.stages.input.process(request_of(case))
+
+
+def test_its_pictures_are_spans(gemma: Gemma) -> None:
+    payload = payload_of(gemma, DIFFER)
+    rows = [chunk["media"][0] for chunk, _ in gemma.stages.encoded(payload)]
+    prompt = gemma.stages.llm._prompt(sent("input", "llm", payload), rows)
+    places = [unit["places"].tolist() for unit in payload["media"]]
+    assert list(prompt.mutual) == [(own[0], own[-1] + 1) for own in places]
+    assert [stop - start for start, stop in prompt.mutual] == [16] * 3
+
+
+@pytest.mark.parametrize(("budget", "block_size"), [(1, 4), (7, 16)])
+def test_chunks_of_any_size_leave_pictures_whole(gemma: Gemma, budget: int, block_size: int) -> None:
+    run = Run(gemma.stages, max_tokens_per_step=budget, block_size=block_size)
+    assert run([DIFFER], TOKENS)["differ"] == gemma.expected["differ"]
+
+
+def test_after_preemption(gemma: Gemma) -> None:
+    limits = Limits(4, 4, 24, tuple(gemma.stages.llm.kv.layout(max_model_len=4096).windows))
+    payload = payload_of(gemma, DIFFER)
+    blocks = 2 * limits.need(len(payload["token_ids"]), 16) - 6
+    run = Run(gemma.stages, block_size=4, max_tokens_per_step=24, num_blocks=blocks, prefix_caching=False)
+    for name in "ab":
+        run.add(name, payload, TOKENS)
+    assert run.finish(list("ab")) == dict.fromkeys("ab", gemma.expected["differ"])
+    assert run.engine.stats()["preemptions_total"] > 0
+
+
+def test_a_prefix_hit_ends_before_a_picture_or_behind_it(gemma: Gemma) -> None:
+    """The last picture is another: the first two are found, and what begins in the middle of the second is not."""
+    other = Case("differ", DIFFER.text, (*DIFFER.media[:2], ("image", 16)))
+    run = Run(gemma.stages)
+    run([DIFFER], 2)
+    reply = run([other], TOKENS)["differ"]
+    spans = [(own[0], own[-1] + 1) for own in (unit["places"].tolist() for unit in payload_of(gemma, other)["media"])]
+    found = run.cached["differ"]
+    assert spans[0][1] <= found <= spans[2][0]
+    assert not any(start < found < stop for start, stop in spans)
+    assert reply == answer(gemma.directory, processed(gemma.directory, other), TOKENS)
+    assert reply != gemma.expected["differ"]
+
+
+def test_two_replies_to_one_prompt(gemma: Gemma) -> None:
+    run = Run(gemma.stages, block_size=4, max_tokens_per_step=10)
+    payload = payload_of(gemma, PLACE)
+    sampling = SamplingParams(n=2, max_tokens=TOKENS).over(gemma.stages.llm.default_sampling).over(FALLBACK)
+    run.engine.add(stage_request("r", frozenset({"input", "encoder"}), sampling))
+    run.engine.feed("r", "input", sent("input", "llm", payload), final=True)
+    for chunk, final in gemma.stages.encoded(payload):
+        run.engine.feed("r", "encoder", chunk, final=final)
+    replies: dict[int, list[int]] = {0: [], 1: []}
+    while run.engine.has_work():
+        for output in run.engine.step():
+            assert output.error is None
+            replies[output.index] += output.token_ids
+        run.engine.audit()
+    assert replies == dict.fromkeys((0, 1), gemma.expected["place"])
+
+
+def test_under_a_causal_mask_the_reply_is_another(gemma: Gemma) -> None:
+    causal = Stages(gemma.directory)
+    causal.llm._mutual = frozenset()
+    assert Run(causal)([DIFFER], TOKENS)["differ"] != gemma.expected["differ"]
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [({"deterministic": True}, r"deterministic cannot do"), ({"attention": "flash_attn"}, r"attention .* cannot do")],
+)
+def test_what_cannot_do_it_is_refused_at_load(gemma: Gemma, config: dict, reason: str, monkeypatch) -> None:
+    backend = SimpleNamespace(widens=False, recordable=False, mutual=False)
+    monkeypatch.setattr(
+        "segue.engines.autoregressive.engine.attention_backend",
+        lambda name, device, size: backend if name == "flash_attn" else None,
+    )
+    with pytest.raises(ConfigError, match=reason):
+        AutoregressiveEngine(gemma.stages.llm, AutoregressiveConfig(num_blocks=60, block_size=4, **config))
+
+
+# --- what is read off the masks --------------------------------------------------------------------------------------
+
+
+class Decoder(nn.Module):
+    def __init__(self, window: int | None) -> None:
+        super().__init__()
+        self.config = {"sliding_window": window} if window else {}
+        if window:
+            self.config = type("Config", (dict,), {"sliding_window": window})(self.config)
+
+    def forward(self, **given) -> None:
+        raise AssertionError("the probe ends before the decoder")
+
+
+class Inner(nn.Module):
+    def __init__(self, decoder: Decoder, masks) -> None:
+        super().__init__()
+        self.decoder, self.masks = decoder, masks
+
+    def forward(self, input_ids, token_type_ids=None, use_cache=None) -> None:
+        assert token_type_ids is not None
+        self.decoder(attention_mask=self.masks)
+
+
+LENGTH, SPANS = 12, [(2, 5), (7, 10)]
+
+
+class Seer:
+    kinds = ("image",)
+    placeholders = MappingProxyType({"image": "<image>"})
+
+    def example(self, kind: str, seed: int) -> int:
+        return seed
+
+    def __call__(self, text: str, media) -> Processed:
+        ids = [9 if any(start <= place < stop for start, stop in SPANS) else 1 for place in range(LENGTH)]
+        return Processed(ids, {"image": 9}, {"image": {}}, token_types=[int(token == 9) for token in ids])
+
+
+def found(masks, window: int | None = None) -> bool:
+    decoder = Decoder(window)
+    probe = MaskProbe("Some", Inner(decoder, masks), decoder, Seer(), torch.device("cpu"), torch.float32)
+    return bool(probe.mutual_kinds())
+
+
+def test_masks_are_read_as_what_they_are() -> None:
+    causal, both = mutual_seen(LENGTH, []), mutual_seen(LENGTH, SPANS)
+    near = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(-3)
+    additive = torch.zeros(LENGTH, LENGTH).masked_fill(~both, -1e30)
+    assert not found(None)
+    assert not found(torch.ones(1, LENGTH))
+    assert not found(causal[None, None])
+    assert found(both[None, None])
+    assert found(additive[None, None])
+    assert found({"full_attention": both[None, None], "sliding_attention": (both & near)[None, None]}, window=4)
+    with pytest.raises(ConfigError, match="in some of its layers only"):
+        found({"full_attention": None, "sliding_attention": (both & near)[None, None]}, window=4)
+    joined = both.clone()
+    joined[2:5, 7:10] = True  # pictures that see each other (Molmo 2)
+    for other in (joined, both & near, torch.ones_like(both)):
+        with pytest.raises(ConfigError, match=r"Some of transformers .* masks of its own for media"):
+            found(other[None, None])
+
+
+def test_runs_are_those_of_places() -> None:
+    assert runs([]) == []
+    assert runs([3]) == [(3, 4)]
+    assert runs([0, 1, 2, 5, 6, 9]) == [(0, 3), (5, 7), (9, 10)]
+
+
+def test_an_encoder_that_knows_of_no_such_tokens_refuses_masks_for_media(gemma: Gemma) -> None:
+    encoder = Encoder(context(gemma.directory, "encoder"))
+    encoder._mutual = frozenset()
+    [unit] = payload_of(gemma, Case("one", "what", (("image", 1),)))["media"]
+    with pytest.raises(ConfigError, match="masks of its own for image"):
+        encoder._encode([unit])
