@@ -48,7 +48,8 @@ def test_equals_the_library(kind: str, tokens: int) -> None:
     torch.testing.assert_close(net[0](hidden, chosen, weights), expected, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(net[0](hidden, chosen.flip(0) if tokens > 1 else (chosen + 1) % 5, weights), expected)
     assert not list(net.parameters())
-    assert sum(tensor.nbytes for tensor in net.buffers()) == before
+    held = sum(tensor.nbytes for tensor in net.buffers())
+    assert before <= held < 1.5 * before, "they are there twice"  # a layout may pad the last outputs
 
 
 def test_other_types_and_other_modules_stay() -> None:

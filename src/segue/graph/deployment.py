@@ -76,7 +76,7 @@ from segue.messages.sampling import SamplingParams
 MiB = 1 << 20
 
 ConnectorKind = Literal["inproc", "shm"]
-ATTENTIONS = ("auto", "torch", "triton", "flex", "flashinfer", "flash_attn")
+ATTENTIONS = ("auto", "torch", "native", "triton", "flex", "flashinfer", "flash_attn")
 DIFFUSION_ATTENTIONS = ("auto", "native", "cudnn", "flash", "flash_3", "sage", "xformers")
 """What computes attention in a denoiser: diffusers' dispatch; all but `native` on a GPU, where they are installed."""
 OFFLOADS = ("none", "layerwise")

@@ -1,6 +1,7 @@
 """Which backend computes attention.
 
-`torch` gathers K and V (or reads them in place, on a CPU) and runs everywhere; `triton` reads them where they lie, with
+`torch` gathers K and V (or reads them in place, on a CPU) and runs everywhere; `native` is compiled code for a CPU;
+`triton` reads them where they lie, with
 this house's own kernels; `flex` has torch compile them, for a GPU; `flashinfer` and `flash_attn` are the libraries of
 these names, where they are installed.
 """
@@ -11,6 +12,8 @@ from importlib.util import find_spec
 
 import torch
 
+from segue.kernels.native import library
+from segue.kernels.native_attention import NativeAttention
 from segue.kernels.paged_step import AttentionBackend
 from segue.messages.errors import ConfigError
 
@@ -21,11 +24,14 @@ _TILE = 128
 
 
 def attention_backend(name: str, device: torch.device, block_size: int) -> AttentionBackend | None:
-    """None: `torch`. `auto`: `triton` on a GPU where it is installed. Raises `ConfigError` for one that is not."""
+    """None: `torch`. `auto`: `triton` on a GPU where it is installed, `native` on a CPU where it was compiled. Raises
+    `ConfigError` for one that is not."""
     if name == "auto":
-        name = "triton" if device.type == "cuda" and find_spec("triton") is not None else "torch"
+        name = _best(device)
     if name == "torch":
         return None
+    if name == "native":
+        return _native(device)
     if name != "flex" and find_spec(name) is None:
         raise ConfigError(f"attention is {name!r}, but the package {name} is not installed", field="attention")
     if name == "triton":
@@ -51,3 +57,20 @@ def attention_backend(name: str, device: torch.device, block_size: int) -> Atten
     from segue.kernels.flash_attn_backend import FlashAttention
 
     return FlashAttention()
+
+
+def _best(device: torch.device) -> str:
+    if device.type == "cuda":
+        return "triton" if find_spec("triton") is not None else "torch"
+    return "native" if device.type == "cpu" and library() is not None else "torch"
+
+
+def _native(device: torch.device) -> AttentionBackend:
+    compiled = library()
+    if compiled is None or device.type != "cpu":
+        raise ConfigError(
+            f"attention is 'native', which needs an x86-64 CPU with AVX2, and a C compiler when segue is installed; "
+            f"this stage runs on {device}",
+            field="attention",
+        )
+    return NativeAttention(compiled)

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ExpertsInterface
 
-from segue.kernels.linear import packed_product
+from segue.kernels.linear import laid_out, packed_product
 
 PACKED_EXPERTS = "segue_packed"
 """The experts implementation a decoder is set to when its experts are packed."""
@@ -38,18 +38,17 @@ class _Packed(nn.Module):
     def __init__(self, weights: torch.Tensor, biases: torch.Tensor | None, rows: int) -> None:
         """weights [experts, out, in], biases [experts, out]."""
         super().__init__()
+        self.out_features = weights.shape[1]
         for number, weight in enumerate(weights):
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), rows)
+            bias = None if biases is None else biases[number].detach()
+            packed, bias = laid_out(weight.detach().contiguous(), bias, rows)
             self.register_buffer(f"weight{number}", packed, persistent=False)
-        self.register_buffer("biases", None if biases is None else biases.detach(), persistent=False)
-
-    biases: torch.Tensor | None
+            self.register_buffer(f"bias{number}", bias, persistent=False)
 
     def of(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         """[rows, in] → [rows, out]."""
-        return packed_product(
-            x, self.get_buffer(f"weight{expert}"), None if self.biases is None else self.biases[expert]
-        )
+        weight = self.get_buffer(f"weight{expert}")
+        return packed_product(x, weight, self._buffers[f"bias{expert}"], self.out_features)
 
 
 def pack_experts(root: nn.Module, rows: int) -> int:

@@ -70,7 +70,8 @@ class FusedPart(nn.Module):
     def weight(self) -> torch.Tensor:
         """[out_features, in_features]; that of all parts where it is packed, when nothing but its dtype can be read."""
         weight = self.whole.linear.weight
-        return weight if weight.is_mkldnn else weight.narrow(0, self._first, self.out_features)
+        packed = weight.is_mkldnn or weight.ndim != 2
+        return weight if packed else weight.narrow(0, self._first, self.out_features)
 
     @property
     def bias(self) -> torch.Tensor | None:

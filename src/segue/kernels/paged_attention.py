@@ -54,12 +54,27 @@ class TorchAttention:
         # a token sees its own chunk as later ones will see it
         k, v = step.store.as_kept(k), step.store.as_kept(v)
         heads, tokens, _ = q.shape
-        kv_heads, _, dim = v.shape
         if not step.chunks and len(step.decodes) == 1:
-            return self._decode(layer, q, step, 0, form).view(tokens, heads, dim)
-        out = q.new_empty(tokens, heads, dim)
+            return self._decode(layer, q, step, 0, form).view(tokens, heads, v.shape[2])
+        out = q.new_empty(tokens, heads, v.shape[2])
         for index, group in enumerate(step.decodes):
-            out[group.begin : group.end] = self._decode(layer, q, step, index, form).view(-1, heads, dim)
+            out[group.begin : group.end] = self._decode(layer, q, step, index, form).view(-1, heads, v.shape[2])
+        self.attend_chunks(layer, q, k, v, step, form, out)
+        return out
+
+    def attend_chunks(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        step: PagedStep,
+        form: Form,
+        out: torch.Tensor,
+    ) -> None:
+        """The sequences with several queries: into their rows of `out` [tokens, heads, value_dim]. K and V have been
+        written, and `k` and `v` are as they are kept."""
+        kv_heads = v.shape[0]
         for chunk in step.chunks:
             part = slice(chunk.begin, chunk.end)
             queries = q[:, part].unflatten(0, (kv_heads, -1))  # [kv_heads, heads per kv head, queries, dim]
@@ -78,7 +93,6 @@ class TorchAttention:
                 mask = None if causal else chunk.mask(form.window, q.dtype)
                 mixed = _attend(queries, _spread(keys, queries), _spread(values, queries), mask, form, causal=causal)
             out[part] = mixed.flatten(0, 1).transpose(0, 1)
-        return out
 
     def _decode(self, layer: int, q: torch.Tensor, step: PagedStep, index: int, form: Form) -> torch.Tensor:
         """[sequences, kv_heads, heads per kv head, dim]: the heads of a K/V head take the place of queries."""

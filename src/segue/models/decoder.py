@@ -22,6 +22,8 @@ from segue.engines.autoregressive.contract import FlatBatch, KVSpec
 from segue.graph.lora import LoraPlan
 from segue.kernels.experts import PACKED_EXPERTS, pack_experts
 from segue.kernels.fused_linear import fuse, siblings
+from segue.kernels.fused_norm import fuse_norms
+from segue.kernels.gated_mlp import fuse_gates
 from segue.kernels.linear import DECODE_ROWS, pack_linears
 from segue.kernels.paged_attention import LibraryRecord, library_attention
 from segue.kernels.quantized import packed_bytes, quantize_linears
@@ -148,6 +150,8 @@ class PagedDecoder:
             hook.remove()
         if fused:
             fuse(self.model, found)
+            fuse_norms(self.model)
+            fuse_gates(self.model)
         return _Theirs(logits, record, made[0])
 
     @torch.inference_mode()

@@ -1,0 +1,358 @@
+/* The kernels of one instruction set. Included by kernels.c once for each, which defines
+ *   NAME(x)  the name of a function in this set
+ *   LANES    floats in a vector
+ *   COLUMNS  vectors side by side in a panel of a weight
+ *   ROWS     of the activations that a tile of a product has: ROWS * COLUMNS sums stay in registers
+ *   TOGETHER query heads that are computed together
+ */
+
+typedef float NAME(vec) __attribute__((vector_size(4 * LANES)));
+typedef float NAME(loose) __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int NAME(bits) __attribute__((vector_size(4 * LANES)));
+#define VEC NAME(vec)
+#define BITS NAME(bits)
+#define LOAD(p) ((VEC)*(const NAME(loose) *)(p))
+#define STORE(p, v) (*(NAME(loose) *)(p) = (v))
+#define PANEL (LANES * COLUMNS)
+
+static inline float NAME(sum)(VEC v)
+{
+    union {
+        VEC whole;
+        four parts[LANES / 4];
+    } of = {v};
+    four sum = of.parts[0] + of.parts[1];
+#if LANES == 16
+    sum += of.parts[2] + of.parts[3];
+#endif
+    return (sum[0] + sum[2]) + (sum[1] + sum[3]);
+}
+
+#if LANES == 16
+#define EACH(a, b, c, d) {a, b, c, d, 4 + a, 4 + b, 4 + c, 4 + d, 8 + a, 8 + b, 8 + c, 8 + d, 12 + a, 12 + b, 12 + c, 12 + d}
+#else
+#define EACH(a, b, c, d) {a, b, c, d, 4 + a, 4 + b, 4 + c, 4 + d}
+#endif
+
+/* The sums of four vectors: fours of each are laid across one another, and then added up. */
+static inline four NAME(sums)(VEC a, VEC b, VEC c, VEC d)
+{
+    const BITS low = EACH(0, LANES, 1, LANES + 1), high = EACH(2, LANES + 2, 3, LANES + 3);
+    const BITS first = EACH(0, 1, LANES, LANES + 1), second = EACH(2, 3, LANES + 2, LANES + 3);
+    const VEC ab = __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
+    const VEC cd = __builtin_shuffle(c, d, low) + __builtin_shuffle(c, d, high);
+    union {
+        VEC whole;
+        four parts[LANES / 4];
+    } of = {__builtin_shuffle(ab, cd, first) + __builtin_shuffle(ab, cd, second)};
+    four sum = of.parts[0] + of.parts[1];
+#if LANES == 16
+    sum += of.parts[2] + of.parts[3];
+#endif
+    return sum;
+}
+
+/* e^x to a few units in the last place; 0 below -87, e^88 above 88; NaN stays NaN. 2^n is written into the exponent's bits. */
+static inline VEC NAME(exponential)(VEC x)
+{
+    const VEC low = (VEC){0} - 87.0f, high = (VEC){0} + 88.0f;
+    const BITS small = x < low, large = x > high, unknown = x != x;
+    x = (VEC)((large & (BITS)high) | (~large & (BITS)x));
+    const VEC magic = (VEC){0} + 12582912.0f; /* 1.5 * 2^23: what is added to it is rounded to whole numbers */
+    const VEC shifted = x * 1.44269504f + magic;
+    const VEC n = shifted - magic;
+    VEC r = x - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    VEC p = r * 1.9875691500e-4f + 1.3981999507e-3f; /* Cephes, expf */
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    const BITS scaled = (BITS)p + (((BITS)shifted - (BITS)magic) << 23);
+    return (VEC)((scaled & ~small) | (unknown & (BITS)x));
+}
+
+/* --- products ---------------------------------------------------------------------------------------------------- */
+
+#define ROWS1(F) F(0)
+#define ROWS2(F) ROWS1(F) F(1)
+#define ROWS3(F) ROWS2(F) F(2)
+#define ROWS4(F) ROWS3(F) F(3)
+#define ROWS5(F) ROWS4(F) F(4)
+#define ROWS6(F) ROWS5(F) F(5)
+#define ROWS7(F) ROWS6(F) F(6)
+#define ROWS8(F) ROWS7(F) F(7)
+
+#if COLUMNS == 3
+#define THIRD(statement) statement
+#else
+#define THIRD(statement)
+#endif
+
+#define START(m) VEC s##m##0 = {0}, s##m##1 = {0}; THIRD(VEC s##m##2 = {0};)
+#define ADD(m)                                                                                                         \
+    {                                                                                                                  \
+        const float given = x[m * x_row + k];                                                                          \
+        s##m##0 += given * w0;                                                                                         \
+        s##m##1 += given * w1;                                                                                         \
+        THIRD(s##m##2 += given * w2;)                                                                                  \
+    }
+#define PUT(m)                                                                                                         \
+    {                                                                                                                  \
+        float *to = y + m * y_row;                                                                                     \
+        STORE(to, LOAD(on + m * on_row) + s##m##0);                                                                    \
+        STORE(to + LANES, LOAD(on + m * on_row + LANES) + s##m##1);                                                    \
+        THIRD(STORE(to + 2 * LANES, LOAD(on + m * on_row + 2 * LANES) + s##m##2);)                                     \
+    }
+
+/* y = on + x w: COUNT rows of one panel, `depth` of its inputs; `on` is the bias or what was summed before. */
+#define TILE(COUNT)                                                                                                    \
+    static void NAME(tile##COUNT)(const float *x, size_t x_row, const float *w, size_t depth, const float *on,         \
+                                  size_t on_row, float *y, size_t y_row)                                               \
+    {                                                                                                                  \
+        ROWS##COUNT(START)                                                                                             \
+        for (size_t k = 0; k < depth; k++) {                                                                           \
+            const float *from = w + k * PANEL;                                                                         \
+            __builtin_prefetch(from + AHEAD * PANEL);                                                                  \
+            __builtin_prefetch(from + AHEAD * PANEL + 16);                                                             \
+            THIRD(__builtin_prefetch(from + AHEAD * PANEL + 32);)                                                      \
+            const VEC w0 = LOAD(from), w1 = LOAD(from + LANES);                                                        \
+            THIRD(const VEC w2 = LOAD(from + 2 * LANES);)                                                              \
+            ROWS##COUNT(ADD)                                                                                           \
+        }                                                                                                              \
+        ROWS##COUNT(PUT)                                                                                               \
+    }
+
+TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
+#if ROWS == 8
+TILE(7) TILE(8)
+#endif
+
+typedef void (*NAME(tile))(const float *, size_t, const float *, size_t, const float *, size_t, float *, size_t);
+static const NAME(tile) NAME(tiles)[] = {
+    NULL, NAME(tile1), NAME(tile2), NAME(tile3), NAME(tile4), NAME(tile5), NAME(tile6),
+#if ROWS == 8
+    NAME(tile7), NAME(tile8),
+#endif
+};
+
+/* One panel: y[rows, PANEL] = bias + x[rows, inputs] w[inputs, PANEL]. Sums over STRETCH inputs are added up one after
+ * the other, whatever the number of rows: a row's result does not depend on those beside it. */
+static void NAME(panel)(const float *x, size_t rows, size_t inputs, const float *w, const float *bias, float *y,
+                        size_t y_row)
+{
+    const size_t blocks = (rows + ROWS - 1) / ROWS, least = rows / blocks, more = rows % blocks;
+    for (size_t first = 0; first < inputs; first += STRETCH) {
+        const size_t depth = inputs - first < STRETCH ? inputs - first : STRETCH;
+        size_t row = 0;
+        for (size_t block = 0; block < blocks; block++) {
+            const size_t count = least + (block < more);
+            float *to = y + row * y_row;
+            NAME(tiles)[count](x + row * inputs + first, inputs, w + first * PANEL, depth, first ? to : bias,
+                               first ? y_row : 0, to, y_row);
+            row += count;
+        }
+    }
+}
+
+/* --- attention of single queries ---------------------------------------------------------------------------------- */
+
+#define HEADS1(F) F(0)
+#define HEADS2(F) HEADS1(F) F(1)
+#define HEADS3(F) HEADS2(F) F(2)
+#define HEADS4(F) HEADS3(F) F(3)
+
+#define DOT_START(g) VEC a##g = {0}, b##g = {0}, c##g = {0}, d##g = {0};
+#define DOT_ADD(g)                                                                                                     \
+    {                                                                                                                  \
+        const VEC asked = LOAD(q + g * dim + i);                                                                       \
+        a##g += asked * key0;                                                                                          \
+        b##g += asked * key1;                                                                                          \
+        c##g += asked * key2;                                                                                          \
+        d##g += asked * key3;                                                                                          \
+    }
+#define DOT_PUT(g) *(four *)(scores + g * CHUNK + t) = NAME(sums)(a##g, b##g, c##g, d##g) * scale;
+
+/* scores[COUNT, CHUNK]: COUNT queries with `count` keys, four at a time; those behind the last key are not looked at. */
+#define DOTS(COUNT)                                                                                                    \
+    static void NAME(dots##COUNT)(const float *q, size_t dim, const float *const *keys, size_t count, float scale,     \
+                                  float *scores)                                                                       \
+    {                                                                                                                  \
+        const size_t last = count - 1;                                                                                 \
+        for (size_t t = 0; t < count; t += 4) {                                                                        \
+            const float *const k0 = keys[t], *const k1 = keys[t + 1 < last ? t + 1 : last];                            \
+            const float *const k2 = keys[t + 2 < last ? t + 2 : last], *const k3 = keys[t + 3 < last ? t + 3 : last];  \
+            HEADS##COUNT(DOT_START)                                                                                    \
+            for (size_t ahead = t + SOON; ahead < t + SOON + 4 && ahead < count; ahead++)                              \
+                for (size_t i = 0; i < dim; i += 16)                                                                   \
+                    __builtin_prefetch(keys[ahead] + i);                                                               \
+            for (size_t i = 0; i < dim; i += LANES) {                                                                  \
+                const VEC key0 = LOAD(k0 + i), key1 = LOAD(k1 + i), key2 = LOAD(k2 + i), key3 = LOAD(k3 + i);          \
+                HEADS##COUNT(DOT_ADD)                                                                                  \
+            }                                                                                                          \
+            HEADS##COUNT(DOT_PUT)                                                                                      \
+        }                                                                                                              \
+    }
+DOTS(1) DOTS(2)
+#if TOGETHER == 4
+DOTS(3) DOTS(4)
+#endif
+
+#define MIX_START(g)                                                                                                   \
+    VEC m##g##0 = LOAD(out + g * dim);                                                                                 \
+    VEC m##g##1 = {0};                                                                                                 \
+    if (wide)                                                                                                          \
+        m##g##1 = LOAD(out + g * dim + LANES);
+#define MIX_ADD(g)                                                                                                     \
+    {                                                                                                                  \
+        const float share = shares[g * CHUNK + t];                                                                     \
+        m##g##0 += share * v0;                                                                                         \
+        m##g##1 += share * v1;                                                                                         \
+    }
+#define MIX_PUT(g)                                                                                                     \
+    STORE(out + g * dim, m##g##0);                                                                                     \
+    if (wide)                                                                                                          \
+        STORE(out + g * dim + LANES, m##g##1);
+
+/* out[COUNT, dim] += shares[COUNT, count] values[count, dim], two vectors of a value at a time. */
+#define MIXES(COUNT)                                                                                                   \
+    static void NAME(mixes##COUNT)(const float *shares, const float *const *values, size_t count, size_t dim,          \
+                                   float *mixed)                                                                       \
+    {                                                                                                                  \
+        for (size_t d = 0; d < dim; d += 2 * LANES) {                                                                  \
+            const int wide = d + LANES < dim;                                                                          \
+            const size_t next = wide ? LANES : 0;                                                                      \
+            float *out = mixed + d;                                                                                    \
+            HEADS##COUNT(MIX_START)                                                                                    \
+            for (size_t t = 0; t < count; t++) {                                                                       \
+                const float *value = values[t] + d;                                                                    \
+                if (t + SOON < count) {                                                                                \
+                    __builtin_prefetch(values[t + SOON] + d);                                                          \
+                    __builtin_prefetch(values[t + SOON] + d + 16);                                                     \
+                }                                                                                                      \
+                const VEC v0 = LOAD(value), v1 = LOAD(value + next);                                                   \
+                HEADS##COUNT(MIX_ADD)                                                                                  \
+            }                                                                                                          \
+            HEADS##COUNT(MIX_PUT)                                                                                      \
+        }                                                                                                              \
+    }
+MIXES(1) MIXES(2)
+#if TOGETHER == 4
+MIXES(3) MIXES(4)
+#endif
+
+static void (*const NAME(dots)[])(const float *, size_t, const float *const *, size_t, float, float *) = {
+    NULL, NAME(dots1), NAME(dots2),
+#if TOGETHER == 4
+    NAME(dots3), NAME(dots4),
+#endif
+};
+static void (*const NAME(mixes)[])(const float *, const float *const *, size_t, size_t, float *) = {
+    NULL, NAME(mixes1), NAME(mixes2),
+#if TOGETHER == 4
+    NAME(mixes3), NAME(mixes4),
+#endif
+};
+
+/* The softmax of a stretch of keys, put together with those before it (Milakov & Gimelshein, 2018): scores become
+ * shares of e^(score - highest); `highest` and `total` go on, `mixed` is scaled to them. */
+static void NAME(soften)(float *scores, size_t count, float *highest, float *total, float *mixed, size_t dim)
+{
+    for (size_t t = count; t % LANES; t++)
+        scores[t] = scores[count - 1];
+    VEC best = LOAD(scores);
+    for (size_t t = LANES; t < count; t += LANES) {
+        const VEC here = LOAD(scores + t);
+        const BITS higher = here > best;
+        best = (VEC)((higher & (BITS)here) | (~higher & (BITS)best));
+    }
+    float most = *highest;
+    for (size_t i = 0; i < LANES; i++)
+        most = best[i] > most ? best[i] : most;
+    const float rescale = *highest == most ? 1.0f : expf(*highest - most);
+    for (size_t t = count; t % LANES; t++)
+        scores[t] = most - 100.0f;
+    VEC sums = {0};
+    for (size_t t = 0; t < count; t += LANES) {
+        const VEC shares = NAME(exponential)(LOAD(scores + t) - most);
+        STORE(scores + t, shares);
+        sums += shares;
+    }
+    *total = *total * rescale + NAME(sum)(sums);
+    *highest = most;
+    if (rescale != 1.0f)
+        for (size_t d = 0; d < dim; d += LANES)
+            STORE(mixed + d, LOAD(mixed + d) * rescale);
+}
+
+/* The query heads [heads, dim] that share a K/V head, over the tokens [begin, end) of a sequence: `mixed` [heads,
+ * value_dim] is summed up unscaled, with the `highest` score and the `total` of each head beside it. */
+static void NAME(span)(const struct attention *of, const float *q, const float *keys, const float *values,
+                       const int32_t *blocks, size_t begin, size_t end, float *mixed, float *highest, float *total)
+{
+    const size_t heads = of->heads / of->kv_heads, dim = of->dim, value_dim = of->value_dim;
+    float scores[TOGETHER * CHUNK] __attribute__((aligned(64)));
+    const float *key[CHUNK], *value[CHUNK];
+    for (size_t g = 0; g < heads; g++) {
+        highest[g] = -INFINITY;
+        total[g] = 0;
+        memset(mixed + g * value_dim, 0, value_dim * sizeof(float));
+    }
+    for (size_t first = begin; first < end; first += CHUNK) {
+        const size_t count = end - first < CHUNK ? end - first : CHUNK;
+        for (size_t t = 0; t < count; t++) {
+            const size_t place = first + t;
+            const size_t slot = (size_t)blocks[place / of->block_size] * of->block_size + place % of->block_size;
+            key[t] = keys + slot * of->key_slot;
+            value[t] = values + slot * of->value_slot;
+        }
+        for (size_t g = 0; g < heads; g += TOGETHER) {
+            const size_t together = heads - g < TOGETHER ? heads - g : TOGETHER;
+            NAME(dots)[together](q + g * dim, dim, key, count, of->scale, scores);
+            for (size_t i = 0; i < together; i++)
+                NAME(soften)(scores + i * CHUNK, count, highest + g + i, total + g + i, mixed + (g + i) * value_dim,
+                             value_dim);
+            NAME(mixes)[together](scores, value, count, value_dim, mixed + g * value_dim);
+        }
+    }
+}
+
+/* --- small operators ---------------------------------------------------------------------------------------------- */
+
+/* y = x / sqrt(mean(x^2) + eps) * weight of one row. */
+static void NAME(norm)(const float *x, const float *weight, float eps, float *y, size_t width)
+{
+    VEC squares = {0};
+    float rest = 0;
+    const size_t whole = width - width % LANES;
+    for (size_t i = 0; i < whole; i += LANES)
+        squares += LOAD(x + i) * LOAD(x + i);
+    for (size_t i = whole; i < width; i++)
+        rest += x[i] * x[i];
+    const float scale = 1.0f / sqrtf((NAME(sum)(squares) + rest) / (float)width + eps);
+    for (size_t i = 0; i < whole; i += LANES)
+        STORE(y + i, LOAD(x + i) * scale * LOAD(weight + i));
+    for (size_t i = whole; i < width; i++)
+        y[i] = x[i] * scale * weight[i];
+}
+
+/* y = gate / (1 + e^-gate) * up. */
+static void NAME(gate)(const float *gate, const float *up, float *y, size_t width)
+{
+    const size_t whole = width - width % LANES;
+    for (size_t i = 0; i < whole; i += LANES) {
+        const VEC g = LOAD(gate + i);
+        STORE(y + i, g / (NAME(exponential)(-g) + 1.0f) * LOAD(up + i));
+    }
+    for (size_t i = whole; i < width; i++)
+        y[i] = gate[i] / (expf(-gate[i]) + 1.0f) * up[i];
+}
+
+#undef EACH
+#undef VEC
+#undef BITS
+#undef LOAD
+#undef STORE
+#undef PANEL
+#undef THIRD

@@ -1,0 +1,230 @@
+/* What a decode step on a CPU spends its time on, in float32: products of few rows with large weights, attention of
+ * single queries over a paged KV cache, norms. Each has a plain torch counterpart that it is tested against.
+ *
+ * Threads are those of torch: the OpenMP runtime that it has loaded is used, and none is linked here. */
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if !defined(__x86_64__) || !defined(__GNUC__)
+#error "written for x86-64 and compilers that know GNU C"
+#endif
+
+#define STRETCH 512 /* inputs of a product that are summed up in registers */
+#define BLOCK 256   /* rows of a product that go through all of a weight together */
+#define AHEAD 16    /* rows of a panel that are fetched before they are needed */
+#define SOON 12     /* keys or values that are fetched before they are needed */
+#define CHUNK 64   /* keys whose scores are kept at a time */
+#define MOST_HEADS 64 /* query heads that share a K/V head, where they have to be copied */
+#define MOST_DIM 256
+
+typedef float four __attribute__((vector_size(16)));
+
+/* Attention of single queries: strides count floats. */
+struct attention {
+    const float *q; /* [sequences, heads, dim] */
+    int64_t q_sequence, q_head;
+    const float *keys; /* [slots, kv_heads, dim] */
+    int64_t key_slot, key_head;
+    const float *values; /* [slots, kv_heads, value_dim] */
+    int64_t value_slot, value_head;
+    const int32_t *blocks; /* [sequences, row of a table] */
+    int64_t blocks_row;
+    const int32_t *lengths; /* [sequences] keys that each query sees */
+    int64_t sequences, heads, kv_heads, dim, value_dim, block_size;
+    int64_t window; /* how many of the last keys are seen; 0: all */
+    float scale;
+    float *out; /* [sequences, heads, value_dim] */
+};
+
+#define PASTE(x, y) x##_##y
+#define PASTED(x, y) PASTE(x, y)
+#define NAME(x) PASTED(x, SET)
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512")
+#define SET wide
+#define LANES 16
+#define COLUMNS 3
+#define ROWS 8
+#define TOGETHER 4
+#include "body.h"
+#undef SET
+#undef LANES
+#undef COLUMNS
+#undef ROWS
+#undef TOGETHER
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#define SET narrow
+#define LANES 8
+#define COLUMNS 2
+#define ROWS 6
+#define TOGETHER 2
+#include "body.h"
+#undef SET
+#undef LANES
+#undef COLUMNS
+#undef ROWS
+#undef TOGETHER
+#pragma GCC pop_options
+
+/* The instruction set in use. */
+struct set {
+    size_t panel;
+    void (*product)(const float *, size_t, size_t, const float *, const float *, float *, size_t);
+    void (*span)(const struct attention *, const float *, const float *, const float *, const int32_t *, size_t, size_t,
+                 float *, float *, float *);
+    void (*norm)(const float *, const float *, float, float *, size_t);
+    void (*gate)(const float *, const float *, float *, size_t);
+};
+static const struct set wide = {48, panel_wide, span_wide, norm_wide, gate_wide};
+static const struct set narrow = {16, panel_narrow, span_narrow, norm_narrow, gate_narrow};
+
+static const struct set *set_of(int lanes)
+{
+    return lanes == 16 ? &wide : &narrow;
+}
+
+/* Floats in the widest vector this machine has, of those that there are kernels for; 0: none of them. */
+int segue_lanes(void)
+{
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl"))
+        return 16;
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? 8 : 0;
+}
+
+/* Outputs of a product that lie together in a panel of its weight. */
+int segue_panel(int lanes)
+{
+    return (int)set_of(lanes)->panel;
+}
+
+/* y[rows, outputs] = x[rows, inputs] w + bias; w [panels, inputs, panel], padded with zeros; bias [panels * panel].
+ * Rows go in blocks, so that those that every panel is multiplied with stay in a cache. */
+void segue_product(int lanes, const float *x, int64_t rows, int64_t inputs, const float *w, const float *bias, float *y,
+                   int64_t outputs, int threads)
+{
+    const struct set *const set = set_of(lanes);
+    const int64_t width = (int64_t)set->panel, panels = (outputs + width - 1) / width;
+    const int64_t tasks = (rows + BLOCK - 1) / BLOCK * panels;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (rows * inputs * outputs > 1 << 15)
+    for (int64_t task = 0; task < tasks; task++) {
+        const int64_t begin = task / panels * BLOCK, here = rows - begin < BLOCK ? rows - begin : BLOCK;
+        const int64_t first = task % panels * width, count = outputs - first < width ? outputs - first : width;
+        const float *const given = x + begin * inputs, *const weight = w + first * inputs, *const on = bias + first;
+        float *const to = y + begin * outputs + first;
+        if (count == width) {
+            set->product(given, here, inputs, weight, on, to, outputs);
+            continue;
+        }
+        float whole[8 * 48];
+        for (int64_t row = 0; row < here; row += 8) {
+            const int64_t some = here - row < 8 ? here - row : 8;
+            set->product(given + row * inputs, some, inputs, weight, on, whole, width);
+            for (int64_t i = 0; i < some; i++)
+                memcpy(to + (row + i) * outputs, whole + i * width, count * sizeof(float));
+        }
+    }
+}
+
+/* Copy `tokens` rows of each head to their slots: from [heads, tokens, dim] to [slots, heads, dim]. */
+static void put(const float *from, int64_t from_head, int64_t from_token, float *to, int64_t to_slot, int64_t to_head,
+                const int64_t *slots, int64_t tokens, int64_t heads, int64_t dim)
+{
+    for (int64_t token = 0; token < tokens; token++)
+        for (int64_t head = 0; head < heads; head++)
+            memcpy(to + slots[token] * to_slot + head * to_head, from + head * from_head + token * from_token,
+                   dim * sizeof(float));
+}
+
+/* K and V of new tokens into the cache. */
+void segue_write(const float *k, int64_t k_head, int64_t k_token, const float *v, int64_t v_head, int64_t v_token,
+                 float *keys, int64_t key_slot, int64_t key_head, float *values, int64_t value_slot, int64_t value_head,
+                 const int64_t *slots, int64_t tokens, int64_t kv_heads, int64_t dim, int64_t value_dim)
+{
+    put(k, k_head, k_token, keys, key_slot, key_head, slots, tokens, kv_heads, dim);
+    put(v, v_head, v_token, values, value_slot, value_head, slots, tokens, kv_heads, value_dim);
+}
+
+/* How many floats of scratch `segue_attend` needs. */
+int64_t segue_scratch(int64_t sequences, int64_t heads, int64_t value_dim, int64_t splits)
+{
+    return sequences * splits * heads * (value_dim + 2);
+}
+
+/* Attention of single queries. Each sequence and K/V head is one task, or `splits` of them where keys are many and
+ * sequences few; what the tasks of one have summed up is put together at the end (Dao et al., Flash-Decoding). */
+void segue_attend(int lanes, const struct attention *of, int64_t splits, float *scratch, int threads)
+{
+    const struct set *const set = set_of(lanes);
+    const int64_t heads = of->heads / of->kv_heads, tasks = of->sequences * of->kv_heads * splits;
+    float *const highest = scratch + of->sequences * splits * of->heads * of->value_dim;
+    float *const total = highest + of->sequences * splits * of->heads;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (tasks > 1)
+    for (int64_t task = 0; task < tasks; task++) {
+        const int64_t split = task % splits, kv_head = task / splits % of->kv_heads;
+        const int64_t sequence = task / splits / of->kv_heads;
+        const int64_t stop = of->lengths[sequence];
+        const int64_t start = of->window && stop > of->window ? stop - of->window : 0;
+        const int64_t begin = start + (stop - start) * split / splits;
+        const int64_t end = start + (stop - start) * (split + 1) / splits;
+        const int64_t place = (sequence * of->kv_heads + kv_head) * splits + split;
+        const float *q = of->q + sequence * of->q_sequence + kv_head * heads * of->q_head;
+        float packed[MOST_HEADS * MOST_DIM];
+        if (of->q_head != of->dim) {
+            for (int64_t head = 0; head < heads; head++)
+                memcpy(packed + head * of->dim, q + head * of->q_head, of->dim * sizeof(float));
+            q = packed;
+        }
+        set->span(of, q, of->keys + kv_head * of->key_head, of->values + kv_head * of->value_head,
+                  of->blocks + sequence * of->blocks_row, begin, end, scratch + place * heads * of->value_dim,
+                  highest + place * heads, total + place * heads);
+    }
+    for (int64_t row = 0; row < of->sequences * of->heads; row++) {
+        const int64_t group = row / heads, head = row % heads;
+        float *const out = of->out + row * of->value_dim;
+        float most = -INFINITY, sum = 0;
+        for (int64_t split = 0; split < splits; split++) {
+            const float one = highest[(group * splits + split) * heads + head];
+            most = one > most || one != one ? one : most;
+        }
+        memset(out, 0, of->value_dim * sizeof(float));
+        for (int64_t split = 0; split < splits; split++) {
+            const int64_t place = (group * splits + split) * heads + head;
+            if (!(total[place] > 0) && total[place] == total[place])
+                continue; /* a split with no key */
+            const float share = splits == 1 ? 1.0f : expf(highest[place] - most);
+            sum += total[place] * share;
+            for (int64_t d = 0; d < of->value_dim; d++)
+                out[d] += scratch[place * of->value_dim + d] * share;
+        }
+        for (int64_t d = 0; d < of->value_dim; d++)
+            out[d] /= sum;
+    }
+}
+
+/* y[outer, inner, width] = x / sqrt(mean(x^2) + eps) * weight; y is contiguous. */
+void segue_norm(int lanes, const float *x, int64_t x_outer, int64_t x_inner, const float *weight, float eps, float *y,
+                int64_t outer, int64_t inner, int64_t width, int threads)
+{
+    const struct set *const set = set_of(lanes);
+#pragma omp parallel for num_threads(threads) if (outer * inner * width > 1 << 15)
+    for (int64_t row = 0; row < outer * inner; row++)
+        set->norm(x + row / inner * x_outer + row % inner * x_inner, weight, eps, y + row * width, (size_t)width);
+}
+
+/* y[rows, width] = silu(x[:, :width]) * x[:, width:]; both are contiguous. */
+void segue_gate(int lanes, const float *x, float *y, int64_t rows, int64_t width, int threads)
+{
+    const struct set *const set = set_of(lanes);
+#pragma omp parallel for num_threads(threads) if (rows * width > 1 << 15)
+    for (int64_t row = 0; row < rows; row++)
+        set->gate(x + row * 2 * width, x + row * 2 * width + width, y + row * width, (size_t)width);
+}

@@ -1,0 +1,92 @@
+"""The attention backend of a CPU in float32: compiled kernels read K and V where they lie.
+
+Single queries are computed by `segue.kernels.native`; chunks, and forms or shapes that it does not know, as the torch
+backend does them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from segue.kernels.form import Form
+from segue.kernels.kv_store import KVStore
+from segue.kernels.native import Attention, Library
+from segue.kernels.paged_attention import TorchAttention
+from segue.kernels.paged_step import PagedStep
+
+_LEAST = 256
+"""Keys that one more task is worth."""
+_MOST_HEADS = 64
+"""Query heads that share a K/V head."""
+_MOST_DIM = 256
+
+
+class NativeAttention:
+    """Implements `segue.kernels.paged_step.AttentionBackend`."""
+
+    recordable = False
+    widens = True
+    mutual = True
+
+    def __init__(self, compiled: Library) -> None:
+        self._compiled = compiled
+        self._torch = TorchAttention()
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: PagedStep, form: Form
+    ) -> torch.Tensor:
+        store = step.store
+        if not self._can(layer, q, store, form):
+            return self._torch.attend(layer, q, k, v, step, form)
+        self._write(layer, k, v, step)
+        heads, tokens, _ = q.shape
+        out = q.new_empty(tokens, heads, v.shape[2])
+        if step.tables.singles:
+            self._decode(layer, q, step, form, out)
+        self._torch.attend_chunks(layer, q, k, v, step, form, out)
+        return out
+
+    def _can(self, layer: int, q: torch.Tensor, store: KVStore, form: Form) -> bool:
+        kv_heads, dim, value_dim = store.layout.shapes[layer]
+        lanes = self._compiled.lanes
+        return (
+            form.plain
+            and store.stored is None
+            and q.dtype == store.dtype == torch.float32
+            and q.stride(2) == 1
+            and dim % lanes == value_dim % lanes == 0
+            and max(dim, value_dim) <= _MOST_DIM
+            and q.shape[0] // kv_heads <= _MOST_HEADS
+        )
+
+    def _write(self, layer: int, k: torch.Tensor, v: torch.Tensor, step: PagedStep) -> None:
+        if k.stride(2) != 1 or v.stride(2) != 1:
+            return step.store.write(layer, step.slots, k.transpose(0, 1), v.transpose(0, 1))
+        keys, values = step.store.slots(layer)
+        self._compiled.write(
+            *(k.data_ptr(), k.stride(0), k.stride(1), v.data_ptr(), v.stride(0), v.stride(1)),
+            *(keys.data_ptr(), keys.stride(0), keys.stride(1), values.data_ptr(), values.stride(0), values.stride(1)),
+            *(step.slots.data_ptr(), k.shape[1], k.shape[0], k.shape[2], v.shape[2]),
+        )
+        return None
+
+    def _decode(self, layer: int, q: torch.Tensor, step: PagedStep, form: Form, out: torch.Tensor) -> None:
+        """Single queries, which come first: into the first rows of `out` [tokens, heads, value_dim]."""
+        tables, store = step.tables, step.store
+        keys, values = store.slots(layer)
+        kv_heads, dim, value_dim = store.layout.shapes[layer]
+        count, heads, threads = tables.singles, q.shape[0], torch.get_num_threads()
+        longest = min(tables.longest_key, form.window or tables.longest_key)
+        splits = max(1, min(longest // _LEAST, 2 * threads // (count * kv_heads)))
+        scratch = q.new_empty(count * splits * heads * (value_dim + 2))
+        given = Attention(
+            *(q.data_ptr(), q.stride(1), q.stride(0)),
+            *(keys.data_ptr(), keys.stride(0), keys.stride(1)),
+            *(values.data_ptr(), values.stride(0), values.stride(1)),
+            *(tables.blocks.data_ptr(), tables.blocks.stride(0), tables.lengths.data_ptr()),
+            *(count, heads, kv_heads, dim, value_dim, store.block_size, form.window or 0, form.scaling),
+            out.data_ptr(),
+        )
+        self._compiled.attend(self._compiled.lanes, ctypes.byref(given), splits, scratch.data_ptr(), threads)
