@@ -24,7 +24,7 @@ text such as `64MiB` and `1GB`.
         prefix_caching: true
         deterministic: false              # the same logits to the bit whatever the batch
         max_logprobs: 20                  # most tokens a request may ask logprobs of in one place; -1: any number
-        attention: auto                   # auto, torch, triton, flex, flashinfer, flash_attn
+        attention: auto                   # auto, torch, cpu, triton, flex, flashinfer, flash_attn
         enforce_eager: false              # true: no CUDA graphs
         compile: false                    # torch.compile for the layers of the decoder (of the denoiser: its blocks)
         tensor_parallel: 1                # processes per replica, each with a part of the weights
@@ -76,7 +76,7 @@ from segue.messages.sampling import SamplingParams
 MiB = 1 << 20
 
 ConnectorKind = Literal["inproc", "shm"]
-ATTENTIONS = ("auto", "torch", "native", "triton", "flex", "flashinfer", "flash_attn")
+ATTENTIONS = ("auto", "torch", "cpu", "triton", "flex", "flashinfer", "flash_attn")
 DIFFUSION_ATTENTIONS = ("auto", "native", "cudnn", "flash", "flash_3", "sage", "xformers")
 """What computes attention in a denoiser: diffusers' dispatch; all but `native` on a GPU, where they are installed."""
 OFFLOADS = ("none", "layerwise")

@@ -1,6 +1,6 @@
 """Which backend computes attention.
 
-`torch` gathers K and V (or reads them in place, on a CPU) and runs everywhere; `native` is compiled code for a CPU;
+`torch` gathers K and V (or reads them in place, on a CPU) and runs everywhere; `cpu` is compiled code for one;
 `triton` reads them where they lie, with
 this house's own kernels; `flex` has torch compile them, for a GPU; `flashinfer` and `flash_attn` are the libraries of
 these names, where they are installed.
@@ -24,14 +24,14 @@ _TILE = 128
 
 
 def attention_backend(name: str, device: torch.device, block_size: int) -> AttentionBackend | None:
-    """None: `torch`. `auto`: `triton` on a GPU where it is installed, `native` on a CPU where it was compiled. Raises
+    """None: `torch`. `auto`: `triton` on a GPU where it is installed, `cpu` on one, where it was compiled. Raises
     `ConfigError` for one that is not."""
     if name == "auto":
         name = _best(device)
     if name == "torch":
         return None
-    if name == "native":
-        return _native(device)
+    if name == "cpu":
+        return _compiled(device)
     if name != "flex" and find_spec(name) is None:
         raise ConfigError(f"attention is {name!r}, but the package {name} is not installed", field="attention")
     if name == "triton":
@@ -62,14 +62,14 @@ def attention_backend(name: str, device: torch.device, block_size: int) -> Atten
 def _best(device: torch.device) -> str:
     if device.type == "cuda":
         return "triton" if find_spec("triton") is not None else "torch"
-    return "native" if device.type == "cpu" and library() is not None else "torch"
+    return "cpu" if device.type == "cpu" and library() is not None else "torch"
 
 
-def _native(device: torch.device) -> AttentionBackend:
+def _compiled(device: torch.device) -> AttentionBackend:
     compiled = library()
     if compiled is None or device.type != "cpu":
         raise ConfigError(
-            f"attention is 'native', which needs an x86-64 CPU with AVX2, and a C compiler when segue is installed; "
+            f"attention is 'cpu', which needs an x86-64 CPU with AVX2, and a C compiler when segue is installed; "
             f"this stage runs on {device}",
             field="attention",
         )
