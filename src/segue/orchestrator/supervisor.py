@@ -42,6 +42,9 @@ log = logging.getLogger(__name__)
 GIVE_UP_AFTER = 3
 """Deaths in a row before ready; then the replica is given up."""
 
+SAID_WHY_WITHIN = 60.0
+"""Seconds after the end of a worker that could not start, in which its own error is heard."""
+
 OnProgress = Callable[[str, float, str], None]
 """(worker, fraction, what)"""
 
@@ -268,9 +271,9 @@ class Supervisor:
         if not was_ready:
             replica.failures += 1
             if self._started is not None and not self._started.done():
-                # its own StartFailed may still be on the way; it is the better answer
                 error = ConfigError(f"worker {worker!r} died while starting: {how}")
-                self._loop.call_later(0.5, self._fail_start, error)
+                # who ends by itself has said why (`StartFailed`), on another line than the one that tells of its end
+                self._loop.call_later(SAID_WHY_WITHIN if how == "exit 0" else 0.5, self._fail_start, error)
                 replica.state = "failed"
                 return
         self._bury(replica)
