@@ -149,7 +149,7 @@ class Served:
     @contextmanager
     def nobody_finishes(self, names: Iterable[str] = HOLDINGS) -> Iterator[None]:
         """What is begun inside is over soon after: cancelled, and not because it was made to its end."""
-        before = finished(self.metrics())
+        before = finished(self.until_empty(names))
         yield
         assert finished(self.until_empty(names)) == before, "a request went on without its client"
 

@@ -93,12 +93,11 @@ def test_refused_at_once(server: Served, wrong: dict[str, Any], status: int, par
 
 def test_deleting_frees_every_stage(server: Served) -> None:
     names = ("segue_requests", "segue_generations_in_flight", "segue_stage_requests")
-    with server.client() as http:
+    with server.nobody_finishes(names), server.client() as http:
         long = {**FEW, "num_inference_steps": 200, "seconds": 5}
         video = http.post(URL, json={**ASKED, **long}).json()
         begun(http, video["id"])
-        with server.nobody_finishes(names):
-            assert http.delete(f"{URL}/{video['id']}").json()["deleted"]
+        assert http.delete(f"{URL}/{video['id']}").json()["deleted"]
 
 
 def test_a_killed_server_goes_on_where_it_was(model: Path, tmp_path: Path) -> None:

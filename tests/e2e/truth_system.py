@@ -194,7 +194,7 @@ class System:
             raise
 
     def run(self, body: Coroutine[Any, Any, T]) -> T:
-        return self._loop.run_until_complete(asyncio.wait_for(body, timeout=240))
+        return self._loop.run_until_complete(asyncio.wait_for(body, timeout=600))
 
     def in_time(self, attempt: Callable[[], Coroutine[Any, Any, T]], hit: Callable[[T], bool]) -> T:
         """What comes of requests one of whose workers is killed while it is at work on them.

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("toy_path")
 
 
 def run(body: Any) -> None:
-    asyncio.run(asyncio.wait_for(body(), timeout=240))
+    asyncio.run(asyncio.wait_for(body(), timeout=600))
 
 
 def test_a_payload_that_could_not_be_kept_makes_its_stage_run_again(toy_dir: Path, tmp_path: Path) -> None:

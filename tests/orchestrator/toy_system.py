@@ -50,7 +50,7 @@ class System:
         self._shared: AsyncOmni | None = None
 
     def run(self, body: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        self._loop.run_until_complete(asyncio.wait_for(body(), timeout=240))
+        self._loop.run_until_complete(asyncio.wait_for(body(), timeout=600))
 
     @asynccontextmanager
     async def shared(self) -> AsyncIterator[AsyncOmni]:
