@@ -70,11 +70,12 @@ def test_a_caller_that_holds_up_the_event_loop_costs_no_worker_its_life(toy_dir:
             [tone] = [replica for replica in omni.orchestrator.replicas.all if replica.group == ("tone",)]
             while tone.pinged is None:
                 await asyncio.sleep(0)
+            pid = pid_of(omni.health(), "tone")
             os.close(held)  # from now on it answers
             time.sleep(6)  # the caller's own code
-            output = await task
-            assert_right(output, "stand still")
-            assert output.metrics.attempts == 1
+            assert_right(await task, "stand still")
+            assert_right(await omni.generate(both("and go on")), "and go on")
+            assert pid_of(omni.health(), "tone") == pid
 
     run(body)
 
