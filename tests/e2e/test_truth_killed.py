@@ -108,6 +108,7 @@ def test_killed_when_its_upstream_had_ended(
 @pytest.mark.parametrize("stage", ["input", "thinker"])
 def test_a_stage_that_has_done_its_part_may_die(system: System, truth: Truth, assets: Path, stage: str) -> None:
     """Killed at the first sound: the input is long done with; the thinker, where it has ended, is not asked again."""
+    system.run(system.replaced())
     killer = Killer(system, stage, AudioDelta)
     output = system.run(system.collect(LONG.prompt(assets), killer))
     assert killer.done

@@ -203,17 +203,18 @@ class System:
         death is no matter to the request, and all of it is asked once more.
         """
         for _ in range(20):
+            self.run(self.replaced())
             found = self.run(attempt())
             if hit(found):
                 break
-            self.run(self._replaced())
         return found
 
-    async def _replaced(self) -> None:
+    async def replaced(self) -> None:
         """Nobody is given to a worker that was killed any more."""
         replicas = self.omni.orchestrator.replicas.all
         while any(replica.state != "ready" or replica.pid in self._killed for replica in replicas):
             await asyncio.sleep(0)
+        self._killed.clear()  # numbers of processes come again
 
     def ask(self, *prompts: Any) -> list[RequestOutput]:
         """All at once."""
