@@ -46,7 +46,7 @@ def test_both_ways_of_serving_do_the_work_asked_for(tmp_path: Path) -> None:
             loaded = await process.start()
             assert loaded.threads == 1
             one = BaselineDriver(process, "one", 1, 1e-4)
-            static = BaselineDriver(process, "static", 8, 1e-4)
+            static = BaselineDriver(process, "static", 3, 1e-4, gather=240)  # none is served before the last is there
             await one.take_over()
             alone = await closed_loop(one, requests, 3)
             await static.take_over()

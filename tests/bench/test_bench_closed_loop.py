@@ -21,7 +21,7 @@ def test_every_request_is_answered_and_the_clients_are_never_more(count: int, co
     driver = FakeDriver("fake", concurrency, [])
     driver.expect(count)
     requests = [request(index) for index in range(100, 100 + count)]
-    outcomes = asyncio.run(asyncio.wait_for(closed_loop(driver, requests, concurrency), 20))
+    outcomes = asyncio.run(asyncio.wait_for(closed_loop(driver, requests, concurrency), 240))
     assert [found.index for found in outcomes] == [asked.index for asked in requests], "answers are in order"
     assert sorted(driver.seen) == [asked.index for asked in requests], "each was sent once"
     assert driver.most == min(concurrency, count), "all clients work, and no more"

@@ -201,23 +201,23 @@ def test_a_receiver_that_leaves_without_reading(pool: Pool, address: str) -> Non
 
 def test_a_producer_that_says_nothing_is_none() -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind("\0segue-shm-silent")
+        listener.bind(f"\0segue-shm-silent-{os.getpid()}")
         listener.listen()
         client = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
         client.communicate()
-    assert Line.open("silent") is None
+    assert Line.open(f"silent-{os.getpid()}") is None
 
 
 def test_an_answer_that_comes_too_late_is_kept_for_the_next_call() -> None:
     """And the line is not dropped for it: that would free what this side still looks at."""
     segments = [Segment.create(1), Segment.create(2)]
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind("\0segue-shm-late")
+        listener.bind(f"\0segue-shm-late-{os.getpid()}")
         listener.listen()
-        assert Line.open("late", patience_s=0.01) is None
+        assert Line.open(f"late-{os.getpid()}", patience_s=0.01) is None
         listener.accept()[0].close()
         opened: list[Line | None] = []
-        opener = threading.Thread(target=lambda: opened.append(Line.open("late")))
+        opener = threading.Thread(target=lambda: opened.append(Line.open(f"late-{os.getpid()}", patience_s=240)))
         opener.start()
         producer, _ = listener.accept()
         producer.send(ID + struct.pack("<I", 1))
@@ -244,7 +244,7 @@ def test_an_answer_that_comes_too_late_is_kept_for_the_next_call() -> None:
 def test_another_user_gets_nothing(pool: Pool, address: str) -> None:
     script = (
         "import os, socket; os.setuid(65534); s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET);"
-        f"s.connect('\\0segue-shm-{address}'); s.settimeout(20); print(s.recv(100))"
+        f"s.connect('\\0segue-shm-{address}'); s.settimeout(240); print(s.recv(100))"
     )
     done = subprocess.run([sys.executable, "-I", "-c", script], capture_output=True, text=True, check=False)
     assert done.stdout == "b''\n" or "reset" in done.stderr
@@ -254,14 +254,14 @@ def test_another_user_gets_nothing(pool: Pool, address: str) -> None:
 def test_another_users_producer_is_not_believed() -> None:
     script = (
         "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET);"
-        "s.bind('\\0segue-shm-squatter'); s.listen(); print('ready', flush=True); c, _ = s.accept();"
+        f"s.bind('\\0segue-shm-squatter-{os.getpid()}'); s.listen(); print('ready', flush=True); c, _ = s.accept();"
         "c.send(b'12345678' + bytes(4)); sys.stdin.read()"
     )
     squatter = subprocess.Popen([sys.executable, "-I", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert squatter.stdin is not None
     assert squatter.stdout is not None
     assert squatter.stdout.readline() == b"ready\n"
-    assert Line.open("squatter") is None
+    assert Line.open(f"squatter-{os.getpid()}") is None
     squatter.communicate()
 
 

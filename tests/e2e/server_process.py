@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -25,12 +25,30 @@ HELLO = [{"role": "user", "content": "hello"}]
 Metrics = dict[str, dict[tuple[tuple[str, str], ...], float]]
 
 
+HOLDINGS = (
+    "segue_requests",
+    "segue_generations_in_flight",
+    "segue_stage_requests",
+    "segue_stage_blocks_used",
+    "segue_stage_waiting",
+    "segue_stage_running",
+    "segue_stage_retained_bytes",
+    "segue_stage_spilled_bytes",
+    "segue_stage_pool_bytes",
+    "segue_stage_early_chunks",
+    "segue_edge_in_flight_bytes",
+    "segue_edge_pending_chunks",
+    "segue_edge_flows",
+)
+"""Everything that must be zero when no request is there."""
+
+
 def environment(**more: str) -> dict[str, str]:
     paths = [str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **more}
 
 
-def segue(*arguments: str, timeout: float = 60, **variables: str) -> subprocess.CompletedProcess[str]:
+def segue(*arguments: str, timeout: float = 240, **variables: str) -> subprocess.CompletedProcess[str]:
     """One command, run to its end."""
     return subprocess.run(
         [sys.executable, "-m", "segue.cli", *arguments],
@@ -79,7 +97,7 @@ class Served:
             return file.read()
 
     def client(self, **settings: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=60, **settings)
+        return httpx.Client(base_url=self.url, timeout=240, **settings)
 
     def health(self) -> dict[str, Any]:
         with self.client() as http:
@@ -94,7 +112,8 @@ class Served:
         return [server, *server.children(recursive=True)]
 
     def fork_server(self) -> psutil.Process:
-        [one] = psutil.Process(self.process.pid).children()
+        """Forked by the server, it is what it is only once it runs its own program."""
+        [one] = [child for child in psutil.Process(self.process.pid).children() if "segue.worker" in child.cmdline()]
         return one
 
     def runtime_dir(self) -> Path:
@@ -114,18 +133,25 @@ class Served:
                 rows[labels] = sample.value
         return found
 
-    def until(self, true: Callable[[Metrics], bool], within: float) -> Metrics:
-        """Ask for the numbers until they are so."""
+    def until(self, true: Callable[[Metrics], bool], within: float = 240) -> Metrics:
+        """Ask for the numbers until they are so. `within`: seconds, against hanging for ever; no promise."""
         end = time.monotonic() + within
         while True:
             metrics = self.metrics()
             if true(metrics):
                 return metrics
             if time.monotonic() > end:
-                raise AssertionError(f"not so within {within} s: { {k: v for k, v in held(metrics).items() if v} }")
+                raise AssertionError(f"not so within {within} s: {metrics}")
 
-    def until_empty(self, within: float = 1.0) -> Metrics:
-        return self.until(lambda metrics: not any(held(metrics).values()), within)
+    def until_empty(self, names: Iterable[str] = HOLDINGS) -> Metrics:
+        return self.until(lambda metrics: not any(held(metrics, names).values()))
+
+    @contextmanager
+    def nobody_finishes(self, names: Iterable[str] = HOLDINGS) -> Iterator[None]:
+        """What is begun inside is over soon after: cancelled, and not because it was made to its end."""
+        before = finished(self.until_empty(names))
+        yield
+        assert finished(self.until_empty(names)) == before, "a request went on without its client"
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -136,26 +162,14 @@ class Served:
         self._log.close()
 
 
-HOLDINGS = (
-    "segue_requests",
-    "segue_generations_in_flight",
-    "segue_stage_requests",
-    "segue_stage_blocks_used",
-    "segue_stage_waiting",
-    "segue_stage_running",
-    "segue_stage_retained_bytes",
-    "segue_stage_spilled_bytes",
-    "segue_stage_pool_bytes",
-    "segue_stage_early_chunks",
-    "segue_edge_in_flight_bytes",
-    "segue_edge_pending_chunks",
-    "segue_edge_flows",
-)
+def held(metrics: Metrics, names: Iterable[str] = HOLDINGS) -> dict[str, float]:
+    return {f"{name}{dict(labels)}": value for name in names for labels, value in metrics[name].items()}
 
 
-def held(metrics: Metrics) -> dict[str, float]:
-    """Everything that must be zero when no request is there."""
-    return {f"{name}{dict(labels)}": value for name in HOLDINGS for labels, value in metrics[name].items()}
+def finished(metrics: Metrics) -> float:
+    """Generations that came to their end."""
+    ends = metrics.get("segue_generations_total", {})
+    return sum(count for labels, count in ends.items() if dict(labels)["end"] in ("stop", "length"))
 
 
 @contextmanager

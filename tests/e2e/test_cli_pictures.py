@@ -30,10 +30,10 @@ def test_pictures_are_written(model: Path, tmp_path: Path) -> None:
     """One file of the name that was given; several with numbers, of which the first is the one alone."""
     asked = ["generate", str(model), "a red bicycle", "--size", "64x96", "--steps", "3", "--seed", "3"]
     more = ["--true-cfg", "2", "--negative", "grey", "--parameter", "max_sequence_length=64"]
-    one = segue(*asked, *more, "-o", str(tmp_path / "out.png"), timeout=120)
+    one = segue(*asked, *more, "-o", str(tmp_path / "out.png"))
     assert one.returncode == 0, one.stderr
     assert one.stdout.split() == [str(tmp_path / "out.png")]
-    two = segue(*asked, *more, "-n", "2", "-o", str(tmp_path / "two.webp"), timeout=120)
+    two = segue(*asked, *more, "-n", "2", "-o", str(tmp_path / "two.webp"))
     assert two.stdout.split() == [str(tmp_path / f"two-{index}.webp") for index in (0, 1)]
     alone, first, second = (read(tmp_path / name) for name in ("out.png", "two-0.webp", "two-1.webp"))
     assert alone.shape == first.shape == (96, 64, 3)
@@ -72,7 +72,7 @@ def test_a_video_is_written(tmp_path: Path) -> None:
     assert made.returncode == 0, made.stderr
     to = tmp_path / "out.mp4"
     asked = ["--size", "64x32", "--steps", "2", "--seconds", "0.5", "--guidance", "2", "--fps", "8", "-o", str(to)]
-    done = segue("generate", str(tmp_path / "wan"), "a small boat", *asked, timeout=120)
+    done = segue("generate", str(tmp_path / "wan"), "a small boat", *asked)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(to)]
     with av.open(str(to)) as file:

@@ -47,12 +47,13 @@ def test_the_prompt_is_computed_once(server: Served, client: openai.OpenAI) -> N
         values = metrics["segue_stage_prefill_tokens_total"]
         return sum(value for labels, value in values.items() if dict(labels)["stage"] == "thinker")
 
-    before = prefilled(server.until_empty(within=5.0))
+    before = prefilled(server.until_empty())
     message = [{"role": "user", "content": "A question that nobody has asked here so far, " * 8}]
     reply = client.chat.completions.create(**{**SAMPLED, "messages": message}, n=4)
     assert reply.usage is not None
-    after = prefilled(server.until(lambda metrics: prefilled(metrics) > before, within=5.0))
-    assert after - before <= reply.usage.prompt_tokens
+    after = prefilled(server.until(lambda metrics: prefilled(metrics) > before))
+    # a worker's last word before may be older than what the test before this one has asked: a few short prompts
+    assert after - before <= reply.usage.prompt_tokens + 64 < 1.5 * reply.usage.prompt_tokens
 
 
 def test_best_of_and_beams(client: openai.OpenAI) -> None:

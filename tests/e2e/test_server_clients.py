@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 from server_process import Metrics, Served, body, ids_of, served, spoken, tiny_checkpoint
 
@@ -44,7 +43,7 @@ def post(server: Served, fields: dict[str, Any], receive_buffer: int | None = No
     sock = socket.socket()
     if receive_buffer is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    sock.settimeout(30)
+    sock.settimeout(240)
     assert url.port is not None
     sock.connect((url.host, url.port))
     head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
@@ -61,39 +60,45 @@ LONG = {"max_tokens": 4000, "ignore_eos": True}
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_while_its_request_runs(server: Served, stream: bool) -> None:
-    sock = post(server, body(stream=stream, **LONG))
-    server.until(lambda metrics: total(metrics, "segue_stage_blocks_used") > 0, within=10)
-    sock.close()
-    server.until_empty(within=1.0)
+    with server.nobody_finishes():
+        sock = post(server, body(stream=stream, **LONG))
+        server.until(lambda metrics: total(metrics, "segue_stage_blocks_used") > 0)
+        sock.close()
 
 
 def test_a_client_that_leaves_in_the_middle_of_its_speech(server: Served) -> None:
     request = spoken(stream=True)
     request["sampling"]["talker"] = {"max_tokens": 2000, "ignore_eos": True}
-    sock = post(server, request)
-    seen = b""
-    while b'"data":' not in seen:
-        seen = seen[-10:] + sock.recv(4096)
-    sock.close()
-    server.until_empty(within=1.0)
+    with server.nobody_finishes():
+        sock = post(server, request)
+        seen = b""
+        while b'"data":' not in seen:
+            seen = seen[-10:] + sock.recv(4096)
+        sock.close()
 
 
 def test_a_client_that_leaves_at_once(server: Served) -> None:
-    for _ in range(10):
-        post(server, body(**LONG)).close()
-    server.until_empty(within=1.0)
+    def heard(metrics: Metrics) -> float:
+        answers = metrics["segue_http_requests_total"]
+        return sum(count for labels, count in answers.items() if dict(labels)["method"] == "POST")
+
+    before = heard(server.metrics())
+    with server.nobody_finishes():
+        for _ in range(10):
+            post(server, body(**LONG)).close()
+        server.until(lambda metrics: heard(metrics) == before + 10)
 
 
 def test_clients_that_leave_the_queue(server: Served) -> None:
-    socks = [post(server, body(**LONG)) for _ in range(MAX_WAITING)]
-    server.until(lambda metrics: total(metrics, "segue_requests") == MAX_WAITING, within=10)
-    with server.client() as http:
-        refused = http.post(CHAT, json=body())
-        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
-        assert refused.headers["Retry-After"]
-    for sock in socks:
-        sock.close()
-    server.until_empty(within=1.0)
+    with server.nobody_finishes():
+        socks = [post(server, body(**LONG)) for _ in range(MAX_WAITING)]
+        server.until(lambda metrics: total(metrics, "segue_requests") == MAX_WAITING)
+        with server.client() as http:
+            refused = http.post(CHAT, json=body())
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
+            assert refused.headers["Retry-After"]
+        for sock in socks:
+            sock.close()
 
 
 def test_a_client_that_goes_on_half_a_request(server: Served, http: httpx.Client) -> None:
@@ -101,7 +106,7 @@ def test_a_client_that_goes_on_half_a_request(server: Served, http: httpx.Client
     with socket.create_connection((url.host, url.port or 0)) as sock:
         sock.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{{".encode())
         assert ids_of(http.post(CHAT, json=body(return_token_ids=True)))
-    server.until_empty(within=1.0)
+    server.until_empty()
 
 
 def test_a_slow_reader_holds_up_nobody(server: Served, http: httpx.Client) -> None:
@@ -115,7 +120,7 @@ def test_a_slow_reader_holds_up_nobody(server: Served, http: httpx.Client) -> No
         assert slow.recv(1)
         assert with_others[0]["token_ids"] == alone[0]["token_ids"]
     slow.close()
-    server.until_empty(within=1.0)
+    server.until_empty()
 
 
 def test_more_clients_than_there_is_room_for(server: Served, http: httpx.Client) -> None:
@@ -132,7 +137,7 @@ def test_more_clients_than_there_is_room_for(server: Served, http: httpx.Client)
 
     # two places are left for all of them
     socks = [post(server, body(**LONG)) for _ in range(MAX_WAITING - 2)]
-    server.until(lambda metrics: total(metrics, "segue_requests") == MAX_WAITING - 2, within=10)
+    server.until(lambda metrics: total(metrics, "segue_requests") == MAX_WAITING - 2)
     with ThreadPoolExecutor(100) as pool:
         counts = Counter(pool.map(ask, range(300)))
     for sock in socks:
@@ -142,7 +147,8 @@ def test_more_clients_than_there_is_room_for(server: Served, http: httpx.Client)
 
 
 def test_a_mixed_load_with_cancels_leaves_nothing(server: Served, http: httpx.Client) -> None:
-    """Twice the same load: after the second, no process holds more than after the first."""
+    """The same load again and again: in the end no process holds more than before it. What a round needs for the first
+    time (a thread of a pool, memory for a larger batch) it may keep; what leaks, every round adds."""
     right = ids_of(http.post(CHAT, json=spoken()))
 
     def client(seed: int) -> None:
@@ -164,6 +170,12 @@ def test_a_mixed_load_with_cancels_leaves_nothing(server: Served, http: httpx.Cl
                             if choose.random() < 0.5:
                                 answer.read()
 
+    def more(pid: int, before: tuple[int, int, int], after: tuple[int, int, int]) -> list[str]:
+        # the server's own: connections that are closing, threads of its pools that were not needed before
+        spare = 12 if pid == server.process.pid else 0
+        kinds = zip(("descriptors", "threads", "bytes"), before, after, (spare, spare, 24 << 20), strict=True)
+        return [f"{pid}: {old} {kind}, then {new}" for kind, old, new, room in kinds if new > old + room]
+
     def load(round_number: int) -> dict[int, tuple[int, int, int]]:
         with ThreadPoolExecutor(6) as pool:
             list(pool.map(client, range(6 * round_number, 6 * round_number + 6)))
@@ -174,17 +186,13 @@ def test_a_mixed_load_with_cancels_leaves_nothing(server: Served, http: httpx.Cl
         }
 
     load(0)
-    before = load(1)
-    after = load(2)
-    assert after.keys() == before.keys(), "a worker has died"
-    for pid, (fds, threads, rss) in after.items():
-        had_fds, had_threads, had_rss = before[pid]
-        # the server's own: connections that are closing, threads of its pools that were not needed before
-        spare = 12 if pid == server.process.pid else 0
-        name = psutil.Process(pid).name()
-        assert fds <= had_fds + spare, name
-        assert threads <= had_threads + spare, name
-        assert rss <= had_rss + (24 << 20), name
+    after = load(1)
+    for number in range(2, 8):
+        before, after = after, load(number)
+        assert after.keys() == before.keys(), "a worker has died"
+        if not (grown := [told for pid in after for told in more(pid, before[pid], after[pid])]):
+            break
+    assert not grown
     assert ids_of(http.post(CHAT, json=spoken())) == right
 
 

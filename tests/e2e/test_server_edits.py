@@ -28,7 +28,7 @@ def png(turned: int) -> bytes:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     directory = tmp_path_factory.mktemp("qwen-image-edit-plus")
-    made = segue("tiny", "qwen-image-edit-plus", str(directory), timeout=180)
+    made = segue("tiny", "qwen-image-edit-plus", str(directory))
     assert made.returncode == 0, made.stderr
     with served(directory) as server:
         yield server

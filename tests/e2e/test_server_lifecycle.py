@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from server_process import Served, body, ids_of, segue, served, tiny_checkpoint
+from server_process import Served, body, finished, ids_of, segue, served, tiny_checkpoint
 
 CHAT = "/v1/chat/completions"
 LONG = {"max_tokens": 20_000, "ignore_eos": True}
@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def server(model: Path) -> Iterator[Served]:
-    with served(model) as server:
+    with served(model, "--drain-seconds", "240") as server:
         yield server
 
 
@@ -37,7 +37,7 @@ def ask(server: Served, **fields: object) -> httpx.Response:
 
 
 def assert_gone(family: list[psutil.Process], directory: Path) -> None:
-    _, left = psutil.wait_procs(family, timeout=20)
+    _, left = psutil.wait_procs(family, timeout=120)
     assert not left
     assert not directory.exists()
 
@@ -47,14 +47,15 @@ def test_a_signal_lets_running_requests_end(server: Served, number: int, to_grou
     family, directory = server.family(), server.runtime_dir()
     with ThreadPoolExecutor(4) as pool:
         answers = [pool.submit(ask, server, max_tokens=1000, ignore_eos=True) for _ in range(4)]
-        server.until(lambda metrics: sum(metrics["segue_requests"].values()) == 4, within=10)
+        # asked for one after the other on a busy machine, the first may be over when the last comes
+        server.until(lambda metrics: sum(metrics["segue_requests"].values()) + finished(metrics) == 4)
         if to_group:
             os.killpg(server.process.pid, number)
         else:
             server.process.send_signal(number)
         for answer in answers:
             assert len(ids_of(answer.result())["thinker"]) == 1000
-    assert server.process.wait(10) == 0, server.log()
+    assert server.process.wait(120) == 0, server.log()
     assert_gone(family, directory)
     assert "Traceback" not in server.log()
 
@@ -63,7 +64,7 @@ def test_a_second_signal_ends_it_at_once(server: Served) -> None:
     family, directory = server.family(), server.runtime_dir()
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(ask, server, **LONG)
-        server.until(lambda metrics: sum(metrics["segue_requests"].values()) == 1, within=10)
+        server.until(lambda metrics: sum(metrics["segue_requests"].values()) == 1)
         server.process.terminate()
         server.process.terminate()
         # two signals of one number that come together are one: go on until it is noticed
@@ -78,11 +79,11 @@ def test_a_signal_while_it_starts(model: Path) -> None:
     server = Served(model, "--port", "0")
     try:
         started = psutil.Process(server.process.pid)
-        while not (family := started.children(recursive=True)):
+        while not any("segue.worker" in child.cmdline() for child in started.children()):
             assert server.process.poll() is None, server.log()
-        directory = server.runtime_dir()
+        family, directory = started.children(recursive=True), server.runtime_dir()
         server.process.terminate()
-        assert server.process.wait(5) == 0, server.log()
+        assert server.process.wait(120) == 0, server.log()
         assert_gone(family, directory)
         assert "Traceback" not in server.log()
     finally:

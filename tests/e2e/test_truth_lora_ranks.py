@@ -60,21 +60,23 @@ def prompt(adapter: str | None) -> dict[str, Any]:
 
 def test_loaded_on_both_and_there_again_after_one_was_killed(system: System, files: Files) -> None:
     system.run(system.omni.load_lora("second", files.paths["second"]))
-    follower = system.follower("llm")
-    killed: list[Delta] = []
 
-    def kill(delta: Delta) -> None:
-        if isinstance(delta, TextDelta) and not killed:
-            killed.append(delta)
-            follower.kill()
+    async def all_at_once() -> list[int]:
+        leader, follower = system.pid("llm"), system.follower("llm")
+        killed: list[Delta] = []
 
-    async def all_at_once() -> list[Any]:
-        return await asyncio.gather(*(system.collect(prompt(name), kill) for name in NAMES))
+        def kill(delta: Delta) -> None:
+            if isinstance(delta, TextDelta) and not killed:
+                killed.append(delta)
+                system.kill_worker(leader, follower.pid)
 
-    for output, name in zip(system.run(all_at_once()), NAMES, strict=True):
-        assert output.token_ids == {"llm": files.expected[name]}
-        assert output.metrics.attempts == 2
-    assert killed
+        outputs = await asyncio.gather(*(system.collect(prompt(name), kill) for name in NAMES))
+        assert killed
+        for output, name in zip(outputs, NAMES, strict=True):
+            assert output.token_ids == {"llm": files.expected[name]}
+        return [output.metrics.attempts for output in outputs]
+
+    assert system.in_time(all_at_once, lambda attempts: min(attempts) > 1) == [2, 2, 2]
     system.run(system.omni.unload_lora("second"))
     for output, name in zip(system.ask(prompt(None), prompt("first")), NAMES[:2], strict=True):
         assert output.token_ids == {"llm": files.expected[name]}

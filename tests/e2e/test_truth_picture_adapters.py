@@ -81,19 +81,28 @@ def test_begun_from_a_picture(loop: asyncio.AbstractEventLoop, omni: AsyncOmni) 
 
 def test_adapters_while_it_runs(loop: asyncio.AbstractEventLoop, omni: AsyncOmni, tmp_path: Path) -> None:
     async def killed() -> np.ndarray:
+        """Asked again where the request was over when its third step was heard."""
+        for _ in range(20):
+            picture, attempts = await killed_once()
+            if attempts > 1:
+                break
+        assert attempts == 2
+        return picture
+
+    async def killed_once() -> tuple[np.ndarray, int]:
         collector = Collector("ink", wants_audio=False)
-        dead = False
+        dead = None
         async with aclosing(omni.stream(omni.request({**ASKED, "adapter": "ink", "progress": True}))) as deltas:
             async for delta in deltas:
-                if isinstance(delta, ProgressDelta) and delta.step == 3 and not dead:
-                    dead = True
-                    pid = omni.health().stages["denoiser"].replicas[0].pid
-                    assert pid is not None
-                    os.kill(pid, signal.SIGKILL)
+                if isinstance(delta, ProgressDelta) and delta.step == 3 and dead is None:
+                    dead = omni.health().stages["denoiser"].replicas[0].pid
+                    assert dead is not None
+                    os.kill(dead, signal.SIGKILL)
                 collector.add(delta)
+        while (denoiser := omni.health().stages["denoiser"]).state != "ready" or denoiser.replicas[0].pid == dead:
+            await asyncio.sleep(0)
         output = collector.output()
-        assert output.metrics.attempts == 2
-        return np.asarray(output.images[0]).astype(int)
+        return np.asarray(output.images[0]).astype(int), output.metrics.attempts
 
     async def body() -> None:
         with pytest.raises(NotFound, match="'ink'"):

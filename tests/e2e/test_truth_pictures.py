@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,22 +81,27 @@ def test_bare_text_is_a_prompt_and_arguments_are_those_of_the_pipeline(painter: 
 @pytest.mark.parametrize("stage", ["denoiser", "decoder", "text_encoder"])
 def test_killed_while_it_denoises(painter: System, truth: RequestOutput, stage: str) -> None:
     """The same pictures, and nothing twice; so for one that shares the steps."""
-    killed = []
+    attempts = 1 if stage == "text_encoder" else 2
 
-    def kill(delta: Delta) -> None:
-        if isinstance(delta, ProgressDelta) and delta.step == 3 and not killed:
-            killed.append(delta)
-            painter.kill(stage)
+    async def both() -> list[int]:
+        denoising: set[str] = set()
+        killed = []
 
-    async def both() -> list[tuple[RequestOutput, list[Delta]]]:
-        other = {**ASKED, "num_inference_steps": 6}
-        return list(await asyncio.gather(painter.observe(ASKED, kill), painter.observe(other)))
+        def kill(who: str, delta: Delta) -> None:
+            if isinstance(delta, ProgressDelta):
+                denoising.add(who)
+                if len(denoising) == 2 and delta.step >= 3 and not killed:
+                    killed.append(delta)
+                    painter.kill(stage)
 
-    for output, deltas in painter.run(both()):
-        assert_same(output, truth)
-        check_deltas(deltas)
-        assert output.metrics.attempts == (1 if stage == "text_encoder" else 2)
-    assert killed
+        found = await asyncio.gather(*(painter.observe(ASKED, partial(kill, who)) for who in ("one", "other")))
+        for output, deltas in found:
+            assert_same(output, truth)
+            check_deltas(deltas)
+        assert killed
+        return [output.metrics.attempts for output, _ in found]
+
+    assert painter.in_time(both, lambda found: found == [attempts, attempts]) == [attempts, attempts]
 
 
 def test_cancelled(painter: System, truth: RequestOutput) -> None:

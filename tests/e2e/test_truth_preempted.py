@@ -13,6 +13,7 @@ DEPLOYMENT = {
     }
 }
 TEXTS = ["Tell me a story.", "Where is the station?", "What is this?"]
+STAGES = ("thinker", "talker")
 CASES = [
     LONG,
     longer(BY_NAME["text"], tokens=60, codes=120),
@@ -22,12 +23,14 @@ CASES = [
 
 
 def test_after_preemptions(system: System, truth: Truth, assets: Path) -> None:
-    for _ in range(2):  # the second time with prefix hits between the preemptions
+    for rounds in range(8):  # from the second on with prefix hits between the preemptions
         outputs = system.ask(*(case.prompt(assets) for case in CASES))
         for output, case in zip(outputs, CASES, strict=True):
             truth.check(output, case)
             assert output.metrics.attempts == 1
-    for stage in ("thinker", "talker"):
+        if rounds and all(system.run(system.stats(stage, "preemptions_total", bool))[0] for stage in STAGES):
+            break  # on a busy machine they may have come one after the other, and had room
+    for stage in STAGES:
         counts = system.run(system.stats(stage, "preemptions_total", lambda counts: sum(counts.values()) > 0))
         assert counts[0] > 0
     system.run(system.stats("thinker", "blocks_used", lambda used: used == {0: 0.0}))

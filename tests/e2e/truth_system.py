@@ -185,6 +185,7 @@ class System:
 
     def __init__(self, model_dir: Path, **config: Any) -> None:
         self._loop = asyncio.new_event_loop()
+        self._killed: set[int] = set()
         self.omni = AsyncOmni(model_dir, dtype="float32", config=config)
         try:
             self.run(self.omni.start())
@@ -193,7 +194,27 @@ class System:
             raise
 
     def run(self, body: Coroutine[Any, Any, T]) -> T:
-        return self._loop.run_until_complete(asyncio.wait_for(body, timeout=120))
+        return self._loop.run_until_complete(asyncio.wait_for(body, timeout=600))
+
+    def in_time(self, attempt: Callable[[], Coroutine[Any, Any, T]], hit: Callable[[T], bool]) -> T:
+        """What comes of requests one of whose workers is killed while it is at work on them.
+
+        A kill follows what the client hears. On a busy machine the stage may be done before that is heard; then its
+        death is no matter to the request, and all of it is asked once more.
+        """
+        for _ in range(20):
+            self.run(self.replaced())
+            found = self.run(attempt())
+            if hit(found):
+                break
+        return found
+
+    async def replaced(self) -> None:
+        """Nobody is given to a worker that was killed any more."""
+        replicas = self.omni.orchestrator.replicas.all
+        while any(replica.state != "ready" or replica.pid in self._killed for replica in replicas):
+            await asyncio.sleep(0)
+        self._killed.clear()  # numbers of processes come again
 
     def ask(self, *prompts: Any) -> list[RequestOutput]:
         """All at once."""
@@ -230,12 +251,17 @@ class System:
         return pid
 
     def follower(self, stage: str) -> psutil.Process:
-        """The second rank of a stage of two. Another child of a worker (+g) compiles grammars."""
-        [process] = [child for child in psutil.Process(self.pid(stage)).children() if not child.name().endswith("+g")]
-        return process
+        """The second rank of a stage of two. Another child of a worker, which compiles grammars, is forked after it."""
+        children = psutil.Process(self.pid(stage)).children()
+        return min(children, key=lambda child: (child.create_time(), child.pid))
 
     def kill(self, stage: str) -> None:
-        os.kill(self.pid(stage), signal.SIGKILL)
+        self.kill_worker(self.pid(stage))
+
+    def kill_worker(self, pid: int, victim: int | None = None) -> None:
+        """`victim`: the follower that is killed, with which the worker ends."""
+        self._killed.add(pid)
+        os.kill(victim or pid, signal.SIGKILL)
 
     def stopped(self, stage: str) -> psutil.Process:
         """The stage's worker, stopped: whatever reaches it waits."""

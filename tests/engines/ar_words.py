@@ -64,7 +64,7 @@ def finish(drive: Driver, there: threading.Event, ids) -> None:
         left = [name for name in ids if name not in drive.results or not over(drive.results[name])]
         if not left:
             return
-        assert there.wait(20)
+        assert there.wait(120)
         there.clear()
 
 

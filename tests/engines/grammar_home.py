@@ -24,7 +24,7 @@ def home() -> Iterator[tuple[CompilerHome, subprocess.Popen[bytes]]]:
         yield kept, process
     finally:
         kept.close()
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=240) == 0
 
 
 def children(process: subprocess.Popen[bytes]) -> list[int]:

@@ -33,7 +33,7 @@ class Slow:
     def __call__(self, kind: str, source: str) -> Any:
         self.count += 1
         self.begun.set()
-        assert self.go.wait(20)
+        assert self.go.wait(120)
         return self._real(kind, source)
 
 
@@ -47,7 +47,7 @@ def test_a_slow_grammar_holds_up_nobody(adapter):
     compile, grammars = slow(adapter, there.set)
     drive, _ = driver(adapter, grammars)
     drive.add(stage_request("slow", sampling=ASKING, to_client=TEXT), PROMPT)
-    assert compile.begun.wait(20)
+    assert compile.begun.wait(120)
     assert not drive.engine.has_work()
     for index in range(3):
         drive.add(stage_request(f"other{index}", sampling=SamplingParams(max_tokens=12, ignore_eos=True)), PROMPT)
@@ -57,7 +57,7 @@ def test_a_slow_grammar_holds_up_nobody(adapter):
     assert drive.engine.stats()["waiting"] == 1
     assert not there.is_set()
     compile.go.set()
-    assert there.wait(20)
+    assert there.wait(120)
     assert drive.engine.has_work()
     assert drive.run()["slow"].text == "ab"
 
@@ -118,10 +118,10 @@ def test_cancelled_while_it_compiles(adapter):
     compile, grammars = slow(adapter, there.set)
     drive, _ = driver(adapter, grammars)
     drive.add(stage_request("it", sampling=ASKING, to_client=TEXT), PROMPT)
-    assert compile.begun.wait(20)
+    assert compile.begun.wait(120)
     drive.engine.cancel("it")
     compile.go.set()
-    assert there.wait(20)
+    assert there.wait(120)
     assert not drive.engine.has_work()
     drive.engine.audit()
 

@@ -40,7 +40,7 @@ def start(adapter):
     there = threading.Event()
     grammars._wake = there.set
     compilation = grammars.ask(request)
-    assert there.wait(20)
+    assert there.wait(120)
     return lambda: grammars.grammar(compilation, ())
 
 

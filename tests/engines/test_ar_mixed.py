@@ -50,7 +50,7 @@ class SeenWords(WordAdapter):
         for form in FORMS:
             asked = self.grammars.ask(stage_request("it", sampling=SamplingParams(structured_outputs=form)))
             while asked is not None and not asked.done:
-                assert there.wait(20)
+                assert there.wait(120)
                 there.clear()
 
 

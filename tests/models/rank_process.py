@@ -95,7 +95,7 @@ class Second:
 
     def close(self) -> None:
         self._control.close()
-        self._process.wait(timeout=60)
+        self._process.wait(timeout=240)
 
 
 def main() -> None:

@@ -64,7 +64,7 @@ def joined(
         yield RowLeader(inner, group, crew, divided=bool(keys))
     finally:
         crew.close()
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=240) == 0
         group.close_default()
 
 

@@ -73,8 +73,7 @@ def test_retries_are_bounded_and_the_error_names_the_stage(system: System, tmp_p
             task = asyncio.create_task(collect(omni, both("doomed", hold=gate.option("tone", 3))))
             for _ in range(2):
                 held = await gate.reached()
-                await kill(pid_of(omni.health(), "tone"))
-                os.close(held)
+                await kill(pid_of(omni.health(), "tone"), held)
             with pytest.raises(StageLost, match="'tone'") as caught:
                 await task
             assert caught.value.stage == "tone"

@@ -125,12 +125,20 @@ def test_a_killed_worker_loses_no_output(system: System, tmp_path: Path, samplin
         async with system.shared() as omni:
             expected = await omni.generate(ask(**sampling))
             gate = Gate(tmp_path)
-            before: list[Delta] = []
             deltas: list[Delta] = []
+            written, every = asyncio.Event(), 3 if sampling["n"] == 3 and "beam_width" not in sampling else 0
+
+            def note(delta: Delta) -> None:
+                deltas.append(delta)
+                if len({delta.index for delta in deltas if isinstance(delta, TextDelta)}) == every:
+                    written.set()
+
             hold = gate.option("forward", len(PROMPT) + 9)
-            task = asyncio.create_task(collect(omni, ask(hold, **sampling), deltas.append))
+            task = asyncio.create_task(collect(omni, ask(hold, **sampling), note))
             held = await gate.reached()
-            before += deltas
+            if every:
+                await written.wait()  # what was made before the gate is on its way
+            before = list(deltas)
             await kill(pid_of(omni.health(), "counter"))
             gate.remove()
             os.close(held)
@@ -142,7 +150,7 @@ def test_a_killed_worker_loses_no_output(system: System, tmp_path: Path, samplin
             )
             assert output.usage.completion_modalities == expected.usage.completion_modalities
             streamed = len({delta.index for delta in before if isinstance(delta, TextDelta)})
-            assert streamed == (3 if sampling["n"] == 3 and "beam_width" not in sampling else 0)
+            assert streamed == every
             for one in output.outputs:
                 ids = [i for d in deltas if isinstance(d, TextDelta) and d.index == one.index for i in d.token_ids]
                 assert ids == one.token_ids

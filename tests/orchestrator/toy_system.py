@@ -50,7 +50,7 @@ class System:
         self._shared: AsyncOmni | None = None
 
     def run(self, body: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        self._loop.run_until_complete(asyncio.wait_for(body(), timeout=60))
+        self._loop.run_until_complete(asyncio.wait_for(body(), timeout=600))
 
     @asynccontextmanager
     async def shared(self) -> AsyncIterator[AsyncOmni]:
@@ -72,10 +72,13 @@ class System:
         self._loop.close()
 
 
-async def kill(pid: int) -> None:
-    """kill -9, and wait until it is gone."""
+async def kill(pid: int, held: int | None = None) -> None:
+    """kill -9, and wait until it is gone. `held`: its end of the gate that it is held at, closed while it dies: whoever
+    comes after it finds the gate as it was."""
     process = psutil.Process(pid)
     process.kill()
+    if held is not None:
+        os.close(held)
     await asyncio.to_thread(process.wait)
 
 
@@ -113,6 +116,10 @@ class Gate:
 
     async def reached(self) -> int:
         return await asyncio.to_thread(os.open, self.path, os.O_WRONLY)
+
+    def keep(self) -> int:
+        """Hold whoever comes until this is closed, without waiting for them."""
+        return os.open(self.path, os.O_RDWR)
 
     def remove(self) -> None:
         os.unlink(self.path)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import queue
+import socket
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
@@ -133,7 +135,7 @@ class Gate:
         await self._open.wait()
 
     def open(self) -> None:
-        assert self.reached.wait(10)
+        assert self.reached.wait(120)
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._open.set)
 
@@ -145,6 +147,18 @@ class Live:
         self.service = service
         self.url = url
         self.port = port
+
+
+def sent(port: int, path: str, body: dict[str, object], *, receive_buffer: int | None = None) -> socket.socket:
+    """A raw client that has sent its request, and reads and leaves as the test has it."""
+    data = json.dumps(body).encode()
+    sock = socket.socket()
+    if receive_buffer is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    sock.connect(("127.0.0.1", port))
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    sock.sendall(head.encode() + data)
+    return sock
 
 
 @contextmanager
@@ -159,5 +173,5 @@ def live(service: FakeService, settings: ServerSettings | None = None) -> Iterat
         yield Live(service, f"http://127.0.0.1:{port}", port)
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(120)
         assert not thread.is_alive()

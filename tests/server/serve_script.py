@@ -28,7 +28,7 @@ def say(text: str) -> None:
 
 
 async def main() -> None:
-    settings = ServerSettings(port=0, drain_seconds=20)
+    settings = ServerSettings(port=0, drain_seconds=240)
     try:
         await serve(FakeService(until_told), settings, on_listening=say)
     finally:

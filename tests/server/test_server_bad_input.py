@@ -29,7 +29,7 @@ def server() -> Iterator[Live]:
 
 @pytest.fixture(scope="module")
 def http(server: Live) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url) as client:
+    with httpx.Client(base_url=server.url, timeout=120) as client:
         yield client
 
 
@@ -264,7 +264,7 @@ def test_a_kind_the_model_does_not_take_is_named() -> None:
     service = FakeService()
     service.card.takes = frozenset({"text", "image"})
     content = [{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}]
-    with live(service) as server, httpx.Client(base_url=server.url) as http:
+    with live(service) as server, httpx.Client(base_url=server.url, timeout=120) as http:
         error = error_of(ask(http, messages=[{"role": "user", "content": content}]))
     assert error["param"] == "messages[0].content[0]"
     assert "this model takes: image, text" in error["message"]
@@ -274,7 +274,7 @@ def test_text_parameters_need_a_text_stage() -> None:
     service = FakeService()
     service.card.text_stage = None
     service.card.gives = frozenset({"image"})
-    with live(service) as server, httpx.Client(base_url=server.url) as http:
+    with live(service) as server, httpx.Client(base_url=server.url, timeout=120) as http:
         assert "no stage that makes text" in error_of(ask(http, temperature=0))["message"]
         assert ask(http, seed=3).json()["choices"][0]["message"]["content"] is None
     assert service.requests[-1].modalities == ["image"]
@@ -299,7 +299,7 @@ def test_a_stage_s_error_names_what_the_client_wrote(path: str, body: dict[str, 
 
     asked = {"model": "fake-omni", **body}
     asked |= {"prompt": "Say"} if path == "/v1/completions" else {"messages": HELLO}
-    with live(FakeService(refuses)) as server, httpx.Client(base_url=server.url) as http:
+    with live(FakeService(refuses)) as server, httpx.Client(base_url=server.url, timeout=120) as http:
         for stream in (False, True):
             answer = http.post(path, json={**asked, "stream": stream})
             error = json.loads(answer.text.removeprefix("data: ").splitlines()[0])["error"]

@@ -113,7 +113,7 @@ def test_audio_alone_has_no_content_and_may_be_silent(client: openai.OpenAI, ser
 
 def test_pictures_come_as_png_data_urls(server: Live) -> None:
     body = {"model": "fake-omni", "messages": HELLO, "modalities": ["text", "image"]}
-    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body).json()
+    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).json()
     [image] = reply["choices"][0]["message"]["images"]
     png = base64.b64decode(image["image_url"]["url"].removeprefix("data:image/png;base64,"))
     assert Image.open(io.BytesIO(png)).tobytes() == bytes(range(12))
@@ -189,7 +189,7 @@ def test_a_reply_can_be_sent_back_as_history(client: openai.OpenAI, server: Live
 
 def test_a_prompt_may_be_token_ids(server: Live) -> None:
     body = {"model": "fake-omni", "prompt_token_ids": [1, 2, 3]}
-    assert httpx.post(f"{server.url}/v1/chat/completions", json=body).status_code == 200
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).status_code == 200
     [request] = server.service.requests
     assert (request.messages, request.prompt_token_ids) == ([], [1, 2, 3])
 
@@ -198,7 +198,7 @@ def test_a_large_body_is_taken(server: Live) -> None:
     data = base64.b64encode(bytes(3_000_000)).decode()
     content = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}]
     body = {"model": "fake-omni", "messages": [{"role": "user", "content": content}]}
-    assert httpx.post(f"{server.url}/v1/chat/completions", json=body).status_code == 200
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).status_code == 200
     part = server.service.requests[0].messages[0].content[0]
     assert isinstance(part, MediaPart)
     assert part.data == bytes(3_000_000)
@@ -261,7 +261,7 @@ def test_one_failing_choice_fails_the_request_and_cancels_the_others(client: ope
     server.service.script = first_fails
     with pytest.raises(openai.InternalServerError, match="no luck"):
         client.chat.completions.create(model="fake-omni", messages=HELLO, n=2)
-    gone = {server.service.cancelled.get(timeout=5) for _ in range(2)}
+    gone = {server.service.cancelled.get(timeout=120) for _ in range(2)}
     assert gone == {request.request_id for request in server.service.requests}
 
 
@@ -341,7 +341,7 @@ def test_the_first_text_is_seen_before_the_rest_is_made(client: openai.OpenAI, s
 
 def test_a_stream_ends_with_done_and_carries_extensions_at_its_end(server: Live) -> None:
     body = {"model": "fake-omni", "messages": HELLO, "stream": True, "return_token_ids": True, "return_metrics": True}
-    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body) as answer:
+    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=120) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         lines = [line for line in answer.iter_lines() if line]
     assert lines[-1] == "data: [DONE]"
@@ -397,7 +397,7 @@ def test_an_error_before_the_first_delta_has_its_own_status(
 
     server.service.script = fails
     body = {"model": "fake-omni", "messages": HELLO, "stream": stream}
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120)
     assert answer.status_code == status
     assert answer.headers["content-type"] == "application/json"
     body = answer.json()["error"]
@@ -416,7 +416,10 @@ def test_an_error_in_mid_stream_is_the_last_event(client: openai.OpenAI, server:
         seen.extend(client.chat.completions.create(model="fake-omni", messages=HELLO, stream=True))
     assert caught.value.code == "stage_lost"
     with httpx.stream(
-        "POST", f"{server.url}/v1/chat/completions", json={"model": "fake-omni", "messages": HELLO, "stream": True}
+        "POST",
+        f"{server.url}/v1/chat/completions",
+        json={"model": "fake-omni", "messages": HELLO, "stream": True},
+        timeout=120,
     ) as answer:
         lines = [line for line in answer.iter_lines() if line]
     assert lines[-1].startswith('data: {"error":')
@@ -456,14 +459,14 @@ def test_a_mistake_in_mid_stream_breaks_the_connection_off_and_only_that(server:
     server.service.script = bug
     body = {"model": "fake-omni", "messages": HELLO, "stream": True}
     with pytest.raises(httpx.RemoteProtocolError):
-        httpx.post(f"{server.url}/v1/chat/completions", json=body)
+        httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120)
     server.service.script = speak
-    assert httpx.post(f"{server.url}/v1/chat/completions", json=body).text.endswith("data: [DONE]\n\n")
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).text.endswith("data: [DONE]\n\n")
 
 
 def test_pictures_are_streamed(server: Live) -> None:
     body = {"model": "fake-omni", "messages": HELLO, "stream": True, "modalities": ["text", "image"]}
-    text = httpx.post(f"{server.url}/v1/chat/completions", json=body).text
+    text = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).text
     assert '"delta":{"images":[{"type":"image_url","image_url":{"url":"data:image/png;base64,' in text
 
 

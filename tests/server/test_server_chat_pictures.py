@@ -72,7 +72,7 @@ def test_streamed_and_several_choices(client: openai.OpenAI) -> None:
     ],
 )
 def test_refused(server: Live, fields: dict[str, Any], param: str, says: str) -> None:
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json={**ASKED, **fields})
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json={**ASKED, **fields}, timeout=120)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param), error
     assert says in error["message"]

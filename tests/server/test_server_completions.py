@@ -74,13 +74,15 @@ def server(running: Live) -> Live:
 
 
 def ask(server: Live, **body: Any) -> dict[str, Any]:
-    answer = httpx.post(server.url + PATH, json={"model": "fake-omni", **body})
+    answer = httpx.post(server.url + PATH, json={"model": "fake-omni", **body}, timeout=120)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
 def stream(server: Live, **body: Any) -> list[dict[str, Any]]:
-    with httpx.stream("POST", server.url + PATH, json={"model": "fake-omni", "stream": True, **body}) as answer:
+    with httpx.stream(
+        "POST", server.url + PATH, json={"model": "fake-omni", "stream": True, **body}, timeout=120
+    ) as answer:
         assert answer.status_code == 200, answer.read()
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
     assert lines[-1] == "[DONE]"
@@ -248,7 +250,9 @@ def test_an_error_after_the_first_event_is_the_last_one(server: Live) -> None:
         raise StageFailed("no more", stage="thinker")
 
     server.service.script = breaks
-    with httpx.stream("POST", server.url + PATH, json={"model": "fake-omni", "prompt": "a", "stream": True}) as answer:
+    with httpx.stream(
+        "POST", server.url + PATH, json={"model": "fake-omni", "prompt": "a", "stream": True}, timeout=120
+    ) as answer:
         events = [line for line in answer.iter_lines() if line]
     assert json.loads(events[-1].removeprefix("data: "))["error"]["stage"] == "thinker"
 
@@ -326,7 +330,7 @@ def test_tokens_without_text_are_told(server: Live) -> None:
     ],
 )
 def test_a_wrong_parameter_is_named(server: Live, body: dict[str, Any], param: str, says: str) -> None:
-    answer = httpx.post(server.url + PATH, json={"model": "fake-omni", **body})
+    answer = httpx.post(server.url + PATH, json={"model": "fake-omni", **body}, timeout=120)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["param"] == param
@@ -358,15 +362,15 @@ def test_no_body_makes_a_500(running: Live, path: str, data: st.DataObject) -> N
         body["messages"] = [{"role": "user", "content": "x"}]
     body |= data.draw(st.dictionaries(st.sampled_from(_FUZZED[path]), _JSON, max_size=3))
     content = json.dumps(body).encode()
-    answer = httpx.post(running.url + path, content=content, headers={"Content-Type": "application/json"})
+    answer = httpx.post(running.url + path, content=content, headers={"Content-Type": "application/json"}, timeout=120)
     assert answer.status_code < 500, answer.text
 
 
 def test_another_model_is_404_and_a_model_without_text_is_refused(server: Live) -> None:
     body = {"model": "other", "prompt": "a"}
-    assert httpx.post(server.url + PATH, json=body).json()["error"]["code"] == "model_not_found"
+    assert httpx.post(server.url + PATH, json=body, timeout=120).json()["error"]["code"] == "model_not_found"
     service = FakeService()
     service.card.text_stage = None
     with live(service) as silent:
-        answer = httpx.post(silent.url + PATH, json={"model": "fake-omni", "prompt": "a"}).json()
+        answer = httpx.post(silent.url + PATH, json={"model": "fake-omni", "prompt": "a"}, timeout=120).json()
     assert answer["error"]["code"] == "unsupported_parameter"

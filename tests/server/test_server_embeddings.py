@@ -47,7 +47,7 @@ def server() -> Iterator[Live]:
 @pytest.fixture
 def http(server: Live) -> Iterator[httpx.Client]:
     server.service.requests.clear()
-    with httpx.Client(base_url=server.url) as client:
+    with httpx.Client(base_url=server.url, timeout=120) as client:
         yield client
 
 
@@ -134,7 +134,7 @@ def test_what_is_wrong_is_named(http: httpx.Client, fields: dict[str, Any], fiel
 
 
 def test_a_model_that_writes_gives_no_embeddings() -> None:
-    with live(FakeService()) as server, httpx.Client(base_url=server.url) as client:
+    with live(FakeService()) as server, httpx.Client(base_url=server.url, timeout=120) as client:
         answer = client.post(URL, json={"model": "fake-omni", "input": "a"})
         assert answer.status_code == 400
         assert "gives no embeddings" in answer.json()["error"]["message"]
@@ -143,6 +143,6 @@ def test_a_model_that_writes_gives_no_embeddings() -> None:
 def test_a_model_whose_vectors_cannot_be_cut() -> None:
     service = FakeService(embed)
     service.card.gives, service.card.options = frozenset({"embedding"}), frozenset()
-    with live(service) as server, httpx.Client(base_url=server.url) as client:
+    with live(service) as server, httpx.Client(base_url=server.url, timeout=120) as client:
         answer = client.post(URL, json={"model": "fake-omni", "input": "a", "dimensions": 2})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "dimensions")

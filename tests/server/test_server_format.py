@@ -24,7 +24,9 @@ def server() -> Iterator[Live]:
 
 
 def ask(server: Live, **body: Any) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/chat/completions", json={"model": "fake-omni", "messages": HELLO, **body})
+    return httpx.post(
+        f"{server.url}/v1/chat/completions", json={"model": "fake-omni", "messages": HELLO, **body}, timeout=120
+    )
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def server() -> Iterator[Live]:
 @pytest.fixture
 def http(server: Live) -> Iterator[httpx.Client]:
     server.service.requests.clear()
-    with httpx.Client(base_url=server.url, timeout=20) as client:
+    with httpx.Client(base_url=server.url, timeout=120) as client:
         yield client
 
 
@@ -124,7 +124,7 @@ def test_too_much(http: httpx.Client) -> None:
 
 
 def test_a_model_that_takes_no_pictures() -> None:
-    with live(painter()) as server, httpx.Client(base_url=server.url) as http:
+    with live(painter()) as server, httpx.Client(base_url=server.url, timeout=120) as http:
         answer = http.post(URL, data={"prompt": "x"}, files={"image": ("a.png", FILES[0])})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_parameter")
     assert "takes no pictures" in answer.json()["error"]["message"]

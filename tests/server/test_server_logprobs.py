@@ -66,11 +66,11 @@ def test_whole(client: openai.OpenAI, server: Live) -> None:
 def test_asked_for_by_token(server: Live) -> None:
     """Over both endpoints, as from Python: without another word."""
     body = {"model": "fake-omni", "logprob_token_ids": [8]}
-    reply = httpx.post(f"{server.url}/v1/chat/completions", json={**body, "messages": HELLO}).json()
+    reply = httpx.post(f"{server.url}/v1/chat/completions", json={**body, "messages": HELLO}, timeout=120).json()
     assert [one["token"] for one in reply["choices"][0]["logprobs"]["content"]][:1] == ["The"]
     for stream in (False, True):
         asked = {**body, "prompt": "Say", "stream": stream}
-        answer = httpx.post(f"{server.url}/v1/completions", json=asked)
+        answer = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=120)
         lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line and "[DONE]" not in line]
         told = [log for line in lines if (log := json.loads(line)["choices"][0]["logprobs"]) is not None]
         assert told[0]["tokens"][:1] == ["The"]
@@ -87,7 +87,7 @@ def test_streamed(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_not_asked_for(server: Live, stream: bool) -> None:
     body = {"model": "fake-omni", "messages": HELLO, "stream": stream, "logprobs": False, "top_logprobs": 0}
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120)
     assert answer.status_code == 200
     assert '"logprobs":null' in answer.text
     assert "top_logprobs" not in answer.text
@@ -95,7 +95,7 @@ def test_not_asked_for(server: Live, stream: bool) -> None:
 
 def test_of_the_prompt(server: Live) -> None:
     body = {"model": "fake-omni", "messages": HELLO, "prompt_logprobs": 1}
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body).json()
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).json()
     nothing, first = answer["prompt_logprobs"]
     assert nothing is None
     assert first["5"] == {"logprob": pytest.approx(math.log(0.5)), "rank": 1, "decoded_token": "The"}
@@ -118,7 +118,9 @@ def test_of_the_prompt(server: Live) -> None:
     ],
 )
 def test_wrong_values_are_named(server: Live, body: dict[str, object], param: str, word: str) -> None:
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json={"model": "fake-omni", "messages": HELLO, **body})
+    answer = httpx.post(
+        f"{server.url}/v1/chat/completions", json={"model": "fake-omni", "messages": HELLO, **body}, timeout=120
+    )
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
     assert word in answer.json()["error"]["message"]

@@ -40,13 +40,13 @@ def test_an_adapter_is_a_model_of_its_own(server: Live, client: openai.OpenAI) -
 
 def test_loaded_and_unloaded(server: Live, client: openai.OpenAI) -> None:
     body = {"lora_name": "bard", "lora_path": "/srv/bard"}
-    answer = httpx.post(f"{server.url}/v1/load_lora_adapter", json=body)
+    answer = httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, timeout=120)
     assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'bard' added successfully.")
     assert "bard" in {model.id for model in client.models.list()}
-    answer = httpx.post(f"{server.url}/v1/unload_lora_adapter", json={"lora_name": "bard"})
+    answer = httpx.post(f"{server.url}/v1/unload_lora_adapter", json={"lora_name": "bard"}, timeout=120)
     assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'bard' removed successfully.")
     assert "bard" not in {model.id for model in client.models.list()}
-    answer = httpx.post(f"{server.url}/v1/unload_lora_adapter", json={"lora_name": "bard"})
+    answer = httpx.post(f"{server.url}/v1/unload_lora_adapter", json={"lora_name": "bard"}, timeout=120)
     assert (answer.status_code, answer.json()["error"]["param"]) == (404, "lora_name")
 
 
@@ -63,14 +63,16 @@ def test_loaded_and_unloaded(server: Live, client: openai.OpenAI) -> None:
     ],
 )
 def test_what_cannot_be_loaded(server: Live, body: dict[str, object], param: str) -> None:
-    answer = httpx.post(f"{server.url}/v1/load_lora_adapter", json=body)
+    answer = httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, timeout=120)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 def test_only_where_the_operator_allows_it() -> None:
     with live(FakeService()) as server:
         for path in ("load", "unload"):
-            answer = httpx.post(f"{server.url}/v1/{path}_lora_adapter", json={"lora_name": "a", "lora_path": "/a"})
+            answer = httpx.post(
+                f"{server.url}/v1/{path}_lora_adapter", json={"lora_name": "a", "lora_path": "/a"}, timeout=120
+            )
             assert answer.status_code == 400
             assert "--allow-runtime-lora" in answer.json()["error"]["message"]
         assert server.service.card.adapters == {}

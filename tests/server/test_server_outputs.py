@@ -112,7 +112,7 @@ def test_a_choice_says_that_it_ends_when_it_does(server: Live, path: str, metric
     """And once; with what is known only when all have ended, it says so then."""
     body: dict[str, Any] = {"model": "fake-omni", "n": 3, "stream": True, "return_token_ids": True}
     body |= {"prompt": "Say"} if path == "/v1/completions" else {"messages": HELLO}
-    answer = httpx.post(server.url + path, json={**body, "return_metrics": metrics})
+    answer = httpx.post(server.url + path, json={**body, "return_metrics": metrics}, timeout=120)
     lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
     assert lines[-1] == "[DONE]"
     entries = [entry for line in lines[:-1] for entry in json.loads(line)["choices"]]
@@ -166,7 +166,7 @@ def test_best_of_and_beams_are_sampling_of_the_text(client: openai.OpenAI, serve
 )
 def test_what_does_not_go_together(server: Live, fields: dict[str, Any], field: str, message: str) -> None:
     body = {"model": "fake-omni", "messages": HELLO, **fields}
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120)
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["param"] == field

@@ -35,7 +35,7 @@ def driven(url: str, *arguments: str) -> dict[str, Any]:
     driver = Path(__file__).with_name("page_driver.mjs")
     with as_file(files("segue.server").joinpath("static/index.html")) as page:
         run = subprocess.run(
-            [NODE, str(driver), str(page), url, *arguments], capture_output=True, text=True, timeout=60, check=False
+            [NODE, str(driver), str(page), url, *arguments], capture_output=True, text=True, timeout=240, check=False
         )
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
@@ -75,7 +75,7 @@ def test_the_page_shows_pictures_and_how_far_they_are() -> None:
 def test_the_page_shows_a_video(tmp_path: Path) -> None:
     with live(filmer(), ServerSettings(drain_seconds=1, video_dir=tmp_path)) as server:
         seen = driven(server.url, "none")
-        [job] = httpx.get(f"{server.url}/v1/videos").json()["data"]
+        [job] = httpx.get(f"{server.url}/v1/videos", timeout=120).json()["data"]
     assert not seen["errors"]
     [video] = tmp_path.glob("*/video.mp4")
     assert seen["videos"] == [f"blob:{video.stat().st_size}"]

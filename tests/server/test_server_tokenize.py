@@ -30,7 +30,7 @@ def server() -> Iterator[Live]:
 @pytest.fixture
 def http(server: Live) -> Iterator[httpx.Client]:
     server.service.requests.clear()
-    with httpx.Client(base_url=server.url) as client:
+    with httpx.Client(base_url=server.url, timeout=120) as client:
         yield client
 
 
@@ -91,10 +91,12 @@ def test_the_tokenizer_is_told_of(http: httpx.Client) -> None:
 def test_the_key_guards_these_too() -> None:
     with live(FakeService(), ServerSettings(api_key="s3cret")) as server:
         for path in ("/tokenize", "/detokenize"):
-            assert httpx.post(server.url + path, json={}).status_code == 401
-        assert httpx.get(f"{server.url}/tokenizer_info").status_code == 401
+            assert httpx.post(server.url + path, json={}, timeout=120).status_code == 401
+        assert httpx.get(f"{server.url}/tokenizer_info", timeout=120).status_code == 401
         headers = {"Authorization": "Bearer s3cret"}
-        assert httpx.post(f"{server.url}/tokenize", json={"prompt": "a"}, headers=headers).status_code == 200
+        assert (
+            httpx.post(f"{server.url}/tokenize", json={"prompt": "a"}, headers=headers, timeout=120).status_code == 200
+        )
 
 
 def test_every_endpoint_is_in_the_document(http: httpx.Client) -> None:

@@ -192,7 +192,7 @@ def test_marks_that_are_special_tokens_are_left_in_the_text(client: openai.OpenA
 )  # fmt: skip
 def test_wrong_tools_are_named(server: Live, body: dict[str, Any], param: str, code: str, says: str) -> None:
     whole = {"model": "fake-omni", "messages": HELLO, "tools": [LOOK], **body}
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=whole)
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=whole, timeout=120)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert (error["param"], error["code"]) == (param, code)
@@ -202,12 +202,12 @@ def test_wrong_tools_are_named(server: Live, body: dict[str, Any], param: str, c
 def test_a_model_whose_calls_are_unknown_says_so_unless_told(server: Live) -> None:
     server.service.card.dialect = Dialect(TEMPLATE)
     body = {"model": "fake-omni", "messages": HELLO, "tools": [LOOK]}
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120)
     assert "--tool-parser" in answer.json()["error"]["message"]
     service = FakeService(says(CALLS))
     service.card.dialect = Dialect(TEMPLATE)
     with live(service, ServerSettings(tool_parser="hermes")) as told:
-        reply = httpx.post(f"{told.url}/v1/chat/completions", json=body).json()
+        reply = httpx.post(f"{told.url}/v1/chat/completions", json=body, timeout=120).json()
     assert len(reply["choices"][0]["message"]["tool_calls"]) == 2
 
 
@@ -256,14 +256,16 @@ def test_a_thought_that_the_prompt_begins(client: openai.OpenAI, server: Live) -
 
 def test_template_options_go_along(server: Live) -> None:
     body = {"model": "fake-omni", "messages": HELLO, "continue_final_message": True}
-    assert httpx.post(f"{server.url}/v1/chat/completions", json=body).status_code == 200
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).status_code == 200
     chat = server.service.requests[-1].chat
     assert (chat.add_generation_prompt, chat.continue_final_message) == (False, True)
     server.service.card.dialect = Dialect(ChatTemplate("{{ reasoning_effort }}"))
     httpx.post(
-        f"{server.url}/v1/chat/completions", json={"model": "fake-omni", "messages": HELLO, "reasoning_effort": "low"}
+        f"{server.url}/v1/chat/completions",
+        json={"model": "fake-omni", "messages": HELLO, "reasoning_effort": "low"},
+        timeout=120,
     )
     assert server.service.requests[-1].chat.template_kwargs == {"reasoning_effort": "low"}
     wrong = {"model": "fake-omni", "messages": HELLO, "chat_template_kwargs": {"chat_template": "{{ 7 * 7 }}"}}
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=wrong)
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=wrong, timeout=120)
     assert json.loads(answer.content)["error"]["param"] == "chat_template_kwargs.chat_template"

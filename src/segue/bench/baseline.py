@@ -39,11 +39,13 @@ class BaselineProcess(ChildProcess[BenchRequest, Loaded, Answer]):
 class BaselineDriver:
     """One way of serving with the baseline's process."""
 
-    def __init__(self, process: BaselineProcess, name: str, max_batch: int, silence: float) -> None:
-        """`max_batch` 1: one request at a time."""
+    def __init__(
+        self, process: BaselineProcess, name: str, max_batch: int, silence: float, gather: float = GATHER_SECONDS
+    ) -> None:
+        """`max_batch` 1: one request at a time. `gather`: seconds that a batch which is not full waits for others."""
         self.name = name
         self._process = process
-        self._policy = Policy(max_batch, GATHER_SECONDS if max_batch > 1 else 0.0)
+        self._policy = Policy(max_batch, gather if max_batch > 1 else 0.0)
         self._silence = silence
 
     async def start(self) -> None:

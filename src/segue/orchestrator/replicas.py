@@ -23,7 +23,7 @@ class Replica:
     address: str = ""
     requests: set[str] = field(default_factory=set)
     pinged: float | None = None
-    """time.monotonic() of a `Ping` that is not answered yet."""
+    """time.monotonic() of a `Ping` that is not answered yet; later by the time in which no answer could be heard."""
     failures: int = 0
     """Deaths in a row before it was ready."""
 

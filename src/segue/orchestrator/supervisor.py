@@ -42,6 +42,9 @@ log = logging.getLogger(__name__)
 GIVE_UP_AFTER = 3
 """Deaths in a row before ready; then the replica is given up."""
 
+SAID_WHY_WITHIN = 60.0
+"""Seconds after the end of a worker that could not start, in which its own error is heard."""
+
 OnProgress = Callable[[str, float, str], None]
 """(worker, fraction, what)"""
 
@@ -96,6 +99,8 @@ class Supervisor:
         self._inbox: zmq.asyncio.Socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._watch: asyncio.TimerHandle | None = None
+        self._watch_due = 0.0
+        """time.monotonic() of the next look at who hangs."""
         self._started: asyncio.Future[None] | None = None
         self._address = ""
 
@@ -121,6 +126,7 @@ class Supervisor:
         self._spawn_task(self._read(self._inbox))
         for replica in self.replicas.all:
             self._spawn(replica)
+        self._watch_due = time.monotonic()
         self._watch_over()
 
     async def close(self) -> None:
@@ -238,9 +244,14 @@ class Supervisor:
     def _watch_over(self) -> None:
         """Ask the workers that have something to do for a sign of life; kill those that have owed it for too long."""
         limit, now = self._plan.limits.hang_seconds, time.monotonic()
+        # this is late where something held up the event loop (a caller's own code, or a machine that slept): nobody
+        # heard what workers said meanwhile
+        deaf = max(0.0, now - self._watch_due)
         for replica in self.replicas.all:
             if replica.state != "ready":
                 continue
+            if replica.pinged is not None:
+                replica.pinged += deaf
             if replica.pinged is None:
                 if replica.requests:
                     replica.pinged = now
@@ -250,6 +261,7 @@ class Supervisor:
                     "worker %s (pid %s) has not answered for %g s: killing it", replica.worker, replica.pid, limit
                 )
                 self._placement.kill(replica.pid)
+        self._watch_due = now + limit / 4
         self._watch = self._loop.call_later(limit / 4, self._watch_over)
 
     def _on_stats(self, message: Stats) -> None:
@@ -268,9 +280,9 @@ class Supervisor:
         if not was_ready:
             replica.failures += 1
             if self._started is not None and not self._started.done():
-                # its own StartFailed may still be on the way; it is the better answer
                 error = ConfigError(f"worker {worker!r} died while starting: {how}")
-                self._loop.call_later(0.5, self._fail_start, error)
+                # who ends by itself has said why (`StartFailed`), on another line than the one that tells of its end
+                self._loop.call_later(SAID_WHY_WITHIN if how == "exit 0" else 0.5, self._fail_start, error)
                 replica.state = "failed"
                 return
         self._bury(replica)

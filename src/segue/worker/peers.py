@@ -60,9 +60,10 @@ class Peers:
             if error.errno not in (zmq.ETERM, zmq.ENOTSUP):  # closed meanwhile: nobody waits any more
                 raise
 
-    def close(self) -> None:
-        """Hand over what was sent (a last `StartFailed`, say), but do not wait for peers that are gone."""
+    def close(self, patience: float = 1.0) -> None:
+        """Hand over what was sent, but wait no longer than `patience` seconds for peers that may be gone."""
         for socket in self._out.values():
-            socket.close(linger=1000)
+            socket.close(linger=round(1000 * patience))
+        self._out.clear()
         self._inbox.close(linger=0)
         self._context.term()

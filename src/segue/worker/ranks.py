@@ -30,7 +30,7 @@ from segue.parallel.orders import Crew
 from segue.worker.processes import die_with_parent, name_process
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_LAST_WORDS = 10.0
+_LAST_WORDS = 60.0
 """Seconds a worker has to report why it cannot start, when a follower has ended over the same."""
 
 

@@ -55,6 +55,8 @@ from segue.worker.stage import Run, StageRunner, end_of
 
 REMEMBER_DROPPED = 4096
 """Ids of requests that are over, so that their late messages are known as such."""
+START_FAILED_PATIENCE = 60.0
+"""Seconds for the orchestrator to hear why a worker could not start; were it gone, this process would be, too."""
 STATS_EVERY = 0.5
 """Seconds between stats while busy; they are also sent when the worker falls idle."""
 
@@ -77,6 +79,7 @@ def run(spec: WorkerSpec) -> None:
                 spec.orchestrator,
                 encode(StartFailed(spec.worker, type(error).__name__, f"{type(error).__name__}: {error}")),
             )
+            peers.close(START_FAILED_PATIENCE)
             return
         if ranks is not None:
             ranks.serve()
