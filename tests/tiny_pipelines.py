@@ -12,11 +12,26 @@ import transformers
 
 from segue.models.diffusion.tiny import randomise, write_index, write_tokenizer
 from segue.models.diffusion.tiny_clip import make_clip, write_clip_tokenizer
+from segue.models.diffusion.tiny_parts import write_qwen_tokenizer
 from segue.models.flux2.tiny import SPECIAL as FLUX2_SPECIAL
 from segue.models.flux2.tiny import make_mistral, make_vae
+from segue.models.generic_pipeline.splits import SPLITS
 from segue.models.tiny.files import train_tokenizer
+from segue.models.z_image.tiny import SPECIAL as QWEN_SPECIAL
+from segue.models.z_image.tiny import TEMPLATE as QWEN_TEMPLATE
 
 SPECIAL = ("<pad>", "</s>")
+_QWEN = {
+    "vocab_size": 672,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+}
+"""A language model that reads prompts."""
 
 
 def stable_diffusion(directory: Path) -> None:
@@ -167,6 +182,111 @@ def ernie(directory: Path) -> None:
     diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0).save_pretrained(directory / "scheduler")
 
 
+def hunyuan(directory: Path) -> None:
+    """Video, of two text encoders: a Qwen 2.5 VL's, and a T5 that reads bytes for what is quoted. Guidance is a part of
+    the checkpoint."""
+    write_index(
+        directory,
+        "HunyuanVideo15Pipeline",
+        {
+            "guider": ("diffusers", "ClassifierFreeGuidance"),
+            "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
+            "text_encoder": ("transformers", "Qwen2_5_VLTextModel"),
+            "text_encoder_2": ("transformers", "T5EncoderModel"),
+            "tokenizer": ("transformers", "Qwen2Tokenizer"),
+            "tokenizer_2": ("transformers", "ByT5Tokenizer"),
+            "transformer": ("diffusers", "HunyuanVideo15Transformer3DModel"),
+            "vae": ("diffusers", "AutoencoderKLHunyuanVideo15"),
+        },
+    )
+    write_qwen_tokenizer(directory / "tokenizer", QWEN_SPECIAL, chat_template=QWEN_TEMPLATE)
+    config = transformers.AutoConfig.for_model("qwen2_5_vl_text", **_QWEN, num_hidden_layers=3)
+    _write(transformers.Qwen2_5_VLTextModel(config), directory / "text_encoder")
+    transformers.ByT5Tokenizer().save_pretrained(directory / "tokenizer_2")
+    _write(transformers.T5EncoderModel(_t5_config(384)), directory / "text_encoder_2")
+    transformer = diffusers.HunyuanVideo15Transformer3DModel(
+        in_channels=9,  # latents, those of a picture and a mask
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_layers=1,
+        num_refiner_layers=1,
+        mlp_ratio=2.0,
+        patch_size=1,
+        text_embed_dim=32,
+        text_embed_2_dim=32,
+        image_embed_dim=16,
+        rope_axes_dim=(4, 6, 6),
+        target_size=16,
+        task_type="t2v",
+    )
+    _write(transformer, directory / "transformer")
+    vae = diffusers.AutoencoderKLHunyuanVideo15(
+        latent_channels=4,
+        block_out_channels=(16, 16),
+        layers_per_block=1,
+        spatial_compression_ratio=4,
+        temporal_compression_ratio=2,
+        downsample_match_channel=False,
+        upsample_match_channel=False,
+    )
+    _write(vae, directory / "vae")
+    diffusers.FlowMatchEulerDiscreteScheduler(shift=7.0).save_pretrained(directory / "scheduler")
+    diffusers.ClassifierFreeGuidance(guidance_scale=3.0).save_pretrained(directory / "guider")
+
+
+def krea2(directory: Path) -> None:
+    """Pictures, of many layers of a Qwen 3 VL; the VAE of Qwen-Image."""
+    layers = SPLITS["Krea2Pipeline"].settings["text_encoder_select_layers"]
+    write_index(
+        directory,
+        "Krea2Pipeline",
+        {
+            "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
+            "text_encoder": ("transformers", "Qwen3VLModel"),
+            "tokenizer": ("transformers", "Qwen2Tokenizer"),
+            "transformer": ("diffusers", "Krea2Transformer2DModel"),
+            "vae": ("diffusers", "AutoencoderKLQwenImage"),
+        },
+    )
+    write_qwen_tokenizer(directory / "tokenizer", QWEN_SPECIAL, chat_template=QWEN_TEMPLATE)
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32}
+    text = {**_QWEN, "num_hidden_layers": max(layers) + 1, "head_dim": 16}
+    config = transformers.AutoConfig.for_model("qwen3_vl", text_config=text, vision_config=vision)
+    _write(transformers.Qwen3VLModel(config), directory / "text_encoder")
+    transformer = diffusers.Krea2Transformer2DModel(
+        in_channels=16,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        timestep_embed_dim=16,
+        text_hidden_dim=32,
+        num_text_layers=len(layers),
+        text_num_attention_heads=2,
+        text_num_key_value_heads=2,
+        text_intermediate_size=48,
+        num_layerwise_text_blocks=1,
+        num_refiner_text_blocks=1,
+        axes_dims_rope=(4, 6, 6),
+    )
+    _write(transformer, directory / "transformer")
+    vae = diffusers.AutoencoderKLQwenImage(
+        base_dim=8,
+        z_dim=4,
+        dim_mult=[1, 2, 4],
+        num_res_blocks=1,
+        temperal_downsample=[False, True],
+        latents_mean=[0.0] * 4,
+        latents_std=[1.0] * 4,
+    )
+    _write(vae, directory / "vae")
+    diffusers.FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, base_image_seq_len=256, max_image_seq_len=6400
+    ).save_pretrained(directory / "scheduler")
+
+
 MAKERS: dict[str, Callable[[Path], None]] = {
     "StableDiffusionPipeline": stable_diffusion,
     "PixArtSigmaPipeline": pixart_sigma,
@@ -177,6 +297,8 @@ MAKERS: dict[str, Callable[[Path], None]] = {
 SPLIT_MAKERS: dict[str, Callable[[Path], None]] = {
     "LTXPipeline": partial(ltx, kind="LTXPipeline"),
     "ErnieImagePipeline": ernie,
+    "HunyuanVideo15Pipeline": hunyuan,
+    "Krea2Pipeline": krea2,
 }
 """Those that modular blocks take apart."""
 
@@ -195,10 +317,13 @@ def _t5(directory: Path) -> None:
     tokenizer = train_tokenizer(SPECIAL, end="</s>")
     more = {"pad_token": "<pad>", "eos_token": "</s>"}
     write_tokenizer(directory / "tokenizer", tokenizer, SPECIAL, "PreTrainedTokenizerFast", longest=512, **more)
-    config = transformers.T5Config(
-        vocab_size=672, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, feed_forward_proj="gated-gelu"
+    _write(transformers.T5EncoderModel(_t5_config(672)), directory / "text_encoder")
+
+
+def _t5_config(vocab: int) -> transformers.T5Config:
+    return transformers.T5Config(
+        vocab_size=vocab, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, feed_forward_proj="gated-gelu"
     )
-    _write(transformers.T5EncoderModel(config), directory / "text_encoder")
 
 
 def _write(network: torch.nn.Module, directory: Path) -> None:

@@ -25,8 +25,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status. Errors of ours are one line on stderr, without a traceback; so is an output
-    that takes nothing more."""
+    """Run one command; the exit status. Errors of ours are one line on stderr, without a traceback, and status 2; so is
+    an output that takes nothing more, with status 1: nothing was wrong with the command."""
     given = list(sys.argv[1:] if argv is None else argv)
     try:
         try:
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"segue: error: the output cannot be written: {error.strerror}", file=sys.stderr)
         _nothing_more_is_said()
-        return 2
+        return 1
 
 
 def _run(given: list[str]) -> int:

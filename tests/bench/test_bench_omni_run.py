@@ -12,6 +12,7 @@ import pytest
 from segue.bench.checkpoint import make_preset
 from segue.bench.omni import OmniBench, run
 from segue.bench.report import markdown
+from segue.bench.results import Result
 
 ASSETS = Path(__file__).parents[2] / "assets"
 
@@ -19,6 +20,7 @@ ASSETS = Path(__file__).parents[2] / "assets"
 @pytest.mark.slow
 def test_a_short_run_measures_every_side(tmp_path: Path) -> None:
     said: list[str] = []
+    kept: list[Result] = []
     bench = OmniBench(
         model_dir=make_preset(tmp_path, "tiny"),
         assets=ASSETS,
@@ -32,11 +34,14 @@ def test_a_short_run_measures_every_side(tmp_path: Path) -> None:
         load_format="auto",
         seed=0,
         threads=1,
+        keep=kept.append,
         say=said.append,
     )
     before = set(psutil.Process(os.getpid()).children(recursive=True))
     result = asyncio.run(run(bench))
     assert set(psutil.Process(os.getpid()).children(recursive=True)) <= before, "a process was left behind"
+    assert kept == [result]
+    assert (result.done, result.planned) == (1, 1)
     [level] = result.levels
     assert list(level.sides) == ["segue", "transformers one at a time", "transformers static batches"]
     for name, side in level.sides.items():

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import warnings
 from pathlib import Path
 
+import msgspec
 import pytest
 from bench_fakes import outcome, request
 
 from segue.bench import page
 from segue.bench.closed_loop import Slice
 from segue.bench.hardware import Machine, machine
+from segue.bench.load_report import result_path, write_report
+from segue.bench.load_results import measure
 from segue.bench.meters import SideUsage
 from segue.bench.profile import baseline_stages
-from segue.bench.report import markdown, typical, write_report
+from segue.bench.report import markdown, plot, typical
 from segue.bench.result_file import write_result
 from segue.bench.results import LevelResult, Result, Settings, StageFigures, read_result
 from segue.bench.stats import METRICS, HistogramFigures, agreement, figures, ratio
@@ -69,11 +73,46 @@ def result() -> Result:
 def test_a_result_is_written_and_read_again(result: Result, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # matplotlib's own imports
-        paths = write_report(result, tmp_path / "new")
-    assert [path.name for path in paths] == ["omni.json", "omni.md", "omni.png"]
-    assert read_result(paths[0]) == result
-    assert paths[2].read_bytes().startswith(b"\x89PNG")
-    assert paths[2].stat().st_size > 10_000
+        path = result_path(tmp_path / "new", "omni")
+        write_result(result, path)
+        write_report(result, path, markdown, plot)
+    assert {one.name for one in path.parent.iterdir()} == {"omni.json", "omni.md", "omni.png"}
+    assert read_result(path) == result
+    assert path.with_suffix(".md").read_text() == markdown(result)
+    picture = path.with_suffix(".png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.stat().st_size > 10_000
+
+
+def test_a_run_that_is_stopped_leaves_the_levels_it_measured(
+    result: Result, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = result_path(tmp_path, "omni")
+    so_far = msgspec.structs.replace(result, finished="", levels=[])
+
+    async def one() -> None:
+        so_far.levels.append(level(1))
+
+    async def another() -> None:
+        raise RuntimeError("it broke")
+
+    with pytest.raises(RuntimeError, match="it broke"):
+        asyncio.run(measure(so_far, [one, another], lambda kept: write_result(kept, path)))
+    left = read_result(path)
+    assert ([kept.concurrency for kept in left.levels], left.done, left.planned) == ([1], 1, 2)
+    assert left.finished
+    assert "Unfinished: 1 of 2 levels." in markdown(left)
+    assert page.main([str(path)]) == 0
+    assert "Unfinished: 1 of 2 levels." in capsys.readouterr().out
+
+
+def test_a_result_of_before_levels_were_counted_is_read(result: Result, tmp_path: Path) -> None:
+    path = tmp_path / "omni.json"
+    values = msgspec.to_builtins(result, str_keys=True)
+    path.write_bytes(
+        msgspec.json.encode({name: value for name, value in values.items() if name not in ("done", "planned")})
+    )
+    assert "Unfinished" not in markdown(read_result(path))
 
 
 def test_the_tables_say_what_was_measured(result: Result) -> None:

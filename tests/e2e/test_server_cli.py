@@ -120,16 +120,19 @@ def test_a_reader_that_has_had_enough(model: Path) -> None:
     assert "BrokenPipe" not in done.stderr
 
 
-@pytest.mark.parametrize("command", [["graph"], ["graph", "--mermaid"]])
-def test_an_output_that_takes_nothing(model: Path, command: list[str]) -> None:
-    """As `segue graph DIR > /dev/full`: one line, no traceback."""
+@pytest.mark.parametrize(
+    ("command", "unbuffered"), [("graph", ""), ("graph --mermaid", "1"), ("tiny qwen3", "1"), ("bench hop", "")]
+)
+def test_an_output_that_takes_nothing(model: Path, tmp_path: Path, command: str, unbuffered: str) -> None:
+    """As `segue graph DIR > /dev/full`: the last line says it, and there is no traceback, whatever Python buffers."""
+    operands = {"tiny qwen3": [str(tmp_path / "made")], "bench hop": ["--mib", "0.1", "--rounds", "2"]}
+    line = [sys.executable, "-m", "segue.cli", *command.split(), *operands.get(command, [str(model)])]
+    variables = environment(PYTHONUNBUFFERED=unbuffered)
     with open("/dev/full", "w") as full:
-        line = [sys.executable, "-m", "segue.cli", *command, str(model)]
-        done = subprocess.run(line, env=environment(), stdout=full, stderr=subprocess.PIPE, text=True, timeout=240)
-    assert (done.returncode, done.stderr) == (
-        2,
-        "segue: error: the output cannot be written: No space left on device\n",
-    )
+        done = subprocess.run(line, env=variables, stdout=full, stderr=subprocess.PIPE, text=True, timeout=240)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.splitlines()[-1] == "segue: error: the output cannot be written: No space left on device"
+    assert "Traceback" not in done.stderr
 
 
 def test_without_an_output_at_all(model: Path) -> None:

@@ -38,6 +38,6 @@ def head(result: LoadResult, title: str, packages: dict[str, str], settings: str
         f"Python {machine.python}, {versions}. {settings} Load average at the start: {load}. "
         f"{rounds} rounds, sides in turn; seed {seed}.",
     ]
-    if result.done < result.planned:
-        parts.append(f"Unfinished: {result.done} of {result.planned} levels.")
+    if result.unfinished:
+        parts.append(result.unfinished)
     return [*parts, table(["side", "start-up (s)"], [[side, f"{took:.1f}"] for side, took in result.startup.items()])]

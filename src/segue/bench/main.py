@@ -75,8 +75,10 @@ def _omni(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"segue bench needs {' and '.join(missing)}: pip install 'segue[bench]'")
     # these bring torch and matplotlib: not for --help
     from segue.bench.checkpoint import make_preset, make_shape
+    from segue.bench.load_report import result_path, write_report
     from segue.bench.omni import OmniBench, run
-    from segue.bench.report import markdown, write_report
+    from segue.bench.report import markdown, plot
+    from segue.bench.result_file import write_result
 
     if arguments.model is not None:
         model = arguments.model
@@ -84,6 +86,7 @@ def _omni(arguments: argparse.Namespace) -> int:
         model = make_shape(arguments.cache, arguments.shape)
     else:
         model = make_preset(arguments.cache, arguments.size or "small")
+    path = result_path(arguments.out, "omni")
     bench = OmniBench(
         model_dir=model.resolve(),
         assets=arguments.assets,
@@ -98,12 +101,10 @@ def _omni(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         config=arguments.config,
         threads=arguments.threads,
+        keep=lambda so_far: write_result(so_far, path),
         say=lambda line: print(line, file=sys.stderr, flush=True),
     )
-    result = asyncio.run(run(bench))
-    paths = write_report(result, arguments.out)
-    print(markdown(result))
-    print("\n".join(f"written: {path}" for path in paths))
+    write_report(asyncio.run(run(bench)), path, markdown, plot)
     return 0
 
 

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -16,6 +16,7 @@ from segue.bench.baseline_wire import Options
 from segue.bench.closed_loop import Slice, closed_loop, interleaved
 from segue.bench.driver import Driver
 from segue.bench.hardware import machine
+from segue.bench.load_results import measure
 from segue.bench.meters import SideUsage, Watch, gpu_bytes_used
 from segue.bench.profile import Snapshot, added, baseline_stages, hop_figures, segue_stages, snapshot
 from segue.bench.results import LevelResult, Result, Settings
@@ -51,6 +52,8 @@ class OmniBench:
     """Deployment file of Segue."""
     threads: int | None = None
     """CPU threads of the baseline; None: as many as cores."""
+    keep: Callable[[Result], None]
+    """Called with the result so far after every level."""
     say: Callable[[str], None] = print
 
 
@@ -82,18 +85,16 @@ async def run(bench: OmniBench) -> Result:
             bench.say("starting transformers")
             stack.push_async_callback(process.stop)
             threads["transformers"] = {"process": (await process.start()).threads}
-        levels = []
-        for number, concurrency in enumerate(bench.concurrency):
+        result = Result(machine=found, settings=_settings(bench, threads, silence), levels=[])
+
+        async def level(number: int, concurrency: int) -> None:
             sides = _Sides(segue, process, _baselines(bench, process, concurrency, silence))
-            levels.append(await _level(bench, workload, sides, concurrency, number * LEVEL_SPACING))
-        gpu = {"segue": gpu_segue, "transformers": process.gpu_bytes} if found.gpus else {}
-    return Result(
-        finished=datetime.now(UTC).isoformat(timespec="seconds"),
-        machine=found,
-        settings=_settings(bench, threads, silence),
-        levels=levels,
-        gpu_peak_bytes=gpu,
-    )
+            result.levels.append(await _level(bench, workload, sides, concurrency, number * LEVEL_SPACING))
+            if found.gpus:
+                result.gpu_peak_bytes = {"segue": gpu_segue, "transformers": process.gpu_bytes}
+
+        await measure(result, [partial(level, *one) for one in enumerate(bench.concurrency)], bench.keep)
+    return result
 
 
 @dataclass(frozen=True)

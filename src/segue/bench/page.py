@@ -43,7 +43,7 @@ def _section(path: Path) -> str:
 
 
 def _omni(result: Result) -> str:
-    sections = [f"### {title(result)}", hardware(result)]
+    sections = [f"### {title(result)}", hardware(result), result.unfinished]
     for level in result.levels:
         sections += [f"Concurrency {level.concurrency}:", latency_table(level), ratio_table(level)]
         sections.append(stage_table(level))

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from segue.bench.driver import Outcome
-from segue.bench.result_file import write_result
 from segue.bench.results import LevelResult, Result
 
 MIB = 2**20
@@ -22,19 +21,9 @@ STAGE_COLOURS = {
 }
 
 
-def write_report(result: Result, out: Path) -> list[Path]:
-    """`omni.json`, `omni.md` and `omni.png` in a directory; gives their paths."""
-    out.mkdir(parents=True, exist_ok=True)
-    paths = [out / f"{result.benchmark}.{suffix}" for suffix in ("json", "md", "png")]
-    write_result(result, paths[0])
-    paths[1].write_text(markdown(result))
-    plot(result, paths[2])
-    return paths
-
-
 def markdown(result: Result) -> str:
     """Everything, as tables."""
-    parts = [f"## {title(result)}", hardware(result)]
+    parts = [f"## {title(result)}", hardware(result), result.unfinished]
     for level in result.levels:
         parts += [f"### Concurrency {level.concurrency}", latency_table(level), ratio_table(level)]
         parts += [stage_table(level), hop_table(level), usage_table(level)]

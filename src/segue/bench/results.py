@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 
 from segue.bench.driver import Outcome
-from segue.bench.hardware import Machine
+from segue.bench.load_results import GrowingResult
 from segue.bench.meters import SideUsage
-from segue.bench.result_file import VERSION, read_values, result_of
+from segue.bench.result_file import read_values, result_of
 from segue.bench.stats import HistogramFigures, Ratio, SideFigures
 
 
@@ -66,15 +66,11 @@ class LevelResult(msgspec.Struct, kw_only=True):
     """Side → every request; token ids are left out."""
 
 
-class Result(msgspec.Struct, kw_only=True):
-    version: int = VERSION
+class Result(GrowingResult, kw_only=True):
     benchmark: str = "omni"
-    finished: str
-    """ISO 8601, UTC."""
-    machine: Machine
     settings: Settings
     levels: list[LevelResult]
-    gpu_peak_bytes: dict[str, int] = {}
+    gpu_peak_bytes: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 def read_result(path: Path) -> Result:

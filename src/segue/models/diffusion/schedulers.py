@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from segue.media.sources import shown
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import InvalidRequest, nearest
 from segue.models.diffusion.library import LCMScheduler, SchedulerMixin
@@ -54,7 +55,7 @@ class Schedulers:
             return self._default.from_config(self.config)
         if name not in self._kinds:
             raise InvalidRequest(
-                f"scheduler is {name!r}, which this model is not sampled with; known: {', '.join(self.known)}"
+                f"scheduler is {shown(name)}, which this model is not sampled with; known: {', '.join(self.known)}"
                 f"{_meant(name, self.known)}",
                 field="scheduler",
             )
@@ -62,7 +63,7 @@ class Schedulers:
             return self._kinds[name].from_config(self.config)
         except (TypeError, ValueError, NotImplementedError) as error:
             raise InvalidRequest(
-                f"scheduler is {name!r}, which is not made of this model's settings: {error}", field="scheduler"
+                f"scheduler is {shown(name)}, which is not made of this model's settings: {error}", field="scheduler"
             ) from error
 
 

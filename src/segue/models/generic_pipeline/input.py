@@ -51,6 +51,7 @@ class Input(InputStage):
         self._schedulers = Schedulers(ctx.model_dir) if has_one else None
         split = split_of(pipeline_index(ctx.model_dir))
         self._own_checks = None if split is None else OwnChecks(ctx.model_dir, self._signature)
+        self._one_output = self._signature.count is None or (split is not None and split.one_output)
 
     def process(self, request: Request) -> Payload:
         params = request.diffusion or DiffusionParams()
@@ -112,9 +113,11 @@ class Input(InputStage):
             if value > most:
                 what = "height x width" if name == "height" else name
                 raise TooLarge(f"{what} is {value}; at most {most} ({limit})", field=name)
-        if params.num_images_per_prompt > 1 and self._signature.count is None:
-            kind = self._signature.kind.__name__
-            raise InvalidRequest(f"{kind} makes one output of a request", field="num_images_per_prompt")
+        if params.num_images_per_prompt > 1 and self._one_output:
+            kind, asked = self._signature.kind.__name__, params.num_images_per_prompt
+            raise InvalidRequest(
+                f"num_images_per_prompt is {asked}; {kind} makes one output of a request", field="num_images_per_prompt"
+            )
 
     def _check_scheduler(self, name: str | None) -> None:
         if name is None:

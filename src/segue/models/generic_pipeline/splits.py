@@ -32,6 +32,9 @@ class Split:
     """Settings of a checkpoint's `model_index.json` that the blocks take for granted. One with other settings, or with
     any that does not stand here, is called whole."""
 
+    one_output: bool = False
+    """The library's network takes one sample at a time: with two, it fails in the pipeline, too."""
+
     @property
     def stages(self) -> Mapping[str, tuple[str, ...]]:
         """Blocks by stage; a stage without blocks is left out."""
@@ -50,8 +53,10 @@ _HUNYUAN = "HunyuanVideo15ModularPipeline"
 SPLITS: Mapping[str, Split] = {
     "LTXPipeline": Split(_LTX, ("text_encoder",)),
     "LTXImageToVideoPipeline": Split(_LTX, ("text_encoder",), ("vae_encoder",)),
-    "HunyuanVideo15Pipeline": Split(_HUNYUAN, ("text_encoder",)),
-    "HunyuanVideo15ImageToVideoPipeline": Split(_HUNYUAN, ("text_encoder",), ("vae_encoder", "image_encoder")),
+    "HunyuanVideo15Pipeline": Split(_HUNYUAN, ("text_encoder",), one_output=True),
+    "HunyuanVideo15ImageToVideoPipeline": Split(
+        _HUNYUAN, ("text_encoder",), ("vae_encoder", "image_encoder"), one_output=True
+    ),
     "ErnieImagePipeline": Split("ErnieImageModularPipeline", ("prompt_enhancer", "text_encoder")),
     "Krea2Pipeline": Split(
         "Krea2ModularPipeline",
