@@ -170,6 +170,10 @@ class Denoiser(ABC):
         """Latent tokens of one row. By default the latents are [1, tokens, channels]."""
         return latents.shape[1]
 
+    def tokens_beside(self, sample: Sample) -> int:
+        """Tokens of one row that go through the same layers as its latents': of a text, or of pictures."""
+        return 0
+
     def bucket_of(self, latents: torch.Tensor, given: Given, conditions: Sequence[Any]) -> Hashable:
         """What must be equal for rows to share a call. A picture and the same one turned have as many tokens."""
         return (tuple(latents.shape), given.params.height, given.params.width)
@@ -235,7 +239,8 @@ class Denoiser(ABC):
     def row_bytes(self, sample: Sample) -> int:
         """Of a transformer: what a layer holds at once for each token (its input and what it adds, queries, keys,
         values and their product, the hidden layer's four widths twice, norms)."""
-        return ACTIVATIONS * self._width * sample.tokens * sample.latents.element_size()
+        tokens = sample.tokens + self.tokens_beside(sample)
+        return ACTIVATIONS * self._width * tokens * sample.latents.element_size()
 
     def begin(self, request: StageRequest) -> Given:
         """Raises `NotFound` for a LoRA adapter that is not there."""
