@@ -216,4 +216,4 @@ def test_step_caches_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     for wrong in ("tea", "taylorseer:0.1", "first_block:much", "first_block:-1"):
         with pytest.raises(SystemExit):
             parser().parse_args(["diffusion", "--step-cache", wrong])
-    assert "it must be one of first_block, taylorseer" in capsys.readouterr().err
+    assert "it must be one of first_block, taylorseer, teacache" in capsys.readouterr().err

@@ -223,3 +223,20 @@ def test_without_hardware_it_is_this_machine(graph: StageGraph) -> None:
     plan = load_plan(graph)
     assert plan.hardware.cpus >= 1
     assert plan.hardware.memory_bytes > MiB
+
+
+def test_weights_of_a_denoiser_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pictures = StageGraph("pictures")
+    pictures.stage("denoiser", "diffusion", takes={"text"}, gives={"image"})
+    monkeypatch.chdir(tmp_path)
+
+    def files(said: object) -> dict[str, str]:
+        return load_plan(pictures, {"stages": {"denoiser": {"gguf": said}}}).stages["denoiser"].gguf
+
+    assert files("model.gguf") == {"transformer": str(tmp_path / "model.gguf")}
+    both = {"transformer": "/srv/high.gguf", "transformer_2": "/srv/low.gguf"}
+    assert files(both) == both
+    assert files(None) == {}
+    for wrong in (3, {"transformer": 3}, ["model.gguf"]):
+        with pytest.raises(ConfigError, match=r"stages\.denoiser\.gguf is .*; it must be a GGUF file"):
+            files(wrong)

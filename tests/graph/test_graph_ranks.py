@@ -101,8 +101,6 @@ def test_guidance_branches_of_a_denoiser_on_processes_of_their_own() -> None:
     denoiser = load_plan(graph, said, hardware=FOUR).stages["denoiser"]
     assert (denoiser.devices, denoiser.replicas, denoiser.ranks) == (("cuda:0", "cuda:1"), 1, 2)
     assert (denoiser.tensor_parallel, denoiser.device_of(0, 1)) == (1, "cuda:1")
-    with pytest.raises(ConfigError, match=r"stages.denoiser.lora is .* does not go with cfg_parallel \(2\)"):
-        load_plan(graph, {"stages": {"denoiser": {"cfg_parallel": 2, "lora": {}}}}, hardware=LAPTOP)
     three = {"stages": {"denoiser": {"cfg_parallel": 2, "devices": ["cuda:0", "cuda:1", "cuda:2"]}}}
     with pytest.raises(ConfigError, match=r"stages.denoiser.cfg_parallel is 2, but the stage has 3 GPUs"):
         load_plan(graph, three, hardware=FOUR)
@@ -131,8 +129,8 @@ def test_a_denoiser_has_several_processes_in_one_way(pictures: StageGraph, way: 
     four = {"stages": {"denoiser": {way: 3, "devices": [f"cuda:{number}" for number in range(4)]}}}
     with pytest.raises(ConfigError, match=rf"stages.denoiser.{way} is 3, but the stage has 4 GPUs"):
         load_plan(pictures, four, hardware=FOUR)
-    with pytest.raises(ConfigError, match=rf"lora is .* does not go with {way} \(2\)"):
-        load_plan(pictures, {"stages": {"denoiser": {way: 2, "lora": {}}}}, hardware=LAPTOP)
+    adapted = load_plan(pictures, {"stages": {"denoiser": {way: 2, "lora": {}}}}, hardware=LAPTOP)
+    assert adapted.stages["denoiser"].lora == LoraPlan()
 
 
 def test_two_ways_are_refused(pictures: StageGraph) -> None:

@@ -18,6 +18,7 @@ from segue.engines.contract import LoadContext
 from segue.engines.diffusion.contract import DiffusionAdapter
 from segue.engines.diffusion.ranks import RowLeader
 from segue.engines.diffusion.row_follower import follow_rows
+from segue.graph.lora import LoraPlan
 from segue.models.registry import family_of, read_config
 from segue.parallel.group import Group
 from segue.parallel.orders import Crew
@@ -26,12 +27,18 @@ CPU = torch.device("cpu")
 
 
 def denoiser(checkpoint: Path, keys: dict[str, Any], group: Group) -> DiffusionAdapter:
-    """One rank's; `keys`: of `LoadContext`."""
+    """One rank's; `keys`: of `LoadContext`, `lora` as a mapping."""
+    lora = {"lora": LoraPlan(**keys["lora"])} if "lora" in keys else {}
     adapters = family_of(read_config(checkpoint), checkpoint).load_stages().ADAPTERS
     loaded: DiffusionAdapter = adapters["denoiser"](
-        LoadContext(checkpoint, "denoiser", CPU, torch.float32, group=group, **keys)
+        LoadContext(checkpoint, "denoiser", CPU, torch.float32, group=group, **{**keys, **lora})
     )
     return loaded
+
+
+def divides(keys: dict[str, Any]) -> bool:
+    """They divide the network."""
+    return bool(keys.keys() & {"sequence_parallel", "tensor_parallel"})
 
 
 @contextmanager
@@ -61,7 +68,7 @@ def joined(
     group = Group(0, 2, meeting, CPU)
     try:
         inner = denoiser(checkpoint, keys, group) if make is None else make(group)
-        yield RowLeader(inner, group, crew, divided=bool(keys))
+        yield RowLeader(inner, group, crew, divided=divides(keys))
     finally:
         crew.close()
         assert process.wait(timeout=240) == 0
@@ -74,7 +81,7 @@ def main() -> None:
     keys = json.loads(sys.argv[4])
     with socket.socket(fileno=int(sys.argv[1])) as orders:
         group = Group(1, 2, meeting, CPU)
-        follow_rows(denoiser(checkpoint, keys, group), group, orders, divided=bool(keys))
+        follow_rows(denoiser(checkpoint, keys, group), group, orders, divided=divides(keys))
     os._exit(0)  # as a worker's followers end
 
 

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from diffusion_chain import WITHIN, Chain, apart
-from row_rank_process import led
+from diffusion_adapters import drawn, write
+from diffusion_chain import WITHIN, Chain, apart, pipeline_of
+from row_rank_process import joined, led
 from safetensors.torch import load_file, save_file
 
 from segue.engines.diffusion.contract import Row
 from segue.engines.diffusion.ranks import RowLeader
-from segue.messages.errors import StageFailed
+from segue.graph.lora import LoraPlan
+from segue.messages.errors import NotFound, StageFailed
 
 GUIDED = {
     "prompt": "a small boat left the harbour in the early morning",
@@ -61,6 +63,26 @@ def test_two_equal_one(chain: Chain, qwen_image_dir: Path, tmp_path: Path, monke
         for one, case in zip(together, expected, strict=True):
             assert apart(one, case.pixels) < WITHIN
         assert branches == {0}, "the others are computed elsewhere"
+
+
+def test_adapters(qwen_image_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is loaded with the stage, and one that comes later."""
+    network = pipeline_of(qwen_image_dir, "QwenImagePipeline").transformer
+    ink, oil = (str(write(tmp_path / name, drawn(network, 4, seed))) for seed, name in enumerate(("ink", "oil")))
+    chain = Chain(qwen_image_dir, lora=LoraPlan({"ink": ink, "oil": oil}))
+    cases = [{**GUIDED, "num_inference_steps": 3, "adapter": name} for name in ("ink", "oil")]
+    expected = [chain.run(case)[0] for case in cases]
+    keys = {"lora": {"adapters": {"ink": ink}}}
+    with joined(qwen_image_dir, tmp_path / "meeting", keys) as leader:
+        assert leader.lora is not None
+        leader.lora.load("oil", oil)
+        monkeypatch.setitem(chain.adapters, "denoiser", leader)
+        for one, case in zip(chain.run(*cases, late={1: 1}), expected, strict=True):
+            assert apart(one, case.pixels) < WITHIN
+        leader.lora.unload("oil")
+        with pytest.raises(NotFound, match="there is no LoRA adapter 'oil'"):
+            chain.run(cases[1])
+    assert apart(expected[0], expected[1].pixels) > WITHIN
 
 
 def test_other_weights_there_are_seen(

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from diffusion_chain import WITHIN, Chain, apart
+from diffusion_adapters import drawn, write
+from diffusion_chain import WITHIN, Chain, apart, pipeline_of
 from row_rank_process import joined
 from safetensors.torch import load_file, save_file
 
 from segue.engines.contract import LoadContext
-from segue.messages.errors import ConfigError, InvalidRequest
+from segue.graph.lora import LoraPlan
+from segue.messages.errors import ConfigError
 from segue.models.diffusion.sequence import check_sequence
 from segue.models.sdxl import tiny as sdxl
 from segue.models.sdxl.denoiser import SdxlDenoiser
@@ -71,9 +73,29 @@ def test_two_equal_one(
         for one, case in zip(together, expected, strict=True):
             assert apart(one, case.pixels) < WITHIN
         assert part == {-(-tokens // 2) for tokens in whole}, "each computes half of them"
-        if family == "qwen_image":
-            with pytest.raises(InvalidRequest, match="step_cache is 'first_block', which this model does not have"):
-                chain.run({**ASKED, "step_cache": "first_block"})
+
+
+def test_adapters_and_step_caches(qwen_image_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    network = pipeline_of(qwen_image_dir, "QwenImagePipeline").transformer
+    lora = {"adapters": {"ink": str(write(tmp_path / "ink", drawn(network, 4, 1)))}}
+    options = {"teacache_coefficients": [1.0, 0.0]}
+    chain = Chain(qwen_image_dir, lora=LoraPlan(**lora), options={"denoiser": options})
+    asked = {**ASKED, "num_inference_steps": 6, "step_cache_threshold": 1.0}
+    cases: list[dict[str, Any]] = [
+        {**ASKED, "adapter": "ink"},
+        {**asked, **GUIDED, "step_cache": "first_block"},
+        {**asked, "step_cache": "teacache", "height": 80, "width": 80},
+        {**asked, "step_cache": "teacache", "adapter": "ink"},
+    ]
+    expected = [chain.run(case)[0] for case in cases]
+    keys = {"sequence_parallel": 2, "lora": lora, "options": options}
+    with joined(qwen_image_dir, tmp_path / "meeting", keys) as leader:
+        monkeypatch.setitem(chain.adapters, "denoiser", leader)
+        for one, case in zip(chain.run(*cases, late={1: 1}), expected, strict=True):
+            assert apart(one, case.pixels) < WITHIN
+        plain = chain.run({**asked, **GUIDED, "step_cache_threshold": None}, {**ASKED})
+    assert apart(expected[1], plain[0].pixels) > WITHIN
+    assert apart(expected[0], plain[1].pixels) > WITHIN
 
 
 def lengths(denoiser: Any) -> set[int]:

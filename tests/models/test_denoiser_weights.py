@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import socket
 import threading
@@ -13,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from diffusion_chain import WITHIN, Chain, apart
+from diffusion_adapters import drawn, write
+from diffusion_chain import WITHIN, Chain, apart, pipeline_of
 from row_rank_process import CPU, denoiser
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -22,6 +24,7 @@ from segue.engines.contract import LoadContext
 from segue.engines.diffusion.contract import DiffusionAdapter
 from segue.engines.diffusion.ranks import RowLeader
 from segue.engines.diffusion.row_follower import follow_rows
+from segue.graph.lora import LoraPlan
 from segue.messages.errors import ConfigError
 from segue.models.sdxl import tiny as sdxl
 from segue.models.sdxl.denoiser import SdxlDenoiser
@@ -32,6 +35,8 @@ from segue.parallel.orders import Crew
 ASKED = {"prompt": "a small boat left the harbour", "height": 64, "width": 64, "num_inference_steps": 2, "seed": 3}
 VIDEO = {"num_frames": 5, "negative_prompt": "grey"}
 KEYS = {"tensor_parallel": 2}
+LONG = {**ASKED, "num_inference_steps": 6}
+INKS = ("ink", "oil")
 
 
 def groups(meeting: Path, size: int) -> list[Group]:
@@ -86,6 +91,31 @@ def test_two_equal_one(family: str, more: dict[str, Any], tmp_path: Path, monkey
         monkeypatch.setitem(chain.adapters, "denoiser", leader)
         for one, case in zip(chain.run(*cases, late={1: 1}), expected, strict=True):
             assert apart(one, case.pixels) < WITHIN
+
+
+def test_adapters_and_step_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every layer: cut by outputs, by inputs, by two kinds of inputs, and not at all."""
+    directory = tmp_path / "flux"
+    import_module("segue.models.flux.tiny").make(directory)
+    network = pipeline_of(directory, "FluxPipeline").transformer
+    lora = {"adapters": {name: str(write(tmp_path / name, drawn(network, 4, seed))) for seed, name in enumerate(INKS)}}
+    chain = Chain(directory, lora=LoraPlan(**lora))
+    cases = [
+        ASKED,
+        *({**ASKED, "adapter": name} for name in INKS),
+        {**LONG, "adapter": "ink", "step_cache": "first_block", "step_cache_threshold": 0.5},
+        {**LONG, "step_cache": "teacache", "step_cache_threshold": 0.5},
+        {**LONG, "step_cache": "taylorseer"},
+    ]
+    expected = [chain.run(case)[0] for case in cases]
+    met = groups(tmp_path / "meeting", 2)
+    ranks = [denoiser(directory, {**KEYS, "lora": lora}, group) for group in met]
+    with led(ranks[0], ranks[1], met) as leader:
+        monkeypatch.setitem(chain.adapters, "denoiser", leader)
+        for one, case in zip(chain.run(*cases, late={1: 1}), expected, strict=True):
+            assert apart(one, case.pixels) < WITHIN
+    for one, other in itertools.combinations(expected, 2):
+        assert apart(one, other.pixels) > WITHIN, "adapters and caches show"
 
 
 def test_other_weights_there_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,6 +14,7 @@ from diffusion_chain import WITHIN, Chain, apart, expected, pipeline_of
 from picture_parity import PictureParity, called_on_meta, full_size, on_meta, parameters
 from PIL import Image
 
+from segue.engines.diffusion.room import Room
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import ConfigError, InvalidRequest
 from segue.models.diffusion.prompts import Condition
@@ -196,3 +199,23 @@ def test_published_shapes(tmp_path: Path, distilled: bool) -> None:
     sample, prediction = called_on_meta(denoiser, params, [condition])
     assert prediction.shape == sample.latents.shape == (1, 64 * 48, 64)
     assert denoiser.unpacked(sample, prediction).shape == (1, 16, 128, 96)
+
+
+def test_a_text_takes_memory_at_any_size(tmp_path: Path) -> None:
+    tiny.make(tmp_path)
+    denoiser = Chain(tmp_path).adapters["denoiser"]
+    *_, sample = denoiser.trials()
+    assert (sample.params.height, sample.params.width, len(sample.conditions[0].text)) == (1024, 1024, 512)
+    per_token = denoiser.row_bytes(sample) / (sample.tokens + 512)
+    picture = torch.zeros(256, 64)
+    edited = replace(sample, conditions=[Edited(*sample.conditions[0], picture, (32, 32))])
+    kontext = KontextDenoiser.tokens_beside(object.__new__(KontextDenoiser), edited)
+    assert kontext == 512 + 256
+    room = Room(denoiser, denoiser.weight_bytes + int(per_token * (sample.tokens / 2 + 512)))
+    refusal = room.refusal(sample)
+    assert refusal is not None
+    offered = re.search(r"(\d+) x (\d+) would fit", refusal.message)
+    assert offered is not None
+    share = int(offered[1]) * int(offered[2]) / 1024**2
+    assert 0.4 < share <= 0.5
+    assert room.refusal(replace(sample, tokens=int(sample.tokens * share))) is None

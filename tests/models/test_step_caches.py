@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import FirstBlockCacheConfig, TaylorSeerCacheConfig
 from diffusion_chain import WITHIN, Chain, apart, expected, pipeline_of
 from torch import nn
 
-from segue.messages.errors import InvalidRequest
+from segue.messages.errors import ConfigError, InvalidRequest
 from segue.models.diffusion.block_cache import BlockCache
 from segue.models.registry import tiny_preset
 
@@ -142,7 +143,9 @@ def test_families_that_have_no_cache_in_diffusers(family: str, tmp_path: Path) -
 
 
 def test_an_unknown_name_is_refused(chain: Chain) -> None:
-    with pytest.raises(InvalidRequest, match="step_cache is 'first_blok'; it must be one of first_block, taylorseer"):
+    with pytest.raises(
+        InvalidRequest, match="step_cache is 'first_blok'; it must be one of first_block, taylorseer, teacache"
+    ):
         chain.run({**PLAIN, "step_cache": "first_blok"})
     with pytest.raises(InvalidRequest, match=r"step_cache_threshold is 0\.1, but step_cache is 'taylorseer'"):
         chain.run({**PLAIN, "step_cache": "taylorseer", "step_cache_threshold": 0.1})
@@ -153,3 +156,86 @@ def test_a_network_without_blocks_is_refused() -> None:
         InvalidRequest, match="Conv2d is not made of a row of transformer blocks; this model has taylor"
     ):
         BlockCache([nn.Conv2d(1, 1, 1)])
+
+
+# ── TeaCache: diffusers has none, so its rule is written out below for one request at a time ──────────
+
+COEFFICIENTS = {"denoiser": {"teacache_coefficients": [0.5, 0.25, 0.0]}}
+TEA = {"step_cache": "teacache", "step_cache_threshold": 0.3}
+
+
+class Published:
+    """The authors' forward for FLUX (`teacache_flux.py` of github.com/ali-vilab/TeaCache), as hooks over a transformer
+    that is called for one request: nothing is batched, and a call that is left out computes its blocks all the same."""
+
+    def __init__(self, transformer: Any, coefficients: list[float], threshold: float, steps: int) -> None:
+        self.rescale = np.poly1d(coefficients)
+        self.threshold, self.steps = threshold, steps
+        self.calls = 0
+        self.sum = 0.0
+        self.before: Any = None
+        self.residual: Any = None
+        self.left_out: list[int] = []
+        first, last = transformer.transformer_blocks[0], transformer.single_transformer_blocks[-1]
+        first.register_forward_pre_hook(self.begin, with_kwargs=True)
+        last.register_forward_hook(self.end)
+
+    def begin(self, block: Any, args: Any, kwargs: Any) -> None:
+        self.hidden = kwargs["hidden_states"]
+        modulated = block.norm1(self.hidden, emb=kwargs["temb"])[0]
+        if self.calls in (0, self.steps - 1):
+            self.due, self.sum = True, 0.0
+        else:
+            self.sum += self.rescale(float((modulated - self.before).abs().mean() / self.before.abs().mean()))
+            self.due = not self.sum < self.threshold
+            self.sum = 0.0 if self.due else self.sum
+        self.before = modulated
+
+    def end(
+        self, block: Any, args: Any, output: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        text, hidden = output
+        if self.due:
+            self.residual = hidden - self.hidden
+        else:
+            self.left_out.append(self.calls)
+        self.calls += 1
+        return text, self.hidden + self.residual
+
+
+def test_teacache_is_as_published(tmp_path: Path) -> None:
+    tiny_preset("flux").make(tmp_path, "tiny", 0)
+    chain, pipeline = Chain(tmp_path, options=COEFFICIENTS), pipeline_of(tmp_path, "FluxPipeline")
+    exact = chain.run(SMALL)[0]
+    rule = Published(pipeline.transformer, COEFFICIENTS["denoiser"]["teacache_coefficients"], 0.3, 9)
+    theirs = expected(pipeline, SMALL)
+    assert 2 <= len(rule.left_out) <= 6, "some are left out, and some are not"
+    other = {**SMALL, "prompt": "a red bicycle", "num_inference_steps": 6, "seed": 4}
+    cases: list[dict[str, Any]] = [{**SMALL, **TEA}, SMALL, {**other, **TEA}, {**other, **TEA, "seed": 5}]
+    together = chain.run(*cases, late={1: 1, 2: 2, 3: 3})
+    assert apart(together[0], theirs) < WITHIN
+    assert apart(together[1], exact.pixels) < WITHIN, "an exact one beside it stays exact"
+    assert apart(exact, theirs) > WITHIN
+    for case, one in zip(cases[2:], together[2:], strict=True):
+        assert apart(one, chain.run(case)[0].pixels) < WITHIN
+
+
+def test_teacache_where_its_polynomial_is_known(tmp_path: Path) -> None:
+    for family, more in (("flux", {}), ("wan", {"num_frames": 5})):
+        tiny_preset(family).make(tmp_path / family, "tiny", 0)
+        chain = Chain(tmp_path / family)
+        asked = {**SMALL, **more, "step_cache": "teacache"}
+        if family == "wan":
+            with pytest.raises(InvalidRequest, match="none of its published polynomials is for this checkpoint"):
+                chain.run(asked)
+            chain = Chain(tmp_path / family, options=COEFFICIENTS)
+        exact = chain.run({**SMALL, **more})[0]
+        careful = chain.run({**asked, "step_cache_threshold": 1e-9})[0]
+        assert apart(careful, exact.pixels) < WITHIN
+        careless = chain.run({**asked, "step_cache_threshold": 1e9})[0]
+        assert apart(careless, exact.pixels) > WITHIN
+
+
+def test_a_polynomial_that_is_none_is_named(qwen_image_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="teacache_coefficients is 'flux'; it must be a list of numbers"):
+        Chain(qwen_image_dir, options={"denoiser": {"teacache_coefficients": "flux"}})

@@ -13,7 +13,7 @@ from segue.bench.arguments import count, counts
 from segue.messages.diffusion import diffusion_from
 from segue.messages.errors import ConfigError, InvalidRequest
 
-CACHES = (("first_block", 0.1), ("first_block", 1.0), ("taylorseer", None))
+CACHES = (("first_block", 0.1), ("first_block", 1.0), ("teacache", None), ("taylorseer", None))
 """Whose losses are measured where none are named."""
 NEEDS = ("matplotlib", "psutil")
 

@@ -118,6 +118,8 @@ class LoadContext:
     max_model_len: int | None = None
     quantization: str = "none"
     """What the weights of linear layers are made into: one of `segue.graph.deployment.QUANTIZATIONS`."""
+    gguf: dict[str, str] = field(default_factory=dict)
+    """Of a denoiser: by network, the GGUF file that has its weights."""
     attention: str = "auto"
     """Of a denoiser: one of `segue.graph.deployment.DIFFUSION_ATTENTIONS`."""
     compile: bool = False

@@ -43,9 +43,9 @@ text such as `64MiB` and `1GB`.
              hang_seconds: 600}
 
 Of these, diffusion stages have `compile`, `quantization` and `attention` (auto, native, cudnn, flash, flash_3, sage,
-xformers), `offload: layerwise` (weights wait in the host's memory), and one of three ways to have several processes per
-replica: `cfg_parallel: 2` (guidance branches), `sequence_parallel: 2` (tokens; with `sequence_mode: ulysses` or `ring`)
-and `tensor_parallel: 2` (weights).
+xformers), `gguf: model.gguf` (weights from that file), `offload: layerwise` (they wait in the host's memory), and one
+of three ways to have several processes per replica: `cfg_parallel: 2` (guidance branches), `sequence_parallel: 2`
+(tokens; with `sequence_mode: ulysses` or `ring`) and `tensor_parallel: 2` (weights).
 
 `limits` has the keys of `Limits`; `defaults` do not reach `input`, which runs on the CPU. Stages fused into one worker
 are joined by the in-process connector; every other edge gets shared memory by itself: the connector called `shm`, or
@@ -151,6 +151,8 @@ class StagePlan:
     """Of a diffusion stage: one of `SEQUENCE_MODES`."""
     speculation: SpeculationPlan | None = None
     quantization: str = "none"
+    gguf: dict[str, str] = field(default_factory=dict)
+    """Of a diffusion stage: by network, the GGUF file that has its weights."""
     offload: str = "none"
     """Of a diffusion stage: one of `OFFLOADS`."""
     kv_dtype: str = "auto"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from segue.graph.deployment import (
 from segue.graph.hardware import detect_hardware
 from segue.graph.lora import ADAPTED, LoraPlan, lora_of
 from segue.graph.placement import CPU, Place, place, way_of_ranks
-from segue.graph.section import Section
+from segue.graph.section import Section, wrong
 from segue.graph.speculation import speculation_of
 from segue.graph.stage_graph import Stage, StageGraph
 from segue.graph.wiring import define, plan_edges
@@ -129,7 +130,7 @@ def _stage(stage: Stage, written: Written, where: Place) -> StagePlan:
     section = written.stages[stage.name]
     autoregressive = stage.engine == "autoregressive"
     way = way_of_ranks(stage.engine, section)
-    _check_divided(section, stage.engine, way, where.ranks)
+    _check_mode(section, way)
     device = CPU if CPU in where.devices else "cuda"
     dtype = section.choice("dtype", "auto", _DTYPES)
     if dtype == "auto":
@@ -164,6 +165,7 @@ def _stage(stage: Stage, written: Written, where: Place) -> StagePlan:
         sequence_mode=section.choice("sequence_mode", "ulysses", SEQUENCE_MODES),
         speculation=speculation_of(section) if autoregressive else None,
         quantization=section.choice("quantization", "none", QUANTIZATIONS) if stage.engine != "module" else "none",
+        gguf=_gguf(section) if stage.engine == "diffusion" else {},
         offload=section.choice("offload", "none", OFFLOADS) if stage.engine == "diffusion" else "none",
         kv_dtype=section.choice("kv_dtype", "auto", KV_DTYPES) if autoregressive else "auto",
         lora=_lora(section) if stage.engine in ADAPTED else None,
@@ -180,14 +182,23 @@ def _attention(section: Section, engine: str) -> str:
     return section.choice("attention", "auto", names)
 
 
-def _check_divided(section: Section, engine: str, way: str, ranks: int) -> None:
-    """What a stage of several ranks cannot have; `way`: the key that makes them."""
-    path, value = section.find("lora")
-    if ranks > 1 and value is not None and engine != "autoregressive":
-        raise ConfigError(f"{path} is {value!r}, which does not go with {way} ({ranks})", field=path)
+def _check_mode(section: Section, way: str) -> None:
+    """`way`: the key that gives a stage several ranks."""
     if "sequence_mode" in section.values and way != "sequence_parallel":
         path = section.at("sequence_mode")
         raise ConfigError(f"{path} is set, but sequence_parallel is 1; set it, or leave sequence_mode out", field=path)
+
+
+def _gguf(section: Section) -> dict[str, str]:
+    """A file alone is that of the network that every transformer pipeline has."""
+    path, value = section.find("gguf")
+    if value is None:
+        return {}
+    files = {"transformer": value} if isinstance(value, str) else value
+    named = isinstance(files, Mapping) and all(isinstance(name, str) for name in files)
+    if not named or not all(isinstance(file, str) and file for file in files.values()):
+        raise wrong(path, value, "a GGUF file, or such files by network (transformer, transformer_2, unet)")
+    return {name: os.path.abspath(os.path.expanduser(file)) for name, file in files.items()}
 
 
 def _lora(section: Section) -> LoraPlan | None:

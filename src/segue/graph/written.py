@@ -34,7 +34,16 @@ AUTOREGRESSIVE_KEYS = (
 )
 RANK_KEYS = ("tensor_parallel", "cfg_parallel", "sequence_parallel")
 """Ways to have several processes per replica."""
-DIFFUSION_KEYS = ("attention", "enforce_eager", "compile", "quantization", "offload", "sequence_mode", *RANK_KEYS)
+DIFFUSION_KEYS = (
+    "attention",
+    "enforce_eager",
+    "compile",
+    "quantization",
+    "gguf",
+    "offload",
+    "sequence_mode",
+    *RANK_KEYS,
+)
 STAGE_KEYS = (
     "devices",
     "replicas",

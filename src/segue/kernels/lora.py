@@ -41,13 +41,16 @@ class Share(NamedTuple):
     """[start, stop) of its output features, in order."""
     padding: int = 0
     """Outputs behind them that are always 0."""
+    more_inputs: tuple[tuple[int, int], ...] = ()
+    """[start, stop) of further input features, behind the first: of a layer that takes several things together."""
 
     def of(self, pair: Pair) -> Pair:
         """What an adapter of the whole layer is here."""
         rows = [pair.up[start:stop] for start, stop in self.outputs]
         if self.padding:
             rows.append(pair.up.new_zeros(self.padding, pair.up.shape[1]))
-        return Pair(pair.down[:, slice(*self.inputs)].contiguous(), torch.cat(rows))
+        columns = [pair.down[:, slice(*part)] for part in (self.inputs, *self.more_inputs)]
+        return Pair(torch.cat(columns, dim=1), torch.cat(rows))
 
 
 @dataclass(frozen=True, eq=False)

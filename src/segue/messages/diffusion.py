@@ -67,16 +67,18 @@ class DiffusionParams(msgspec.Struct, kw_only=True, frozen=True):
     step_cache: str | None = None
     """One of `STEP_CACHES`: faster, with a loss. None: exact."""
     step_cache_threshold: float | None = None
-    """With `first_block`: the relative change of what the first block adds, up to which the others are not computed;
-    None: 0.05."""
+    """With `first_block`: the relative change of what the first block adds, up to which the others are not computed
+    (None: 0.05). With `teacache`: the sum of rescaled changes up to which no block is (None: the model's own)."""
     progress: bool = False
     """Tell of every step."""
     partial_images: int = 0
     """Previews on the way, evenly spread over the steps."""
 
 
-FIRST_BLOCK, TAYLORSEER = "first_block", "taylorseer"
-STEP_CACHES = (FIRST_BLOCK, TAYLORSEER)
+FIRST_BLOCK, TAYLORSEER, TEACACHE = "first_block", "taylorseer", "teacache"
+STEP_CACHES = (FIRST_BLOCK, TAYLORSEER, TEACACHE)
+BLOCK_CACHES = (FIRST_BLOCK, TEACACHE)
+"""Of these, those that leave out blocks of a call."""
 _ALSO = {"num_videos_per_prompt": "num_images_per_prompt"}
 """Names that pipelines of video have for the same."""
 PARAMETERS = frozenset(DiffusionParams.__struct_fields__) | frozenset(_ALSO)
@@ -169,10 +171,10 @@ def _check_step_cache(params: DiffusionParams) -> None:
             f"step_cache is {name!r}; it must be one of {', '.join(STEP_CACHES)}{nearest(name, STEP_CACHES)}",
             field="step_cache",
         )
-    if params.step_cache_threshold is not None and name != FIRST_BLOCK:
+    if params.step_cache_threshold is not None and name not in BLOCK_CACHES:
         raise InvalidRequest(
             f"step_cache_threshold is {params.step_cache_threshold}, but step_cache is {name!r}; it goes with "
-            f"{FIRST_BLOCK}",
+            f"{' and '.join(BLOCK_CACHES)}",
             field="step_cache_threshold",
         )
 

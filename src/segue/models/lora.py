@@ -90,7 +90,7 @@ class LoraAdapters(AdaptersByName):
     def __init__(self, model: PreTrainedModel, decoder: nn.Module, plan: LoraPlan) -> None:
         """Puts a layer over every linear one of `decoder`, and loads what `plan` names. Raises `ConfigError`."""
         self._switch, found = wrap_linears(model, decoder, LINEARS, features)
-        layers = _named_as_written(model, found)
+        layers = named_as_written(model, found)
         super().__init__(
             plan,
             layers,
@@ -111,7 +111,7 @@ class LoraAdapters(AdaptersByName):
         return self._switch.during(lora_step(spans, self._device))
 
 
-def _named_as_written(model: nn.Module, layers: Mapping[str, LoraLinear]) -> dict[str, LoraLinear]:
+def named_as_written(model: nn.Module, layers: Mapping[str, LoraLinear]) -> dict[str, LoraLinear]:
     """The layers by the names they have in files: not those of their places in what divides them among ranks."""
     named = {}
     for place, layer in layers.items():

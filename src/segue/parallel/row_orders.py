@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from segue.messages.errors import StageFailed
-from segue.parallel.orders import dtype_of
+from segue.parallel.orders import LoadAdapter, UnloadAdapter, dtype_of
 
 _TENSOR = 1
 """Code of the extension."""
@@ -61,7 +61,7 @@ class Predict(msgspec.Struct, tag=True, array_like=True):
     dtype: str
 
 
-RowOrder = Begin | Feed | End | WarmUp | Trial | Predict
+RowOrder = Begin | Feed | End | WarmUp | Trial | Predict | LoadAdapter | UnloadAdapter
 
 
 class Fared(msgspec.Struct, array_like=True):

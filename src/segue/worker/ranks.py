@@ -119,6 +119,7 @@ def load_context(spec: WorkerSpec, plan: StagePlan, rank: int = 0) -> LoadContex
         load_format=spec.load_format if plan.load_format == "auto" else plan.load_format,
         max_model_len=plan.max_model_len,
         quantization=plan.quantization,
+        gguf=dict(plan.gguf),
         attention=plan.attention,
         compile=plan.compile,
         offload=plan.offload,

@@ -145,8 +145,8 @@ class DiffusionAdapter(Protocol):
 
 @runtime_checkable
 class CachesBlocks(Protocol):
-    """An adapter of a network made of blocks, which can guess what all but the first of them add."""
+    """An adapter of a network made of blocks, which can guess what they add."""
 
     def predict_behind_first(self, rows: Sequence[Row]) -> Sequence[torch.Tensor]:
-        """As `predict`, for samples whose `step_cache` is `first_block`: of each row by itself it is decided whether
-        more than the first block is computed."""
+        """As `predict`, for samples whose `step_cache` is one of `BLOCK_CACHES`, all the same: of each row by itself it
+        is decided which blocks are computed."""

@@ -12,7 +12,7 @@ conditions (`segue.engines.diffusion.row_follower`). Scheduling, schedulers and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -20,12 +20,14 @@ from typing import Any
 import msgspec
 import torch
 
+from segue.engines.autoregressive.contract import LoraHost, TakesLora
 from segue.engines.contract import Payload, StageRequest
 from segue.engines.diffusion.contract import CachesBlocks, DiffusionAdapter, Row, Sample
 from segue.engines.diffusion.room import out_of_memory
+from segue.kernels.lora import Lora
 from segue.messages.errors import ConfigError, StageFailed
 from segue.parallel.group import Group, ReplicaBroken
-from segue.parallel.orders import Crew, dtype_name
+from segue.parallel.orders import Crew, LoadAdapter, UnloadAdapter, dtype_name
 from segue.parallel.row_orders import (
     Begin,
     End,
@@ -42,6 +44,28 @@ from segue.parallel.row_orders import (
 _FINE, _FAILED, _NO_MEMORY = 0, 1, 2
 STRAY = 30.0
 """Seconds after which a rank that has failed, and hears nothing of the others, takes them to wait for it."""
+
+
+class _LedAdapters:
+    """The leader's LoRA adapters: what it loads, followers load. Implements `LoraHost`. Samples hold their own, there
+    as here, so that nobody has to be told when one is forgotten."""
+
+    def __init__(self, inner: LoraHost, tell: Callable[[RowOrder], None]) -> None:
+        self._inner = inner
+        self._tell = tell
+
+    @property
+    def loaded(self) -> Mapping[str, Lora]:
+        return self._inner.loaded
+
+    def load(self, name: str, directory: str) -> None:
+        """As the leader's own, which refuses what cannot be loaded before anyone else hears of it."""
+        self._inner.load(name, directory)
+        self._tell(LoadAdapter(name, directory))
+
+    def unload(self, name: str) -> None:
+        self._inner.unload(name)
+        self._tell(UnloadAdapter(name))
 
 
 @dataclass(slots=True)
@@ -62,6 +86,8 @@ class RowLeader:
         self._group = group
         self._crew = crew
         self._divided = divided
+        host = inner.lora if isinstance(inner, TakesLora) else None
+        self.lora = None if host is None else _LedAdapters(host, self._tell)
         self._dtype: torch.dtype | None = None
         """Of predictions."""
         self._serving = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -69,7 +70,8 @@ class Room:
         if self._bytes is None or needed <= self._bytes:
             return None
         height, width = sample.params.height or 0, sample.params.width or 0
-        shrink = (self._bytes / needed) ** 0.5
+        fixed = self.needed(replace(sample, tokens=0))  # a text, which takes as much at any size
+        shrink = (max(0, self._bytes - fixed) / max(1, needed - fixed)) ** 0.5
         fits = [max(_ROUND, int(side * shrink) // _ROUND * _ROUND) for side in (height, width)]
         frames = f" and {sample.params.num_frames} frames" if sample.params.num_frames else ""
         return TooLarge(

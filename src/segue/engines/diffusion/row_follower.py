@@ -11,12 +11,13 @@ from typing import Any
 import msgspec
 import torch
 
+from segue.engines.autoregressive.contract import LoraHost, TakesLora
 from segue.engines.contract import StageRequest
 from segue.engines.diffusion.contract import CachesBlocks, DiffusionAdapter, Row, Sample
 from segue.engines.diffusion.ranks import STRAY, gathered, told
 from segue.messages.errors import SegueError, StageFailed
 from segue.parallel.group import Group, ReplicaBroken
-from segue.parallel.orders import answer, dtype_of, received
+from segue.parallel.orders import LoadAdapter, UnloadAdapter, answer, dtype_of, received
 from segue.parallel.row_orders import (
     Begin,
     End,
@@ -83,6 +84,17 @@ class _Follower:
                 self.samples[sample.request_id, sample.index] = sample
             case Predict():
                 self.predict(order)
+            case LoadAdapter():
+                self.host.load(order.name, order.directory)
+            case UnloadAdapter():
+                self.host.unload(order.name)
+
+    @property
+    def host(self) -> LoraHost:
+        """The leader has one, so this rank has."""
+        assert isinstance(self.adapter, TakesLora)
+        assert self.adapter.lora is not None
+        return self.adapter.lora
 
     def tried(self, request_id: str, what: Callable[[], None]) -> None:
         """A failure is that request's: the leader hears of it with the first call that needs its samples. As a rule
@@ -119,7 +131,9 @@ class _Follower:
             predict = self.adapter.predict_behind_first
 
         def compute(places: Sequence[int]) -> Sequence[torch.Tensor]:
-            return predict([self.row(*order.rows[place], latents[place : place + 1]) for place in places])
+            rows = [self.row(*order.rows[place], latents[place : place + 1]) for place in places]
+            with self.adapter.during(rows):
+                return predict(rows)
 
         if self.divided:
             self.together(compute, len(order.rows))

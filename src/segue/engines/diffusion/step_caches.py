@@ -3,13 +3,14 @@
 | `step_cache` | what is guessed | when |
 |---|---|---|
 | `first_block` | what all blocks but the first add | where the first adds nearly what it did when all were computed |
+| `teacache` | what all blocks add | while what goes into the first has changed little since they were computed |
 | `taylorseer` | the prediction | in four steps of five, along the line through the last two that were computed |
 
 Everything is decided row by row, from what the sample itself has gone through, and kept with the sample: what a request
 gets does not depend on who shares its calls, and requests without a cache get what they would get anyway.
 
-- `first_block` (First Block Cache of ParaAttention, as diffusers has it) needs a network made of blocks: the adapter
-  runs such rows (`CachesBlocks`), in calls of their own.
+- `first_block` (First Block Cache of ParaAttention, as diffusers has it) and `teacache` (Liu et al., arXiv 2411.19108)
+  need a network made of blocks: the adapter runs such rows (`CachesBlocks`), in calls of their own.
 - `taylorseer` (Liu et al., "From reusing to forecasting: accelerating diffusion models with TaylorSeers", 2025, eq. 6,
   of the first order and of the whole network: diffusers' `use_lite_mode`) needs nothing of the network. A row that is
   guessed is in no call; one that is computed shares it with any other.
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from segue.engines.diffusion.contract import CachesBlocks, DiffusionAdapter, Row, Sample
-from segue.messages.diffusion import FIRST_BLOCK, TAYLORSEER
+from segue.messages.diffusion import BLOCK_CACHES, TAYLORSEER
 
 WARM = 3
 """Calls that are computed before any is guessed; diffusers' default, as the next."""
@@ -71,7 +72,8 @@ class StepCaches:
     def bucket(self, sample: Sample) -> Hashable:
         """What must be equal for rows of samples to share a call."""
         own = self._adapter.bucket(sample)
-        return (own, FIRST_BLOCK) if sample.params.step_cache == FIRST_BLOCK else own
+        name = sample.params.step_cache
+        return (own, name) if name in BLOCK_CACHES else own
 
     def rows(self, sample: Sample, branches: Sequence[int]) -> int:
         """How many rows the next step of a sample of these branches adds to a call."""
@@ -81,11 +83,11 @@ class StepCaches:
 
     def measures(self, rows: Sequence[Row]) -> bool:
         """A call of these rows takes as long as its number of rows says."""
-        return all(row.sample.params.step_cache != FIRST_BLOCK for row in rows)
+        return all(row.sample.params.step_cache not in BLOCK_CACHES for row in rows)
 
     def predict(self, rows: Sequence[Row]) -> Sequence[torch.Tensor]:
         """One call of the network, of rows of equal bucket."""
-        if rows[0].sample.params.step_cache != FIRST_BLOCK:
+        if rows[0].sample.params.step_cache not in BLOCK_CACHES:
             return self._adapter.predict(rows)
         assert isinstance(self._adapter, CachesBlocks), "the adapter refuses what it cannot do"
         return self._adapter.predict_behind_first(rows)

@@ -1,5 +1,8 @@
-"""First Block Cache, row by row: where the first block adds nearly what it did when all blocks were last computed, the
-others are taken to add what they did then (ParaAttention; the rule is diffusers' `first_block_cache`).
+"""First Block Cache and TeaCache, row by row: blocks that are taken to add what they did when they were last computed.
+
+- First Block Cache (ParaAttention; the rule is diffusers' `first_block_cache`): all blocks but the first, where that
+  one adds nearly what it did then.
+- TeaCache (`segue.models.diffusion.teacache`): all blocks, where what goes into the first has changed little since.
 
 The library's own hooks keep one decision and one memory per call. Here a call has rows of many requests, so its blocks
 get hooks that decide for each row, by what is kept with its sample. Rows that differ in what they need are called
@@ -10,14 +13,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from segue.engines.diffusion.contract import Row
-from segue.messages.diffusion import FIRST_BLOCK, TAYLORSEER
+from segue.messages.diffusion import FIRST_BLOCK, TAYLORSEER, TEACACHE
 from segue.messages.errors import InvalidRequest
 from segue.models.diffusion.library import (
     BLOCK_LISTS,
@@ -26,19 +29,28 @@ from segue.models.diffusion.library import (
     TransformerBlockMetadata,
     TransformerBlockRegistry,
 )
+from segue.models.diffusion.teacache import TeaCache, signal_of
+from segue.parallel.group import Group
 
+_EMBEDDING = "temb"
+"""What blocks call the timestep's embedding."""
 THRESHOLD = 0.05
 """diffusers' default."""
+_HOOK = "segue_block_cache"
 
 Predict = Callable[[Sequence[Row]], Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Of a row, from the last call that computed all blocks: what the first added, and what the others did."""
+    """Of a row, from earlier calls."""
 
-    first: torch.Tensor
+    seen: torch.Tensor
+    """What the rule looks at: of the last call (TeaCache), or the last one that computed all blocks."""
     rest: torch.Tensor
+    """What the blocks that can be left out added when they were last computed."""
+    distance: float = 0.0
+    """TeaCache: added up since then."""
 
 
 class _Apart(Exception):
@@ -53,39 +65,72 @@ class _Apart(Exception):
 class _Call:
     """A call of the network that is under way."""
 
+    rows: Sequence[Row]
     kept: list[_Kept | None]
     """By row."""
-    thresholds: list[float]
+    tea: TeaCache | None
+    """None: the rule is that of the first block."""
+    group: Group | None
+    """Ranks that have a part of each row."""
     compute: bool | None = None
     """All blocks; None: not decided."""
-    first: torch.Tensor | None = None
-    behind_first: torch.Tensor | None = None
+    seen: torch.Tensor | None = None
+    before: torch.Tensor | None = None
+    """Hidden states in front of what can be left out."""
     rest: torch.Tensor | None = None
+    distances: list[float] = field(default_factory=list)
 
-    def decide(self, first: torch.Tensor) -> bool:
-        """`first`: [rows, …], what the first block added. Raises `_Apart`."""
-        if len(first) != len(self.kept):
-            raise AssertionError(f"a call of {len(self.kept)} rows gave the first block {len(first)}")
+    def decide(self, seen: torch.Tensor) -> bool:
+        """`seen`: [rows, …], what the rule looks at. Raises `_Apart`."""
+        if len(seen) != len(self.kept):
+            raise AssertionError(f"a call of {len(self.kept)} rows gave the first block {len(seen)}")
+        self.seen = seen
+        answers = self._needed(seen)
         if self.compute is None:
-            answers = self._needed(first)
             if any(answers) and not all(answers):
                 raise _Apart(answers)
             self.compute = answers[0]
         return self.compute
 
-    def _needed(self, first: torch.Tensor) -> list[bool]:
+    def rests(self) -> torch.Tensor:
+        """What is guessed, of all rows."""
+        return torch.cat([kept.rest for kept in self.kept if kept is not None])
+
+    def keep(self, place: int) -> _Kept:
+        """Of a row, when the call is over."""
+        assert self.seen is not None
+        own = slice(place, place + 1)
+        if self.compute:
+            assert self.rest is not None
+            return _Kept(self.seen[own].clone(), self.rest[own].clone())
+        kept = self.kept[place]
+        assert kept is not None, "a row of which nothing is kept is computed"
+        return kept if self.tea is None else _Kept(self.seen[own].clone(), kept.rest, self.distances[place])
+
+    def _needed(self, seen: torch.Tensor) -> list[bool]:
         known = [place for place, kept in enumerate(self.kept) if kept is not None]
-        answers = [True] * len(self.kept)
+        answers, self.distances = [True] * len(self.kept), [0.0] * len(self.kept)
         if known:
-            before = torch.cat([kept.first for kept in self.kept if kept is not None])
-            change = (first[known] - before).abs().flatten(1).mean(1) / before.abs().flatten(1).mean(1)
-            for place, value in zip(known, change.tolist(), strict=True):
-                answers[place] = value > self.thresholds[place]
+            before = torch.cat([kept.seen for kept in self.kept if kept is not None])
+            sums = torch.stack([one.abs().flatten(1).float().sum(1) for one in (seen[known] - before, before)])
+            if self.group is not None:  # each rank has a part of a row, and all must decide alike
+                self.group.all_reduce(sums)
+            for place, change in zip(known, (sums[0] / sums[1]).tolist(), strict=True):
+                answers[place] = self._due(place, change)
         return answers
+
+    def _due(self, place: int, change: float) -> bool:
+        sample, kept = self.rows[place].sample, self.kept[place]
+        assert kept is not None
+        if self.tea is None:
+            return not change <= (sample.params.step_cache_threshold or THRESHOLD)
+        self.distances[place] = kept.distance + self.tea.rescaled(change)
+        threshold = sample.params.step_cache_threshold or self.tea.threshold
+        return self.tea.always(sample.step, len(sample.timesteps)) or not self.distances[place] < threshold
 
 
 class _Holder:
-    """What the hooks of all blocks look at; no call: they do nothing."""
+    """What the hooks of all blocks of a network look at; no call: they do nothing."""
 
     def __init__(self) -> None:
         self.call: _Call | None = None
@@ -94,21 +139,17 @@ class _Holder:
 class BlockCache:
     """Over the networks of one adapter."""
 
-    def __init__(self, networks: Sequence[nn.Module]) -> None:
-        """Raises `InvalidRequest` where one is not made of blocks that diffusers knows."""
-        self._holder = _Holder()
-        for blocks in [_blocks(network) for network in networks]:
-            last = len(blocks) - 1
-            for place, (block, known) in enumerate(blocks):
-                hook: ModelHook = (
-                    _First(self._holder, block, known)
-                    if place == 0
-                    else _Other(self._holder, block, known, last=place == last)
-                )
-                HookRegistry.check_if_exists_or_initialize(block).register_hook(hook, "segue_first_block")
+    def __init__(
+        self, networks: Sequence[nn.Module], *, tea: TeaCache | None = None, group: Group | None = None
+    ) -> None:
+        """`tea`: the rule of TeaCache, where there is one; `group`: the ranks that have a part of each call.
+        Raises `InvalidRequest` where one is not made of blocks that diffusers knows."""
+        self._holders = [_holder(network) for network in networks]
+        self._tea = tea
+        self._group = group
 
     def predict(self, rows: Sequence[Row], predict: Predict, network: Hashable) -> Sequence[torch.Tensor]:
-        """`predict` of `rows`; `network`: what is different for another one, of two experts."""
+        """`predict` of `rows`, all of one rule; `network`: what is different for another one, of two experts."""
         answers: dict[int, torch.Tensor] = {}
         for places in _alike(rows):
             group = [rows[place] for place in places]
@@ -127,46 +168,47 @@ class BlockCache:
     def _call(
         self, rows: Sequence[Row], predict: Predict, network: Hashable, compute: bool | None = None
     ) -> list[torch.Tensor]:
-        call = _Call(
-            [row.sample.step_cache.get((network, row.branch)) for row in rows],
-            [row.sample.params.step_cache_threshold or THRESHOLD for row in rows],
-            compute,
-        )
-        self._holder.call = call
+        tea = self._tea if rows[0].sample.params.step_cache == TEACACHE else None
+        kept = [row.sample.step_cache.get((network, row.branch)) for row in rows]
+        call = _Call(rows, kept, tea, self._group, compute)
+        for holder in self._holders:
+            holder.call = call
         try:
             predictions = list(predict(rows))
         finally:
-            self._holder.call = None
-        if call.compute:
-            assert call.first is not None
-            assert call.rest is not None
-            for place, row in enumerate(rows):
-                own = slice(place, place + 1)
-                row.sample.step_cache[network, row.branch] = _Kept(call.first[own].clone(), call.rest[own].clone())
+            for holder in self._holders:
+                holder.call = None
+        for place, row in enumerate(rows):
+            row.sample.step_cache[network, row.branch] = call.keep(place)
         return predictions
 
 
 class _First(ModelHook):
-    """The first block: it is always computed, and decides."""
+    """The first block: it decides. TeaCache leaves it out with the others."""
 
     def __init__(self, holder: _Holder, block: nn.Module, known: TransformerBlockMetadata) -> None:
         super().__init__()
-        self._holder = holder
+        self.holder = holder
         self._known = known
         self._taken = _Place.of(block, known.hidden_states_argument_name)
+        self._text = _Place.of(block, known.encoder_hidden_states_argument_name)
+        self._embedding = _Place.of(block, _EMBEDDING)
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        output = self.fn_ref.original_forward(*args, **kwargs)
-        call = self._holder.call
+        call = self.holder.call
         if call is None:
+            return self.fn_ref.original_forward(*args, **kwargs)
+        hidden = self._taken.find(args, kwargs)
+        if call.tea is not None:
+            if not call.decide(signal_of(module)(module, hidden, self._embedding.find(args, kwargs))):
+                return _passed(hidden + call.rests(), self._text, self._known, args, kwargs)
+            call.before = hidden
+            return self.fn_ref.original_forward(*args, **kwargs)
+        output = self.fn_ref.original_forward(*args, **kwargs)
+        call.before = _hidden(output, self._known)
+        if call.decide(call.before - hidden):
             return output
-        after = _hidden(output, self._known)
-        added = after - self._taken.find(args, kwargs)
-        if call.decide(added):
-            call.first, call.behind_first = added, after
-            return output
-        rest = torch.cat([kept.rest for kept in call.kept if kept is not None])
-        return _with_hidden(output, self._known, after + rest)
+        return _with_hidden(output, self._known, call.before + call.rests())
 
 
 class _Other(ModelHook):
@@ -174,28 +216,21 @@ class _Other(ModelHook):
 
     def __init__(self, holder: _Holder, block: nn.Module, known: TransformerBlockMetadata, *, last: bool) -> None:
         super().__init__()
-        self._holder = holder
+        self.holder = holder
         self._known = known
         self._taken = _Place.of(block, known.hidden_states_argument_name)
         self._text = _Place.of(block, known.encoder_hidden_states_argument_name)
         self._last = last
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        call = self._holder.call
+        call = self.holder.call
         if call is None or call.compute:
             output = self.fn_ref.original_forward(*args, **kwargs)
             if call is not None and self._last:
-                assert call.behind_first is not None
-                call.rest = _hidden(output, self._known) - call.behind_first
+                assert call.before is not None
+                call.rest = _hidden(output, self._known) - call.before
             return output
-        hidden = self._taken.find(args, kwargs)
-        if self._known.return_encoder_hidden_states_index is None:
-            return hidden
-        # the text's stream is read by blocks alone, and there are none behind
-        text = self._text.find(args, kwargs)
-        pair = [hidden, hidden]
-        pair[self._known.return_encoder_hidden_states_index] = text
-        return tuple(pair)
+        return _passed(self._taken.find(args, kwargs), self._text, self._known, args, kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +250,18 @@ class _Place:
         return kwargs[self.name] if self.name in kwargs else args[self.position]
 
 
+def _passed(
+    hidden: torch.Tensor, text: _Place, known: TransformerBlockMetadata, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What a block that is left out gives, in the form of its output."""
+    if known.return_encoder_hidden_states_index is None:
+        return hidden
+    pair = [hidden, hidden]
+    # the text's stream is read by blocks alone, and there are none behind
+    pair[known.return_encoder_hidden_states_index] = text.find(args, kwargs)
+    return tuple(pair)
+
+
 def _hidden(output: Any, known: TransformerBlockMetadata) -> torch.Tensor:
     hidden = output[known.return_hidden_states_index] if isinstance(output, tuple) else output
     assert isinstance(hidden, torch.Tensor)
@@ -229,8 +276,44 @@ def _with_hidden(output: Any, known: TransformerBlockMetadata, hidden: torch.Ten
     return tuple(parts)
 
 
+def hook_blocks(network: nn.Module) -> bool:
+    """Put the hooks over the blocks of a network, that whatever else wraps them is around these; whether it is made of
+    blocks."""
+    blocks = _blocks(network)
+    holder, last = _Holder(), len(blocks) - 1
+    for place, (block, known) in enumerate(blocks):
+        hook: ModelHook = (
+            _First(holder, block, known) if place == 0 else _Other(holder, block, known, last=place == last)
+        )
+        HookRegistry.check_if_exists_or_initialize(block).register_hook(hook, _HOOK)
+    return bool(blocks)
+
+
+def _holder(network: nn.Module) -> _Holder:
+    """Of a network's hooks, which are made where there are none."""
+    blocks = _blocks(network)
+    if blocks:
+        first = HookRegistry.check_if_exists_or_initialize(blocks[0][0])
+        if first.get_hook(_HOOK) is None:
+            hook_blocks(network)
+        hook = first.get_hook(_HOOK)
+        assert isinstance(hook, _First)
+        return hook.holder
+    raise InvalidRequest(
+        f"step_cache is {FIRST_BLOCK!r} or {TEACACHE!r}, but {type(network).__name__} is not made of a row of "
+        f"transformer blocks; this model has {TAYLORSEER}",
+        field="step_cache",
+    )
+
+
+def first_block(network: nn.Module) -> nn.Module | None:
+    """None: it is not made of blocks."""
+    blocks = _blocks(network)
+    return blocks[0][0] if blocks else None
+
+
 def _blocks(network: nn.Module) -> list[tuple[nn.Module, TransformerBlockMetadata]]:
-    """The blocks in the order they run, and where diffusers says that their tensors are."""
+    """The blocks in the order they run, and where diffusers says that their tensors are; none where it does not."""
     found = [
         block
         for name, child in network.named_children()
@@ -241,13 +324,7 @@ def _blocks(network: nn.Module) -> list[tuple[nn.Module, TransformerBlockMetadat
         known = [TransformerBlockRegistry.get(type(block)) for block in found]
     except ValueError:
         known = []
-    if len(known) < 2:
-        raise InvalidRequest(
-            f"step_cache is {FIRST_BLOCK!r}, but {type(network).__name__} is not made of a row of transformer blocks; "
-            f"this model has {TAYLORSEER}",
-            field="step_cache",
-        )
-    return list(zip(found, known, strict=True))
+    return list(zip(found, known, strict=True)) if len(known) > 1 else []
 
 
 def _alike(rows: Sequence[Row]) -> list[list[int]]:

@@ -19,16 +19,18 @@ from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.engines.diffusion.contract import Row, Sample
 from segue.kernels.lora import Lora
 from segue.kernels.quantized import packed_bytes
-from segue.messages.diffusion import FIRST_BLOCK, TAYLORSEER, DiffusionParams
+from segue.messages.diffusion import BLOCK_CACHES, FIRST_BLOCK, TAYLORSEER, TEACACHE, DiffusionParams
 from segue.messages.errors import InvalidRequest
 from segue.messages.request import Request
 from segue.messages.sampling import SamplingParams
 from segue.models.checkpoint import held_bytes
-from segue.models.diffusion.block_cache import BlockCache
+from segue.models.diffusion.block_cache import BlockCache, first_block
 from segue.models.diffusion.loading import pipeline_class
 from segue.models.diffusion.lora import DenoiserAdapters
 from segue.models.diffusion.schedulers import Schedulers
 from segue.models.diffusion.start import Start, keeper, noised
+from segue.models.diffusion.teacache import OPTION as TEACACHE_OPTION
+from segue.models.diffusion.teacache import given_coefficients, published, signal_of
 from segue.models.diffusion.tuning import launched_one_by_one, load_network
 from segue.models.lora import LINEARS, features, named_adapter
 
@@ -99,7 +101,10 @@ class Denoiser(ABC):
         self.schedulers = Schedulers(ctx.model_dir)
         self.weight_bytes = held_bytes(self.network) + packed_bytes(self.network)
         self._compiled = ctx.compile
-        self._divided = ctx.sequence_parallel * ctx.tensor_parallel > 1
+        self._sharing = ctx.group if ctx.sequence_parallel * ctx.tensor_parallel > 1 else None
+        """The ranks that have a part of each call."""
+        self._waits = ctx.offload != "none"
+        self._tea = given_coefficients(ctx) or published(ctx, self.network)
         self._width = width_of(self.network)
         self.lora: DenoiserAdapters | None = None
         if ctx.lora is not None:
@@ -164,6 +169,10 @@ class Denoiser(ABC):
     def tokens(self, latents: torch.Tensor) -> int:
         """Latent tokens of one row. By default the latents are [1, tokens, channels]."""
         return latents.shape[1]
+
+    def tokens_beside(self, sample: Sample) -> int:
+        """Tokens of one row that go through the same layers as its latents': of a text, or of pictures."""
+        return 0
 
     def bucket_of(self, latents: torch.Tensor, given: Given, conditions: Sequence[Any]) -> Hashable:
         """What must be equal for rows to share a call. A picture and the same one turned have as many tokens."""
@@ -230,7 +239,8 @@ class Denoiser(ABC):
     def row_bytes(self, sample: Sample) -> int:
         """Of a transformer: what a layer holds at once for each token (its input and what it adds, queries, keys,
         values and their product, the hidden layer's four widths twice, norms)."""
-        return ACTIVATIONS * self._width * sample.tokens * sample.latents.element_size()
+        tokens = sample.tokens + self.tokens_beside(sample)
+        return ACTIVATIONS * self._width * tokens * sample.latents.element_size()
 
     def begin(self, request: StageRequest) -> Given:
         """Raises `NotFound` for a LoRA adapter that is not there."""
@@ -245,15 +255,31 @@ class Denoiser(ABC):
             return []
         [settings] = state.inputs["input"]
         state.params = msgspec.convert(settings["settings"], DiffusionParams)
-        if state.params.step_cache == FIRST_BLOCK and self._divided:
+        if state.params.step_cache in BLOCK_CACHES:
+            self._check_cache(state.params.step_cache)
+        return list(self._samples(state, self.conditions(state)))
+
+    def _check_cache(self, name: str) -> None:
+        """Raises `InvalidRequest` for a step cache that this network does not have."""
+        if self._blocks is None:
+            self._blocks = BlockCache(self.networks(), tea=self._tea, group=self._sharing)
+        if name != TEACACHE:
+            return
+        block = first_block(self.network)
+        assert block is not None
+        signal_of(block)
+        if self._tea is None:
             raise InvalidRequest(
-                f"step_cache is {FIRST_BLOCK!r}, which this model does not have where its network is divided among "
-                f"ranks; it has {TAYLORSEER}",
+                f"step_cache is {TEACACHE!r}, but none of its published polynomials is for this checkpoint; the option "
+                f"{TEACACHE_OPTION} of the stage says one; without it there are {FIRST_BLOCK} and {TAYLORSEER}",
                 field="step_cache",
             )
-        if state.params.step_cache == FIRST_BLOCK and self._blocks is None:
-            self._blocks = BlockCache(self.networks())
-        return list(self._samples(state, self.conditions(state)))
+        if self._waits:
+            raise InvalidRequest(
+                f"step_cache is {TEACACHE!r}, which looks at the first block before its weights have come (offload); "
+                f"there are {FIRST_BLOCK} and {TAYLORSEER}",
+                field="step_cache",
+            )
 
     def predict_behind_first(self, rows: Sequence[Row]) -> Sequence[torch.Tensor]:
         assert self._blocks is not None

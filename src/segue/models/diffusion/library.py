@@ -7,21 +7,24 @@ ensure_torchvision()  # a torchvision that cannot be imported breaks the import 
 
 import diffusers
 import transformers
-from diffusers import ConfigMixin, LCMScheduler, ModelMixin, SchedulerMixin
+from diffusers import ConfigMixin, GGUFQuantizationConfig, LCMScheduler, ModelMixin, SchedulerMixin
 from diffusers import __version__ as VERSION
 from diffusers.hooks import HookRegistry, ModelHook
 from diffusers.hooks._common import _ALL_TRANSFORMER_BLOCK_IDENTIFIERS as BLOCK_LISTS
 from diffusers.hooks._helpers import TransformerBlockMetadata, TransformerBlockRegistry
 from diffusers.hooks.context_parallel import apply_context_parallel
 from diffusers.image_processor import VaeImageProcessor
+from diffusers.loaders.single_file_model import FromOriginalModelMixin
 from diffusers.models._modeling_parallel import ContextParallelConfig, ContextParallelOutput, ParallelConfig
 from diffusers.models.activations import GELU
-from diffusers.models.attention import AttentionModuleMixin, FeedForward
+from diffusers.models.attention import AttentionModuleMixin, FeedForward, JointTransformerBlock
 from diffusers.models.attention_processor import Attention
 from diffusers.models.normalization import RMSNorm
-from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock
+from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock, FluxTransformerBlock
+from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
+from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from diffusers.models.transformers.transformer_z_image import FeedForward as ZImageFeedForward
-from diffusers.utils import convert_unet_state_dict_to_peft
+from diffusers.utils import convert_unet_state_dict_to_peft, is_gguf_available
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 LIBRARIES = {"diffusers": diffusers, "transformers": transformers}
@@ -41,19 +44,26 @@ __all__ = [
     "ContextParallelOutput",
     "FeedForward",
     "FluxSingleTransformerBlock",
+    "FluxTransformerBlock",
+    "FromOriginalModelMixin",
+    "GGUFQuantizationConfig",
     "HookRegistry",
+    "JointTransformerBlock",
     "LCMScheduler",
     "ModelHook",
     "ModelMixin",
     "ParallelConfig",
     "PreTrainedModel",
     "PreTrainedTokenizerBase",
+    "QwenImageTransformerBlock",
     "RMSNorm",
     "SchedulerMixin",
     "TransformerBlockMetadata",
     "TransformerBlockRegistry",
     "VaeImageProcessor",
+    "WanTransformerBlock",
     "ZImageFeedForward",
     "apply_context_parallel",
     "convert_unet_state_dict_to_peft",
+    "is_gguf_available",
 ]

@@ -17,8 +17,9 @@ from segue.engines.diffusion.contract import Row
 from segue.graph.lora import LoraPlan
 from segue.kernels.lora import Lora, LoraLinear, Pair, wrap_linears
 from segue.messages.errors import ConfigError, nearest
+from segue.models.diffusion.gguf_files import layer_kinds
 from segue.models.diffusion.library import convert_unet_state_dict_to_peft
-from segue.models.lora import LINEARS, AdaptersByName, features
+from segue.models.lora import LINEARS, AdaptersByName, features, named_as_written
 from segue.models.peft import CONFIG, check_config, read_adapter, scaled_pair
 
 WEIGHTS = "pytorch_lora_weights.safetensors"
@@ -45,7 +46,8 @@ class DenoiserAdapters(AdaptersByName):
         """Puts a layer over every linear one, and loads what `plan` names. `pipeline`: the class that
         `model_index.json` names, which knows other programs' names of layers; `part`: the network's name in it.
         Raises `ConfigError`."""
-        self._switch, layers = wrap_linears(network, network, LINEARS, features)
+        self._switch, found = wrap_linears(network, network, (*LINEARS, *layer_kinds()), features)
+        layers = named_as_written(network, found)
 
         def read_path(path: Path) -> Mapping[str, Pair]:
             return read(path, part, layers, plan.max_rank, lambda tensors: renamed(tensors, pipeline, network))

@@ -34,6 +34,7 @@ from segue.models.diffusion.library import (
 )
 from segue.parallel.cpu_flash import register_cpu_flash
 from segue.parallel.group import Group
+from segue.parallel.layers import Divided
 
 RING_ATTENTION = ("auto", "cudnn", "flash", "sage")
 """Of `segue.graph.deployment.DIFFUSION_ATTENTIONS`, those that say how much a query's keys weigh."""
@@ -98,7 +99,9 @@ def divide_sequence(network: Any, ctx: LoadContext) -> None:
     division = _Division(config, group, ctx.stage, ring=ring)
     network.register_forward_pre_hook(division.before, with_kwargs=True)
     for name in network._cp_plan.keys() - splits.keys():
-        network.set_submodule(name, _Joined(network.get_submodule(name), division))
+        layer = network.get_submodule(name)
+        assert isinstance(layer, nn.Linear), "plans join behind the last linear layer"
+        network.set_submodule(name, _Joined(layer, division))
 
 
 def _check_network(network: Any, ctx: LoadContext) -> None:
@@ -155,17 +158,16 @@ class _Division:
         return torch.cat([one[:, :length] for one, length in zip(parts, lengths, strict=True)], dim=1)
 
 
-class _Joined(nn.Module):
+class _Joined(Divided):
     """A layer whose output is put together again. No hook of the layer: it is another one once it is laid out anew."""
 
-    def __init__(self, inner: nn.Module, division: _Division) -> None:
-        super().__init__()
-        self.inner = inner
+    def __init__(self, linear: nn.Linear, division: _Division) -> None:
+        super().__init__(linear, None)
         self._division = division
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, this rank's tokens, features] → [rows, all tokens, out features]."""
-        return self._division.join(self.inner(x))
+        return self._division.join(self.linear(x))
 
 
 def _lengths(network: Any, named: dict[str, Any]) -> dict[str, int]:

@@ -3,6 +3,7 @@
 | key | lossless | |
 |---|---|---|
 | `quantization` | no | linear layers inside the blocks (`segue.kernels.quantized`) |
+| `gguf` | the file is | weights of a GGUF file (`segue.models.diffusion.gguf_files`) |
 | `attention` | to rounding; `sage`: no | diffusers' attention dispatch |
 | `compile` | to rounding | the blocks, one by one |
 | `offload` | yes | weights wait in the host's memory (diffusers' group offloading), and come block by block |
@@ -20,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +32,8 @@ from segue.kernels.compiled import compile_forwards
 from segue.kernels.network_graphs import CudaRecorder, NetworkGraphs
 from segue.kernels.quantized import quantize_linears
 from segue.messages.errors import ConfigError
+from segue.models.diffusion.block_cache import hook_blocks
+from segue.models.diffusion.gguf_files import check_gguf, read_gguf
 from segue.models.diffusion.laid_out import fuse_after_first_call, pack
 from segue.models.diffusion.library import BLOCK_LISTS
 from segue.models.diffusion.loading import load_component
@@ -48,22 +52,24 @@ def load_network(ctx: LoadContext, component: str, keep: Collection[str] = ()) -
     network looks at by itself. Raises `ConfigError` naming the key."""
     _check_lora(ctx)
     _check_divided(ctx)
+    check_gguf(ctx, component)
     if ctx.offload != "none":
         _check_offload(ctx)
     waits = ctx.offload != "none" or ctx.tensor_parallel > 1
-    network = load_component(replace(ctx, device=_CPU) if waits else ctx, component)
+    network = _loaded(replace(ctx, device=_CPU) if waits else ctx, component)
     if ctx.tensor_parallel > 1:
         divide_weights(network, ctx)
         network.to(ctx.device)  # where there may be no room for all of them
     if ctx.attention != "auto":
         _set_attention(network, ctx)
     if ctx.sequence_parallel > 1:
+        hook_blocks(network)  # within what divides and joins their tensors
         divide_sequence(network, ctx)
     if ctx.quantization != "none":
         _quantize(network, ctx)
     if ctx.offload != "none":
         offload(network, ctx.device, use_stream=True)
-    elif ctx.fused and not ctx.compile and ctx.lora is None and ctx.quantization == "none":
+    elif ctx.fused and not (ctx.compile or ctx.gguf) and ctx.lora is None and ctx.quantization == "none":
         fuse_after_first_call(network, keep)
     else:
         pack(network, keep, activations=ctx.lora is None)
@@ -72,6 +78,11 @@ def load_network(ctx: LoadContext, component: str, keep: Collection[str] = ()) -
     if ctx.device.type == "cuda" and ctx.recorded and ctx.lora is None and ctx.offload == "none" and ctx.group is None:
         network.forward = NetworkGraphs(network.forward, ctx.device, CudaRecorder(ctx.device))
     return network
+
+
+def _loaded(ctx: LoadContext, component: str) -> Any:
+    file = ctx.gguf.get(component)
+    return load_component(ctx, component) if file is None else read_gguf(ctx, component, Path(file))
 
 
 @contextmanager
@@ -154,7 +165,7 @@ def _check_lora(ctx: LoadContext) -> None:
 
 
 def _check_divided(ctx: LoadContext) -> None:
-    """Hooks of the one and of the other are in each other's way."""
+    """Compiled code would have to trace what ranks exchange; weights that wait elsewhere, to arrive in step."""
     for way, ranks in (("sequence_parallel", ctx.sequence_parallel), ("tensor_parallel", ctx.tensor_parallel)):
         for key, given in (("offload", ctx.offload), ("compile", ctx.compile)):
             if ranks > 1 and given not in ("none", False):

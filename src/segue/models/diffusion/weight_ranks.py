@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from segue.engines.contract import LoadContext
+from segue.kernels.lora import Share
 from segue.messages.errors import ConfigError
 from segue.models.diffusion.library import (
     GELU,
@@ -25,7 +26,7 @@ from segue.models.diffusion.library import (
     ZImageFeedForward,
 )
 from segue.parallel.group import Group
-from segue.parallel.layers import RowParallel, SummedRMSNorm
+from segue.parallel.layers import ColumnParallel, RowParallel, SummedRMSNorm
 from segue.parallel.shard import share
 
 SERVED = (
@@ -46,7 +47,7 @@ def divide_weights(network: nn.Module, ctx: LoadContext) -> None:
     Raises `ConfigError` (`tensor_parallel`) for a network that is not served, or heads that the ranks do not divide.
     """
     assert ctx.group is not None, "a stage of several ranks has a group"
-    cutter = _Cutter(type(network).__name__, ctx.stage, ctx.group)
+    cutter = _Cutter(type(network).__name__, ctx.stage, ctx.group, adapted=ctx.lora is not None)
     if cutter.kind not in SERVED:
         raise cutter.unserved(f"its blocks are not those of {', '.join(SERVED)}")
     for name, module in list(network.named_modules()):
@@ -56,11 +57,11 @@ def divide_weights(network: nn.Module, ctx: LoadContext) -> None:
             case FeedForward():
                 cutter.feed_forward(name, module)
             case ZImageFeedForward():
-                cutter.columns(module.w1)
-                cutter.columns(module.w3)
+                module.w1 = cutter.columns(module.w1)
+                module.w3 = cutter.columns(module.w3)
                 module.w2 = cutter.rows(module.w2)
             case FluxSingleTransformerBlock():
-                cutter.columns(module.proj_mlp)
+                module.proj_mlp = cutter.columns(module.proj_mlp)
                 inner = module.proj_out.in_features - module.mlp_hidden_dim  # attention, then the feed-forward layer
                 module.proj_out = cutter.rows(module.proj_out, [inner, module.mlp_hidden_dim])
 
@@ -68,8 +69,10 @@ def divide_weights(network: nn.Module, ctx: LoadContext) -> None:
 class _Cutter:
     """Of one network."""
 
-    def __init__(self, kind: str, stage: str, group: Group) -> None:
+    def __init__(self, kind: str, stage: str, group: Group, *, adapted: bool) -> None:
+        """`adapted`: the stage takes LoRA adapters, so layers say which part of a whole one they are."""
         self.kind = kind
+        self._adapted = adapted
         self._stage = stage
         self._group = group
 
@@ -82,7 +85,7 @@ class _Cutter:
         layers = dict(module.named_children())  # not all have a text's, nor norms
         for part in _BY_HEAD:
             if part in layers:
-                self.columns(layers[part])
+                setattr(module, part, self.columns(layers[part]))
         for part in _NORMS:
             if part in layers and _normed(layers[part]) == width:
                 setattr(module, part, self.norm(f"{name}.{part}", layers[part]))
@@ -96,7 +99,7 @@ class _Cutter:
     def feed_forward(self, name: str, module: FeedForward) -> None:
         if not isinstance(module.net[0], GELU):
             raise self.unserved(f"{name} begins with {type(module.net[0]).__name__}")
-        self.columns(module.net[0].proj)
+        module.net[0].proj = self.columns(module.net[0].proj)
         module.net[2] = self.rows(module.net[2])
 
     def norm(self, name: str, norm: nn.Module) -> nn.Module:
@@ -108,19 +111,31 @@ class _Cutter:
         eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
         return SummedRMSNorm(weight, width, eps, self._group)
 
-    def columns(self, linear: nn.Linear) -> None:
+    def columns(self, linear: nn.Linear) -> nn.Module:
+        held = Share(linear.in_features, linear.out_features, (0, linear.in_features), (self.own(linear.out_features),))
         linear.weight = share(linear.weight, 0, [linear.out_features], self._group)
         if linear.bias is not None:
             linear.bias = share(linear.bias, 0, [linear.out_features], self._group)
         linear.out_features = len(linear.weight)
+        return ColumnParallel(linear, held) if self._adapted else linear
+
+    def own(self, features: int, start: int = 0) -> tuple[int, int]:
+        """[start, stop) of what `share` takes of a piece of so many features, which begins at `start`."""
+        each, more = divmod(features, self._group.size)
+        first, behind = (rank * each + min(rank, more) for rank in (self._group.rank, self._group.rank + 1))
+        return start + first, start + behind
 
     def rows(self, linear: nn.Linear, sizes: Sequence[int] | None = None) -> RowParallel:
         """`sizes`: of what its input is put together from."""
-        linear.weight = share(linear.weight, 1, sizes or [linear.in_features], self._group)
+        pieces = sizes or [linear.in_features]
+        first, *others = (self.own(piece, sum(pieces[:number])) for number, piece in enumerate(pieces))
+        outputs = ((0, linear.out_features),)
+        held = Share(linear.in_features, linear.out_features, first, outputs, more_inputs=tuple(others))
+        linear.weight = share(linear.weight, 1, pieces, self._group)
         linear.in_features = linear.weight.shape[1]
         bias = linear.bias
         linear.register_parameter("bias", None)
-        return RowParallel(linear, bias, self._group, split=False)
+        return RowParallel(linear, bias, self._group, split=False, share=held)
 
     def unserved(self, reason: str) -> ConfigError:
         return ConfigError(

@@ -44,6 +44,9 @@ class FluxDenoiser(Denoiser):
     def bucket_of(self, latents: torch.Tensor, given: Given, conditions: Sequence[Any]) -> Hashable:
         return (*self._sides(given.params), len(conditions[0].text))
 
+    def tokens_beside(self, sample: Sample) -> int:
+        return max(len(one.text) for one in sample.conditions)
+
     def conditions(self, given: Given) -> list[Any]:
         clips, t5s = given.texts(self.device, "clip_encoder"), given.texts(self.device, "t5_encoder")
         return [
@@ -126,6 +129,10 @@ class KontextDenoiser(FluxDenoiser):
         mean = pictures[0]["mean"].to(self.dtype)
         [tokens] = to_tokens(mean[None])
         return [Edited(one.text, one.pooled, tokens, (mean.shape[-2], mean.shape[-1])) for one in plain]
+
+    def tokens_beside(self, sample: Sample) -> int:
+        first = sample.conditions[0]
+        return super().tokens_beside(sample) + (len(first.picture) if isinstance(first, Edited) else 0)
 
     def bucket_of(self, latents: torch.Tensor, given: Given, conditions: Sequence[Any]) -> Hashable:
         first = conditions[0]

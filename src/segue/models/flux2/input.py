@@ -10,7 +10,7 @@ import msgspec
 from PIL import Image
 
 from segue.engines.contract import LoadContext, Payload
-from segue.messages.diffusion import FIRST_BLOCK, TAYLORSEER, DiffusionParams
+from segue.messages.diffusion import BLOCK_CACHES, TAYLORSEER, DiffusionParams
 from segue.messages.errors import InvalidRequest
 from segue.models.diffusion.input import DiffusionInput, Picture, Rules
 from segue.models.diffusion.kl import pixels_per_latent
@@ -53,10 +53,10 @@ class Input(DiffusionInput):
 
     def completed(self, params: DiffusionParams, pictures: Sequence[Picture]) -> DiffusionParams:
         """What is made is as large as the first picture is seen, unless a size is asked for."""
-        if params.step_cache == FIRST_BLOCK:
+        if params.step_cache in BLOCK_CACHES:
             raise InvalidRequest(
-                f"step_cache is {FIRST_BLOCK!r}, but most blocks of this model take text and picture as one; it has "
-                f"{TAYLORSEER}",
+                f"step_cache is {params.step_cache!r}, but most blocks of this model take text and picture as one; it "
+                f"has {TAYLORSEER}",
                 field="step_cache",
             )
         for picture in pictures:

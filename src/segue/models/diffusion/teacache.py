@@ -1,0 +1,134 @@
+"""TeaCache: what its rule looks at in each kind of network, and its published polynomials (Liu et al., "Timestep
+Embedding Tells: It's Time to Cache for Video Diffusion Model", arXiv 2411.19108).
+
+A call changes the prediction about as much as the timestep's embedding changes what goes into the first block. So the
+relative L1 change of that (eq. 5), through a polynomial that was fitted for the model (section 3.3), is added up from
+call to call; while the sum is below a threshold (eq. 7), all blocks together are taken to add what they did when they
+were last computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from segue.engines.contract import LoadContext
+from segue.messages.diffusion import FIRST_BLOCK, TAYLORSEER, TEACACHE
+from segue.messages.errors import ConfigError, InvalidRequest
+from segue.models.diffusion.library import (
+    FluxTransformerBlock,
+    JointTransformerBlock,
+    QwenImageTransformerBlock,
+    WanTransformerBlock,
+)
+from segue.models.diffusion.loading import pipeline_index
+
+OPTION = "teacache_coefficients"
+"""Of a denoiser's stage: the polynomial's coefficients, that of the highest power first."""
+_THRESHOLD = 0.1
+"""Where the option is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class TeaCache:
+    """The rule for one network."""
+
+    coefficients: Sequence[float]
+    """Of the polynomial, that of the highest power first."""
+    threshold: float
+    """By default: the most careful one that the authors measured."""
+    first: int = 1
+    """Calls of a sample that are always computed at its beginning."""
+    last: int = 1
+    """At its end."""
+
+    def rescaled(self, change: float) -> float:
+        """The polynomial (Horner's scheme)."""
+        value = 0.0
+        for coefficient in self.coefficients:
+            value = value * change + coefficient
+        return value
+
+    def always(self, step: int, steps: int) -> bool:
+        """Whether a sample's call number `step` (from 0) of `steps` is computed whatever the change."""
+        return step < self.first or step >= steps - self.last
+
+
+PUBLISHED: Mapping[str, TeaCache] = {
+    "FLUX.1": TeaCache((4.98651651e02, -2.83781631e02, 5.58554382e01, -3.82021401e00, 2.64230861e-01), 0.25),
+    "Wan2.1-T2V-1.3B": TeaCache(
+        (-5.21862437e04, 9.23041404e03, -5.28275948e02, 1.36987616e01, -4.99875664e-02), 0.05, 5, 0
+    ),
+    "Wan2.1-T2V-14B": TeaCache(
+        (-3.03318725e05, 4.90537029e04, -2.65530556e03, 5.87365115e01, -3.15583525e-01), 0.14, 5, 0
+    ),
+}
+"""As the authors' programs have them (github.com/ali-vilab/TeaCache; Wan with `--use_ret_steps`)."""
+_WAN = {1536: "Wan2.1-T2V-1.3B", 5120: "Wan2.1-T2V-14B"}
+"""By width."""
+
+Signal = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(first block, hidden states [rows, tokens, features], timestep embedding) → [rows, …], what the rule compares."""
+
+
+def signal_of(block: nn.Module) -> Signal:
+    """Raises `InvalidRequest` for a network of other blocks."""
+    match block:
+        case FluxTransformerBlock() | JointTransformerBlock():
+            return _modulated
+        case QwenImageTransformerBlock():
+            return _modulated_by_image
+        case WanTransformerBlock():
+            return _embedding
+    raise InvalidRequest(
+        f"step_cache is {TEACACHE!r}, but where {type(block).__name__} looks at the timestep is not known; this model "
+        f"has {FIRST_BLOCK} and {TAYLORSEER}",
+        field="step_cache",
+    )
+
+
+def _modulated(block: Any, hidden: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+    return block.norm1(hidden, emb=embedding)[0]
+
+
+def _modulated_by_image(block: Any, hidden: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+    # where pictures to work from have a timestep of their own, the sample's come first
+    shift, scale, *_ = block.img_mod(embedding[: len(hidden)]).chunk(6, dim=-1)
+    return block.img_norm1(hidden) * (1 + scale[:, None]) + shift[:, None]
+
+
+def _embedding(block: Any, hidden: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+    """Wan: the embedding as blocks get it, projected."""
+    return embedding
+
+
+def given_coefficients(ctx: LoadContext) -> TeaCache | None:
+    """What the deployment says; raises `ConfigError` for what is no list of numbers."""
+    given = ctx.options.get(OPTION)
+    if given is None:
+        return None
+    if not isinstance(given, list) or not given or not all(_is_number(value) for value in given):
+        field = f"stages.{ctx.stage}.options.{OPTION}"
+        raise ConfigError(f"{field} is {given!r}; it must be a list of numbers, the highest power's first", field=field)
+    return TeaCache(tuple(map(float, given)), _THRESHOLD)
+
+
+def published(ctx: LoadContext, network: Any) -> TeaCache | None:
+    """That of a network whose own there is. Those of Wan 2.1 for pictures differ by size alone, which no file tells."""
+    index = pipeline_index(ctx.model_dir)
+    match type(network).__name__, index.get("_class_name"):
+        case "FluxTransformer2DModel", "FluxPipeline":
+            return PUBLISHED["FLUX.1"]
+        case "WanTransformer3DModel", "WanPipeline" if index.get("boundary_ratio") is None:
+            width = network.config.num_attention_heads * network.config.attention_head_dim
+            return PUBLISHED[_WAN[width]] if width in _WAN and not index.get("expand_timesteps") else None
+    return None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
