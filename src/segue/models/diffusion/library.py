@@ -17,9 +17,14 @@ from diffusers.image_processor import VaeImageProcessor
 from diffusers.models._modeling_parallel import ContextParallelConfig, ContextParallelOutput, ParallelConfig
 from diffusers.models.activations import GELU
 from diffusers.models.attention import AttentionModuleMixin, FeedForward
+from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.attention_processor import Attention
 from diffusers.models.normalization import RMSNorm
 from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock
+from diffusers.models.transformers.transformer_qwenimage import (
+    QwenDoubleStreamAttnProcessor2_0,
+    QwenImageTransformerBlock,
+)
 from diffusers.models.transformers.transformer_z_image import FeedForward as ZImageFeedForward
 from diffusers.utils import convert_unet_state_dict_to_peft
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -48,6 +53,8 @@ __all__ = [
     "ParallelConfig",
     "PreTrainedModel",
     "PreTrainedTokenizerBase",
+    "QwenDoubleStreamAttnProcessor2_0",
+    "QwenImageTransformerBlock",
     "RMSNorm",
     "SchedulerMixin",
     "TransformerBlockMetadata",
@@ -56,4 +63,5 @@ __all__ = [
     "ZImageFeedForward",
     "apply_context_parallel",
     "convert_unet_state_dict_to_peft",
+    "dispatch_attention_fn",
 ]
