@@ -57,10 +57,10 @@ def test_the_second_call_is_the_first(family: str, tmp_path: Path) -> None:
     parts = kinds(adapter.network, FusedPart)
     assert any(name.endswith("to_k") for name in parts)
     assert float((answer(adapter) - plain).abs().max() / plain.abs().max()) < 1e-4
-    wholes = [adapter.network.get_submodule(part) for part in parts]
-    assert all(isinstance(part, FusedPart) and type(part.whole.linear) is PackedLinear for part in wholes)
-    for part in wholes:
-        part.register_forward_hook(lambda module, given, made: made * torch.linspace(0.5, 2, made.shape[-1]))
+    products = {part.whole.linear for part in map(adapter.network.get_submodule, parts) if isinstance(part, FusedPart)}
+    assert {type(product) for product in products} == {PackedLinear}
+    for product in products:
+        product.register_forward_hook(lambda module, given, made: made * torch.linspace(0.5, 2, made.shape[-1]))
     assert float((answer(adapter) - plain).abs().max() / plain.abs().max()) > 1e-3, "it is in the answer"
 
 

@@ -18,10 +18,14 @@ from diffusers.loaders.single_file_model import FromOriginalModelMixin
 from diffusers.models._modeling_parallel import ContextParallelConfig, ContextParallelOutput, ParallelConfig
 from diffusers.models.activations import GELU
 from diffusers.models.attention import AttentionModuleMixin, FeedForward, JointTransformerBlock
+from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.attention_processor import Attention
 from diffusers.models.normalization import RMSNorm
 from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock, FluxTransformerBlock
-from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
+from diffusers.models.transformers.transformer_qwenimage import (
+    QwenDoubleStreamAttnProcessor2_0,
+    QwenImageTransformerBlock,
+)
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from diffusers.models.transformers.transformer_z_image import FeedForward as ZImageFeedForward
 from diffusers.utils import convert_unet_state_dict_to_peft, is_gguf_available
@@ -55,6 +59,7 @@ __all__ = [
     "ParallelConfig",
     "PreTrainedModel",
     "PreTrainedTokenizerBase",
+    "QwenDoubleStreamAttnProcessor2_0",
     "QwenImageTransformerBlock",
     "RMSNorm",
     "SchedulerMixin",
@@ -65,5 +70,6 @@ __all__ = [
     "ZImageFeedForward",
     "apply_context_parallel",
     "convert_unet_state_dict_to_peft",
+    "dispatch_attention_fn",
     "is_gguf_available",
 ]

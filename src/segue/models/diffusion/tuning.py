@@ -9,7 +9,7 @@
 | `offload` | yes | weights wait in the host's memory (diffusers' group offloading), and come block by block |
 | `tensor_parallel` | to rounding | each rank has a part of the weights (`segue.models.diffusion.weight_ranks`) |
 | `sequence_parallel` | to rounding | each rank has a part of the tokens (`segue.models.diffusion.sequence`) |
-| `enforce_eager` | to rounding | no products made of several layers, no CUDA graphs |
+| `enforce_eager` | to rounding | no products made of several layers, no CUDA graphs, blocks as the library has them |
 
 Where none of these is said, and there are no adapters, layers with the same input become one product; on a CPU all
 linear layers are packed (`segue.models.diffusion.laid_out`). On a GPU small calls are recorded as CUDA graphs

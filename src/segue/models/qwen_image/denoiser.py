@@ -10,12 +10,14 @@ import torch
 
 from segue.engines.contract import LoadContext
 from segue.engines.diffusion.contract import Row, Sample
+from segue.kernels.kept_rows import kept_rows_bytes
 from segue.messages.diffusion import DiffusionParams
 from segue.models.diffusion.denoiser import Denoiser, Given
 from segue.models.diffusion.loading import pipeline_index
 from segue.models.diffusion.schedulers import set_shifted
 from segue.models.diffusion.sequence import rows_of_one_length
 from segue.models.diffusion.tuning import PLAIN_ATTENTION
+from segue.models.qwen_image.folded import fold, foldable
 from segue.models.qwen_image.graph import EDITING
 from segue.models.qwen_image.spaces import pixels_per_latent, to_latents, to_tokens
 
@@ -40,6 +42,9 @@ class QwenImageDenoiser(Denoiser):
 
     def __init__(self, ctx: LoadContext) -> None:
         super().__init__(ctx)
+        if foldable(ctx):
+            fold(self.network, keep_modulations=ctx.lora is None)
+            self.weight_bytes += kept_rows_bytes(self.network)
         self._scale = pixels_per_latent(ctx.model_dir)
         masks = ctx.attention in PLAIN_ATTENTION and not rows_of_one_length(ctx)
         self._padded_tokens = PADDED_TOKENS if masks else 0

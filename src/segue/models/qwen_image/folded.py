@@ -1,0 +1,194 @@
+"""The blocks of the network in fewer passes over memory: what lies between their products and the attention.
+
+In float32 on a CPU the products of a call run near the machine's peak, and much of the rest of the time goes to reading
+and writing tensors that hardly anything is computed on. So q, k and v of text and picture are put together once and are
+normed and turned where they lie, modulations are part of the norm before them, and gates of the sum behind them. It
+changes results by rounding alone. The layers are the library's blocks' own, under their own names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from segue.engines.contract import LoadContext
+from segue.kernels.fused_linear import joined_product
+from segue.kernels.kept_rows import KeptRows, RowNames
+from segue.models.diffusion.library import (
+    Attention,
+    QwenDoubleStreamAttnProcessor2_0,
+    QwenImageTransformerBlock,
+    RMSNorm,
+    TransformerBlockMetadata,
+    TransformerBlockRegistry,
+    dispatch_attention_fn,
+)
+
+
+def foldable(ctx: LoadContext) -> bool:
+    """Whether a stage's network is to be folded: whole, in float32 on a CPU, and run as it is."""
+    alone = ctx.tensor_parallel == ctx.sequence_parallel == 1
+    return alone and ctx.fused and not ctx.compile and ctx.device.type == "cpu" and ctx.dtype == torch.float32
+
+
+def fold(network: nn.Module, *, keep_modulations: bool) -> int:
+    """Put a `FoldedBlock` in the place of each block of the library's that is called as it is; how many.
+
+    `keep_modulations`: they are computed once for each timestep; not where their weights may be others tomorrow.
+    """
+    blocks = [(name, module) for name, module in network.named_modules() if _foldable(module)]
+    names = RowNames() if keep_modulations else None
+    for name, block in blocks:
+        network.set_submodule(name, FoldedBlock(block, names, last=block is blocks[-1][1]))
+    return len(blocks)
+
+
+def _foldable(module: nn.Module) -> bool:
+    return (
+        type(module) is QwenImageTransformerBlock
+        and not module.zero_cond_t
+        and isinstance(module.attn, Attention)
+        and type(module.attn.processor) is QwenDoubleStreamAttnProcessor2_0
+        and all(type(norm) is RMSNorm for norm in _norms(module.attn))
+        and not ("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
+    )
+
+
+def _norms(attn: Any) -> tuple[Any, Any, Any, Any]:
+    """Of the text's q and k, and of the picture's."""
+    return attn.norm_added_q, attn.norm_added_k, attn.norm_q, attn.norm_k
+
+
+class FoldedBlock(nn.Module):
+    """`QwenImageTransformerBlock` for inference.
+
+    B rows, T text tokens, P picture tokens, D features.
+    """
+
+    attn: Attention
+    img_mod: nn.Module
+    img_norm1: nn.LayerNorm
+    img_norm2: nn.LayerNorm
+    img_mlp: nn.Module
+    txt_mod: nn.Module
+    txt_norm1: nn.LayerNorm
+    txt_norm2: nn.LayerNorm
+    txt_mlp: nn.Module
+
+    def __init__(self, block: nn.Module, names: RowNames | None, *, last: bool) -> None:
+        """Takes over the layers of `block`, and gives its attention another processor. `names`: of timesteps whose
+        modulations are kept. `last`: nobody reads the text behind it."""
+        super().__init__()
+        for name, child in block.named_children():
+            self.add_module(name, child)
+        self.attn.set_processor(JointAttention(self.attn.processor))
+        if names is not None:
+            features = 6 * self.img_norm1.normalized_shape[0]
+            self.img_mod = KeptRows(self.img_mod, names, features)
+            self.txt_mod = KeptRows(self.txt_mod, names, features)
+        self._last = last
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        encoder_hidden_states_mask: torch.Tensor | None,
+        temb: torch.Tensor,
+        image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+        joint_attention_kwargs: dict[str, Any] | None = None,
+        modulate_index: None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[B, P, D] of the picture, [B, T, D] of the text, [B, T] where the text is, [B, D] of the timestep → text and
+        picture. What is given is not written to."""
+        before, behind = _modulations(self.img_mod(temb))
+        text_before, text_behind = _modulations(self.txt_mod(temb))
+        picture, text = self.attn(
+            hidden_states=_modulated(self.img_norm1, hidden_states, before),
+            encoder_hidden_states=_modulated(self.txt_norm1, encoder_hidden_states, text_before),
+            encoder_hidden_states_mask=encoder_hidden_states_mask,
+            image_rotary_emb=image_rotary_emb,
+            **(joint_attention_kwargs or {}),
+        )
+        picture = torch.addcmul(hidden_states, before[2], picture)
+        picture.addcmul_(behind[2], self.img_mlp(_modulated(self.img_norm2, picture, behind)))
+        if self._last:
+            return encoder_hidden_states, picture
+        text = torch.addcmul(encoder_hidden_states, text_before[2], text)
+        text.addcmul_(text_behind[2], self.txt_mlp(_modulated(self.txt_norm2, text, text_behind)))
+        return text, picture
+
+
+TransformerBlockRegistry.register(
+    FoldedBlock, TransformerBlockMetadata(return_hidden_states_index=1, return_encoder_hidden_states_index=0)
+)
+
+_Modulation = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Shift, scale and gate, [B, 1, D] each."""
+
+
+def _modulations(made: torch.Tensor) -> tuple[_Modulation, _Modulation]:
+    """[B, 6 D] → of the attention, of the feed-forward layer."""
+    shift, scale, gate, shift_2, scale_2, gate_2 = made[:, None].chunk(6, -1)
+    return (shift, scale, gate), (shift_2, scale_2, gate_2)
+
+
+def _modulated(norm: nn.LayerNorm, x: torch.Tensor, modulation: _Modulation) -> torch.Tensor:
+    """[B, tokens, D]; one row's modulation is what a norm calls its weight and bias."""
+    shift, scale, _ = modulation
+    if len(x) == 1:
+        return functional.layer_norm(x, norm.normalized_shape, 1 + scale[0, 0], shift[0, 0], norm.eps)
+    normed = norm(x)
+    return torch.addcmul(shift, normed, 1 + scale, out=normed)
+
+
+class JointAttention:
+    """`QwenDoubleStreamAttnProcessor2_0` for inference in float32: q and k are normed and turned in place.
+
+    B rows, T text tokens, P picture tokens, S = T + P, H heads of C features, D = H C.
+    """
+
+    _parallel_config = None
+
+    def __init__(self, instead_of: QwenDoubleStreamAttnProcessor2_0) -> None:
+        self._attention_backend = instead_of._attention_backend
+        """Name of the library's; it sets this one."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        encoder_hidden_states_mask: torch.Tensor | None = None,
+        attention_mask: None = None,
+        image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[B, P, D] of the picture, [B, T, D] of the text, [B, T] where the text is; what each position is turned by,
+        [P, C / 2] and [T, C / 2], complex → picture and text."""
+        text = encoder_hidden_states.shape[1]
+        added = joined_product((attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), encoder_hidden_states)
+        own = joined_product((attn.to_q, attn.to_k, attn.to_v), hidden_states)
+        qkv = torch.cat([added, own], dim=1).unflatten(-1, (3, -1, attn.inner_dim // attn.heads))  # [B, S, 3, H, C]
+        _norm_in_place(qkv[:, :, :2], text, attn)
+        if image_rotary_emb is not None:
+            picture_turns, text_turns = image_rotary_emb
+            turns = torch.cat([text_turns, picture_turns])[:, None, None]
+            torch.view_as_complex(qkv[:, :, :2].unflatten(-1, (-1, 2))).mul_(turns)
+        mask = None
+        if encoder_hidden_states_mask is not None:
+            mask = functional.pad(encoder_hidden_states_mask, (0, hidden_states.shape[1]), value=True)[:, None, None]
+        query, key, value = qkv.unbind(2)
+        seen = dispatch_attention_fn(query, key, value, attn_mask=mask, backend=self._attention_backend).flatten(2)
+        # behind the first of `to_out` is a dropout
+        return attn.to_out[0](seen[:, text:].contiguous()), attn.to_add_out(seen[:, :text].contiguous())
+
+
+def _norm_in_place(qk: torch.Tensor, text: int, attn: Any) -> None:
+    """RMS norms of [B, S, 2, H, C]; the first `text` positions have others than those behind."""
+    added_q, added_k, own_q, own_k = _norms(attn)
+    squares = torch.linalg.vector_norm(qk, dim=-1, keepdim=True).square_().div_(qk.shape[-1])
+    qk.mul_(squares.add_(own_q.eps).rsqrt_())
+    qk[:, :text].mul_(torch.stack([added_q.weight, added_k.weight])[:, None])
+    qk[:, text:].mul_(torch.stack([own_q.weight, own_k.weight])[:, None])
