@@ -167,6 +167,8 @@ class House:
     drafter: str
     failing: int | None
     """In this step the device fails."""
+    ahead: bool = False
+    """Steps are launched before the ones before them have landed."""
 
 
 HOUSES = st.builds(
@@ -221,12 +223,15 @@ class Served:
     adapter: SeenWords
     config: dict[str, Any]
     drafter: Drafter | None = None
+    ahead: bool = False
     drive: Driver = field(init=False)
 
     def __post_init__(self) -> None:
         sizes = AutoregressiveConfig(**self.config)
         speculation = None if self.drafter is None else Speculation(self.drafter, 3, adaptive=False)
-        self.drive = Driver(AutoregressiveEngine(self.adapter, sizes, self.adapter.grammars, speculation))
+        self.drive = Driver(
+            AutoregressiveEngine(self.adapter, sizes, self.adapter.grammars, speculation, ahead=self.ahead)
+        )
 
     def add(self, name: str, case: Case, known: Sequence[Sequence[int]] = ()) -> None:
         request = stage_request(
@@ -308,7 +313,7 @@ def serve_and_compare(adapter: SeenWords, house: House, wanted: list[Case]) -> N
         for number, (case, results) in enumerate(zip(wanted, expected, strict=True)):
             known |= sequences(f"r{number}", case, results)
         drafter = Oracle(known)
-    served = Served(adapter, {**house.config, "num_blocks": blocks}, drafter)
+    served = Served(adapter, {**house.config, "num_blocks": blocks}, drafter, house.ahead)
     engine = served.drive.engine
     gone: set[int] = set()
     for now in range(45):

@@ -135,11 +135,10 @@ def generate(directory: Path, given: Sequence[Sequence[int]], tokens: int, **opt
 class Served:
     """An engine over an adapter."""
 
-    def __init__(self, adapter: LLM, **config: Any) -> None:
+    def __init__(self, adapter: LLM, *, ahead: bool | None = None, **config: Any) -> None:
         self.adapter = adapter
-        self.engine = AutoregressiveEngine(
-            adapter, AutoregressiveConfig(**{"num_blocks": 512, "block_size": 8, "max_batch": 32, **config})
-        )
+        sizes = AutoregressiveConfig(**{"num_blocks": 512, "block_size": 8, "max_batch": 32, **config})
+        self.engine = AutoregressiveEngine(adapter, sizes, ahead=ahead)
 
     def run(self, given: Sequence[Sequence[int]], tokens: int, **sampling: Any) -> list[list[int]]:
         """Greedy answers of all prompts at once."""

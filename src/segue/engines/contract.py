@@ -183,7 +183,8 @@ class Engine(Protocol):
         """True if `step` would do something now."""
 
     def step(self) -> list[StageOutput]:
-        """Run one batch. Never raises for what one request did: that request gets an output with `error`."""
+        """Run one batch. Never raises for what one request did: that request gets an output with `error`. What a device
+        is still computing when this returns comes out of the next call; until then there is work."""
 
     def stats(self) -> dict[str, float]:
         """Gauges for /metrics: `waiting`, `running`, `batch` (size of the last step), and the engine's own."""

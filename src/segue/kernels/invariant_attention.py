@@ -16,6 +16,7 @@ from segue.kernels.form import Form
 from segue.kernels.kv_store import KVStore
 from segue.kernels.paged_step import additive
 from segue.kernels.part import Part
+from segue.kernels.staging import upload
 
 TILE = 16
 """Queries per tile."""
@@ -83,9 +84,9 @@ def invariant_step(store: KVStore, parts: list[Part]) -> InvariantStep:
             table = np.full(-(-(first + TILE) // size), known[-1])
             table[: len(known)] = known[: len(table)]
             end = begin + stop - start
-            tiles.append(QueryTile(begin, end, first, start - first, torch.from_numpy(table).to(store.device)))
+            tiles.append(QueryTile(begin, end, first, start - first, upload(table, store.device)))
             begin, start = end, stop
-    return InvariantStep(store, parts, begin, torch.from_numpy(np.concatenate(slots)).to(store.device), tiles)
+    return InvariantStep(store, parts, begin, upload(np.concatenate(slots), store.device), tiles)
 
 
 def invariant_attention(

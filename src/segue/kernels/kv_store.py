@@ -7,10 +7,12 @@ import mmap
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from segue.kernels.attends import Attends
 from segue.kernels.kv_layout import KVLayout
+from segue.kernels.staging import upload
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -125,7 +127,7 @@ class KVStore:
         written, so a block may be the target of one copy and the source of another."""
         if not pairs:
             return
-        source, target = torch.tensor(pairs, dtype=torch.long, device=self.device).unbind(1)
+        source, target = upload(np.array(pairs, dtype=np.int64), self.device).unbind(1)
         tensors = [tensor for pair in self._tensors for tensor in pair]
         if self.rows is not None:
             tensors.append(self.rows.view(-1, self.block_size, self.rows.shape[1]))
@@ -150,7 +152,7 @@ class KVStore:
 
     def scrub(self, blocks: list[int]) -> None:
         """Zero the K and V of these blocks."""
-        where = torch.tensor(blocks, dtype=torch.long, device=self.device)
+        where = upload(np.array(blocks, dtype=np.int64), self.device)
         for pair in self._tensors:
             for tensor in pair:
                 tensor.index_fill_(0, where, 0)

@@ -12,8 +12,11 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
+
+from segue.kernels.staging import upload
 
 
 class Pair(NamedTuple):
@@ -85,7 +88,7 @@ class LoraStep:
             for number, (_, rows) in enumerate(self.rows):
                 owner[rows] = number
             owners = [number for number, rank in enumerate(ranks) for _ in range(rank)]
-            self._columns[key] = owner[:, None] == torch.tensor(owners, device=owner.device)
+            self._columns[key] = owner[:, None] == upload(np.array(owners, dtype=np.int64), owner.device)
         return self._columns[key]
 
 
@@ -98,7 +101,7 @@ def lora_step(spans: Sequence[tuple[Lora | None, int, int]], device: torch.devic
     if not places:
         return None
     rows = [
-        (lora, torch.tensor([row for begin, end in ranges for row in range(begin, end)], device=device))
+        (lora, upload(np.concatenate([np.arange(begin, end) for begin, end in ranges]), device))
         for lora, ranges in places.items()
     ]
     return LoraStep(spans[-1][2], rows)

@@ -18,6 +18,7 @@ from segue.kernels.attends import Attends
 from segue.kernels.kv_store import KVStore
 from segue.kernels.part import Part
 from segue.kernels.spans import SlotSpan, slot_runs
+from segue.kernels.staging import upload, upload_all
 from segue.kernels.step_tables import StepTables, step_tables
 
 
@@ -84,7 +85,7 @@ class Chunk:
             stop = self.start + self.end - self.begin
             key = torch.arange(stop, device=self.blocks.device)
             query = key[self.start :, None]
-            seen = key < torch.from_numpy(self.part.reaches()).to(key.device)[:, None]
+            seen = key < upload(self.part.reaches(), key.device)[:, None]
             if window is not None:
                 seen &= key > query - window
             mask = self._masks[(window, dtype)] = additive(seen, dtype)
@@ -167,7 +168,7 @@ def paged_step(store: KVStore, parts: list[Part]) -> PagedStep:
         table = np.array(part.blocks[: -(-part.stop // size)])
         position = np.arange(part.start, part.stop)
         slots.append(table[position // size] * size + position % size)
-    return PagedStep(store, parts, torch.from_numpy(np.concatenate(slots)).to(store.device))
+    return PagedStep(store, parts, upload(np.concatenate(slots), store.device))
 
 
 def decode_groups(parts: list[Part], block_size: int, device: torch.device) -> list[DecodeGroup]:
@@ -185,8 +186,8 @@ def decode_groups(parts: list[Part], block_size: int, device: torch.device) -> l
             row[:count] = part.blocks[:count]
             row[count:] = part.blocks[count - 1]
         lengths = np.array([part.stop for part in group])
-        tensors = torch.from_numpy(table.ravel()).to(device), torch.from_numpy(lengths).to(device)
-        groups.append(DecodeGroup(begin, end, *tensors, group))
+        blocks, seen = upload_all([table.ravel(), lengths], device)
+        groups.append(DecodeGroup(begin, end, blocks, seen, group))
         begin = end
     return groups
 
@@ -199,7 +200,7 @@ def prefill_chunks(parts: list[Part], block_size: int, device: torch.device) -> 
         end = begin + part.stop - part.start
         if end - begin > 1:
             table = np.array(part.blocks[: -(-part.stop // block_size)])
-            chunks.append(Chunk(begin, end, part.start, torch.from_numpy(table).to(device), part))
+            chunks.append(Chunk(begin, end, part.start, upload(table, device), part))
         begin = end
     return chunks
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from segue.kernels.part import Part
+from segue.kernels.staging import upload
 
 
 @dataclass(slots=True)
@@ -42,7 +43,7 @@ def step_tables(parts: Sequence[Part], block_size: int, device: torch.device) ->
         row[:3] = part.stop, begin, part.stop - part.start
         row[3 : 3 + count] = part.blocks[:count]
         begin += part.stop - part.start
-    there = _on(device, packed)
+    there = upload(packed, device)
     mutual = any(not part.causal for part in parts)
     return StepTables(
         singles=singles,
@@ -52,10 +53,5 @@ def step_tables(parts: Sequence[Part], block_size: int, device: torch.device) ->
         counts=there[:, 2].contiguous(),
         longest_key=max((part.stop for part in parts[:singles]), default=0),
         longest_chunk=max((part.stop - part.start for part in parts[singles:]), default=0),
-        reaches=_on(device, np.concatenate([part.reaches() for part in parts])) if mutual else None,
+        reaches=upload(np.concatenate([part.reaches() for part in parts]), device) if mutual else None,
     )
-
-
-def _on(device: torch.device, array: np.ndarray) -> torch.Tensor:
-    there = torch.from_numpy(array)
-    return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there

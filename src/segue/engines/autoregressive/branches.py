@@ -99,6 +99,10 @@ class Forks(Branching):
         """Nothing is given out before all have ended."""
         return self.count > self._shown
 
+    @property
+    def foreseeable(self) -> bool:
+        return self.forked and not self.new
+
     def fork(self, block_size: int) -> list[Sequence]:
         """All of them, the sequence that computed the prompt first; `new` are the others."""
         root = self._root

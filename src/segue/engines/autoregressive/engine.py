@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 
 import torch
 
@@ -17,16 +16,16 @@ from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.contract import AutoregressiveAdapter, Prompt
 from segue.engines.autoregressive.decode_graphs import DecodeGraphs, batch_sizes, cuda_capture, run_again
 from segue.engines.autoregressive.grammar import Grammars
-from segue.engines.autoregressive.inputs import Scheduled, flat_batch
+from segue.engines.autoregressive.inputs import Scheduled
 from segue.engines.autoregressive.invariant import InvariantAdapter, check_invariant
 from segue.engines.autoregressive.jobs import Job, Limits, Run
+from segue.engines.autoregressive.launch import Flight, Landed, Launcher, Ran
 from segue.engines.autoregressive.logprobs import check_logprobs
 from segue.engines.autoregressive.memory import stored_as
 from segue.engines.autoregressive.mutual import longest_of
 from segue.engines.autoregressive.outputs import accept, announce, give_rows, nothing_left
-from segue.engines.autoregressive.picks import Pick, branched, pick, targets
+from segue.engines.autoregressive.picks import Pick
 from segue.engines.autoregressive.policies import Accounts, rank
-from segue.engines.autoregressive.prompt_logprobs import gather_prompt_logprobs
 from segue.engines.autoregressive.roster import Roster
 from segue.engines.autoregressive.scheduler import Scheduler
 from segue.engines.autoregressive.sequence import Sequence
@@ -34,28 +33,8 @@ from segue.engines.autoregressive.speculation.speculation import NO_SPECULATION,
 from segue.engines.autoregressive.warm_up import warm_up
 from segue.engines.contract import Payload, StageOutput, StageRequest
 from segue.kernels.backends import attention_backend
-from segue.kernels.paged_step import HybridStep, PagedStep, paged_step
-from segue.kernels.part import Part, step_order
+from segue.kernels.paged_step import HybridStep, PagedStep
 from segue.messages.errors import ConfigError, InvalidRequest, SegueError, StageFailed
-
-
-@dataclass(slots=True)
-class Ran:
-    """What the model gave for a flat batch."""
-
-    hidden: torch.Tensor
-    """[tokens, hidden]"""
-    captured: torch.Tensor | None
-    """[tokens, width]"""
-    finite: torch.Tensor
-    """[tokens] bool"""
-    attention: PagedStep | HybridStep
-    positions: torch.Tensor
-    """[tokens] on the first rotary axis."""
-    picks: dict[str, Pick] = field(default_factory=dict)
-    """By sequence."""
-    searches: list[BeamGroup] = field(default_factory=list)
-    """The beam searches that have sequences in this step."""
 
 
 class AutoregressiveEngine:
@@ -67,10 +46,13 @@ class AutoregressiveEngine:
         config: AutoregressiveConfig,
         grammars: Grammars | None = None,
         speculation: Speculation | None = None,
+        *,
+        ahead: bool | None = None,
     ) -> None:
         """Allocates the KV cache. Raises `ConfigError` for a model that cannot be served in flat batches.
 
-        `grammars` wakes whoever waits for work when a grammar is there; None: nobody does.
+        `grammars` wakes whoever waits for work when a grammar is there; None: nobody does. `ahead`: launch a step
+        before the one before it has landed, where that can be; None: on devices that run beside the host.
         """
         kernel = "torch" if config.deterministic else config.attention
         backend = attention_backend(kernel, adapter.device, config.block_size)
@@ -107,6 +89,11 @@ class AutoregressiveEngine:
         self._longest = limits.longest(config.num_blocks, adapter.max_model_len)
         self._graphs = self._recorded_decodes() if recorded else None
         self._share_size = config.block_size if config.prefix_caching else 0
+        self._launcher = Launcher(adapter, self._store, self._graphs, self._share_size)
+        # what a drafter guesses hangs on the tokens before, and on their states
+        self._ahead = speculation is None and (adapter.device.type != "cpu" if ahead is None else ahead)
+        self._flight: Flight | None = None
+        """The step that was launched and has not landed."""
         self._grammars = grammars or Grammars.of(adapter)
         self._roster = Roster(self._scheduler)
         self._between: list[StageOutput] = []
@@ -178,42 +165,25 @@ class AutoregressiveEngine:
 
     def has_work(self) -> bool:
         """True if `step` would do something now."""
-        if self._between or any(map(_compiled, self._roster)):
+        if self._between or self._flight is not None or any(map(_compiled, self._roster)):
             return True
         return not self._stalled and any(sequence.job.runnable for sequence in self._roster)
 
     @torch.inference_mode()
     def step(self) -> list[StageOutput]:
-        """Draft, schedule, run, postprocess."""
+        """Launch the next step and land the one before it; or that one first, where it decides what comes next."""
         self._take_grammars()
         outputs, self._between = self._between, []
-        if self._speculation is not None:
-            self._speculation.propose(self._roster, self._scheduler.limits, self._adapter.vocab_size)
-        start = time.perf_counter()
-        decision = self._scheduler.next()
-        copies = self._scheduler.apply(decision)
-        self._put_aside(decision.preempt)
-        self._batch = len(decision.runs)
-        self._stalled = not decision.runs and not decision.preempt
-        if decision.runs:
-            scheduled, attention = self._plan(decision.runs)
-            try:
-                self._store.copy(copies)
-                ran = self._forward(scheduled, attention)
-            # whatever a model raises is the failure of this batch, and of nothing else
-            except Exception as error:
-                failed = StageFailed(f"forward failed: {type(error).__name__}: {error}", stage=_stage(scheduled))
-                failed.__cause__ = error
-                ids = dict.fromkeys(sequence.request.request_id for sequence, _ in scheduled)
-                outputs += [self._fail(request_id, failed, scrub=True) for request_id in ids]
-            else:
-                outputs += self._postprocess(scheduled, ran)
-                outputs += self._advance(ran.searches)
-                if self._speculation is not None:
-                    alive = {sequence.job.key for sequence, _ in scheduled if sequence in self._roster}
-                    seconds = time.perf_counter() - start
-                    self._speculation.learn(scheduled, alive, ran.hidden, ran.positions, seconds)
-        if not self._roster:
+        before, self._flight = self._flight, None
+        flight = self._launch(before)
+        if before is not None:
+            outputs += self._land(before)
+            flight = flight or self._launch(None)
+        if flight is not None and self._ahead and flight.open:
+            self._flight = flight
+        elif flight is not None:
+            outputs += self._land(flight)
+        if not self._roster and self._flight is None:
             self._pool.audit_idle()
         return outputs
 
@@ -271,55 +241,87 @@ class AutoregressiveEngine:
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
-    def _plan(self, runs: Seq[Run]) -> tuple[list[Scheduled], PagedStep | HybridStep]:
-        """The sequences of the step in the order of the flat batch, and what attention needs to know of them."""
-        ordered = sorted(runs, key=step_order)
-        scheduled = [Scheduled(self._roster[run.job.key], run) for run in ordered]
-        groups = [
-            paged_step(self._store, [_part(run, group, self._config.block_size) for run in ordered])
-            for group in range(self._store.layout.groups)
-        ]
-        return scheduled, groups[0] if len(groups) == 1 else HybridStep(groups, self._store.layout.group_of)
+    def _launch(self, before: Flight | None) -> Flight | None:
+        """Draft, schedule, run. `before`: the step that was launched last and has not landed: all of its sequences go
+        on, whatever it gives. None: nothing can run, or `before` must land first."""
+        if before is not None:
+            self._expect(before)
+        elif self._speculation is not None:
+            self._speculation.propose(self._roster, self._scheduler.limits, self._adapter.vocab_size)
+        began = time.perf_counter()
+        decision = self._scheduler.next(() if before is None else before.runs)
+        if before is not None and (decision.preempt or not decision.runs):
+            return None
+        copies = self._scheduler.apply(decision)
+        self._put_aside(decision.preempt)
+        self._batch = len(decision.runs)
+        self._stalled = not decision.runs and not decision.preempt
+        if not decision.runs:
+            return None
+        scheduled, attention = self._launcher.plan(decision.runs, self._roster)
+        self._scheduler.launched(decision.runs)
+        try:
+            self._store.copy(copies)
+            ran = self._launcher.run(scheduled, attention, None if before is None else before.newest)
+        except Exception as error:
+            return Flight(scheduled, _failure(scheduled, error), began, open=False)
+        foreseeable = all(sequence.foreseeable and not sequence.wants_rows for sequence, _ in scheduled)
+        return Flight(scheduled, ran, began, open=foreseeable)
 
-    def _forward(self, scheduled: list[Scheduled], attention: PagedStep | HybridStep) -> Ran:
-        adapter = self._adapter
-        embeds, batch = flat_batch(adapter, scheduled, attention)
-        recorded = None if self._graphs is None else self._graphs.run(embeds, batch)
-        hidden, captured = recorded or adapter.forward(embeds, batch)
-        if captured is not None and self._store.rows is not None:
-            captured = captured.to(self._store.rows.dtype)
-            self._store.rows.index_copy_(0, attention.slots, captured)
-        finite = torch.isfinite(hidden.sum(dim=-1, dtype=torch.float32))
-        gather_prompt_logprobs(adapter, scheduled, hidden)
-        ran = Ran(hidden, captured, finite, attention, batch.positions[0])
-        ran.searches = list(
-            dict.fromkeys(sequence.branches for sequence, _ in scheduled if isinstance(sequence.branches, BeamGroup))
-        )
-        wanted, of_beams = branched(targets(scheduled), self._share_size)
-        drawn = [row for target in wanted for row in target.rows]
-        rows = [*drawn, *(row for beams in of_beams.values() for row in beams)]
-        if not rows:
-            return ran
-        alike = rows == list(range(len(hidden)))
-        logits = adapter.logits(hidden if alike else hidden[torch.tensor(rows, device=hidden.device)])
-        ran.picks = pick(wanted, logits[: len(drawn)], adapter.vocabulary) if wanted else {}
-        at = len(drawn)
-        for search, beams in of_beams.items():
-            search.pick(logits[at : at + len(beams)])
-            at += len(beams)
-        return ran
+    def _expect(self, flight: Flight) -> None:
+        """Let its sequences look as if it had landed and had given each the token it draws."""
+        flight.expected = True
+        for sequence, run in flight.scheduled:
+            if sequence in self._roster:
+                drawn = run.stop == sequence.job.length
+                self._scheduler.expect(run)
+                if drawn:
+                    sequence.expect(self._share_size)
 
-    def _postprocess(self, scheduled: list[Scheduled], ran: Ran) -> list[StageOutput]:
+    def _land(self, flight: Flight) -> list[StageOutput]:
+        """Wait for the device; then postprocess."""
+        self._scheduler.landed(flight.runs)
+        if flight.expected:  # now it is known
+            for sequence, run in flight.scheduled:
+                if sequence in self._roster:
+                    self._scheduler.recall(run)
+                    sequence.refresh(self._share_size)
+        ran = flight.ran
+        if not isinstance(ran, StageFailed):
+            try:
+                landed = self._launcher.read(ran)
+            except Exception as error:  # what a device says late
+                ran = _failure(flight.scheduled, error)
+        if isinstance(ran, StageFailed):
+            here = (sequence for sequence, _ in flight.scheduled if sequence in self._roster)
+            ids = dict.fromkeys(sequence.request.request_id for sequence in here)
+            outputs = [self._fail(request_id, ran, scrub=True) for request_id in ids]
+        else:
+            outputs = self._postprocess(flight.scheduled, ran, landed)
+            outputs += self._advance(ran.searches)
+            if self._speculation is not None:
+                alive = {sequence.job.key for sequence, _ in flight.scheduled if sequence in self._roster}
+                seconds = time.perf_counter() - flight.began
+                self._speculation.learn(flight.scheduled, alive, ran.hidden, ran.positions, seconds)
+        self._scheduler.settle()
+        self._stalled = False
+        return outputs
+
+    def _postprocess(self, scheduled: list[Scheduled], ran: Ran, landed: Landed) -> list[StageOutput]:
         outputs: list[StageOutput] = []
-        fine = None if bool(ran.finite.all()) else ran.finite.tolist()
+        picks = landed.picks
         begin = end = 0
         for sequence, run in scheduled:
             begin, end = end, end + run.tokens
+            finite = bool(landed.finite[begin:end].all())
             if sequence not in self._roster:
-                continue  # its request has failed in this step
+                # its request has failed in this step, or was over when it landed: nobody else has its blocks yet
+                if not finite:
+                    self._store.scrub(self._pool.private(run.job.blocks))
+                continue
             forks = self._new_forks(sequence)
-            taken = [ran.picks[fork.job.key] for fork in (sequence, *forks) if fork.job.key in ran.picks]
-            broken = not all(picked.finite for picked in taken) or (fine is not None and not all(fine[begin:end]))
+            taken = [picks[fork.job.key] for fork in (sequence, *forks) if fork.job.key in picks]
+            broken = not finite or not all(picked.finite for picked in taken)
             if broken and run.drafts:
                 self._undo(sequence, run, ran.attention, slice(begin, end))
                 continue
@@ -337,30 +339,39 @@ class AutoregressiveEngine:
                 self._scheduler.advance(sequence.job, run.stop, publish=sequence.shareable)
             for fork in forks:
                 self._roster.fork(sequence, fork)
+            rows = None if ran.captured is None else ran.captured[begin:end]
             for branch in (sequence, *forks):
-                output = StageOutput(branch.request.request_id, index=branch.index)
-                new = announce(branch, run, output)
-                picked = ran.picks.get(branch.job.key)
-                if picked is not None:
-                    if branch.index == 0 and branch.generated == 0:
-                        branch.tell_prompt(output)
-                    self._accept(branch, run, picked, output)
-                    new = True
+                output, new = self._output(branch, run, picks.get(branch.job.key), rows, forked=bool(forks))
                 if output.error is not None:
                     outputs.append(self._fail(output.request_id, output.error))
                     break
-                if not forks:
-                    # the newest token is never computed: rejected drafts come after it, and what follows an end
-                    computed = run.stop if picked is None else sequence.job.length - 1
-                    self._scheduler.advance(sequence.job, computed, publish=sequence.shareable)
-                if ran.captured is not None and branch.wants_rows:
-                    rows = ran.captured[begin : begin + branch.job.computed - run.start]
-                    new |= give_rows(branch, run, rows, self._store, output)
                 if new:
                     outputs += branch.branches.give(output) if isinstance(branch.branches, Forks) else [output]
                 if output.finished:
                     self._remove(branch)
         return outputs
+
+    def _output(
+        self, sequence: Sequence, run: Run, picked: Pick | None, captured: torch.Tensor | None, *, forked: bool
+    ) -> tuple[StageOutput, bool]:
+        """What a step has made for a sequence, and whether there is any. `captured`: [tokens of the run, width]."""
+        output = StageOutput(sequence.request.request_id, index=sequence.index)
+        new = announce(sequence, run, output)
+        if picked is not None:
+            if sequence.index == 0 and sequence.generated == 0:
+                sequence.tell_prompt(output)
+            self._accept(sequence, run, picked, output)
+            new = True
+        if output.error is not None:
+            return output, new
+        if not forked:
+            # the newest token is never computed: rejected drafts come after it, and what follows an end
+            computed = run.stop if picked is None else sequence.job.length - 1
+            self._scheduler.advance(sequence.job, computed, publish=sequence.shareable)
+        if captured is not None and sequence.wants_rows:
+            rows = captured[: sequence.job.computed - run.start]
+            new |= give_rows(sequence, run, rows, self._store, output)
+        return output, new
 
     def _undo(self, sequence: Sequence, run: Run, attention: PagedStep | HybridStep, rows: slice) -> None:
         """NaN in a run with drafts: it may come of a wrong one, and masked it spoils those before it all the same. The
@@ -442,13 +453,9 @@ def _compiled(sequence: Sequence) -> bool:
     return sequence.compiling is not None and sequence.compiling.done
 
 
-def _part(run: Run, group: int, block_size: int) -> Part:
-    """The run as a group of layers sees it: counted from the first block it still has."""
-    table = run.job.tables[group]
-    before = table.first * block_size
-    mutual = [(start - before, stop - before) for start, stop in run.job.mutual if run.start <= start < run.stop]
-    return Part(table.blocks, run.start - before, run.stop - before, mutual)
-
-
-def _stage(scheduled: list[Scheduled]) -> str:
-    return scheduled[0].sequence.request.stage
+def _failure(scheduled: Seq[Scheduled], error: Exception) -> StageFailed:
+    """Whatever a model raises is the failure of this batch, and of nothing else."""
+    stage = scheduled[0].sequence.request.stage
+    failed = StageFailed(f"forward failed: {type(error).__name__}: {error}", stage=stage)
+    failed.__cause__ = error
+    return failed

@@ -22,6 +22,7 @@ from segue.engines.autoregressive.grammar_process import CompilerHome
 from segue.engines.autoregressive.json_schema import unsupported
 from segue.engines.autoregressive.xgrammar_compiler import MAX_COMPILED_BYTES, XGrammar, blank_mask, possible
 from segue.engines.contract import StageRequest
+from segue.kernels.staging import upload
 from segue.messages.errors import InvalidRequest, SegueError, StageFailed
 from segue.messages.sampling import StructuredOutput
 
@@ -152,7 +153,9 @@ def apply_grammars(logits: torch.Tensor, places: Sequence[Place]) -> None:
             grammar.mask(bitmask, first + taken)
             rows.append(first + taken)
         grammar.rollback(taken)
-    apply_token_bitmask_inplace(logits, bitmask.to(logits.device), vocab_size=logits.shape[-1], indices=rows)
+    apply_token_bitmask_inplace(
+        logits, upload(bitmask.numpy(), logits.device), vocab_size=logits.shape[-1], indices=rows
+    )
 
 
 class Compilation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -9,9 +10,10 @@ import numpy as np
 import torch
 
 from segue.engines.autoregressive.contract import AutoregressiveAdapter, FlatBatch
-from segue.engines.autoregressive.jobs import Run
+from segue.engines.autoregressive.jobs import Job, Run
 from segue.engines.autoregressive.sequence import Sequence
 from segue.kernels.paged_step import HybridStep, PagedStep
+from segue.kernels.staging import upload_all
 
 
 class Scheduled(NamedTuple):
@@ -21,12 +23,23 @@ class Scheduled(NamedTuple):
     run: Run
 
 
+class Newest(NamedTuple):
+    """Tokens that were drawn and are not known on the host."""
+
+    tokens: torch.Tensor
+    """[n] long"""
+    places: Mapping[Job, int]
+    """Where in `tokens` the token after its known ones is."""
+
+
 def flat_batch(
-    adapter: AutoregressiveAdapter, scheduled: Seq[Scheduled], attention: PagedStep | HybridStep
+    adapter: AutoregressiveAdapter, scheduled: Seq[Scheduled], attention: PagedStep | HybridStep, newest: Newest | None
 ) -> tuple[torch.Tensor, FlatBatch]:
     """(embeddings [tokens, hidden], the batch). Prompts with embeddings of their own keep them; all other tokens are
-    embedded in one call, or two where generated tokens are conditioned."""
+    embedded in one call, or two where generated tokens are conditioned. `newest`: where sequences have tokens beyond
+    the known ones."""
     ids: list[int] = []
+    coming: list[tuple[int, int]] = []
     places: list[np.ndarray] = []
     own: list[tuple[int, torch.Tensor]] = []
     plain: list[tuple[int, int]] = []
@@ -34,6 +47,11 @@ def flat_batch(
     for sequence, run in scheduled:
         begin = len(ids)
         ids += sequence.tokens(run.start, run.stop)
+        if len(ids) < begin + run.tokens:
+            assert newest is not None
+            coming.append((len(ids), newest.places[run.job]))
+            ids.append(0)
+        assert len(ids) == begin + run.tokens, "tokens that nobody has drawn"
         places.append(sequence.positions(run.start, run.stop))
         border = min(max(sequence.prompt_length, run.start), run.stop)
         middle = begin + border - run.start
@@ -49,8 +67,11 @@ def flat_batch(
             conditioned.append((middle, len(ids), rows))
         elif border < run.stop:
             plain.append((middle, len(ids)))
-    token_ids = torch.tensor(ids, device=adapter.device)
-    positions = torch.from_numpy(np.concatenate(places, axis=1)).to(adapter.device)
+    arrays = [np.array(ids), np.concatenate(places, axis=1), np.array(coming, dtype=np.int64).reshape(-1, 2).T]
+    token_ids, positions, moves = upload_all(arrays, adapter.device)
+    if coming:
+        assert newest is not None
+        token_ids.index_copy_(0, moves[0], newest.tokens.index_select(0, moves[1]))
     pieces = list(own)
     if plain:
         ranges = [(begin, end) for begin, end in plain]

@@ -22,7 +22,7 @@ class Table:
 @dataclass(slots=True, eq=False)
 class Job:
     """A sequence as the scheduler sees it. The engine owns `length`, `ready`, `drafts`, `hashes`, `fresh`, `mutual` and
-    `paused`; the scheduler owns `computed`, `tables`, `forked` and `running`."""
+    `paused`; the scheduler owns `computed`, `launched`, `tables`, `forked` and `running`."""
 
     key: str
     rank: Rank
@@ -35,6 +35,8 @@ class Job:
     """Guessed tokens after the known ones, to be verified in the step that computes the last known one."""
     computed: int = 0
     """Tokens in the KV cache."""
+    launched: int = 0
+    """Tokens up to here are being computed by a step that has not landed; 0: no step has it."""
     tables: list[Table] = field(default_factory=list)
     """One per group of layers, all reaching equally far; none while it waits."""
     hashes: list[bytes] = field(default_factory=list)

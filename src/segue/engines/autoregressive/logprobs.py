@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from segue.engines.autoregressive.contract import Vocabulary
 from segue.engines.contract import StageRequest
+from segue.kernels.staging import Readback, upload
 from segue.messages.deltas import TokenLogprobs, TopToken
 from segue.messages.errors import InvalidRequest
 from segue.messages.sampling import SamplingParams
@@ -92,35 +94,48 @@ class Likelihoods:
 
     def of(self, chosen: Seq[int], vocabulary: Vocabulary | None) -> list[TokenLogprobs]:
         """What is to be told, row by row, now that `chosen` are the tokens."""
+        asked = self.asked(upload(np.array(chosen, dtype=np.int64), self._scores.device))
+        return told(self._wanted, Readback(asked).wait(), vocabulary)
+
+    def asked(self, chosen: torch.Tensor) -> list[torch.Tensor]:
+        """What `told` tells of, on the device. `chosen` [rows] long: the tokens.
+
+        [rows, 1 + n] the chosen token, then those asked for by id (rows that ask for fewer repeat the chosen one);
+        their log-probabilities; their ranks; [rows, most] the most likely tokens; their log-probabilities.
+        """
         extra = max(len(one.token_ids) for one in self._wanted)
-        # the chosen token, then those asked for by id; rows that ask for fewer repeat the chosen one
-        ids = [
-            [token, *one.token_ids, *[token] * (extra - len(one.token_ids))]
-            for token, one in zip(chosen, self._wanted, strict=True)
+        ids = chosen[:, None]
+        if extra:
+            named = np.array([[*one.token_ids, *[-1] * (extra - len(one.token_ids))] for one in self._wanted])
+            others = upload(named, ids.device)
+            ids = torch.cat([ids, torch.where(others < 0, ids, others)], dim=1)
+        values = self._scores.gather(1, ids)
+        ranks = [(self._scores > values[:, [column]]).sum(dim=-1) + 1 for column in range(extra + 1)]
+        best = (ids[:, :0], values[:, :0]) if self._best is None else (self._best.indices, self._best.values)
+        return [ids, values, torch.stack(ranks, dim=1), *best]
+
+
+def told(wanted: Seq[Wanted], asked: Seq[np.ndarray], vocabulary: Vocabulary | None) -> list[TokenLogprobs]:
+    """Row by row, from what `Likelihoods.asked` gave, brought to the host."""
+    ids, values, places, best_ids, best_values = (array.tolist() for array in asked)
+    said = _Texts(vocabulary)
+    found = []
+    for row, one in enumerate(wanted):
+        top: list[TopToken] = []
+        rank = 0
+        for place, (token, value) in enumerate(zip(best_ids[row][: one.top], best_values[row], strict=False), 1):
+            rank = place if not top or value < top[-1].logprob else rank
+            top.append(said.token(token, value, rank))
+        known = {token.token_id for token in top}
+        named = [
+            said.token(ids[row][column], values[row][column], places[row][column])
+            for column in range(1, len(one.token_ids) + 1)
+            if ids[row][column] not in known
         ]
-        asked = self._scores.gather(1, torch.tensor(ids, device=self._scores.device))
-        ranks = [(self._scores > asked[:, [column]]).sum(dim=-1) + 1 for column in range(extra + 1)]
-        values, places = asked.tolist(), torch.stack(ranks, dim=1).tolist()
-        best_values = self._best.values.tolist() if self._best is not None else [[]] * len(ids)
-        best_ids = self._best.indices.tolist() if self._best is not None else [[]] * len(ids)
-        said = _Texts(vocabulary)
-        found = []
-        for row, one in enumerate(self._wanted):
-            top: list[TopToken] = []
-            rank = 0
-            for place, (token, value) in enumerate(zip(best_ids[row][: one.top], best_values[row], strict=False), 1):
-                rank = place if not top or value < top[-1].logprob else rank
-                top.append(said.token(token, value, rank))
-            known = {token.token_id for token in top}
-            named = [
-                said.token(ids[row][column], values[row][column], places[row][column])
-                for column in range(1, len(one.token_ids) + 1)
-                if ids[row][column] not in known
-            ]
-            if named:
-                top = sorted([*top, *named], key=lambda token: token.rank)
-            found.append(TokenLogprobs(said.token(ids[row][0], values[row][0], places[row][0]), top))
-        return found
+        if named:
+            top = sorted([*top, *named], key=lambda token: token.rank)
+        found.append(TokenLogprobs(said.token(ids[row][0], values[row][0], places[row][0]), top))
+    return found
 
 
 class _Texts:

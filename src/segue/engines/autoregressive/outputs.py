@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from segue.engines.autoregressive.jobs import Run
@@ -9,6 +10,7 @@ from segue.engines.autoregressive.picks import Pick
 from segue.engines.autoregressive.sequence import Sequence
 from segue.engines.contract import Rows, StageOutput
 from segue.kernels.kv_store import KVStore
+from segue.kernels.staging import upload
 from segue.messages.errors import InvalidRequest, StageFailed
 
 
@@ -83,7 +85,7 @@ def give_rows(sequence: Sequence, run: Run, computed: torch.Tensor, store: KVSto
         rows, size = store.rows, store.block_size
         assert rows is not None
         where = torch.arange(start, stop, device=rows.device)
-        blocks = torch.tensor(sequence.job.tables[0].blocks, device=rows.device)  # group 0 keeps all of them
+        blocks = upload(np.array(sequence.job.tables[0].blocks), rows.device)  # group 0 keeps all of them
         data = rows[blocks[where // size] * size + where % size]
     output.captured = Rows(start, data)
     if start == 0:

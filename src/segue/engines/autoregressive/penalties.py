@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from segue.engines.autoregressive.words import BadWords
+from segue.kernels.staging import upload
 from segue.messages.sampling import SamplingParams
 
 Ids = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -159,7 +160,7 @@ def _allow(logits: torch.Tensor, rules: Sequence[RowRules]) -> None:
         return
     rows, ids = _on(logits, kept[0]), _on(logits, kept[1])
     scores = logits[rows, ids]
-    logits[rows.unique()] = float("-inf")
+    logits[_on(logits, np.unique(kept[0]))] = float("-inf")
     logits[rows, ids] = scores
 
 
@@ -189,7 +190,7 @@ def _pairs(entries: Iterable[tuple[int, np.ndarray, np.ndarray]]) -> tuple[np.nd
 
 
 def _on(like: torch.Tensor, array: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(array).to(like.device)
+    return upload(array, like.device)
 
 
 def _ids(tokens: Iterable[int], vocab_size: int) -> Ids:

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from segue.engines.autoregressive.beam_group import BeamGroup
 from segue.engines.autoregressive.branches import Forks, scored
 from segue.engines.autoregressive.contract import Vocabulary
 from segue.engines.autoregressive.grammar import Place, apply_grammars
-from segue.engines.autoregressive.inputs import Scheduled
-from segue.engines.autoregressive.logprobs import Likelihoods
+from segue.engines.autoregressive.inputs import Newest, Scheduled
+from segue.engines.autoregressive.logprobs import Likelihoods, told
 from segue.engines.autoregressive.penalties import apply_rules
 from segue.engines.autoregressive.sampler import RowSampler, choose
 from segue.engines.autoregressive.sequence import Sequence
 from segue.engines.autoregressive.speculation.acceptance import accepted
+from segue.kernels.staging import upload
 from segue.messages.deltas import TokenLogprobs
 
 
@@ -27,6 +29,8 @@ class Target:
     sequence: Sequence
     rows: range
     """That of its last known token, and one per draft after it."""
+    generated: int
+    """Tokens generated before the one that is drawn from the first of them."""
     drafts: list[int] = field(default_factory=list)
     """Guesses that are verified: `rows[j]` sees drafts[:j]."""
 
@@ -55,7 +59,10 @@ def targets(scheduled: Seq[Scheduled]) -> list[Target]:
     for sequence, run in scheduled:
         end += run.tokens
         if run.stop - run.drafts == sequence.job.length:
-            found.append(Target(sequence, range(end - 1 - run.drafts, end), sequence.drafts[: run.drafts]))
+            # the newest of its tokens may not be known on the host
+            generated = run.stop - run.drafts - sequence.prompt_length
+            rows = range(end - 1 - run.drafts, end)
+            found.append(Target(sequence, rows, generated, sequence.drafts[: run.drafts]))
     return found
 
 
@@ -72,7 +79,7 @@ def branched(wanted: Seq[Target], block_size: int) -> tuple[list[Target], dict[B
         if isinstance(branches, Forks) and not branches.forked:
             # one with several tokens of an earlier attempt has those to compute first
             now = [fork for fork in branches.fork(block_size) if fork.job.length == sequence.prompt_length]
-            drawing += [Target(fork, target.rows) for fork in now]
+            drawing += [Target(fork, target.rows, fork.generated) for fork in now]
         elif not isinstance(branches, BeamGroup):
             drawing.append(target)
         elif sequence in branches.beams:
@@ -82,14 +89,59 @@ def branched(wanted: Seq[Target], block_size: int) -> tuple[list[Target], dict[B
     return drawing, searches
 
 
-def pick(wanted: Seq[Target], logits: torch.Tensor, vocabulary: Vocabulary | None) -> dict[str, Pick]:
-    """By request. `logits` [rows of all targets, vocab] float32, which may be changed."""
-    finite = torch.isfinite(logits.sum(dim=-1)).tolist()
-    sequences = [target.sequence for target in wanted for _ in target.rows]
-    telling = [row for row, sequence in enumerate(sequences) if sequence.logprobs is not None]
-    likely = _likelihoods(sequences, telling, logits)
-    places = scored(sequences)
-    before = logits[places].log_softmax(dim=-1) if places else logits[:0]
+class Drawn:
+    """What the logits of some targets gave, on the device; `settle` makes `Pick`s of it on the host."""
+
+    def __init__(self, wanted: Seq[Target], logits: torch.Tensor) -> None:
+        """`logits` [rows of all targets, vocab] float32, which may be changed."""
+        self._wanted = wanted
+        sequences = [target.sequence for target in wanted for _ in target.rows]
+        finite = torch.isfinite(logits.sum(dim=-1))
+        self._telling = [row for row, sequence in enumerate(sequences) if sequence.logprobs is not None]
+        self._scored = scored(sequences)
+        likely = _likelihoods(sequences, self._telling, logits)
+        before = _some(logits, self._scored).log_softmax(dim=-1) if self._scored else None
+        samplers, generated = _rules(wanted, logits)
+        stuck = _stuck(sequences, logits)
+        self.tokens = _forced(sequences, choose(logits, samplers, generated))
+        """[rows] long, each of the vocabulary, whatever the logits were."""
+        asked = likely.asked(_some(self.tokens, self._telling)) if likely else []
+        scores = [] if before is None else [before.gather(1, _some(self.tokens, self._scored)[:, None])]
+        self.tensors = [self.tokens, finite, stuck, *scores, *asked]
+        """For `settle`."""
+
+    @property
+    def newest(self) -> Newest:
+        """The last token of each target, for the step after this one; of targets without drafts."""
+        places, begin = {}, 0
+        for target in self._wanted:
+            places[target.sequence.job] = begin
+            begin += len(target.rows)
+        return Newest(self.tokens, places)
+
+    def settle(self, arrays: Seq[np.ndarray], vocabulary: Vocabulary | None) -> dict[str, Pick]:
+        """By sequence. `arrays`: `tensors`, brought to the host."""
+        rest = list(arrays)
+        drawn, finite = rest.pop(0).tolist(), rest.pop(0).tolist()
+        stuck = set(np.flatnonzero(rest.pop(0)).tolist())
+        scores = dict(zip(self._scored, rest.pop(0)[:, 0].tolist() if self._scored else (), strict=True))
+        sequences = [target.sequence for target in self._wanted for _ in target.rows]
+        asking = [asked for row in self._telling if (asked := sequences[row].logprobs) is not None]
+        likely = dict(zip(self._telling, told(asking, rest, vocabulary) if asking else (), strict=True))
+        picks, begin = {}, 0
+        for target in self._wanted:
+            rows = range(begin, begin + len(target.rows))
+            begin = rows.stop
+            picked = _settle(target.drafts, [drawn[row] for row in rows], all(finite[row] for row in rows), rows, stuck)
+            kept = rows[: len(picked.tokens)]
+            picked.logprobs = [likely[row] for row in kept if row in likely]
+            picked.scores = [scores[row] for row in kept if row in scores]
+            picks[target.sequence.job.key] = picked
+        return picks
+
+
+def _rules(wanted: Seq[Target], logits: torch.Tensor) -> tuple[list[RowSampler], list[int]]:
+    """Apply what the requests forbid, penalise and prefer: (row by row, what draws the token, and which one it is)."""
     samplers: list[RowSampler] = []
     generated: list[int] = []
     held: list[Place] = []
@@ -100,28 +152,20 @@ def pick(wanted: Seq[Target], logits: torch.Tensor, vocabulary: Vocabulary | Non
             held.append(Place(target.sequence.grammar, len(samplers), target.drafts))
         for place in range(len(target.rows)):
             samplers.append(target.sequence.sampler.after(target.drafts[:place]))
-            generated.append(target.sequence.generated + place)
+            generated.append(target.generated + place)
     if not all(sampler.rules.plain for sampler in samplers):
         apply_rules(logits, [sampler.rules for sampler in samplers], generated)
     apply_grammars(logits, held)
-    stuck = _stuck(sequences, logits)
-    # the last token of an earlier attempt is taken, whatever is drawn now
-    drawn = [
-        token if sequence.forced is None else sequence.forced
-        for sequence, token in zip(sequences, choose(logits, samplers, generated), strict=True)
-    ]
-    scores = {place: row[drawn[place]].item() for row, place in zip(before, places, strict=True)}
-    told = dict(zip(telling, likely.of([drawn[row] for row in telling], vocabulary) if likely else (), strict=True))
-    picks, begin = {}, 0
-    for target in wanted:
-        rows = range(begin, begin + len(target.rows))
-        begin = rows.stop
-        picked = _settle(target.drafts, [drawn[row] for row in rows], all(finite[row] for row in rows), rows, stuck)
-        kept = rows[: len(picked.tokens)]
-        picked.logprobs = [told[row] for row in kept if row in told]
-        picked.scores = [scores[row] for row in kept if row in scores]
-        picks[target.sequence.job.key] = picked
-    return picks
+    return samplers, generated
+
+
+def _forced(sequences: Seq[Sequence], tokens: torch.Tensor) -> torch.Tensor:
+    """The last token of an earlier attempt is taken, whatever is drawn now."""
+    forced = [-1 if sequence.forced is None else sequence.forced for sequence in sequences]
+    if max(forced) < 0:
+        return tokens
+    taken = upload(np.array(forced), tokens.device)
+    return torch.where(taken < 0, tokens, taken)
 
 
 def _settle(drafts: list[int], drawn: list[int], finite: bool, rows: range, stuck: set[int]) -> Pick:
@@ -143,14 +187,18 @@ def _likelihoods(sequences: Seq[Sequence], telling: Seq[int], logits: torch.Tens
     wanted = [asked for row in telling if (asked := sequences[row].logprobs) is not None]
     if not wanted:
         return None
-    rows = logits if len(telling) == len(logits) else logits[torch.tensor(telling, device=logits.device)]
-    return Likelihoods(rows, wanted)
+    return Likelihoods(_some(logits, telling), wanted)
 
 
-def _stuck(sequences: Seq[Sequence], logits: torch.Tensor) -> set[int]:
-    """Rows of which every token is forbidden; they are made harmless."""
+def _stuck(sequences: Seq[Sequence], logits: torch.Tensor) -> torch.Tensor:
+    """[rows] bool: every token is forbidden. Such rows are made harmless."""
     if not any(sequence.restricted for sequence in sequences):
-        return set()
-    nothing = (logits.amax(dim=-1) == float("-inf")).nonzero()[:, 0]
-    logits[nothing] = 0.0
-    return set(nothing.tolist())
+        return torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+    nothing = logits.amax(dim=-1) == float("-inf")
+    logits.masked_fill_(nothing[:, None], 0.0)
+    return nothing
+
+
+def _some(tensor: torch.Tensor, rows: Seq[int]) -> torch.Tensor:
+    """These rows, in order; none is there twice."""
+    return tensor if len(rows) == len(tensor) else tensor.index_select(0, upload(np.array(rows), tensor.device))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+import numpy as np
 import torch
 
 from segue.engines.autoregressive.contract import AutoregressiveAdapter
 from segue.engines.autoregressive.inputs import Scheduled
 from segue.engines.autoregressive.logprobs import Likelihoods, PromptLogprobs
+from segue.kernels.staging import upload
 
 SLICE_BYTES = 64 << 20
 """Logits of prompt rows are made in slices of about so many bytes (float32), whatever the prompt's length."""
@@ -36,7 +38,7 @@ def gather_prompt_logprobs(adapter: AutoregressiveAdapter, scheduled: Seq[Schedu
     size = max(1, SLICE_BYTES // (4 * adapter.vocab_size))
     for start in range(0, len(rows), size):
         part = where[start : start + size]
-        states = hidden[torch.tensor(rows[start : start + size], device=hidden.device)]
+        states = hidden[upload(np.array(rows[start : start + size]), hidden.device)]
         likely = Likelihoods(adapter.logits(states), [asked.wanted for asked, _ in part])
         for (asked, _), one in zip(part, likely.of([token for _, token in part], adapter.vocabulary), strict=True):
             asked.found.append(one)

@@ -23,7 +23,7 @@ class Roster:
         return iter(self._by_key.values())
 
     def __contains__(self, sequence: Sequence) -> bool:
-        return sequence.job.key in self._by_key
+        return self._by_key.get(sequence.job.key) is sequence
 
     def __getitem__(self, key: str) -> Sequence:
         return self._by_key[key]

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from segue.engines.autoregressive.penalties import RowRules, apply_rules
 from segue.engines.autoregressive.words import BadWords
+from segue.kernels.staging import upload, upload_all
 from segue.messages.sampling import GREEDY_BELOW, SamplingParams
 
 _MASK = 2**64 - 1
@@ -77,32 +79,52 @@ def sample(logits: torch.Tensor, rows: Sequence[RowSampler], generated: Sequence
     """One token id per row of `logits` [rows, vocab] float32, which may be changed; row r has `generated[r]` tokens."""
     if not all(row.rules.plain for row in rows):
         apply_rules(logits, [row.rules for row in rows], generated)
-    return choose(logits, rows, generated)
+    return choose(logits, rows, generated).tolist()
 
 
-def choose(logits: torch.Tensor, rows: Sequence[RowSampler], generated: Sequence[int]) -> list[int]:
-    """The same where the rules have been applied. Each row needs a token that is not forbidden."""
+def choose(logits: torch.Tensor, rows: Sequence[RowSampler], generated: Sequence[int]) -> torch.Tensor:
+    """The same where the rules have been applied, as [rows] long on the device. Each row needs a token that is not
+    forbidden; one of NaN gets some token of the vocabulary."""
     drawn = [index for index, row in enumerate(rows) if row.temperature]
     if len(drawn) == len(rows):
         return _draw(logits, rows, generated)
-    tokens = logits.argmax(dim=-1).tolist()
+    tokens = logits.argmax(dim=-1)
     if drawn:
-        some = logits[torch.tensor(drawn, device=logits.device)]
-        picked = _draw(some, [rows[index] for index in drawn], [generated[index] for index in drawn])
-        for index, token in zip(drawn, picked, strict=True):
-            tokens[index] = token
+        some = upload(np.array(drawn), logits.device)
+        mine, known = [rows[index] for index in drawn], [generated[index] for index in drawn]
+        tokens.index_copy_(0, some, _draw(logits.index_select(0, some), mine, known))
     return tokens
 
 
-def _draw(logits: torch.Tensor, rows: Sequence[RowSampler], generated: Sequence[int]) -> list[int]:
-    scores = filtered(logits, rows)
+class _Columns(NamedTuple):
+    """[rows, 1] each, on the device."""
+
+    draws: torch.Tensor
+    """float64"""
+    temperature: torch.Tensor
+    """This and those below: float32."""
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[RowSampler], draws: Sequence[float], device: torch.device) -> _Columns:
+        settings = np.array([(row.temperature, row.top_k, row.top_p, row.min_p) for row in rows], dtype=np.float32)
+        numbers, settled = upload_all([np.array(draws, dtype=np.float64)[:, None], settings], device)
+        return cls(numbers, *settled.split(1, dim=1))
+
+
+def _draw(logits: torch.Tensor, rows: Sequence[RowSampler], generated: Sequence[int]) -> torch.Tensor:
+    columns = _Columns.of(
+        rows, [uniform(row.seed, index) for row, index in zip(rows, generated, strict=True)], logits.device
+    )
+    scores = _filter(logits, rows, columns)
     # float64: in float32 the tail of a large vocabulary would be lost in the sum
     weights = (scores - scores.amax(dim=-1, keepdim=True)).exp_().to(torch.float64)
     cumulative = weights.cumsum(dim=-1)
-    draws = [uniform(row.seed, index) for row, index in zip(rows, generated, strict=True)]
-    target = torch.tensor(draws, dtype=torch.float64, device=logits.device)[:, None] * cumulative[:, -1:]
     # the first token whose cumulative weight exceeds the target: never one of weight 0
-    return torch.searchsorted(cumulative, target, right=True)[:, 0].tolist()
+    found = torch.searchsorted(cumulative, columns.draws * cumulative[:, -1:], right=True)[:, 0]
+    return found.clamp_(max=logits.shape[-1] - 1)  # behind the last one lies what comes of NaN
 
 
 def filtered(logits: torch.Tensor, rows: Sequence[RowSampler]) -> torch.Tensor:
@@ -111,31 +133,41 @@ def filtered(logits: torch.Tensor, rows: Sequence[RowSampler]) -> torch.Tensor:
     A filter keeps every token that is as likely as the last one it keeps, so that the set does not hang on the order
     of equals (transformers' top-k does so too; its top-p splits them).
     """
-    scores = logits / _column(logits, [row.temperature for row in rows])
-    ks = [row.top_k for row in rows]
-    if any(ks):
-        best = scores.topk(max(ks), dim=-1).values
-        last = torch.tensor([max(k - 1, 0) for k in ks], device=logits.device)[:, None]
-        lowest = best.gather(1, last).masked_fill_(_column(logits, ks) == 0, float("-inf"))
+    return _filter(logits, rows, _Columns.of(rows, [0.0] * len(rows), logits.device))
+
+
+def _filter(logits: torch.Tensor, rows: Sequence[RowSampler], columns: _Columns) -> torch.Tensor:
+    scores = logits / columns.temperature
+    most = max(row.top_k for row in rows)
+    if most:
+        best = scores.topk(most, dim=-1).values
+        last = (columns.top_k - 1).clamp_(min=0).long()
+        lowest = best.gather(1, last).masked_fill_(columns.top_k == 0, float("-inf"))
         scores.masked_fill_(scores < lowest, float("-inf"))
-    if any(row.top_p < 1.0 for row in rows):
-        lowest = _nucleus(scores, _column(logits, [row.top_p for row in rows]))
-        scores.masked_fill_(scores < lowest, float("-inf"))
+    cut = [row for row in rows if row.top_p < 1.0]
+    if cut:
+        # top-k leaves so few, and equals of the last one
+        few = all(0 < row.top_k <= _NUCLEUS for row in cut)
+        scores.masked_fill_(scores < _nucleus(scores, columns.top_p, few=few), float("-inf"))
     if any(row.min_p for row in rows):
-        lowest = scores.amax(dim=-1, keepdim=True) + _column(logits, [row.min_p for row in rows]).log()
+        lowest = scores.amax(dim=-1, keepdim=True) + columns.min_p.log()
         scores.masked_fill_(scores < lowest, float("-inf"))
     return scores
 
 
-def _nucleus(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """[rows, 1]: the score of the least likely token that is needed to reach `top_p` (Holtzman et al., 2020, §3.1)."""
+def _nucleus(scores: torch.Tensor, top_p: torch.Tensor, *, few: bool) -> torch.Tensor:
+    """[rows, 1]: the score of the least likely token that is needed to reach `top_p` (Holtzman et al., 2020, §3.1).
+
+    `few`: behind the first `_NUCLEUS` tokens of a row that is cut, all that are left are as likely as the last of
+    those, so it need not be asked (which would wait for the device) whether they suffice.
+    """
     total = scores.logsumexp(dim=-1, keepdim=True)
     vocab = scores.shape[-1]
     width = min(_NUCLEUS, vocab)
     while True:
         best = scores.topk(width, dim=-1).values
         share = (best - total).exp_().cumsum(dim=-1)
-        if width == vocab or bool((share[:, -1:] >= top_p).logical_or_(top_p >= 1.0).all()):
+        if few or width == vocab or bool((share[:, -1:] >= top_p).logical_or_(top_p >= 1.0).all()):
             break
         width = min(vocab, width * 8)
     # a token stays while those before it fall short of top_p
@@ -143,7 +175,3 @@ def _nucleus(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     before[:, 0] = 0.0
     last = (before < top_p).sum(dim=-1, keepdim=True) - 1
     return best.gather(1, last).masked_fill_(top_p >= 1.0, float("-inf"))
-
-
-def _column(like: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None]

@@ -68,15 +68,20 @@ class _Ledger:
 
 
 def schedule(
-    running: Seq[Job], waiting: Seq[Job], pool: BlockPool, limits: Limits, accounts: Accounts | None = None
+    running: Seq[Job],
+    waiting: Seq[Job],
+    pool: BlockPool,
+    limits: Limits,
+    accounts: Accounts | None = None,
+    launched: Seq[Run] = (),
 ) -> Decision:
     """The next step. `running` and `waiting` are sorted by rank; nothing is changed. `accounts`: waiting ones are
-    admitted in fair shares, else by rank."""
+    admitted in fair shares, else by rank. `launched`: runs whose blocks are being computed and not yet published."""
     ledger = _Ledger(pool)
     preempted: list[Job] = []
     runs = _continue(running, ledger, limits, preempted)
     if not preempted:
-        runs += _admit(running, waiting, runs, ledger, limits, pool, preempted, accounts)
+        runs += _admit(running, waiting, runs, ledger, limits, pool, preempted, accounts, launched)
     if not preempted and any(run.job.drafts for run in runs):
         runs = _widen(running, runs, ledger, limits)
     return Decision(tuple(preempted), tuple(runs))
@@ -182,6 +187,7 @@ def _admit(
     pool: BlockPool,
     preempted: list[Job],
     accounts: Accounts | None,
+    launched: Seq[Run],
 ) -> list[Run]:
     """Runs of waiting sequences that fit as a whole; paused running ones give way to them."""
     admitted: list[Run] = []
@@ -212,7 +218,7 @@ def _admit(
         # at least one token is always computed: the logits of the last one are wanted
         chain = [] if job.fresh else job.hashes[: (job.ready - 1) // limits.block_size]
         length, hit = _hit(job, chain, pool, limits)
-        coming = _in_flight(job, chain, length, [*runs, *admitted], limits)
+        coming = _in_flight(job, chain, length, [*launched, *runs, *admitted], limits)
         if coming > length:
             # somebody computes its next block in this very step: it waits, and its place is kept for it
             needed = _missing(limits, job, visible(limits.windows, coming, limits.block_size))
@@ -267,7 +273,8 @@ def _uncut(job: Job, length: int, limits: Limits) -> int:
 def _in_flight(job: Job, chain: Seq[bytes], length: int, runs: Seq[Run], limits: Limits) -> int:
     """How many blocks of its chain will be there once those have computed them who compute block `length` of it now.
 
-    Only sequences of higher rank that run in this step are waited for: they get on, so the wait ends; one that is
+    Only sequences of higher rank that run in this step, or in one that has not landed, are waited for: they get on, so
+    the wait ends; one that is
     paused, preempted or passed over is not in `runs`, and then the block is computed a second time.
     """
     most = length
@@ -320,6 +327,8 @@ class Scheduler:
         self.accounts = accounts
         self.running: list[Job] = []
         self.waiting: list[Job] = []
+        self.leaving: list[Job] = []
+        """Those that are over and have blocks that a launched step writes to."""
         self.preemptions = 0
         self.query_tokens = 0
         self.hit_tokens = 0
@@ -327,10 +336,37 @@ class Scheduler:
     def add(self, job: Job) -> None:
         insort(self.waiting, job, key=_rank)
 
-    def next(self) -> Decision:
+    def next(self, launched: Seq[Run] = ()) -> Decision:
+        """`launched`: the runs of a step that has not landed, which are taken to be computed (`expect`)."""
         if self.accounts is not None:
             self.accounts.notice(self.waiting, self.running)
-        return schedule(self.running, self.waiting, self.pool, self.limits, self.accounts)
+        return schedule(self.running, self.waiting, self.pool, self.limits, self.accounts, launched)
+
+    def expect(self, run: Run) -> None:
+        """Decide as if a launched run had landed."""
+        run.job.computed = run.stop
+
+    def recall(self, run: Run) -> None:
+        """Undo `expect`."""
+        run.job.computed = run.start
+
+    def launched(self, runs: Seq[Run]) -> None:
+        """The device has been told to compute these runs: until they land, what they write to stays theirs."""
+        for run in runs:
+            run.job.launched = run.stop
+
+    def landed(self, runs: Seq[Run]) -> None:
+        """The device is done with these runs. What is over may still be looked at, until `settle`."""
+        for run in runs:
+            if run.job.launched == run.stop:  # else a later step has it
+                run.job.launched = 0
+
+    def settle(self) -> None:
+        """Give back the blocks of those that are over and in no launched step any more."""
+        for job in self.leaving:
+            if not job.launched:
+                self._release(job)
+        self.leaving = [job for job in self.leaving if job.launched]
 
     def apply(self, decision: Decision) -> list[tuple[int, int]]:
         """Preempt, then share what was found, then allocate: sharing first keeps hits from being evicted.
@@ -339,6 +375,7 @@ class Scheduler:
         read before any is written.
         """
         for job in decision.preempt:
+            assert not job.launched, f"{job.key} is preempted while it is computed"
             self._release(job)
             self.running.remove(job)
             job.running = False
@@ -393,7 +430,7 @@ class Scheduler:
 
     def advance(self, job: Job, computed: int, *, publish: bool) -> None:
         """Tokens up to `computed` are in the cache now. `publish`: let others find the blocks that are full. Blocks
-        that no later token sees are given back, and those that only rejected drafts had."""
+        that no later token sees are given back, and those that only rejected drafts had; none of a launched run."""
         size = self.limits.block_size
         full = range(job.computed // size, min(computed // size, len(job.hashes))) if publish else range(0)
         if self.accounts is not None:
@@ -408,15 +445,18 @@ class Scheduler:
                 self.pool.release(table.blocks[:behind])
                 del table.blocks[:behind]
                 table.first += behind
-            keep = self.limits.blocks(computed) - table.first
+            keep = self.limits.blocks(max(computed, job.launched)) - table.first
             self.pool.release(table.blocks[keep:])
             del table.blocks[keep:]
 
     def remove(self, job: Job) -> None:
-        """The sequence is finished, failed or cancelled: give back what it holds."""
-        self._release(job)
+        """The sequence is finished, failed or cancelled: give back what it holds, once no launched step writes it."""
         (self.running if job.running else self.waiting).remove(job)
         job.running = False
+        if job.launched:
+            self.leaving.append(job)
+        else:
+            self._release(job)
 
     def _release(self, job: Job) -> None:
         for table in job.tables:
@@ -440,7 +480,9 @@ class Scheduler:
 
     def audit(self) -> None:
         """Check the books: blocks against owners, and each sequence against its interval."""
-        self.pool.audit(job.blocks for job in self.running)
+        self.pool.audit(job.blocks for job in [*self.running, *self.leaving])
+        for job in self.leaving:
+            assert job.launched, f"{job.key} is over and keeps blocks that nobody writes to"
         for job in self.waiting:
             assert not job.running, f"{job.key} waits and runs"
             assert not job.tables, f"{job.key} waits and holds blocks"

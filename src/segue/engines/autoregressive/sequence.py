@@ -166,6 +166,14 @@ class Sequence:
         """Tokens may be forbidden: it can happen that none is left."""
         return self.grammar is not None or (self.sampler is not None and self.sampler.rules.forbids)
 
+    @property
+    def foreseeable(self) -> bool:
+        """What its next step computes, and how a token is drawn there, does not hang on which token this one gives."""
+        if self.grammar is not None or self.forced is not None or self.prompt_logprobs is not None:
+            return False
+        rules = None if self.sampler is None else self.sampler.rules
+        return (rules is None or not rules.remember) and (self.branches is None or self.branches.foreseeable)
+
     def take_grammar(self, start: Grammar) -> None:
         """The grammar it waited for is there: go to where an earlier attempt had come to."""
         self.compiling, self._start = None, start
@@ -292,16 +300,21 @@ class Sequence:
         after = len(self.ids)
         return known + self.drafts[max(0, start - after) : stop - after] if stop > after else known
 
-    def refresh(self, block_size: int) -> None:
-        """Bring `job` up to date after tokens or rows arrived."""
+    def expect(self, block_size: int) -> None:
+        """As if the token that is being drawn were known, unless it is the last one in any case."""
+        if self.generated + 1 < self.most:
+            self.refresh(block_size, coming=1)
+
+    def refresh(self, block_size: int, *, coming: int = 0) -> None:
+        """Bring `job` up to date after tokens or rows arrived. `coming`: tokens that are taken to be there already."""
         if self.prompt is None:
             return
         job = self.job
-        job.length = job.ready = len(self.ids)
+        job.length = job.ready = len(self.ids) + coming
         if self.compiling is not None:
             job.ready = 0
             return
-        shared = job.length
+        shared = len(self.ids)
         if self.adapter.conditioned:
             # what a generated token is depends on its row, so only the prompt is shared
             shared = self.prompt_length

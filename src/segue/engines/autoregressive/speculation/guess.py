@@ -24,4 +24,4 @@ def guesses(logits: torch.Tensor, wanted: Sequence[Wanted], drafts: Sequence[Seq
     apply_rules(logits, [sampler.rules for sampler in samplers], generated)
     # a row of NaN, or one whose few tokens are all forbidden, must not spoil the others: it guesses anything
     logits[~logits.amax(dim=-1).isfinite()] = 0.0
-    return choose(logits, samplers, generated)
+    return choose(logits, samplers, generated).tolist()
