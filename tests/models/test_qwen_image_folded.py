@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from segue.engines.contract import LoadContext
 from segue.models.diffusion.block_cache import BlockCache
 from segue.models.diffusion.laid_out import fuse_after_first_call
 from segue.models.diffusion.library import QwenImageTransformerBlock
 from segue.models.qwen_image import tiny
-from segue.models.qwen_image.folded import FoldedBlock, fold
+from segue.models.qwen_image.folded import FoldedBlock, fold, foldable
 
 CLOSE = 1e-4
 """Of the largest value."""
@@ -61,6 +63,13 @@ def test_the_same_answers_in_every_kind_of_call(checkpoint: Path, packed: bool) 
     for asked in ({"rows": 1}, {"rows": 3}, {"rows": 1}, {"rows": 2, "masked": True}, {"rows": 3}):
         assert difference(folded, plain, **asked) < CLOSE
     assert difference(folded, lambda **named: plain(**{**named, "timestep": named["timestep"] + 0.01}), rows=2) > CLOSE
+
+
+def test_what_a_stage_says_decides() -> None:
+    ctx = LoadContext(Path(), "denoiser", torch.device("cpu"), torch.float32)
+    assert foldable(ctx)
+    for other in ({"fused": False}, {"compile": True}, {"dtype": torch.bfloat16}, {"sequence_parallel": 2}):
+        assert not foldable(replace(ctx, **other))
 
 
 def test_every_weight_is_in_the_answer(checkpoint: Path) -> None:
