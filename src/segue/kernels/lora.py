@@ -52,8 +52,10 @@ class Share(NamedTuple):
         rows = [pair.up[start:stop] for start, stop in self.outputs]
         if self.padding:
             rows.append(pair.up.new_zeros(self.padding, pair.up.shape[1]))
-        columns = [pair.down[:, slice(*part)] for part in (self.inputs, *self.more_inputs)]
-        return Pair(torch.cat(columns, dim=1), torch.cat(rows))
+        down = pair.down[:, slice(*self.inputs)].contiguous()
+        if self.more_inputs:
+            down = torch.cat([down, *(pair.down[:, slice(*part)] for part in self.more_inputs)], dim=1)
+        return Pair(down, torch.cat(rows))
 
 
 @dataclass(frozen=True, eq=False)
