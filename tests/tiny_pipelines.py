@@ -12,13 +12,11 @@ import transformers
 
 from segue.models.diffusion.tiny import randomise, write_index, write_tokenizer
 from segue.models.diffusion.tiny_clip import make_clip, write_clip_tokenizer
-from segue.models.diffusion.tiny_parts import write_qwen_tokenizer
+from segue.models.diffusion.tiny_parts import QWEN_SPECIAL, QWEN_TEMPLATE, write_qwen_tokenizer
 from segue.models.flux2.tiny import SPECIAL as FLUX2_SPECIAL
 from segue.models.flux2.tiny import make_mistral, make_vae
 from segue.models.generic_pipeline.splits import SPLITS
 from segue.models.tiny.files import train_tokenizer
-from segue.models.z_image.tiny import SPECIAL as QWEN_SPECIAL
-from segue.models.z_image.tiny import TEMPLATE as QWEN_TEMPLATE
 
 SPECIAL = ("<pad>", "</s>")
 _QWEN = {

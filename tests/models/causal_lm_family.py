@@ -164,3 +164,19 @@ class Served:
                 assert output.error is None, output.error
                 answers[int(output.request_id)] += output.token_ids
         return answers
+
+
+def add(served: Served, request_id: str, adapter: str | None, prompt: Sequence[int], params: SamplingParams) -> None:
+    """A request, with an adapter or without."""
+    request = StageRequest(
+        request_id,
+        "llm",
+        Request(request_id=request_id, adapter=adapter),
+        params,
+        seed=0,
+        upstreams=frozenset({"input"}),
+        downstreams=frozenset(),
+        to_client=frozenset(),
+    )
+    served.engine.add(request)
+    served.engine.feed(request_id, "input", {"token_ids": torch.tensor(list(prompt))}, final=True)

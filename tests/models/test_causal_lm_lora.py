@@ -11,16 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from causal_lm_family import Served, generate, load, make, prompts
+from causal_lm_family import Served, add, generate, load, make, prompts
 from safetensors.torch import load_file, save_file
 
 from lora_files import make_adapter, merge
-from segue.engines.contract import StageRequest
 from segue.graph.lora import LoraPlan
 from segue.kernels.compiled import compile_layers
 from segue.kernels.lora import Lora, LoraLinear, LoraSwitch, Pair, lora_step
 from segue.messages.errors import ConfigError, NotFound
-from segue.messages.request import Request
 from segue.messages.sampling import FALLBACK, SamplingParams
 
 PROMPTS = prompts()[:18]
@@ -78,21 +76,6 @@ def ask(served: Served, given: Sequence[tuple[str | None, Sequence[int]]], token
             assert output.error is None, output.error
             answers[int(output.request_id)] += output.token_ids
     return answers
-
-
-def add(served: Served, request_id: str, adapter: str | None, prompt: Sequence[int], params: SamplingParams) -> None:
-    request = StageRequest(
-        request_id,
-        "llm",
-        Request(request_id=request_id, adapter=adapter),
-        params,
-        seed=0,
-        upstreams=frozenset({"input"}),
-        downstreams=frozenset(),
-        to_client=frozenset(),
-    )
-    served.engine.add(request)
-    served.engine.feed(request_id, "input", {"token_ids": torch.tensor(list(prompt))}, final=True)
 
 
 def mixed(home: Home) -> tuple[list[tuple[str | None, Sequence[int]]], list[list[int]]]:

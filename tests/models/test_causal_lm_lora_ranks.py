@@ -3,39 +3,27 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from causal_lm_family import Served, generate, make, prompts
+from causal_lm_family import Served, add, generate, make, prompts
 from rank_process import Second
 
 from lora_files import make_adapter, merge
-from segue.engines.contract import StageRequest
 from segue.kernels.lora import Pair, Share
 from segue.messages.errors import ConfigError, NotFound
-from segue.messages.request import Request
 from segue.messages.sampling import FALLBACK, SamplingParams
 
 PROMPTS = prompts()[:18:3]
 TOKENS = 10
+PARAMS = SamplingParams(temperature=0.0, max_tokens=TOKENS).over(FALLBACK)
 NAMES: tuple[str | None, ...] = ("wide", None, "narrow")
 TARGETS = {
     "llama": (("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), ("o_proj", "v_proj")),
     "olmo": (("q_proj", "v_proj", "o_proj"), ("k_proj", "down_proj")),  # its plan gathers the heads
     "phi3": (("qkv_proj", "gate_up_proj"), ("o_proj", "down_proj")),  # two layers in one, cut piece by piece
 }
-
-
-@pytest.fixture(scope="module")
-def second(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Second]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    process = Second(tmp_path_factory.mktemp("ranks"))
-    yield process
-    process.close()
-    torch.set_num_threads(threads)
 
 
 class Home:
@@ -61,22 +49,6 @@ def homes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Home]:
     return {kind: Home(kind, tmp_path_factory.mktemp(kind)) for kind in TARGETS}
 
 
-def add(served: Served, request_id: str, adapter: str | None, prompt: Sequence[int]) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=TOKENS).over(FALLBACK)
-    request = StageRequest(
-        request_id,
-        "llm",
-        Request(request_id=request_id, adapter=adapter),
-        params,
-        seed=0,
-        upstreams=frozenset({"input"}),
-        downstreams=frozenset(),
-        to_client=frozenset(),
-    )
-    served.engine.add(request)
-    served.engine.feed(request_id, "input", {"token_ids": torch.tensor(list(prompt))}, final=True)
-
-
 def finish(served: Served) -> dict[str, list[int]]:
     answers: dict[str, list[int]] = {}
     while served.engine.has_work():
@@ -96,7 +68,7 @@ def test_two_equal_one(kind: str, homes: dict[str, Home], second: Second) -> Non
         for _ in range(2):
             for place, prompt in enumerate(PROMPTS):
                 for name in NAMES:
-                    add(served, f"{name}/{place}", name, prompt)
+                    add(served, f"{name}/{place}", name, prompt, PARAMS)
             expected = {
                 f"{name}/{place}": home.expected[name][place] for name in NAMES for place in range(len(PROMPTS))
             }
@@ -109,18 +81,18 @@ def test_loaded_and_unloaded_while_requests_run(homes: dict[str, Home], second: 
     with second.led(home.base, lora={}) as led:
         assert led.lora is not None
         served = Served(led)
-        add(served, "none", None, PROMPTS[0])
+        add(served, "none", None, PROMPTS[0], PARAMS)
         first = served.engine.step()
         led.lora.load("poet", home.paths["wide"])
-        add(served, "first", "poet", PROMPTS[1])
+        add(served, "first", "poet", PROMPTS[1], PARAMS)
         first += served.engine.step()
         led.lora.unload("poet")  # whoever has it keeps it, here and there
         with pytest.raises(NotFound, match="no LoRA adapter 'poet'"):
-            add(served, "late", "poet", PROMPTS[1])
+            add(served, "late", "poet", PROMPTS[1], PARAMS)
         with pytest.raises(ConfigError, match="is no LoRA adapter"):
             led.lora.load("poet", home.paths["wide"] + "-no")  # the other rank hears nothing of it
         led.lora.load("poet", home.paths["narrow"])
-        add(served, "second", "poet", PROMPTS[2])
+        add(served, "second", "poet", PROMPTS[2], PARAMS)
         answers = finish(served)
         for output in reversed(first):
             answers[output.request_id] = output.token_ids + answers[output.request_id]
@@ -130,7 +102,7 @@ def test_loaded_and_unloaded_while_requests_run(homes: dict[str, Home], second: 
             "second": home.expected["narrow"][2],
         }
         gc.collect()
-        add(served, "after", "poet", PROMPTS[3])  # what nobody has any more was forgotten before
+        add(served, "after", "poet", PROMPTS[3], PARAMS)  # what nobody has any more was forgotten before
         assert finish(served) == {"after": home.expected["narrow"][3]}
 
 
@@ -144,7 +116,8 @@ def test_shares_of_an_adapter_add_up() -> None:
     torch.testing.assert_close(summed, whole)
     pieces = [Share(8, 10, (0, 8), ((2 * r, 2 * r + 2), (4 + 3 * r, 7 + 3 * r))).of(pair) for r in range(2)]
     first, second = ((x @ own.down.T) @ own.up.T for own in pieces)
-    assert torch.equal(torch.cat([first[:, :2], second[:, :2], first[:, 2:], second[:, 2:]], dim=1), whole)
+    # not to the bit: how a product is summed depends on how wide it is
+    torch.testing.assert_close(torch.cat([first[:, :2], second[:, :2], first[:, 2:], second[:, 2:]], dim=1), whole)
     padded = Share(8, 10, (0, 8), ((7, 10),), padding=4).of(pair)
     assert padded.up.shape == (7, 3)
     assert not padded.up[3:].any()

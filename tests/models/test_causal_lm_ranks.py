@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -23,16 +22,6 @@ from segue.parallel.shard import shard
 PROMPTS = prompts()[::3]
 TOKENS = 14
 IDS = torch.arange(33) * 7919 % 640
-
-
-@pytest.fixture(scope="module")
-def second(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Second]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    process = Second(tmp_path_factory.mktemp("ranks"))
-    yield process
-    process.close()
-    torch.set_num_threads(threads)
 
 
 @torch.inference_mode()

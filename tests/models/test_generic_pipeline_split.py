@@ -24,9 +24,9 @@ from segue.graph.render import as_mermaid, as_text
 from segue.messages.errors import ConfigError, InvalidRequest, StageFailed, TooLarge
 from segue.messages.request import Request
 from segue.messages.sampling import FALLBACK
-from segue.models.generic_pipeline.blocks import GUIDANCE, default_blocks, taken
+from segue.models.generic_pipeline.blocks import GUIDANCE, taken
 from segue.models.generic_pipeline.graph import graph
-from segue.models.generic_pipeline.library import PipelineState
+from segue.models.generic_pipeline.library import PipelineState, default_blocks
 from segue.models.generic_pipeline.signature import Signature
 from segue.models.generic_pipeline.splits import (
     DECODER_STAGE,
@@ -258,7 +258,7 @@ def test_blocks_are_those_of_the_library(name: str) -> None:
     """In their order; they take all that the pipeline takes; those of pictures need nothing of texts; and each stage
     has the networks that its blocks compute with."""
     split, kind = SPLITS[name], getattr(diffusers, name)
-    blocks = default_blocks(split)
+    blocks = default_blocks(split.kind)
     named = [*split.texts, *split.pictures, *split.denoise, *split.decode]
     assert [block for block in blocks if block in named] == named
     left = set(blocks) - set(named)

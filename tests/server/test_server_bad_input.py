@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import AsyncGenerator, Iterator
+from http.client import HTTPResponse
 from typing import Any
 
 import httpx
@@ -258,6 +260,21 @@ def test_a_body_over_the_limit_is_413(http: httpx.Client, size: int) -> None:
         error = error_of(answer)
         assert (answer.status_code, error["code"]) == (413, "too_large")
         assert "max_body_bytes" in error["message"]
+
+
+def test_a_body_that_is_said_to_be_far_over_the_limit_is_not_waited_for(server: Live) -> None:
+    url = httpx.URL(server.url)
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
+    )
+    for length in (100_001, 10**14):
+        with socket.create_connection((url.host, url.port or 0), timeout=60) as sock:
+            sock.sendall(head.format(length).encode())
+            answer = HTTPResponse(sock)
+            answer.begin()
+            error = json.loads(answer.read())["error"]
+        assert (answer.status, error["code"]) == (413, "too_large")
+        assert error["message"] == f"the body has {length} bytes; at most 50000 are taken (max_body_bytes)"
 
 
 def test_a_kind_the_model_does_not_take_is_named() -> None:

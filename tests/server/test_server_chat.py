@@ -480,3 +480,14 @@ def test_served_names_stand_for_the_model() -> None:
             client.chat.completions.create(model="fake-omni", messages=HELLO)
         assert caught.value.code == "model_not_found"
         assert [model.id for model in client.models.list()] == ["a", "b"]
+
+
+def test_what_lm_eval_asks_and_how_it_reads_the_answer(server: Live) -> None:
+    """As `local-chat-completions` does with `--apply_chat_template`: no key, and up to four stops."""
+    body = {"messages": HELLO, "model": "fake-omni", "max_tokens": 16, "temperature": 0, "seed": 1234}
+    for stop in ([], ["\n\n"], ["a", "b", "c", "d"]):
+        answer = httpx.post(
+            f"{server.url}/v1/chat/completions", json={**body, "stop": stop}, headers={"Authorization": "Bearer"}
+        )
+        texts = {choice["index"]: choice["message"]["content"] for choice in answer.json()["choices"]}
+        assert texts == {0: "Hello, world"}

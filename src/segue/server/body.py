@@ -47,7 +47,10 @@ def _decode(body: bytes) -> Any:
 
 async def read_body(request: Request, limit: int) -> bytes:
     """The body, whatever it is. What is over the limit is read on and dropped (up to as much again), so that the client
-    gets to reading the answer instead of failing to write."""
+    gets to reading the answer instead of failing to write; who declares more than that is not waited for."""
+    declared = request.headers.get("content-length", "")
+    if declared.isascii() and declared.isdecimal() and int(declared[:20]) > 2 * limit:
+        raise TooLarge(f"the body has {declared} bytes; at most {limit} are taken (max_body_bytes)")
     pieces: list[bytes] = []
     size = 0
     try:

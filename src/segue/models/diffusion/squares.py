@@ -1,8 +1,17 @@
-"""Between latents and the tokens of a denoiser that reads 2 by 2 of them as one."""
+"""Between latents and the tokens of a denoiser that reads 2 by 2 of them as one, and how many there are."""
 
 from __future__ import annotations
 
 import torch
+
+from segue.messages.diffusion import DiffusionParams
+
+
+def sides_of(params: DiffusionParams, scale: int) -> tuple[int, int]:
+    """Height and width of a picture in units of `scale` pixels; by now the input stage has set both."""
+    assert params.height is not None
+    assert params.width is not None
+    return params.height // scale, params.width // scale
 
 
 def to_tokens(latents: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,17 @@ from segue.models.tiny.files import CORPUS, train_tokenizer
 T5_VOCAB = 768
 CLIP_WIDTH = 32
 T5_WIDTH = 64
+QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+QWEN_TEMPLATE = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}"
+    "{{- '<|im_start|>assistant\\n' }}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
+    "{%- endif %}"
+)
+"""Of a Qwen 3 that reads prompts."""
 _PIXEL_STD = 0.5
 """In [-1, 1]."""
 

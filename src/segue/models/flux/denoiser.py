@@ -14,7 +14,7 @@ from segue.models.diffusion.denoiser import Denoiser, Given
 from segue.models.diffusion.kl import pixels_per_latent
 from segue.models.diffusion.prompts import Condition, stacked
 from segue.models.diffusion.schedulers import set_shifted
-from segue.models.diffusion.squares import to_latents, to_tokens
+from segue.models.diffusion.squares import sides_of, to_latents, to_tokens
 
 
 class FluxDenoiser(Denoiser):
@@ -102,9 +102,7 @@ class FluxDenoiser(Denoiser):
 
     def _sides(self, params: DiffusionParams) -> tuple[int, int]:
         """Height and width in latents."""
-        assert params.height is not None
-        assert params.width is not None
-        return params.height // self._scale, params.width // self._scale
+        return sides_of(params, self._scale)
 
 
 class Edited(NamedTuple):

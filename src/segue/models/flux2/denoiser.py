@@ -14,6 +14,7 @@ from segue.messages.diffusion import DiffusionParams
 from segue.models.diffusion.denoiser import Denoiser, Given
 from segue.models.diffusion.kl import pixels_per_latent
 from segue.models.diffusion.schedulers import set_spaced
+from segue.models.diffusion.squares import sides_of
 
 PICTURE_PLACES = 10
 """How far pictures to work from are from each other, and the first from the one that is made, in the first of the four
@@ -99,9 +100,7 @@ class Flux2Denoiser(Denoiser):
 
     def _sides(self, params: DiffusionParams) -> tuple[int, int]:
         """Height and width in tokens."""
-        assert params.height is not None
-        assert params.width is not None
-        return params.height // self._scale, params.width // self._scale
+        return sides_of(params, self._scale)
 
 
 def shift(tokens: int, steps: int) -> float:

@@ -13,6 +13,7 @@ import torch
 from segue.messages.errors import InvalidRequest, nearest
 from segue.models.diffusion.library import LIBRARIES, AutoConfig
 from segue.models.diffusion.tiny import Part, randomise, scale_to, write_index, write_tokenizer
+from segue.models.diffusion.tiny_parts import QWEN_SPECIAL, QWEN_TEMPLATE, write_qwen_tokenizer
 from segue.models.family import TinyPreset
 from segue.models.tiny.files import BASE_VOCAB, train_tokenizer, write_json
 
@@ -38,16 +39,6 @@ TEMPLATE = (
     "{{- '[' + kind + ']' }}"
     "{%- for part in message.content %}{{- part.text if part.type == 'text' else '[IMG]' }}{%- endfor %}"
     "{{- '[/' + kind + ']' }}{%- endfor %}"
-)
-KLEIN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-KLEIN_TEMPLATE = (
-    "{%- for message in messages %}"
-    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}"
-    "{{- '<|im_start|>assistant\\n' }}"
-    "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
-    "{%- endif %}"
 )
 
 
@@ -157,7 +148,7 @@ def make_mistral(directory: Path, kind: str, seed: int) -> None:
 
 
 def _make_qwen(directory: Path, seed: int) -> None:
-    ids = {token: BASE_VOCAB + place for place, token in enumerate(KLEIN_SPECIAL)}
+    ids = {token: BASE_VOCAB + place for place, token in enumerate(QWEN_SPECIAL)}
     config = AutoConfig.for_model(
         "qwen3",
         **_text_config(29),
@@ -167,14 +158,7 @@ def _make_qwen(directory: Path, seed: int) -> None:
         tie_word_embeddings=True,
     )
     _write_text_encoder(directory, LIBRARIES["transformers"].Qwen3ForCausalLM(config), seed)
-    more = {
-        "bos_token": None,
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
-        "chat_template": KLEIN_TEMPLATE,
-    }
-    tokenizer = train_tokenizer(KLEIN_SPECIAL)
-    write_tokenizer(directory / "tokenizer", tokenizer, KLEIN_SPECIAL, "Qwen2Tokenizer", longest=32768, **more)
+    write_qwen_tokenizer(directory / "tokenizer", QWEN_SPECIAL, chat_template=QWEN_TEMPLATE)
 
 
 def _text_config(layers: int) -> dict[str, Any]:

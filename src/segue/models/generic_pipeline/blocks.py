@@ -14,13 +14,14 @@ from segue.models.diffusion.library import ModelMixin, PreTrainedModel, Schedule
 from segue.models.diffusion.loading import UNREADABLE, build, component_class, load_component, pipeline_index
 from segue.models.diffusion.schedulers import Schedulers
 from segue.models.generic_pipeline.library import (
-    LIBRARIES,
     BaseGuidance,
     ConditionalPipelineBlocks,
     LoopSequentialPipelineBlocks,
     ModularPipelineBlocks,
     PipelineState,
     SequentialPipelineBlocks,
+    default_blocks,
+    modular_kind,
 )
 from segue.models.generic_pipeline.splits import Split
 
@@ -42,15 +43,6 @@ class Pause(ModularPipelineBlocks):
         return components, block_state
 
 
-def default_blocks(split: Split) -> Mapping[str, ModularPipelineBlocks]:
-    """All blocks of a pipeline, by name, in the order they run."""
-    library = LIBRARIES["diffusers"]
-    found: Mapping[str, ModularPipelineBlocks] = getattr(
-        library, getattr(library, split.kind).default_blocks_name
-    )().sub_blocks
-    return found
-
-
 class StageBlocks:
     """The blocks of one stage, loaded."""
 
@@ -59,7 +51,7 @@ class StageBlocks:
         self._ctx = ctx
         index = pipeline_index(ctx.model_dir)
         self._parts = {name for name, part in index.items() if isinstance(part, list) and None not in part}
-        everything = default_blocks(split)
+        everything = default_blocks(split.kind)
         own = {name: everything[name] for name in split.stages[ctx.stage] if not self._skipped(everything[name])}
         self._blocks = SequentialPipelineBlocks.from_blocks_dict(own)
         self.takes = taken(self._blocks)
@@ -118,7 +110,7 @@ class StageBlocks:
         for name, spec in specs.items():
             if spec.default_creation_method == _PRETRAINED and name not in self._parts:
                 raise ConfigError(f"{ctx.model_dir}: the pipeline has no {name}", field="model")
-        kind = getattr(LIBRARIES["diffusers"], split.kind)
+        kind = modular_kind(split.kind)
         present = {name: value for name, value in index.items() if name in self._parts or not isinstance(value, list)}
         pipeline = kind(blocks=self._blocks, pretrained_model_name_or_path=str(ctx.model_dir), config_dict=present)
         for name in sorted(self._parts):

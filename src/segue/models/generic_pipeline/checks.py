@@ -12,6 +12,7 @@ import torch
 from segue.messages.errors import ConfigError, InvalidRequest
 from segue.models.diffusion.library import ModelMixin
 from segue.models.diffusion.loading import UNREADABLE, build, component_class, pipeline_index
+from segue.models.generic_pipeline.library import ChecksInputs
 from segue.models.generic_pipeline.signature import Signature, field_of
 
 
@@ -33,22 +34,20 @@ class OwnChecks:
                         parts[name] = build(kind, model_dir / name) if issubclass(kind, ModelMixin) else None
                 elif value is not None or name not in signature.settings:
                     parts[name] = None if isinstance(value, list) else value
-            self._pipeline: Any = signature.kind(**parts)
+            pipeline = signature.kind(**parts)
         except UNREADABLE as error:
             raise ConfigError(f"{model_dir}: the pipeline cannot be made: {error}", field="model") from error
-        checks = getattr(signature.kind, "check_inputs", None)  # not all pipelines have it
-        self._names = {} if checks is None else dict(inspect.signature(checks).parameters)
-        self._names.pop("self", None)
+        self._pipeline = pipeline if isinstance(pipeline, ChecksInputs) else None
 
     def check(self, arguments: Mapping[str, Any]) -> None:
         """Raises `InvalidRequest` naming the argument."""
+        if self._pipeline is None:
+            return
         given = {
             name: arguments.get(name)
-            for name, one in self._names.items()
+            for name, one in inspect.signature(self._pipeline.check_inputs).parameters.items()
             if name in arguments or one.default is inspect.Parameter.empty
         }
-        if not self._names:
-            return
         try:
             self._pipeline.check_inputs(**given)
         except (ValueError, TypeError) as error:

@@ -1,6 +1,9 @@
 """What this family takes from diffusers besides `segue.models.diffusion.library`, which has to be imported first."""
 
 # ruff: noqa: I001
+from collections.abc import Callable, Mapping
+from typing import Protocol, runtime_checkable
+
 from segue.models.diffusion.library import LIBRARIES
 
 from diffusers import DiffusionPipeline
@@ -17,6 +20,7 @@ from diffusers.modular_pipelines import (
 __all__ = [
     "LIBRARIES",
     "BaseGuidance",
+    "ChecksInputs",
     "ConditionalPipelineBlocks",
     "DiffusionPipeline",
     "LoopSequentialPipelineBlocks",
@@ -24,4 +28,29 @@ __all__ = [
     "ModularPipelineBlocks",
     "PipelineState",
     "SequentialPipelineBlocks",
+    "default_blocks",
+    "modular_kind",
 ]
+
+
+def modular_kind(name: str) -> type[ModularPipeline]:
+    """diffusers' modular pipeline of a name: one that stands in `splits`."""
+    found = getattr(LIBRARIES["diffusers"], name)
+    assert issubclass(found, ModularPipeline)
+    return found
+
+
+def default_blocks(name: str) -> Mapping[str, ModularPipelineBlocks]:
+    """All blocks of a modular pipeline, by name, in the order they run."""
+    found: Mapping[str, ModularPipelineBlocks] = getattr(
+        LIBRARIES["diffusers"], modular_kind(name).default_blocks_name
+    )().sub_blocks
+    return found
+
+
+@runtime_checkable
+class ChecksInputs(Protocol):
+    """A pipeline that says by itself what it does not take; not all do."""
+
+    @property
+    def check_inputs(self) -> Callable[..., None]: ...

@@ -16,6 +16,7 @@ from segue.models.diffusion.denoiser import Denoiser, Given
 from segue.models.diffusion.loading import pipeline_index
 from segue.models.diffusion.schedulers import set_shifted
 from segue.models.diffusion.sequence import rows_of_one_length
+from segue.models.diffusion.squares import sides_of
 from segue.models.diffusion.tuning import PLAIN_ATTENTION
 from segue.models.qwen_image.folded import fold, foldable
 from segue.models.qwen_image.graph import EDITING
@@ -138,9 +139,7 @@ class QwenImageDenoiser(Denoiser):
 
     def _sides(self, params: DiffusionParams) -> tuple[int, int]:
         """Height and width in latents."""
-        assert params.height is not None
-        assert params.width is not None
-        return params.height // self._scale, params.width // self._scale
+        return sides_of(params, self._scale)
 
 
 def _pictures(encoded: Sequence[dict[str, torch.Tensor]], dtype: torch.dtype) -> Pictures | None:

@@ -9,21 +9,11 @@ import torch
 
 from segue.models.diffusion.library import LIBRARIES, AutoConfig
 from segue.models.diffusion.tiny import RopeSize, randomise, scale_to, write_index
-from segue.models.diffusion.tiny_parts import write_kl_vae, write_qwen_tokenizer
+from segue.models.diffusion.tiny_parts import QWEN_SPECIAL, QWEN_TEMPLATE, write_kl_vae, write_qwen_tokenizer
 from segue.models.family import TinyPreset
 from segue.models.tiny.files import BASE_VOCAB
 from segue.models.tiny.sizes import check_size
 
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-TEMPLATE = (
-    "{%- for message in messages %}"
-    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}"
-    "{{- '<|im_start|>assistant\\n' }}"
-    "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
-    "{%- endif %}"
-)
 PARTS = {
     "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
     "text_encoder": ("transformers", "Qwen3Model"),
@@ -47,7 +37,7 @@ def make(directory: Path, size: str = "tiny", seed: int = 0) -> None:
     check_size(size, SIZES)
     directory.mkdir(parents=True, exist_ok=True)
     write_index(directory, "ZImagePipeline", PARTS)
-    write_qwen_tokenizer(directory / "tokenizer", SPECIAL, chat_template=TEMPLATE)
+    write_qwen_tokenizer(directory / "tokenizer", QWEN_SPECIAL, chat_template=QWEN_TEMPLATE)
     with torch.random.fork_rng(devices=[]):  # the libraries draw weights of their own first
         _make_text_encoder(directory, seed)
         _make_transformer(directory, SIZES[size], seed + 1)
