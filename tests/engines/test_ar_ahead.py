@@ -13,7 +13,8 @@ import torch
 from ar_adapter import ConditionedAdapter, Driver, Result, TinyAdapter, prompts, stage_request, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_ar_mixed import HOUSES, MIXED, SeenWords, cases, serve_and_compare
+from test_ar_mixed import HOUSES, MIXED, Case, House, SeenWords, cases, serve_and_compare
+from test_ar_windows import tiny
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -287,21 +288,39 @@ def test_a_stage_that_is_driven_by_another():
 
 
 @pytest.fixture(scope="module")
-def words() -> SeenWords:
+def full() -> SeenWords:
     return SeenWords(tiny_model("qwen2", seed=7, vocab_size=110))
+
+
+@pytest.fixture(scope="module")
+def hybrid() -> SeenWords:
+    """With layers that see a window only."""
+    model = tiny("gemma 3", vocab_size=110)
+    kinds = model.config.layer_types
+    return SeenWords(model, tuple(11 if kind == "sliding_attention" else None for kind in kinds))
 
 
 @settings(MIXED, max_examples=40)
 @given(house=HOUSES, wanted=st.lists(cases(), min_size=1, max_size=8), plain=st.booleans())
-def test_each_gets_what_it_gets_alone(words, house, wanted, plain):
+def test_each_gets_what_it_gets_alone(full, house, wanted, plain):
+    mixed(full, house, wanted, plain=plain)
+
+
+@settings(MIXED, max_examples=15)
+@given(house=HOUSES, wanted=st.lists(cases(), min_size=1, max_size=8))
+def test_alone_with_windows(hybrid, house, wanted):
+    mixed(hybrid, house, wanted, plain=True)
+
+
+def mixed(adapter: SeenWords, house: House, wanted: list[Case], *, plain: bool) -> None:
     """`plain`: without what lets nothing be launched ahead."""
     if plain:
         needs_token = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "bad_words": [], "prompt_logprobs": None}
         wanted = [_plain(case, needs_token) for case in wanted]
-    serve_and_compare(words, replace(house, drafter="none", ahead=True), wanted)
+    serve_and_compare(adapter, replace(house, drafter="none", ahead=True), wanted)
 
 
-def _plain(case: Any, changes: dict[str, Any]) -> Any:
+def _plain(case: Case, changes: dict[str, Any]) -> Case:
     kept = {name: value for name, value in case.sampling if name not in ("beam_width", "structured_outputs")}
     return replace(case, sampling=tuple({**kept, **changes}.items()), rows=False)
 
