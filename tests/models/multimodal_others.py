@@ -19,7 +19,7 @@ _SPECIAL = (
 )
 _IMAGE = BASE_VOCAB + _SPECIAL.index("<image>")
 _PAD, _END = BASE_VOCAB, BASE_VOCAB + 2
-_TEXT = {
+TEXT_CONFIG = {
     "model_type": "llama",
     "vocab_size": 672,
     "hidden_size": 64,
@@ -30,7 +30,7 @@ _TEXT = {
     "head_dim": 16,
     "max_position_embeddings": 2048,
 }
-_SIGHT = {
+SIGHT = {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
@@ -38,43 +38,43 @@ _SIGHT = {
     "image_size": 56,
     "patch_size": 14,
 }
-_CLIP = {**_SIGHT, "model_type": "clip_vision_model", "projection_dim": 32}
-_HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
-_CROP = {"do_resize": True, "size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}, **_HALF}
-_LLAVA = {
+CLIP_TOWER = {**SIGHT, "model_type": "clip_vision_model", "projection_dim": 32}
+HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+_CROP = {"do_resize": True, "size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}, **HALF}
+LLAVA_PROCESSOR = {
     "patch_size": 14,
     "vision_feature_select_strategy": "default",
     "image_token": "<image>",
     "num_additional_image_tokens": 1,
 }
-_TILES = [[56, 112], [112, 56], [112, 112]]
+TILES = [[56, 112], [112, 56], [112, 112]]
 
 OTHERS: dict[str, dict[str, Any]] = {
     "llava": {
         "config": {
-            "vision_config": _CLIP,
+            "vision_config": CLIP_TOWER,
             "image_token_index": _IMAGE,
             "vision_feature_layer": -2,
             "vision_feature_select_strategy": "default",
         },
-        "processor": {"processor_class": "LlavaProcessor", **_LLAVA},
+        "processor": {"processor_class": "LlavaProcessor", **LLAVA_PROCESSOR},
         "pixels": {"image_processor_type": "CLIPImageProcessor", **_CROP},
     },
     "llava_next": {
         "config": {
-            "vision_config": _CLIP,
+            "vision_config": CLIP_TOWER,
             "image_token_index": _IMAGE,
-            "image_grid_pinpoints": _TILES,
+            "image_grid_pinpoints": TILES,
             "vision_feature_layer": -2,
             "vision_feature_select_strategy": "default",
         },
-        "processor": {"processor_class": "LlavaNextProcessor", **_LLAVA},
-        "pixels": {"image_processor_type": "LlavaNextImageProcessor", "image_grid_pinpoints": _TILES, **_CROP},
+        "processor": {"processor_class": "LlavaNextProcessor", **LLAVA_PROCESSOR},
+        "pixels": {"image_processor_type": "LlavaNextImageProcessor", "image_grid_pinpoints": TILES, **_CROP},
     },
     "mistral3": {
         "config": {
-            "vision_config": {**_SIGHT, "model_type": "pixtral", "image_size": 112, "head_dim": 16},
-            "text_config": {**_TEXT, "model_type": "mistral"},
+            "vision_config": {**SIGHT, "model_type": "pixtral", "image_size": 112, "head_dim": 16},
+            "text_config": {**TEXT_CONFIG, "model_type": "mistral"},
             "image_token_index": _IMAGE,
             "spatial_merge_size": 2,
             "vision_feature_layer": -1,
@@ -91,12 +91,12 @@ OTHERS: dict[str, dict[str, Any]] = {
             "image_processor_type": "PixtralImageProcessor",
             "size": {"longest_edge": 112},
             "patch_size": 28,
-            **_HALF,
+            **HALF,
         },
     },
     "idefics3": {
         "config": {
-            "vision_config": {**_SIGHT, "model_type": "idefics3_vision"},
+            "vision_config": {**SIGHT, "model_type": "idefics3_vision"},
             "image_token_id": _IMAGE,
             "scale_factor": 2,
         },
@@ -105,7 +105,7 @@ OTHERS: dict[str, dict[str, Any]] = {
             "image_processor_type": "Idefics3ImageProcessor",
             "size": {"longest_edge": 112},
             "max_image_size": {"longest_edge": 56},
-            **_HALF,
+            **HALF,
         },
         "tokens": {
             "image_token": "<image>",
@@ -118,12 +118,12 @@ OTHERS: dict[str, dict[str, Any]] = {
     "internvl": {
         "config": {
             "vision_config": {
-                **_SIGHT,
+                **SIGHT,
                 "model_type": "internvl_vision",
                 "image_size": [56, 56],
                 "patch_size": [14, 14],
             },
-            "text_config": {**_TEXT, "model_type": "qwen2"},
+            "text_config": {**TEXT_CONFIG, "model_type": "qwen2"},
             "image_token_id": _IMAGE,
             "downsample_ratio": 0.5,
         },
@@ -134,7 +134,7 @@ OTHERS: dict[str, dict[str, Any]] = {
             "crop_to_patches": True,
             "min_patches": 1,
             "max_patches": 4,
-            **_HALF,
+            **HALF,
         },
         "tokens": {
             "start_image_token": "<img>",
@@ -146,7 +146,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {
         "config": {
             "vision_config": {"depth": 2, "embed_dim": 32, "num_heads": 2, "hidden_size": 64, "mlp_ratio": 2},
-            "text_config": {**_TEXT, "model_type": "qwen2_vl_text", **_QWEN.text},
+            "text_config": {**TEXT_CONFIG, "model_type": "qwen2_vl_text", **_QWEN.text},
             **{key: _QWEN.id_of(token) for key, token in _QWEN.ids.items()},
         },
         "processor": {"processor_class": "Qwen2VLProcessor"},
@@ -157,9 +157,8 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-def make(name: str, directory: Path) -> Path:
-    """A checkpoint with random weights."""
-    made = OTHERS[name]
+def make(name: str, directory: Path, made: dict[str, Any]) -> Path:
+    """A checkpoint of model type `name` with random weights. `made`: one of `OTHERS`, or like them."""
     special = made.get("special", _SPECIAL)
     tokens = made.get("tokens", {})
     tokenizer = train_tokenizer(special)
@@ -183,7 +182,9 @@ def make(name: str, directory: Path) -> Path:
         "preprocessor_config.json",
         {"processor_class": made["processor"]["processor_class"], **made["pixels"]},
     )
-    config = AutoConfig.for_model(name, **{"text_config": _TEXT, "tie_word_embeddings": False, **made["config"]})
+    if "frames" in made:
+        write_json(directory, "video_preprocessor_config.json", dict(made["frames"]))
+    config = AutoConfig.for_model(name, **{"text_config": TEXT_CONFIG, "tie_word_embeddings": False, **made["config"]})
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32).eval()
     randomise(model, 0)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub.errors import StrictDataclassClassValidationError
 
-from segue.models.library import AutoConfig, AutoModelForCausalLM
+from segue.models.library import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 from segue.models.unserved import unserved
 
 DOC = Path(__file__).parents[2] / "docs" / "models.md"
@@ -54,6 +54,10 @@ def test_what_the_config_says_is_refused_by_it() -> None:
         if unserved(config) is not None:
             found.add(name)
     assert found == refused
+
+
+def test_those_with_media_are_in_the_other_table() -> None:
+    assert set(row("with media")) <= AutoModelForMultimodalLM._model_mapping._model_mapping.keys()
 
 
 @pytest.mark.parametrize("kind", ["bloom", "gptj", "mpt", "falcon", "codegen", "xglm"])

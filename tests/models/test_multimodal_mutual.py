@@ -132,19 +132,26 @@ class Decoder(nn.Module):
         self.config = {"sliding_window": window} if window else {}
         if window:
             self.config = type("Config", (dict,), {"sliding_window": window})(self.config)
+        self.embedding = nn.Embedding(10, 4)
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.embedding
 
     def forward(self, **given) -> None:
         raise AssertionError("the probe ends before the decoder")
 
 
 class Inner(nn.Module):
-    def __init__(self, decoder: Decoder, masks) -> None:
+    def __init__(self, decoder: Decoder, masks, changed: int | None = None) -> None:
         super().__init__()
-        self.decoder, self.masks = decoder, masks
+        self.decoder, self.masks, self.changed = decoder, masks, changed
 
     def forward(self, input_ids, token_type_ids=None, use_cache=None) -> None:
         assert token_type_ids is not None
-        self.decoder(attention_mask=self.masks)
+        rows = self.decoder.embedding(input_ids)
+        if self.changed is not None:
+            rows[0, self.changed] += 1
+        self.decoder(inputs_embeds=rows, attention_mask=self.masks)
 
 
 LENGTH, SPANS = 12, [(2, 5), (7, 10)]
@@ -154,8 +161,8 @@ class Seer:
     kinds = ("image",)
     placeholders = MappingProxyType({"image": "<image>"})
 
-    def example(self, kind: str, seed: int) -> int:
-        return seed
+    def examples(self, kind: str) -> tuple[str, list[int]]:
+        return "a text", [0, 1]
 
     def __call__(self, text: str, media) -> Processed:
         ids = [9 if any(start <= place < stop for start, stop in SPANS) else 1 for place in range(LENGTH)]
@@ -185,6 +192,17 @@ def test_masks_are_read_as_what_they_are() -> None:
     for other in (joined, both & near, torch.ones_like(both)):
         with pytest.raises(ConfigError, match=r"Some of transformers .* masks of its own for media"):
             found(other[None, None])
+
+
+def test_media_may_change_their_own_rows_only() -> None:
+    decoder = Decoder(None)
+    for changed in (SPANS[0][0], 0):
+        probe = MaskProbe("Some", Inner(decoder, None, changed), decoder, Seer(), torch.device("cpu"), torch.float32)
+        if changed:
+            assert not probe.mutual_kinds()
+        else:
+            with pytest.raises(ConfigError, match="changes the rows of other tokens"):
+                probe.mutual_kinds()
 
 
 def test_runs_are_those_of_places() -> None:

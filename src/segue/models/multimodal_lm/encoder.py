@@ -29,7 +29,7 @@ from segue.models.multimodal_lm.loading import (
     rope_index_of,
     taken_by,
 )
-from segue.models.multimodal_lm.mutual import MaskProbe, moved
+from segue.models.multimodal_lm.mutual import FAILURES, MaskProbe, moved
 from segue.models.multimodal_lm.processor import Processor
 from segue.models.multimodal_lm.units import units_of
 
@@ -41,8 +41,6 @@ _HARMLESS = frozenset(
 _DEEP = frozenset(("visual_pos_masks", "deepstack_visual_embeds"))
 """How a decoder takes features for its first layers (Qwen3-VL)."""
 
-_FAILURES = (TypeError, ValueError, AttributeError, RuntimeError, IndexError, KeyError, StageFailed)
-"""What a forward raises that wants more, or other things, than placeholders and what the processor made."""
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 """Largest difference over largest value; 16-bit types: 0.1."""
 
@@ -171,14 +169,15 @@ class Encoder:
         model does not do the former, or the latter gives something else."""
         probe = MaskProbe(self._kind, self._inner, self._decoder, processor, self.device, self.dtype)
         self._mutual = probe.mutual_kinds()
-        for kind, placeholder in processor.placeholders.items():
+        for kind in processor.kinds:
             try:
-                made = processor(2 * placeholder, {kind: [processor.example(kind, seed) for seed in range(2)]})
-                [whole] = self._encode(units_of(made, {kind: 2}, split=False))
-                alone = torch.cat([self._encode([unit])[0] for unit in units_of(made, {kind: 2})])
+                text, media = processor.examples(kind)
+                made = processor(text, {kind: media})
+                [whole] = self._encode(units_of(made, {kind: len(media)}, split=False))
+                alone = torch.cat([self._encode([unit])[0] for unit in units_of(made, {kind: len(media)})])
             except ConfigError:
                 raise
-            except _FAILURES as error:
+            except (*FAILURES, StageFailed) as error:
                 raise ConfigError(
                     f"{self._kind} of transformers {VERSION} cannot be served: its forward does not encode {kind} by "
                     f"itself ({error})",

@@ -7,6 +7,7 @@ What can be told from `config.json` is refused here, before a process is started
 from __future__ import annotations
 
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from segue.messages.errors import ConfigError
@@ -19,14 +20,38 @@ PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 TINY = ("qwen2.5-vl", "qwen3-vl", "llava-onevision", "gemma3-vision", "qwen2-audio")
 """The families that `segue tiny` knows."""
 _SUFFIXES = ("ForConditionalGeneration", "ForCausalLM")
-_PREFIX = frozenset(("paligemma",))
-_CROSS = frozenset(("mllama", "idefics", "blip"))
+_CROSS = "its decoder looks at media by cross-attention, which is not in the engine"
+_TWO = "it is an encoder-decoder; there is no cross-attention in the engine"
+_CODES = "pictures are tokens of its vocabulary, made by an autoencoder, and not rows in the places of tokens"
+_BESIDE = "it takes a row of sound along with every token it writes, which is not in the engine"
+_ADAPTER = "its language model has other weights (an adapter) for prompts with sound than for those without"
+_REASONS = MappingProxyType(
+    {
+        "paligemma": "all tokens of its prompts see each other in both directions, text as well, which is not in the "
+        "engine",
+        **dict.fromkeys(("mllama", "idefics", "blip", "evolla"), _CROSS),
+        **dict.fromkeys(("chameleon", "emu3"), _CODES),
+        **dict.fromkeys(("kyutai_speech_to_text", "voxtral_realtime"), _BESIDE),
+        **dict.fromkeys(("granite_speech", "granite_speech_plus"), _ADAPTER),
+        **dict.fromkeys(("t5gemma2", "udop", "vision-encoder-decoder"), _TWO),
+        "nemotron_h_omni": "its decoder is a hybrid (nemotron_h), whose layers keep a state per sequence",
+        "fuyu": "its patches have no encoder and are told apart by an index of their own",
+        "gemma3n": "its layers take the token ids again, besides their embedding",
+        "vibevoice_asr": "noise is drawn for what it hears, so that a recording has no rows of its own",
+        "diffusion_gemma": "it writes blocks of text by denoising them, not token by token",
+        "pi0": "it gives actions of a robot, not text",
+        "qwen3_omni_moe": "it speaks, for which it would need a family of its own (talker, code predictor, vocoder)",
+    }
+)
+"""By model type, why it is not served, where its config does not say."""
 
 
 def claims(config: dict[str, Any], model_dir: Path) -> bool:
     """A model with an encoder and a processor. Raises `ConfigError` for one that is known not to be served, with the
     reason."""
     names = config.get("architectures") or []
+    if names and (reason := _REASONS.get(str(config.get("model_type")))):
+        raise ConfigError(f"{names[0]} cannot be served: {reason}", field="architectures")
     if not any(str(name).endswith(_SUFFIXES) for name in names) or not kinds_of(config):
         return False
     if reason := _unserved(config):
@@ -40,12 +65,8 @@ def claims(config: dict[str, Any], model_dir: Path) -> bool:
 
 
 def _unserved(config: dict[str, Any]) -> str | None:
-    kind, text = config.get("model_type"), config.get("text_config")
+    text = config.get("text_config")
     text = text if isinstance(text, dict) else {}
-    if kind in _PREFIX:
-        return "all tokens of its prompts see each other in both directions, text as well, which is not in the engine"
-    if kind in _CROSS:
-        return "its decoder looks at pictures by cross-attention, which is not in the engine"
     return unserved(config) or unserved(text)
 
 

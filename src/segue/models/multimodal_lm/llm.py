@@ -19,7 +19,7 @@ from segue.messages.sampling import SamplingParams
 from segue.models.decoder import PagedDecoder, context_length
 from segue.models.generation import default_sampling, end_tokens, generation_of
 from segue.models.library import PreTrainedModel
-from segue.models.multimodal_lm.loading import holder_of, inner_of, load_whole, media_tokens, rope_index_of
+from segue.models.multimodal_lm.loading import axes_of, holder_of, inner_of, load_whole, media_tokens
 from segue.models.multimodal_lm.mutual import MaskProbe, runs
 from segue.models.multimodal_lm.processor import Processor
 from segue.models.pretrained import load_config
@@ -58,7 +58,7 @@ class LLM:
         text = config.get_text_config(decoder=True)
         self.max_model_len: int = context_length(text, ctx.max_model_len)
         model = load_whole(ctx, config)
-        self.axes = 1 if rope_index_of(model) is None else 3
+        self.axes = axes_of(model, text)
         self._mutual = _mutual_kinds(ctx, model)
         self._decoder = PagedDecoder(model, inner=inner_of(model), fused=ctx.fused)
         self._tokenizer = load_tokenizer(ctx.model_dir)

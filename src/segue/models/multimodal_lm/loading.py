@@ -96,6 +96,14 @@ def rope_index_of(model: PreTrainedModel) -> RopeIndex | None:
     return None
 
 
+def axes_of(model: PreTrainedModel, text: PreTrainedConfig) -> int:
+    """Of positions: 1, or as many as M-RoPE cuts a head into (time, height and width where the config does not say)."""
+    if rope_index_of(model) is None:
+        return 1
+    rope = text.rope_parameters if "rope_parameters" in text else None
+    return len((rope or {}).get("mrope_section") or (1, 1, 1))
+
+
 def taken_by(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
     """What of `given` a function names among its parameters."""
     names = inspect.signature(function).parameters.keys()

@@ -3,7 +3,7 @@
 A model that has such tokens (a picture's, in Gemma 3) says so in the masks its forward makes of the processor's token
 types. Here the forward is run up to the decoder, over a text with two media of a kind, and its masks are compared with
 the two that the engine does: causal, and causal but for each run of media tokens, which sees all of itself; either of
-them within a sliding window.
+them within a sliding window. On the way it is seen whether media change the rows of other tokens than their own.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ _TYPES = frozenset(("token_type_ids", "mm_token_type_ids"))
 """How a forward is told which tokens are a medium's."""
 
 
+FAILURES = (TypeError, ValueError, AttributeError, RuntimeError, IndexError, KeyError, StopIteration)
+"""What a forward raises that wants more, or other things, than placeholders and what the processor made."""
+
+
 class _AtDecoder(Exception):
     """The decoder was called."""
 
@@ -43,19 +47,33 @@ class MaskProbe:
     dtype: torch.dtype
 
     def mutual_kinds(self) -> frozenset[str]:
-        """The kinds of media whose tokens see each other. Raises `ConfigError` for other masks."""
-        names = inspect.signature(self.inner.forward).parameters.keys()
-        return frozenset(kind for kind in self.processor.kinds if names & _TYPES and self._mutual(kind))
+        """The kinds of media whose tokens see each other. Raises `ConfigError` for other masks, and for a model in
+        which a medium is more than rows in the places of its tokens."""
+        return frozenset(kind for kind in self.processor.kinds if self._mutual(kind))
 
     def _mutual(self, kind: str) -> bool:
-        placeholder = self.processor.placeholders[kind]
-        media = [self.processor.example(kind, seed) for seed in range(2)]
-        made = self.processor(f"a {placeholder} b {placeholder} c", {kind: media})
+        text, media = self.processor.examples(kind)
+        made = self.processor(text, {kind: media})
+        given = self._given(made, kind)
+        self._check_rows(given["inputs_embeds"][0], made, kind)
+        if not inspect.signature(self.inner.forward).parameters.keys() & _TYPES:
+            return False
         both = mutual_seen(len(made.ids), runs(made.places(kind)))
-        found = {mask is not None and self._is_both(mask, both) for mask in self._masks(made, kind)}
+        masks = given.get("attention_mask")
+        seen = [_seen(mask) for mask in (masks.values() if isinstance(masks, dict) else [masks])]
+        found = {mask is not None and self._is_both(mask, both) for mask in seen}
         if len(found) > 1:
             raise self._unserved(f"tokens of {kind} see each other in both directions in some of its layers only")
         return found.pop()
+
+    def _check_rows(self, rows: torch.Tensor, made: Processed, kind: str) -> None:
+        """[T, H]: all tokens but a medium's have their embeddings; these are not numbers where it was forgotten."""
+        others = torch.ones(len(made.ids), dtype=torch.bool)
+        others[made.places(kind)] = False
+        ids = torch.tensor(made.ids)[others].to(self.device)
+        plain = self.decoder.get_input_embeddings()(ids)
+        if not torch.allclose(rows[others.to(rows.device)], plain, rtol=1e-2, atol=1e-4, equal_nan=True):
+            raise self._unserved(f"a medium ({kind}) changes the rows of other tokens than those in its places")
 
     def _is_both(self, seen: torch.Tensor, both: torch.Tensor) -> bool:
         """Whether media tokens see each other by this mask."""
@@ -70,12 +88,12 @@ class MaskProbe:
         raise self._unserved("it gives its decoder masks of its own for media, which are neither causal nor so within")
 
     @torch.inference_mode()
-    def _masks(self, made: Processed, kind: str) -> list[torch.Tensor | None]:
-        """[T, T] bool, true where a query (row) sees a key, of every mask; None: the decoder is left to make it."""
-        given: list[Any] = []
+    def _given(self, made: Processed, kind: str) -> dict[str, Any]:
+        """What the decoder is given of a text with media."""
+        given: list[dict[str, Any]] = []
 
         def stop(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            given.append(kwargs.get("attention_mask"))
+            given.append(kwargs)
             raise _AtDecoder
 
         ids = torch.tensor([made.ids], device=self.device)
@@ -86,11 +104,12 @@ class MaskProbe:
         try:
             self.inner(input_ids=ids, use_cache=False, **taken_by(self.inner.forward, arguments))
         except _AtDecoder:
-            pass
+            return given[0]
+        except FAILURES as error:
+            raise self._unserved(f"its forward does not take {kind} as its processor makes it ({error})") from error
         finally:
             hook.remove()
-        masks = given[0].values() if isinstance(given[0], dict) else [given[0]]
-        return [_seen(mask) if mask is not None and mask.ndim == 4 else None for mask in masks]
+        raise self._unserved(f"its forward does not come to its decoder with {kind}")
 
     def _unserved(self, reason: str) -> ConfigError:
         return ConfigError(f"{self.kind} of transformers {VERSION} cannot be served: {reason}", field="architectures")
@@ -119,6 +138,9 @@ def moved(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
     return [moved(item, device, dtype) for item in value] if isinstance(value, list) else value
 
 
-def _seen(mask: torch.Tensor) -> torch.Tensor:
-    """Of a mask [1, 1, T, T], boolean or additive."""
+def _seen(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """[T, T] bool, true where a query (row) sees a key, of a mask [1, 1, T, T], boolean or additive; None where the
+    decoder is left to make it."""
+    if mask is None or mask.ndim != 4:
+        return None
     return (mask[0, 0] if mask.dtype == torch.bool else mask[0, 0] == 0).cpu()

@@ -91,6 +91,7 @@ class Processor:
             )
         self._says_more = True
         """It tells how many tokens each medium has, and of which kind each token is."""
+        self._samples = {kind: self._sample_text(kind) for kind in self.placeholders}
         if type(self._library).__call__ is not ProcessorMixin.__call__:
             self._says_more = self._tries_to_say_more()
         self._keys = self._learn_keys()
@@ -165,6 +166,17 @@ class Processor:
             return noise.integers(0, 255, (64, 96, 3), dtype=np.uint8)
         return Video(noise.integers(0, 255, (8, 64, 96, 3), dtype=np.uint8), self.fps)
 
+    def examples(self, kind: str) -> tuple[str, list[Medium]]:
+        """A text with places for small media of a kind, and these: two, or one where no more go into a prompt."""
+        media = [self.example(kind, seed) for seed in range(2)]
+        sample = self._samples[kind]
+        text = f"a {sample} b {sample} c"
+        try:
+            self(text, {kind: media})
+        except _UNREADABLE:
+            return f"a {sample} b", media[:1]
+        return text, media
+
     def _adds(self, text: str) -> bool:
         """As the library's `apply_chat_template`: unless the template has written the first one."""
         begin = self.tokenizer.bos_token
@@ -196,28 +208,50 @@ class Processor:
             for kind, name in names.items()
         }
 
+    def _sample_text(self, kind: str) -> str:
+        """A text with the place of one medium: the placeholder, between the tokens around it where the processor has
+        names for them (HunYuan-VL's takes it in no other way)."""
+        names = vars(self._library)
+        around = [names.get(f"{kind}_{side}_token") for side in ("start", "end")]
+        token = self.placeholders[kind]
+        return f"{around[0]}{token}{around[1]}" if all(isinstance(side, str) for side in around) else token
+
+    def _made(self, kind: str) -> dict[str, Any]:
+        """What the library makes of one small medium."""
+        text = self._samples[kind]
+        return dict(self._library(text=[text], return_tensors="pt", **self._arguments({kind: [self.example(kind)]})))
+
     def _tries_to_say_more(self) -> bool:
         """Whether a processor with a call of its own hands on what it is asked besides."""
-        kind, token = next(iter(self.placeholders.items()))
         try:
-            made = self._library(text=[token], return_tensors="pt", **self._arguments({kind: [self.example(kind)]}))
+            made = self._made(next(iter(self.placeholders)))
         except _UNREADABLE:
             return False
         return "text_replacement_offsets" in made
 
     def _learn_keys(self) -> dict[str, list[str]]:
-        """By kind, the names under which its tensors come."""
+        """By kind, the names under which its tensors come. A kind whose media get other tokens than its own (GLM-4V's
+        clips those of pictures) is not taken."""
         keys: dict[str, list[str]] = {}
-        for kind, token in self.placeholders.items():
+        for kind in list(self.placeholders):
             try:
-                made = self._library(text=[token], return_tensors="pt", **self._arguments({kind: [self.example(kind)]}))
+                made = self._made(kind)
             except _UNREADABLE as error:
                 raise ConfigError(
                     f"{type(self._library).__name__} of transformers {VERSION} cannot be used: it does not take "
                     f"{kind} as other processors do ({error!r})",
                     field="architectures",
                 ) from error
-            keys[kind] = [key for key in made if key not in _TEXT_KEYS]
+            if self._token_ids[kind] in made["input_ids"][0].tolist():
+                keys[kind] = [key for key in made if key not in _TEXT_KEYS]
+            else:
+                del self.placeholders[kind]
+        if not keys:
+            raise ConfigError(
+                f"{type(self._library).__name__} of transformers {VERSION} cannot be used: what it makes of media has "
+                "none of the tokens that the config names for them",
+                field="architectures",
+            )
         for kind, own in keys.items():
             for other, others in keys.items():
                 if kind < other and (shared := set(own) & set(others)):
