@@ -27,7 +27,10 @@ _PIECES = (((0, 5), (0, 30)), ((5, 20), (30, 31)), ((20, 21), (31, 39)), (None, 
 _TOLERANCE = {torch.float32: 2e-3, torch.float64: 1e-6}
 """Largest difference over largest value (a mask that is wrong gives about 1)."""
 _ROUGH = 0.1
-"""For 16-bit types, and decoders that round inside."""
+"""For 16-bit types."""
+_COARSE = 0.5
+"""For decoders that round activations to 8 bits, on a scale that is one for all rows of a step: 24 layers of random
+weights give 0.24."""
 
 
 def check_attention(adapter: AutoregressiveAdapter, backend: AttentionBackend | None = None) -> None:
@@ -100,7 +103,7 @@ def _run_flat(
 
 def _compare(name: str, ours: torch.Tensor, theirs: torch.Tensor, *, coarse: bool) -> None:
     error = float((ours - theirs).abs().max() / theirs.abs().max())
-    tolerance = _ROUGH if coarse else _TOLERANCE.get(theirs.dtype, _ROUGH)
+    tolerance = _COARSE if coarse else _TOLERANCE.get(theirs.dtype, _ROUGH)
     if not error <= tolerance:
         raise ConfigError(
             f"this model cannot be served: a sequence of {len(theirs)} tokens run {name} differs from the same run "
