@@ -62,7 +62,7 @@ def test_two_equal_one(kind: str, tmp_path: Path, second: Second) -> None:
     assert len({tuple(answer) for answer in expected}) == 10
     with second.led(directory) as led:
         assert difference(logits(led), logits(whole)) < 1e-5
-        assert led.weight_bytes < 0.51 * whole.weight_bytes
+        assert led.weight_bytes < 0.6 * whole.weight_bytes  # half, and what the layout of small weights pads
         if kind != "olmo":  # its plan gathers the heads
             assert 2 * led.kv.kv_heads == whole.kv.kv_heads
         served = Served(led, max_tokens_per_step=24)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import singledispatch
 from typing import Any
 
 import torch
@@ -76,15 +77,9 @@ Signal = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
 """(first block, hidden states [rows, tokens, features], timestep embedding) → [rows, …], what the rule compares."""
 
 
+@singledispatch
 def signal_of(block: nn.Module) -> Signal:
-    """Raises `InvalidRequest` for a network of other blocks."""
-    match block:
-        case FluxTransformerBlock() | JointTransformerBlock():
-            return _modulated
-        case QwenImageTransformerBlock():
-            return _modulated_by_image
-        case WanTransformerBlock():
-            return _embedding
+    """By the kind of a network's blocks. Raises `InvalidRequest` for one that is not registered."""
     raise InvalidRequest(
         f"step_cache is {TEACACHE!r}, but where {type(block).__name__} looks at the timestep is not known; this model "
         f"has {FIRST_BLOCK} and {TAYLORSEER}",
@@ -92,11 +87,28 @@ def signal_of(block: nn.Module) -> Signal:
     )
 
 
+@signal_of.register(FluxTransformerBlock)
+@signal_of.register(JointTransformerBlock)
+def _of_norm(block: nn.Module) -> Signal:
+    return _modulated
+
+
+@signal_of.register(QwenImageTransformerBlock)
+def _of_image(block: nn.Module) -> Signal:
+    return modulated_by_image
+
+
+@signal_of.register(WanTransformerBlock)
+def _of_embedding(block: nn.Module) -> Signal:
+    return _embedding
+
+
 def _modulated(block: Any, hidden: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
     return block.norm1(hidden, emb=embedding)[0]
 
 
-def _modulated_by_image(block: Any, hidden: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+def modulated_by_image(block: Any, hidden: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+    """Qwen-Image: what goes into the attention of the picture."""
     # where pictures to work from have a timestep of their own, the sample's come first
     shift, scale, *_ = block.img_mod(embedding[: len(hidden)]).chunk(6, dim=-1)
     return block.img_norm1(hidden) * (1 + scale[:, None]) + shift[:, None]

@@ -26,6 +26,7 @@ from segue.models.diffusion.library import (
     TransformerBlockRegistry,
     dispatch_attention_fn,
 )
+from segue.models.diffusion.teacache import modulated_by_image, signal_of
 
 
 def foldable(ctx: LoadContext) -> bool:
@@ -124,6 +125,8 @@ class FoldedBlock(nn.Module):
 TransformerBlockRegistry.register(
     FoldedBlock, TransformerBlockMetadata(return_hidden_states_index=1, return_encoder_hidden_states_index=0)
 )
+
+signal_of.register(FoldedBlock, lambda block: modulated_by_image)
 
 _Modulation = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Shift, scale and gate, [B, 1, D] each."""
