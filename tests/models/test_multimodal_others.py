@@ -44,14 +44,16 @@ def test_replies_are_those_of_generate(kind: str, tmp_path: Path) -> None:
     expected = {case.name: answer(tmp_path, processed(tmp_path, case)) for case in cases}
     assert len({tuple(reply) for reply in expected.values()}) == len(cases)
     for case in (cases[1], cases[-1]):  # the same question about others
-        others = Case(case.name, case.text, tuple((medium, seed + 12) for medium, seed in case.media))
-        assert answer(tmp_path, processed(tmp_path, others)) != expected[case.name], case.name
+        media = [tuple((medium, seed + other) for medium, seed in case.media) for other in (12, 29, 53)]
+        others = (processed(tmp_path, Case(case.name, case.text, these)) for these in media)
+        assert any(answer(tmp_path, given) != expected[case.name] for given in others), case.name
     run = Run(stages, max_tokens_per_step=19)
     assert run(cases) == expected
     assert run(cases) == expected
     assert all(run.cached.values())
 
 
+@pytest.mark.filterwarnings("ignore:__array_wrap__")  # numpy's, over what a library does with tensors before it fails
 @pytest.mark.parametrize("kind", sorted(REFUSED))
 def test_what_is_refused_when_it_is_loaded(kind: str, tmp_path: Path) -> None:
     make(kind, tmp_path, MORE[kind])
