@@ -66,7 +66,7 @@ def fuse_norms(root: nn.Module) -> int:
     return count
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _fused(compiled: Library, module: nn.Module) -> FusedNorm | None:
     own = dict(module.named_parameters())
     numbers = [value for name, value in vars(module).items() if type(value) is float and 0 < value < 1e-2]

@@ -59,7 +59,7 @@ def fuse_gates(root: nn.Module) -> int:
     return count
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _gated(compiled: Library, module: nn.Module) -> GatedMLP | None:
     parts = [child for child in module.children() if isinstance(child, FusedPart)]
     linears = [child for child in module.children() if type(child) is nn.Linear]
