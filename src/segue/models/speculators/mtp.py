@@ -86,7 +86,8 @@ class _Network(nn.Module):
         self.layer = type(layers[last])(config, last)
         attention: Any = self.layer.get_submodule("self_attn")
         attention.layer_idx = 0  # in a cache of its own
-        norm, eps = type(decoder.get_submodule("norm")), config.rms_norm_eps
+        # of the new layer: the decoder's own may have been replaced by a quicker one
+        norm, eps = type(self.layer.get_submodule("input_layernorm")), config.rms_norm_eps
         self.embed_norm = norm(config.hidden_size, eps=eps)
         self.hidden_norm = norm(config.hidden_size, eps=eps)
         self.norm = norm(config.hidden_size, eps=eps)
