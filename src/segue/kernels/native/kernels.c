@@ -153,14 +153,9 @@ void segue_write(const float *k, int64_t k_head, int64_t k_token, const float *v
     put(v, v_head, v_token, values, value_slot, value_head, slots, tokens, kv_heads, value_dim);
 }
 
-/* How many floats of scratch `segue_attend` needs. */
-int64_t segue_scratch(int64_t sequences, int64_t heads, int64_t value_dim, int64_t splits)
-{
-    return sequences * splits * heads * (value_dim + 2);
-}
-
 /* Attention of single queries. Each sequence and K/V head is one task, or `splits` of them where keys are many and
- * sequences few; what the tasks of one have summed up is put together at the end (Dao et al., Flash-Decoding). */
+ * sequences few; what the tasks of one have summed up is put together at the end (Dao et al., Flash-Decoding).
+ * `scratch`: sequences * splits * heads * (value_dim + 2) floats. */
 void segue_attend(int lanes, const struct attention *of, int64_t splits, float *scratch, int threads)
 {
     const struct set *const set = set_of(lanes);
