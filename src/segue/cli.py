@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from segue import cli_generate
 from segue.cli_model import add_model, model_settings
+from segue.cli_parser import Parser
 from segue.messages.errors import ConfigError, SegueError, nearest
 from segue.models.dialects.dialect import CALL_FORMATS
 
@@ -64,9 +65,9 @@ def _nothing_more_is_said() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """All commands and their arguments."""
-    top = argparse.ArgumentParser(prog="segue", description="Any-to-any models, served as graphs of stages.")
+    top = Parser(prog="segue", description="Any-to-any models, served as graphs of stages.")
     commands = top.add_subparsers(dest="command", required=True)
 
     _add_serve(commands)
@@ -92,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_serve(commands: argparse._SubParsersAction[Parser]) -> None:
     serve = commands.add_parser("serve", help="serve a model over HTTP")
     add_model(serve)
     serve.add_argument("--host", default="127.0.0.1")
@@ -111,6 +112,12 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     serve.add_argument(
         "--max-body-bytes", type=_size, default="384MiB", help="of one HTTP request; default: %(default)s"
+    )
+    serve.add_argument(
+        "--upload-seconds",
+        type=_seconds,
+        default=600.0,
+        help="how long a client may take to send a request; default: %(default)g",
     )
     serve.add_argument(
         "--stall-seconds",
@@ -189,6 +196,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         max_videos=arguments.max_videos,
         max_video_bytes=arguments.max_video_bytes,
         max_body_bytes=arguments.max_body_bytes,
+        upload_seconds=arguments.upload_seconds,
         stall_seconds=arguments.stall_seconds,
         drain_seconds=arguments.drain_seconds,
     )
@@ -211,7 +219,7 @@ async def _serve_until_told(arguments: argparse.Namespace, settings: ServerSetti
         on_progress=bars.show,
     )
     sock = listen(settings.host, settings.port)
-    server = http_server(omni, settings)
+    server = http_server(omni, settings, omni.finish)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     starting = asyncio.create_task(omni.start())
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -141,6 +142,9 @@ def _modality(model: Path, output: Path | None) -> str | None:
         raise ConfigError(f"say where what this model makes is to be written, with --output: {writes}", field="output")
     if not output.parent.is_dir():
         raise ConfigError(f"--output {str(output)!r}: there is no directory {str(output.parent)!r}", field="output")
+    if output.is_dir() or not os.access(output if output.exists() else output.parent, os.W_OK):
+        why = "that is a directory" if output.is_dir() else "it may not be written to"
+        raise ConfigError(f"--output {str(output)!r} cannot be written: {why}", field="output")
     ending = output.suffix.lower()
     if "audio" in gives and ending not in endings:
         check_audio_format(ending.removeprefix(".") or "wav", "--output")

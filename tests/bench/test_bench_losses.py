@@ -7,13 +7,23 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+import torch
+from diffusers.quantizers.gguf.utils import GGUFParameter, dequantize_gguf_tensor
+from safetensors.torch import load_file
 
+from segue.bench.diffusion_sides import SegueDriver
 from segue.bench.diffusion_workload import PictureOutcome
 from segue.bench.hardware import Machine
+from segue.bench.loss_files import RANK, rank_of, write_gguf, write_untrained_lora
+from segue.bench.loss_sides import FewSteps, faster_sides
 from segue.bench.losses import TOGETHER, LossResult, loss, markdown
 from segue.bench.main import parser
 from segue.bench.page import render
 from segue.bench.result_file import write_result
+from segue.engines.contract import LoadContext
+from segue.models.diffusion.gguf_files import read_gguf
+from segue.models.flux import tiny as flux
+from segue.models.stable_diffusion_3 import tiny as stable_diffusion_3
 
 
 def outcome(index: int, jct: float, picture: np.ndarray) -> PictureOutcome:
@@ -64,3 +74,52 @@ def test_the_option() -> None:
     asked = parser().parse_args(["diffusion", "--losses", "--step-cache", "first_block:0.4"])
     assert asked.losses
     assert asked.step_cache == [("first_block", 0.4)]
+
+
+def test_the_sides(tmp_path: Path) -> None:
+    """Every way is there; a distilled model's guidance is no second row, so it has no interval."""
+    flux.make(tmp_path / "flux")
+    exact = SegueDriver(tmp_path / "flux", "FluxPipeline", "float32", {})
+    sides, refused = faster_sides(exact, [("taylorseer", None)], 4.0, FewSteps(3, None), tmp_path)
+    kinds = ["int8", "int4", "fp8", "GGUF Q8_0", "GGUF Q4_0"]
+    assert [side.name for side in sides] == [
+        f"segue, {name}" for name in ("taylorseer", *kinds, "3 steps with untrained LoRA")
+    ]
+    assert refused == []
+    stable_diffusion_3.make(tmp_path / "sd3")
+    exact = SegueDriver(tmp_path / "sd3", "StableDiffusion3Pipeline", "float32", {})
+    sides, _ = faster_sides(exact, [], 4.0, FewSteps(3, tmp_path / "untrained.safetensors"), tmp_path)
+    assert [side.name for side in sides[:1]] == ["segue, guidance_interval 0.2-0.8"]
+    assert sides[-1].name == "segue, 3 steps with LoRA"
+
+
+def test_the_files(tmp_path: Path) -> None:
+    """A network as GGUF has its weights but for its type's rounding; an untrained adapter adds zeros to layers there
+    are."""
+    flux.make(tmp_path / "flux")
+    network = tmp_path / "flux" / "transformer"
+    weights = load_file(network / "diffusion_pytorch_model.safetensors")
+    for kind, share in (("Q8_0", 0.01), ("Q4_0", 0.15)):
+        write_gguf(network, tmp_path / f"{kind}.gguf", kind)
+        ctx = LoadContext(tmp_path / "flux", "denoiser", torch.device("cpu"), torch.float32)
+        read = read_gguf(ctx, "transformer", tmp_path / f"{kind}.gguf").state_dict()
+        assert set(read) == set(weights)
+        packed = {name for name, tensor in read.items() if isinstance(tensor, GGUFParameter)}
+        assert "transformer_blocks.0.attn.to_q.weight" in packed
+        for name, tensor in read.items():
+            if name not in packed:
+                assert torch.equal(tensor, weights[name]), name
+                continue
+            error = (dequantize_gguf_tensor(tensor) - weights[name]).norm() / weights[name].norm()
+            assert 0 < float(error) < share, name
+    file = tmp_path / "lora.safetensors"
+    write_untrained_lora(network, file)
+    assert rank_of(file) == rank_of(tmp_path) == RANK
+    adapter = load_file(file)
+    layers = {name.partition(".lora_")[0].removeprefix("transformer.") for name in adapter}
+    assert "single_transformer_blocks.1.attn.to_v" in layers
+    for layer in layers:
+        down, up = (adapter[f"transformer.{layer}.lora_{side}.weight"] for side in "AB")
+        assert (up @ down).shape == weights[f"{layer}.weight"].shape
+        assert float(down.std()) > 0
+        assert not up.any()

@@ -167,7 +167,7 @@ def test_every_key_of_a_deployment_is_documented() -> None:
     assert sorted(listed["### Limits"]) == sorted(LIMIT_KEYS)
     assert listed["### An edge"] == ["from", "to", "connector", "budget"]
     assert listed["### A connector"][:2] == ["name", "extra"]
-    worked_out = {"name", "engine", "memory_bytes"}
+    worked_out = {"name", "engine", "memory_bytes", "sequence_ring"}
     assert {field.name for field in fields(StagePlan)} - worked_out <= set(of_stages)
 
 

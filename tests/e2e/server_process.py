@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import os
 import subprocess
 import sys
@@ -13,8 +15,10 @@ from pathlib import Path
 from typing import IO, Any
 
 import httpx
+import numpy as np
 import psutil
 import pytest
+from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -200,3 +204,10 @@ def spoken(**fields: Any) -> dict[str, Any]:
 def ids_of(answer: httpx.Response) -> dict[str, list[int]]:
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]["token_ids"]
+
+
+def pixels(encoded: str | None) -> np.ndarray:
+    """[height, width, channels] of a picture in base64."""
+    assert encoded is not None
+    with Image.open(io.BytesIO(base64.b64decode(encoded))) as image:
+        return np.asarray(image).astype(int)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import av
@@ -55,6 +56,21 @@ def test_refused_before_anything_starts(model: Path, arguments: list[str], says:
     assert (done.returncode, done.stdout) == (2, "")
     assert says in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_place_that_is_taken_by_a_directory(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "taken.png").mkdir()
+    done = segue("generate", str(model), "hi", "-o", str(tmp_path / "taken.png"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "that is a directory" in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_directory_that_may_not_be_written_to(model: Path, tmp_path: Path) -> None:
+    tmp_path.chmod(0o555)
+    done = segue("generate", str(model), "hi", "-o", str(tmp_path / "out.png"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "may not be written to" in done.stderr
 
 
 @pytest.mark.parametrize(

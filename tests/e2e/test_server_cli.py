@@ -58,6 +58,7 @@ def test_generate_names_what_is_wrong(model: Path) -> None:
     [
         ("--max-body-bytes", "many", "'many' is no size above 0"),
         ("--max-body-bytes", "0", "'0' is no size above 0"),
+        ("--upload-seconds", "0", "'0' is no number of seconds above 0"),
         ("--stall-seconds", "-1", "'-1' is no number of seconds above 0"),
         ("--drain-seconds", "nan", "'nan' is no number of seconds above 0"),
     ],
@@ -69,12 +70,12 @@ def test_serve_names_an_impossible_limit(option: str, value: str, text: str) -> 
 
 
 def test_limits_of_serve_are_read() -> None:
-    limits = ["--max-body-bytes", "2MiB", "--stall-seconds", "5", "--drain-seconds", "0.5"]
+    limits = ["--max-body-bytes", "2MiB", "--upload-seconds", "9", "--stall-seconds", "5", "--drain-seconds", "0.5"]
     read = parser().parse_args(["serve", "nowhere", *limits])
-    assert (read.max_body_bytes, read.stall_seconds, read.drain_seconds) == (2 << 20, 5.0, 0.5)
+    assert (read.max_body_bytes, read.upload_seconds, read.stall_seconds, read.drain_seconds) == (2 << 20, 9, 5, 0.5)
     plain, settings = parser().parse_args(["serve", "nowhere"]), ServerSettings()
-    assert plain.max_body_bytes == settings.max_body_bytes
-    assert (plain.stall_seconds, plain.drain_seconds) == (settings.stall_seconds, settings.drain_seconds)
+    for name in ("max_body_bytes", "upload_seconds", "stall_seconds", "drain_seconds"):
+        assert getattr(plain, name) == getattr(settings, name)
 
 
 def test_interrupting_generate_leaves_nothing(model: Path, tmp_path: Path) -> None:
@@ -121,7 +122,18 @@ def test_a_reader_that_has_had_enough(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "unbuffered"), [("graph", ""), ("graph --mermaid", "1"), ("tiny qwen3", "1"), ("bench hop", "")]
+    ("command", "unbuffered"),
+    [
+        ("graph", ""),
+        ("graph --mermaid", "1"),
+        ("tiny qwen3", "1"),
+        ("bench hop", ""),
+        ("--help", ""),
+        ("--help", "1"),
+        ("serve --help", "1"),
+        ("bench text --help", "1"),
+        ("bench hop --help", "1"),
+    ],
 )
 def test_an_output_that_takes_nothing(model: Path, tmp_path: Path, command: str, unbuffered: str) -> None:
     """As `segue graph DIR > /dev/full`: the last line says it, and there is no traceback, whatever Python buffers."""
@@ -133,6 +145,16 @@ def test_an_output_that_takes_nothing(model: Path, tmp_path: Path, command: str,
     assert done.returncode == 1, done.stderr
     assert done.stderr.splitlines()[-1] == "segue: error: the output cannot be written: No space left on device"
     assert "Traceback" not in done.stderr
+
+
+def test_a_standard_error_that_takes_nothing(model: Path) -> None:
+    """As where the log lies on a full disk: what it would have said is lost, and nothing else."""
+    line = [sys.executable, "-m", "segue.cli", "generate", str(model), "hi", "--max-tokens", "4", "--seed", "1"]
+    variables = environment(PYTHONUNBUFFERED="1")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(line, env=variables, stdout=subprocess.PIPE, stderr=full, text=True, timeout=240)
+    assert done.returncode == 0
+    assert done.stdout.strip()
 
 
 def test_without_an_output_at_all(model: Path) -> None:

@@ -149,3 +149,14 @@ def test_the_dialect_is_the_family_s(checkpoint: Path) -> None:
     dialect = dialect_of(checkpoint, json.loads((checkpoint / "config.json").read_text()))
     assert dialect.calls is not None
     assert (dialect.calls.name, dialect.template_variables) == ("hermes", {"enable_thinking"})
+
+
+def test_a_prompt_is_found_again_only_under_its_salt(http: httpx.Client) -> None:
+    model = http.get("/v1/models").json()["data"][0]["id"]
+    asked = {"model": model, "prompt": [list(range(200, 248))], "max_tokens": 1, "temperature": 0}
+    cached = [
+        post(http, "/v1/completions", **asked, **salt)["usage"]["prompt_tokens_details"]["cached_tokens"]
+        for salt in ({"cache_salt": "one"}, {"cache_salt": "one"}, {"cache_salt": "two"}, {}, {})
+    ]
+    assert cached[1] == cached[4] > 0
+    assert [cached[0], cached[2], cached[3]] == [0, 0, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -58,6 +59,23 @@ def test_a_signal_lets_running_requests_end(server: Served, number: int, to_grou
     assert server.process.wait(120) == 0, server.log()
     assert_gone(family, directory)
     assert "Traceback" not in server.log()
+
+
+def test_what_does_not_end_in_time_is_told_so(model: Path, tmp_path: Path) -> None:
+    """Whole answers and streams alike; and nothing of it is a mistake in the log."""
+    config = tmp_path / "short.yaml"
+    config.write_text("limits: {drain_seconds: 0.1}")
+    with served(model, "--drain-seconds", "0.1", "--config", str(config)) as server, ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(ask, server, **LONG, stream=stream) for stream in (False, True, False, True)]
+        server.until(lambda metrics: sum(metrics["segue_requests"].values()) == 4)
+        server.process.send_signal(signal.SIGTERM)
+        for stream, answer in zip((False, True, False, True), answers, strict=True):
+            got = answer.result()
+            assert got.status_code == (200 if stream else 503)
+            last = got.text.strip().splitlines()[-1].removeprefix("data: ")
+            assert json.loads(last)["error"]["code"] == "shutting_down"
+        assert server.process.wait(120) == 0, server.log()
+        assert "Traceback" not in server.log()
 
 
 def test_a_second_signal_ends_it_at_once(server: Served) -> None:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import base64
 import io
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import openai
 import pytest
-from PIL import Image
-from server_process import NAME, Served, segue, served
+from PIL import Image, ImageOps
+from server_process import NAME, Served, pixels, segue, served
 from transformers import AutoTokenizer
 
 from segue.models.qwen_image.input import DROP, TEMPLATE
 
 ASKED: dict[str, Any] = {"model": NAME, "prompt": "a small boat left the harbour", "size": "64x96"}
+ORIENTATION = 0x0112
+"""Of a camera; 6: turned to its right."""
 FEW: dict[str, Any] = {"num_inference_steps": 3, "seed": 5}
 
 HELD = ("segue_requests", "segue_generations_in_flight", "segue_stage_requests", "segue_stage_retained_bytes")
@@ -35,12 +37,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def client(server: Served) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
-
-
-def pixels(encoded: str | None) -> np.ndarray:
-    assert encoded is not None
-    with Image.open(io.BytesIO(base64.b64decode(encoded))) as image:
-        return np.asarray(image).astype(int)
 
 
 def test_pictures_whole_and_streamed(client: openai.OpenAI) -> None:
@@ -106,6 +102,72 @@ def test_masks_that_are_none(server: Served, mask: bytes, says: str) -> None:
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "mask"), error
     assert says in error["message"]
+
+
+def unusual(kind: str) -> tuple[bytes, bytes]:
+    """A file that is no plain PNG, and the PNG of what it shows."""
+    file, plain = io.BytesIO(), io.BytesIO()
+    ramp = np.linspace(0, 255, 64 * 96 * 3).astype(np.uint8).reshape(64, 96, 3)
+    image = Image.fromarray(ramp)
+    match kind:
+        case "animation":
+            image = image.convert("P")
+            image.save(file, "GIF", save_all=True, append_images=[Image.new("P", (96, 64), 7)])
+        case "16 bits":
+            image = Image.fromarray(ramp[:, :, 0])
+            Image.fromarray(ramp[:, :, 0].astype(np.uint16) * 257).save(file, "PNG")
+        case "CMYK":
+            image = image.convert("CMYK")
+            image.save(file, "JPEG", quality=100, subsampling=0)
+            image = Image.open(file)
+        case "turned camera":
+            exif = Image.Exif()
+            exif[ORIENTATION] = 6
+            image.save(file, "JPEG", exif=exif)
+            image = ImageOps.exif_transpose(Image.open(file))
+        case "alpha":
+            image.putalpha(Image.linear_gradient("L").resize(image.size))
+            image.save(file, "WEBP", lossless=True, exact=True)
+    image.convert("RGB").save(plain, "PNG")
+    return file.getvalue(), plain.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["animation", "16 bits", "CMYK", "turned camera", "alpha"])
+def test_files_that_are_no_plain_pictures(client: openai.OpenAI, kind: str) -> None:
+    """The first frame, in 8 bits, in RGB, upright, without transparency: and written as a JPEG."""
+    made = []
+    for file in unusual(kind):
+        answer = client.images.edit(
+            **ASKED, image=file, output_format="jpeg", extra_body={**FEW, "strength": 0.5, "true_cfg_scale": 1.0}
+        )
+        assert answer.data is not None
+        made.append(pixels(answer.data[0].b64_json))
+    assert made[0].shape == (96, 64, 3)
+    assert np.abs(made[0] - made[1]).max() <= 2
+
+
+def test_a_crowd_of_many_sizes(server: Served) -> None:
+    """Forty at once: each gets its own size, and what it would get alone."""
+    sizes, steps = ("64x64", "96x64", "32x128", "64x96", "128x32"), (2, 3, 5)
+    asked = [
+        {
+            "prompt": f"house {index}",
+            "size": sizes[index % len(sizes)],
+            "num_inference_steps": steps[index % len(steps)],
+            "seed": index,
+            "true_cfg_scale": 1.0,
+        }
+        for index in range(40)
+    ]
+    with server.client() as http, ThreadPoolExecutor(len(asked)) as threads:
+        answers = list(threads.map(lambda body: http.post("/v1/images/generations", json=body), asked))
+        assert {answer.status_code for answer in answers} == {200}
+        made = [pixels(answer.json()["data"][0]["b64_json"]) for answer in answers]
+        for body, picture in zip(asked, made, strict=True):
+            assert f"{picture.shape[1]}x{picture.shape[0]}" == body["size"]
+        for index in (0, 7, 39):
+            alone = http.post("/v1/images/generations", json=asked[index]).json()["data"][0]["b64_json"]
+            assert np.abs(pixels(alone) - made[index]).max() <= 1
 
 
 def test_usage(server: Served, client: openai.OpenAI) -> None:

@@ -1,9 +1,10 @@
-"""A denoiser divided between two processes (its rows, or its network), through the whole system: the same picture,
-whichever of them is killed."""
+"""A denoiser divided between processes (its rows, its network, or both), through the whole system: the same picture,
+whichever of them is killed, or runs out of memory."""
 
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ import pytest
 from truth_system import System
 
 from segue.messages.deltas import Delta, ProgressDelta
-from segue.messages.errors import ConfigError
+from segue.messages.errors import ConfigError, StageFailed
 from segue.orchestrator.outputs import RequestOutput
 
+MiB = 1 << 20
 ASKED: dict[str, Any] = {
     "prompt": "a small boat left the harbour",
     "negative_prompt": "grey",
@@ -41,10 +43,10 @@ def truth(qwen_image_dir: Path) -> RequestOutput:
     params=[
         {"cfg_parallel": 2},
         {"sequence_parallel": 2},
-        {"sequence_parallel": 2, "sequence_mode": "ring"},
+        {"cfg_parallel": 2, "sequence_parallel": 2, "sequence_mode": "ring"},
         {"tensor_parallel": 2},
     ],
-    ids=["branches", "ulysses", "ring", "weights"],
+    ids=["branches", "ulysses", "branches and ring", "weights"],
 )
 def running(qwen_image_dir: Path, request: pytest.FixtureRequest) -> Iterator[System]:
     system = System(qwen_image_dir, stages={"denoiser": request.param})
@@ -89,6 +91,32 @@ def test_killed_at_work(running: System, truth: RequestOutput, who: str) -> None
 
     assert running.in_time(body, lambda output: output.metrics.attempts > 1).metrics.attempts == 2
     assert running.follower("denoiser").is_running()
+
+
+def test_memory_of_one_process_is_over(running: System, truth: RequestOutput) -> None:
+    """Its allocator refuses what a large picture takes. What its heap has free decides whether that is seen before the
+    processes wait for each other: then it is the failure of that request, and of no process; else they start again, and
+    the picture is made."""
+    follower = running.follower("denoiser")
+    processes = [running.pid("denoiser"), follower.pid]
+    limits = resource.prlimit(follower.pid, resource.RLIMIT_AS)
+    resource.prlimit(follower.pid, resource.RLIMIT_AS, (follower.memory_info().vms + 4 * MiB, limits[1]))
+    large, refused = None, ""
+    try:
+        [large] = running.ask({**ASKED, "height": 1024, "width": 1024})
+    except StageFailed as failed:
+        refused = failed.message
+    if large is None:
+        assert "one row of 4096 latent tokens does not fit into the memory that is free" in refused
+        assert [running.pid("denoiser"), running.follower("denoiser").pid] == processes
+        resource.prlimit(follower.pid, resource.RLIMIT_AS, limits)
+    else:
+        assert large.metrics.attempts == 2
+        assert large.images[0].size == (1024, 1024)
+        assert not {running.pid("denoiser"), running.follower("denoiser").pid} & set(processes)
+    [output] = running.ask(ASKED)
+    assert_same(output, truth)
+    assert output.metrics.attempts == 1
 
 
 def test_what_cannot_be_divided_does_not_start(qwen_image_dir: Path) -> None:

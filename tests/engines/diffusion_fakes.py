@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from segue.engines.contract import Payload, StageRequest
+from segue.engines.contract import Payload, StageOutput, StageRequest
 from segue.engines.diffusion.contract import Row, Sample
+from segue.engines.diffusion.engine import DiffusionEngine
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import InvalidRequest
 from segue.messages.request import Request
@@ -147,3 +148,14 @@ def truth(ask: Ask, index: int) -> torch.Tensor:
         [sample.latents] = sample.scheduler.step(prediction, sample.timestep, sample.latents)
         sample.step += 1
     return sample.latents
+
+
+def made(engine: DiffusionEngine, *asks: Ask) -> list[StageOutput]:
+    """All that comes of these requests."""
+    for ask in asks:
+        engine.add(ask.request())
+        engine.feed(ask.name, "input", {}, final=True)
+    outputs = []
+    while engine.has_work():
+        outputs += engine.step()
+    return outputs

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from segue.engines.autoregressive.blocks import ROOT, BlockPool, block_hash, find_hit, first_visible, group_key
+from segue.kernels.look_back import Chunked
 
 
 def chain(text: str) -> list[bytes]:
@@ -117,7 +118,7 @@ TestPool = Pool.TestCase
 @given(
     st.integers(0, 8),
     st.lists(st.tuples(st.integers(0, 7), st.integers(0, 2))),
-    st.lists(st.sampled_from([None, 1, 2, 5, 9, 100]), min_size=1, max_size=3),
+    st.lists(st.sampled_from([None, 1, 2, 5, 9, 100, Chunked(4), Chunked(8), Chunked(20)]), min_size=1, max_size=3),
 )
 def test_a_hit_is_the_longest_prefix_whose_visible_blocks_are_there(count, holes, windows):
     """Against trying every length."""
@@ -130,13 +131,18 @@ def test_a_hit_is_the_longest_prefix_whose_visible_blocks_are_there(count, holes
                 [blocks[index, group]] = pool.allocate(1)
                 pool.publish(blocks[index, group], group_key(hashes[index], group))
 
+    def oldest(window, position):
+        if isinstance(window, Chunked):
+            return position - position % window.size
+        return 0 if window is None else position + 1 - window
+
     def seen(length):
         """(block, group) that the token after so many blocks sees."""
         return [
             (index, group)
             for group, window in enumerate(windows)
             for index in range(length)
-            if window is None or (index + 1) * size > length * size + 1 - window
+            if (index + 1) * size > oldest(window, length * size)
         ]
 
     longest = max(length for length in range(count + 1) if all(entry in blocks for entry in seen(length)))

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from segue.engines.autoregressive.check import check_attention
+from segue.kernels.look_back import Chunked
 from segue.messages.errors import ConfigError
 
 
@@ -57,15 +58,24 @@ def test_sinks_pass():
     check_attention(adapter)
 
 
-def test_chunked_attention_is_refused():
-    with pytest.raises(ConfigError, match="cannot be served"):
-        check_attention(llama4(attention_chunk_size=8))
+@pytest.mark.parametrize("size", [8, 16, 100])
+def test_chunked_attention_passes_where_the_spec_says_so(size):
+    adapter = llama4(attention_chunk_size=size)
+    adapter.kv.windows = (Chunked(size),) * 3
+    check_attention(adapter)
 
 
-def test_chunked_attention_beyond_the_test_sequences_is_refused():
+@pytest.mark.parametrize("size", [8, 100])
+def test_chunks_that_the_spec_does_not_know_are_refused(size):
     """Chunks of 100 tokens do not show in 40: the mask itself is asked."""
-    with pytest.raises(ConfigError, match="neither causal nor one of the sliding windows"):
-        check_attention(llama4(attention_chunk_size=100))
+    adapter = llama4(attention_chunk_size=size)
+    wrong = f"layer 0 has {{}}, but the layer itself asks for chunks of {size}"
+    with pytest.raises(ConfigError, match=wrong.format("no window")):
+        check_attention(adapter)
+    for back, said in ((Chunked(16), "chunks of 16"), (size, f"a window of {size}")):
+        adapter.kv.windows = (back,) * 3
+        with pytest.raises(ConfigError, match=wrong.format(said)):
+            check_attention(adapter)
 
 
 def test_a_window_the_layers_do_not_pass_on_is_refused():

@@ -11,6 +11,7 @@ from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.autoregressive.jobs import Decision, Job, Limits
 from segue.engines.autoregressive.scheduler import Scheduler
+from segue.kernels.look_back import Chunked
 from segue.messages.sampling import SamplingParams
 
 SIZE = 16
@@ -124,7 +125,7 @@ def test_nobody_of_higher_priority_waits():
     st.lists(st.tuples(st.text("xy", max_size=3), st.integers(1, 60), st.integers(0, 6)), min_size=1, max_size=10),
     st.integers(0, 8),
     st.integers(1, 80),
-    st.sampled_from([(None,), (None, 40), (20,)]),
+    st.sampled_from([(None,), (None, 40), (20,), (None, Chunked(2 * SIZE))]),
     st.lists(st.tuples(st.integers(0, 9), st.integers(1, 20))),
 )
 def test_everyone_finishes(wanted, spare, max_tokens, windows, pauses):

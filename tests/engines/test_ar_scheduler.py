@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from segue.engines.autoregressive.blocks import ROOT, BlockPool, block_hash
 from segue.engines.autoregressive.jobs import Decision, Job, Limits
 from segue.engines.autoregressive.policies import Accounts, rank
-from segue.engines.autoregressive.scheduler import Scheduler, schedule
+from segue.engines.autoregressive.schedule import schedule
+from segue.engines.autoregressive.scheduler import Scheduler
 from segue.graph.deployment import SCHEDULINGS
+from segue.kernels.look_back import Chunked
 
 SIZE = 4
 
@@ -86,7 +88,9 @@ requests = st.lists(
     st.integers(0, 8),
     st.integers(1, 5),
     st.integers(1, 24),
-    st.sampled_from([(None,), (None,), (None, 5), (None, 1, 9, 9), (4,), (7, 20)]),
+    st.sampled_from(
+        [(None,), (None,), (None, 5), (None, 1, 9, 9), (4,), (7, 20), (None, Chunked(2 * SIZE)), (Chunked(SIZE), 5)]
+    ),
     st.sampled_from(SCHEDULINGS),
     st.sampled_from([None, None, 1, 5]),
 )

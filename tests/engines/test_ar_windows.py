@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,13 +15,18 @@ from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     MistralConfig,
     MistralForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
 )
 
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.engine import AutoregressiveEngine
+from segue.engines.autoregressive.speculation.cache import keeping
+from segue.kernels.look_back import Chunked, LookBack
 from segue.messages.errors import ConfigError
 from segue.messages.sampling import SamplingParams
 
@@ -57,6 +63,18 @@ KINDS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
     ),
+    "llama 4": (
+        Llama4ForCausalLM,
+        Llama4TextConfig,
+        {
+            "attention_chunk_size": 16,
+            "num_hidden_layers": 4,
+            "no_rope_layers": [1, 0, 1, 1],
+            "intermediate_size_mlp": 96,
+            "moe_layers": [],
+            "attn_temperature_tuning": False,
+        },
+    ),
 }
 
 
@@ -67,7 +85,13 @@ class Windowed(TinyAdapter):
         super().__init__(model, **options)
         config = model.config
         types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-        self.kv.windows = tuple(config.sliding_window if kind == "sliding_attention" else None for kind in types)
+        self.kv.windows = tuple(_look_back(config, kind) for kind in types)
+
+
+def _look_back(config: PreTrainedConfig, kind: str) -> LookBack:
+    if kind == "chunked_attention":
+        return Chunked(config.attention_chunk_size)
+    return config.sliding_window if kind == "sliding_attention" else None
 
 
 def tiny(kind: str, **changes: Any) -> PreTrainedModel:
@@ -182,6 +206,8 @@ def test_blocks_stay_bounded_over_a_long_output(adapter):
     for window, held in zip(limits.windows, most, strict=True):
         if window is None:
             assert held == whole
+        elif isinstance(window, Chunked):
+            assert held == window.size // SIZE < whole
         else:
             assert held <= limits.blocks(window - 1) + 1 < whole
     assert drive.results["long"].token_ids == generate(adapter.model, PROMPTS[2], 180)
@@ -208,11 +234,26 @@ def test_a_spec_that_keeps_too_little_is_refused():
     with pytest.raises(ConfigError, match="layer 1 has a window of 9, but the layer itself asks for no window"):
         driver(adapter)
     adapter.kv.windows = (8, None, 8)
-    with pytest.raises(ConfigError, match="layer 0 has a window of 8, but the layer itself asks for 9"):
+    with pytest.raises(ConfigError, match="layer 0 has a window of 8, but the layer itself asks for a window of 9"):
         driver(adapter)
     adapter.kv.windows = (9, None)
     with pytest.raises(ConfigError, match="2 windows for 3 layers"):
         driver(adapter)
+
+
+def test_chunks_that_are_no_whole_blocks_are_refused():
+    with pytest.raises(ConfigError, match="block_size is 16, but layers of this model attend in chunks of 24"):
+        driver(Windowed(tiny("llama 4", attention_chunk_size=24)), block_size=16)
+
+
+def test_what_does_not_know_of_chunks_is_refused():
+    with pytest.raises(ConfigError, match="deterministic: layers of this model attend in chunks"):
+        driver(Windowed(tiny("llama 4")), deterministic=True)
+    with pytest.raises(ConfigError, match="cannot draft"):
+        keeping(Windowed(tiny("llama 4")).kv)
+    kv = Windowed(tiny("llama 4", no_rope_layers=[1, 1, 1, 1])).kv
+    with pytest.raises(ConfigError, match="needs a layer with full attention beside chunks"):
+        replace(kv, capture_width=8).layout(500)
 
 
 def test_captured_rows_of_a_windowed_decoder_are_all_there_after_a_hit():

@@ -120,7 +120,7 @@ def pictures() -> StageGraph:
 
 
 @pytest.mark.parametrize("way", ["cfg_parallel", "sequence_parallel", "tensor_parallel"])
-def test_a_denoiser_has_several_processes_in_one_way(pictures: StageGraph, way: str) -> None:
+def test_a_denoiser_has_several_processes(pictures: StageGraph, way: str) -> None:
     said: dict[str, object] = {way: 2}
     denoiser = load_plan(pictures, {"stages": {"denoiser": said}}, hardware=FOUR).stages["denoiser"]
     ways = (denoiser.cfg_parallel, denoiser.sequence_parallel, denoiser.tensor_parallel)
@@ -133,18 +133,55 @@ def test_a_denoiser_has_several_processes_in_one_way(pictures: StageGraph, way: 
     assert adapted.stages["denoiser"].lora == LoraPlan()
 
 
-def test_two_ways_are_refused(pictures: StageGraph) -> None:
-    both = {"stages": {"denoiser": {"cfg_parallel": 2, "sequence_parallel": 2}}}
-    with pytest.raises(ConfigError, match=r"denoiser\.sequence_parallel is 2, but cfg_parallel is 2: .* one way"):
-        load_plan(pictures, both, hardware=FOUR)
+def test_ways_multiply(pictures: StageGraph) -> None:
+    ways = {"cfg_parallel": 2, "sequence_parallel": 2}
+    denoiser = load_plan(pictures, {"stages": {"denoiser": ways}}, hardware=FOUR).stages["denoiser"]
+    assert (denoiser.cfg_parallel, denoiser.sequence_parallel, denoiser.tensor_parallel) == (2, 2, 1)
+    assert (denoiser.ranks, denoiser.replicas, len(denoiser.devices)) == (4, 1, 4)
+    here = load_plan(pictures, {"stages": {"denoiser": {**ways, "tensor_parallel": 2}}}, hardware=LAPTOP)
+    assert here.stages["denoiser"].ranks == 8
+    eight = {"stages": {"denoiser": {**ways, "tensor_parallel": 2}}}
+    every = r"denoiser\.sequence_parallel x cfg_parallel x tensor_parallel is 8, but the stage has 4 GPUs .* a multiple"
+    with pytest.raises(ConfigError, match=every):
+        load_plan(pictures, eight, hardware=FOUR)
+    three = {"stages": {"denoiser": {**ways, "devices": ["cuda:0", "cuda:1", "cuda:2"]}}}
+    with pytest.raises(ConfigError, match=r"sequence_parallel x cfg_parallel is 4, but the stage has 3 GPUs"):
+        load_plan(pictures, three, hardware=FOUR)
 
 
-def test_what_is_exchanged(pictures: StageGraph) -> None:
-    ring = {"stages": {"denoiser": {"sequence_parallel": 2, "sequence_mode": "ring"}}}
-    assert load_plan(pictures, ring, hardware=FOUR).stages["denoiser"].sequence_mode == "ring"
-    alone = {"stages": {"denoiser": {"sequence_mode": "ring"}}}
-    with pytest.raises(ConfigError, match=r"stages\.denoiser\.sequence_mode is set, but sequence_parallel is 1"):
-        load_plan(pictures, alone, hardware=FOUR)
-    other = {"stages": {"denoiser": {"sequence_parallel": 2, "sequence_mode": "star"}}}
-    with pytest.raises(ConfigError, match=r"sequence_mode is 'star'; it must be one of ulysses, ring"):
-        load_plan(pictures, other, hardware=FOUR)
+@pytest.mark.parametrize(
+    ("ranks", "mode", "ring"),
+    [
+        (2, "ulysses", 1),
+        (2, "ring", 2),
+        (4, {"ulysses": 2, "ring": 2}, 2),
+        (4, {"ring": 4}, 4),
+        (4, {"ulysses": 4}, 1),
+    ],
+)
+def test_what_is_exchanged(pictures: StageGraph, ranks: int, mode: object, ring: int) -> None:
+    said = {"stages": {"denoiser": {"sequence_parallel": ranks, "sequence_mode": mode}}}
+    assert load_plan(pictures, said, hardware=FOUR).stages["denoiser"].sequence_ring == ring
+    below = {"defaults": {"sequence_mode": mode}}
+    assert load_plan(pictures, below, hardware=FOUR).stages["denoiser"].sequence_ring == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"sequence_mode": "ring"}, r"sequence_mode is set, but sequence_parallel is 1"),
+        (
+            {"sequence_parallel": 2, "sequence_mode": "star"},
+            r"sequence_mode is 'star'; it must be one of ulysses, ring",
+        ),
+        (
+            {"sequence_parallel": 2, "sequence_mode": {"ulysses": 2, "ring": 2}},
+            r"sequence_mode is ulysses 2 x ring 2, which is 4, but sequence_parallel is 2; the two must multiply to it",
+        ),
+        ({"sequence_parallel": 4, "sequence_mode": {"rings": 2}}, r"sequence_mode has no key 'rings'; did you mean"),
+        ({"sequence_parallel": 4, "sequence_mode": {"ring": 0}}, r"sequence_mode\.ring is 0; it must be an integer of"),
+    ],
+)
+def test_what_cannot_be_exchanged(pictures: StageGraph, said: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"stages\.denoiser\.{message}"):
+        load_plan(pictures, {"stages": {"denoiser": said}}, hardware=FOUR)

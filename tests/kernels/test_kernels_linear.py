@@ -46,3 +46,13 @@ def test_what_is_kept_and_what_cannot_be_packed():
     assert pack_linears(block, 8, keep={"head"}) == 1
     assert type(block.head) is nn.Linear
     assert type(block.up) is nn.Linear
+
+
+def test_a_wrong_number_of_inputs_is_an_error() -> None:
+    """Also one that fits another layout of the same weight."""
+    block = Block().eval()
+    block.up.weight.data = block.up.weight.data.bfloat16().float()
+    pack_linears(block, 8)
+    for inputs in (20, 80):
+        with pytest.raises(RuntimeError, match="a layer of 40 inputs"):
+            block.up(torch.randn(2, inputs))

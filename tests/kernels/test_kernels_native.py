@@ -13,6 +13,8 @@ from test_kernels_paged_attention import compare, forms, layout, store
 from torch import nn
 from torch.nn import functional
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated
+from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Config, Qwen2MLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -38,6 +40,8 @@ def test_they_are_there_where_they_can_be():
 
 
 def _product(kernels: Library, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    halves = weight.dtype == torch.bfloat16
+    weight = weight.view(torch.float32) if halves else weight
     outputs, inputs = weight.shape
     panels = -(-outputs // kernels.panel)
     padded = torch.zeros(panels * kernels.panel, inputs)
@@ -46,7 +50,8 @@ def _product(kernels: Library, x: torch.Tensor, weight: torch.Tensor, bias: torc
     laid = padded.view(panels, kernels.panel, inputs).transpose(1, 2).contiguous()
     y = torch.full((len(x), outputs), torch.nan)
     kernels.product(
-        *(kernels.lanes, x.data_ptr(), len(x), inputs, laid.data_ptr(), on.data_ptr(), y.data_ptr(), outputs, 2)
+        *(kernels.lanes, x.data_ptr(), len(x), x.shape[1], laid.data_ptr(), halves, on.data_ptr(), y.data_ptr()),
+        *(outputs, 2),
     )
     return y
 
@@ -63,6 +68,22 @@ def test_products(kernels: Library, rows: int, inputs: int, outputs: int, seed: 
     exact = (x.double() @ weight.double().T + bias).float()
     made = _product(kernels, x, weight, bias)
     torch.testing.assert_close(made, exact, rtol=1e-5, atol=1e-5 * inputs**0.5)
+    row = seed % rows
+    assert torch.equal(_product(kernels, x[row : row + 1].clone(), weight, bias)[0], made[row]), "others change a row"
+
+
+@compiled
+@every
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 90), st.integers(1, 600), st.integers(1, 130), st.integers(0, 99))
+def test_products_with_halves_are_those_with_the_same_floats(
+    kernels: Library, rows: int, pairs: int, outputs: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x, bias = torch.randn(rows, 2 * pairs, generator=generator), torch.randn(outputs, generator=generator)
+    weight = torch.randn(outputs, 2 * pairs, generator=generator).bfloat16()
+    made = _product(kernels, x, weight, bias)
+    assert torch.equal(made, _product(kernels, x, weight.float(), bias))
     row = seed % rows
     assert torch.equal(_product(kernels, x[row : row + 1].clone(), weight, bias)[0], made[row]), "others change a row"
 
@@ -86,6 +107,22 @@ def test_a_layout_holds_its_weight_once_and_takes_any_shape():
     assert packed_product(x[:, :0], laid, on, 96).shape == (2, 0, 96)
     with pytest.raises(RuntimeError, match="float64"):
         packed_product(x.double(), laid, on, 96)
+
+
+@compiled
+@pytest.mark.parametrize("inputs", [40, 41])
+def test_a_layout_of_weights_that_are_bfloat16_takes_half_the_memory(inputs: int) -> None:
+    weight, bias, x = torch.randn(90, inputs).bfloat16().float(), torch.randn(90), torch.randn(3, inputs)
+    weight[3, 5], weight[4, 0] = torch.inf, -0.0
+    laid, on = laid_out(weight, bias, 8)
+    padded = -(-90 // library().panel) * library().panel
+    assert laid.nbytes == padded * inputs * (2 if inputs % 2 == 0 else 4)
+    assert laid.dtype == torch.float32, "what modules read of a weight is the type that they compute in"
+    torch.testing.assert_close(packed_product(x, laid, on, 90), functional.linear(x, weight, bias))
+    weight[7, 7] += 2.0**-20
+    laid, on = laid_out(weight, bias, 8)
+    assert laid.nbytes == padded * inputs * 4, "one weight of full precision"
+    torch.testing.assert_close(packed_product(x, laid, on, 90), functional.linear(x, weight, bias))
 
 
 @compiled
@@ -140,6 +177,11 @@ def test_norms_are_found_by_what_they_compute(kind: type[nn.Module]) -> None:
     torch.testing.assert_close(net[0](x), expected)
     torch.testing.assert_close(net[2](heads), narrow)
     torch.testing.assert_close(net[0](x[0, 0]), expected[0, 0])
+
+
+def test_norms_that_may_be_given_a_gate_stay() -> None:
+    net = nn.Sequential(KimiLinearRMSNormGated(24), MambaRMSNormGated(24, 24))
+    assert fuse_norms(net) == 0
 
 
 @compiled

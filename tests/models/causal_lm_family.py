@@ -74,10 +74,139 @@ OTHERS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 48,
         "first_k_dense_replace": 1,
     },
+    "llama4_text": {
+        "head_dim": 16,
+        "intermediate_size_mlp": 96,
+        "num_hidden_layers": 4,
+        "attention_chunk_size": 32,
+        "num_local_experts": 2,
+        "interleave_moe_layer_step": 2,
+        "floor_scale": 8,
+        "attn_scale": 0.5,
+    },
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "intermediate_size": [96] * 4,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 650,
+        "num_kv_shared_layers": 2,
+        "laurel_rank": 8,
+        "altup_num_inputs": 2,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "final_logit_softcapping": 5.0,
+    },
+    "nemotron": {"head_dim": 16},
+    "diffllama": {"head_dim": 16},
+    "hrm_text": {"head_dim": 16, "prefix_lm": False, "H_cycles": 2, "L_cycles": 2, "tie_word_embeddings": False},
+    "longcat_flash": {
+        "num_layers": 2,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "head_dim": 8,
+        "v_head_dim": 16,
+        "ffn_hidden_size": 96,
+        "moe_topk": 2,
+        "n_routed_experts": 4,
+        "zero_expert_num": 2,
+        "expert_ffn_hidden_size": 48,
+        "routed_scaling_factor": 1.0,
+    },
     "glm4_moe": {"head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
 }
 """By model type: what differs from `_SHARED`."""
 KINDS = (*SMALL, *OTHERS)
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_chunk_size": 16}
+_DELTA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "head_dim": 16,
+}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 48,
+}
+_MAMBA2 = {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "expand": 2, "chunk_size": 16}
+_LATENT = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "sparse"],
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+}
+STATES: dict[str, dict[str, Any]] = {
+    "mamba": {"state_size": 16, "expand": 2, "time_step_rank": 8},
+    "falcon_mamba": {"state_size": 16, "expand": 2, "time_step_rank": 8},
+    "mamba2": {**_MAMBA2, "time_step_limit": (0.0, float("inf"))},
+    "qwen3_next": {**_DELTA, **_EXPERTS},
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": {**_DELTA, **_EXPERTS},
+    "olmo_hybrid": {**_DELTA, "linear_num_key_heads": 4},
+    "lfm3": {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "sliding_window": 16,
+        "layer_types": ["conv", "full_attention", "conv", "sliding_attention"],
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "lfm2_moe": {**_EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "kimi_linear": {**_LATENT, "linear_head_dim": 16, "linear_num_heads": 4},
+    "bailing_hybrid": {
+        **_LATENT,
+        "head_dim": 16,
+        "q_lora_rank": 16,
+        "num_mtp_layers": 0,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 8,
+    },
+    "bamba": {**_MAMBA, "attn_layer_indices": [1], "mamba_expand": 2},
+    "granitemoehybrid": {
+        **_MAMBA,
+        "layer_types": ["mamba", "attention"],
+        "mamba_expand": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 48,
+    },
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128, "head_dim": 16},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "mlp"],
+        "num_hidden_layers": 3,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "chunk_size": 16,
+        "head_dim": 16,
+    },
+}
+"""The same for those whose layers keep a state per sequence."""
+_END_GAINS = {"nemotron_h": 3.5, "falcon_mamba": 2.5, "kimi_linear": 3.0, "lfm3": 2.3}
+"""2.0 for others."""
 
 
 def make(kind: str, directory: Path, **changes: Any) -> Path:
@@ -85,11 +214,11 @@ def make(kind: str, directory: Path, **changes: Any) -> Path:
     if kind in SMALL and not changes:
         tiny.make(kind, directory)
         return directory
-    config = AutoConfig.for_model(kind, **{**_SHARED, **OTHERS.get(kind, {}), **changes})
+    config = AutoConfig.for_model(kind, **{**_SHARED, **OTHERS.get(kind, {}), **STATES.get(kind, {}), **changes})
     with torch.random.fork_rng():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     randomise(model, 0, embedding_std=0.125 if kind.startswith("gemma") else 1.0)  # these multiply by 8
-    prefer(model, list(range(VOCAB)), END, 2.0)
+    prefer(model, list(range(VOCAB)), END, _END_GAINS.get(kind, 2.0))
     model.save_pretrained(directory)
     return directory
 
@@ -130,6 +259,17 @@ def generate(directory: Path, given: Sequence[Sequence[int]], tokens: int, **opt
                 stop = next((place + 1 for place, token in enumerate(row) if token in ends), len(row))
                 answers[index] = row[:stop]
     return [answers[index] for index in range(len(given))]
+
+
+def varied(directory: Path, given: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
+    """The library's answers to prompts, which must tell a model that reads them from one that does not."""
+    answers = generate(directory, given, tokens)
+    several = [tuple(answer) for answer in answers if len(answer) > 2]
+    assert len(several) > 15
+    assert len(set(several)) == len(several), "the weights must make inputs matter"
+    assert len({token for answer in several for token in answer}) > 50
+    assert sum(answer.count(answer[-1]) == 1 and len(answer) < tokens for answer in answers) > 2, "some end"
+    return answers
 
 
 class Served:

@@ -94,8 +94,8 @@ def library_model(directory: Path) -> Any:
     return AutoModelForMultimodalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 
-def processed(directory: Path, case: Case) -> dict[str, Any]:
-    """What the library's `apply_chat_template` makes of a case."""
+def processed(directory: Path, case: Case, **asked: Any) -> dict[str, Any]:
+    """What the library's `apply_chat_template` makes of a case. `asked`: what is asked of the processor besides."""
     content: list[dict[str, Any]] = []
     metadata = []
     for kind, seed in case.media:
@@ -113,7 +113,7 @@ def processed(directory: Path, case: Case) -> dict[str, Any]:
             add_generation_prompt=True,
             return_dict=True,
             return_tensors="pt",
-            processor_kwargs={"video_metadata": [metadata]} if metadata else {},
+            processor_kwargs={**asked, **({"video_metadata": [metadata]} if metadata else {})},
         )
     )
 
@@ -210,6 +210,21 @@ class Run:
             chunks = self.stages.encoded(payload)
         for chunk, final in chunks or ():
             self.engine.feed(name, "encoder", chunk, final=final)
+
+    def two(self, payload: Payload, tokens: int) -> dict[int, list[int]]:
+        """Two replies to one prompt with media."""
+        sampling = SamplingParams(n=2, max_tokens=tokens).over(self.stages.llm.default_sampling).over(FALLBACK)
+        self.engine.add(stage_request("r", frozenset({"input", "encoder"}), sampling))
+        self.engine.feed("r", "input", sent("input", "llm", payload), final=True)
+        for chunk, final in self.stages.encoded(payload):
+            self.engine.feed("r", "encoder", chunk, final=final)
+        replies: dict[int, list[int]] = {0: [], 1: []}
+        while self.engine.has_work():
+            for output in self.engine.step():
+                assert output.error is None
+                replies[output.index] += output.token_ids
+            self.engine.audit()
+        return replies
 
     def finish(self, names: list[str]) -> dict[str, list[int]]:
         replies: dict[str, list[int]] = {name: [] for name in names}

@@ -19,6 +19,7 @@ from segue.engines.autoregressive.ranks import Leader, follow
 from segue.engines.contract import LoadContext
 from segue.graph.lora import LoraPlan
 from segue.models.causal_lm.llm import LLM
+from segue.models.multimodal_lm.llm import LLM as MediaLLM
 from segue.parallel.group import Group
 from segue.parallel.orders import Crew
 
@@ -32,8 +33,9 @@ def rank(
     load_format: str,
     quantization: str = "none",
     lora: dict[str, str] | None = None,
-) -> tuple[LLM, Group]:
-    """This rank's part of a checkpoint. `lora`: directories of adapters by name."""
+) -> tuple[LLM | MediaLLM, Group]:
+    """This rank's part of a checkpoint: a causal LM, or one that sees or hears. `lora`: directories of adapters by
+    name."""
     group = Group(number, 2, meeting, CPU)
     context = LoadContext(
         directory,
@@ -45,7 +47,8 @@ def rank(
         quantization=quantization,
         lora=None if lora is None else LoraPlan(lora),
     )
-    return LLM(context), group
+    config = json.loads((directory / "config.json").read_text())
+    return (MediaLLM if {"vision_config", "audio_config"} & config.keys() else LLM)(context), group
 
 
 class Second:

@@ -1,4 +1,5 @@
-"""The second rank of a denoiser: `python row_rank_process.py FD CHECKPOINT MEETING KEYS` follows the leader at FD."""
+"""The further ranks of a denoiser: `python row_rank_process.py MEETING KEYS FD=CHECKPOINT …`, of rank 1 and on, each of
+which follows the leader at its FD. One process reads the libraries, and forks the others."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,32 +21,43 @@ from segue.engines.diffusion.contract import DiffusionAdapter
 from segue.engines.diffusion.ranks import RowLeader
 from segue.engines.diffusion.row_follower import follow_rows
 from segue.graph.lora import LoraPlan
+from segue.models.diffusion import tuning
 from segue.models.registry import family_of, read_config
-from segue.parallel.group import Group
 from segue.parallel.orders import Crew
+from segue.parallel.ways import Shape, Ways, meet
 
 CPU = torch.device("cpu")
+WAYS = {"cfg_parallel": "branches", "sequence_parallel": "tokens", "tensor_parallel": "weights"}
 
 
-def denoiser(checkpoint: Path, keys: dict[str, Any], group: Group) -> DiffusionAdapter:
-    """One rank's; `keys`: of `LoadContext`, `lora` as a mapping."""
-    lora = {"lora": LoraPlan(**keys["lora"])} if "lora" in keys else {}
+def shape_of(keys: dict[str, Any]) -> Shape:
+    """`keys`: of a deployment, and of `LoadContext`; two branches where they say nothing."""
+    parts = {part: keys[key] for key, part in WAYS.items() if key in keys}
+    return Shape(**parts) if parts else Shape(branches=2)
+
+
+def offload_here() -> None:
+    """From now on weights may wait on a CPU for their turn on it."""
+    tuning._check_offload = lambda ctx: None
+    tuning.offload = partial(tuning.offload, use_stream=False)
+
+
+def denoiser(checkpoint: Path, keys: dict[str, Any], ways: Ways) -> DiffusionAdapter:
+    """One rank's; `keys`: as above, `lora` as a mapping."""
+    given = {key: value for key, value in keys.items() if key not in WAYS}
+    if "lora" in keys:
+        given["lora"] = LoraPlan(**keys["lora"])
     adapters = family_of(read_config(checkpoint), checkpoint).load_stages().ADAPTERS
     loaded: DiffusionAdapter = adapters["denoiser"](
-        LoadContext(checkpoint, "denoiser", CPU, torch.float32, group=group, **{**keys, **lora})
+        LoadContext(checkpoint, "denoiser", CPU, torch.float32, ways=ways, **given)
     )
     return loaded
-
-
-def divides(keys: dict[str, Any]) -> bool:
-    """They divide the network."""
-    return bool(keys.keys() & {"sequence_parallel", "tensor_parallel"})
 
 
 @contextmanager
 def led(inner: DiffusionAdapter, checkpoint: Path, meeting: Path) -> Iterator[RowLeader]:
     """A leader over `inner`, with a follower that has loaded `checkpoint`. It has ended when this does."""
-    with joined(checkpoint, meeting, {}, lambda group: inner) as leader:
+    with joined(checkpoint, meeting, {}, lambda ways: inner) as leader:
         yield leader
 
 
@@ -53,36 +66,53 @@ def joined(
     checkpoint: Path,
     meeting: Path,
     keys: dict[str, Any],
-    make: Callable[[Group], DiffusionAdapter] | None = None,
+    make: Callable[[Ways], DiffusionAdapter] | None = None,
     *,
     follower: Path | None = None,
 ) -> Iterator[RowLeader]:
-    """A leader and a follower of a denoiser; `keys` (of `LoadContext`): none, or by which its network is divided.
-    `make`: the leader's own adapter; `follower`: another checkpoint, which it loads."""
-    orders, far = socket.socketpair()
-    with far:
-        command = [sys.executable, __file__, str(far.fileno()), str(follower or checkpoint), str(meeting)]
-        command.append(json.dumps(keys))
-        process = subprocess.Popen(command, pass_fds=[far.fileno()])
-    crew = Crew([orders])
-    group = Group(0, 2, meeting, CPU)
+    """A leader and the followers of a denoiser; `keys`: by which its calls are divided, and of `LoadContext`.
+    `make`: the leader's own adapter; `follower`: another checkpoint, which the last rank loads."""
+    shape = shape_of(keys)
+    pairs = [socket.socketpair() for _ in range(1, shape.size)]
+    loaded = [checkpoint] * (len(pairs) - 1) + [follower or checkpoint]
+    ranks = [f"{far.fileno()}={path}" for (_, far), path in zip(pairs, loaded, strict=True)]
+    command = [sys.executable, __file__, str(meeting), json.dumps(keys), *ranks]
+    process = subprocess.Popen(command, pass_fds=[far.fileno() for _, far in pairs])
+    for _, far in pairs:
+        far.close()
+    crew = Crew([near for near, _ in pairs])
+    ways = meet(0, shape, meeting, CPU)
     try:
-        inner = denoiser(checkpoint, keys, group) if make is None else make(group)
-        yield RowLeader(inner, group, crew, divided=divides(keys))
+        inner = denoiser(checkpoint, keys, ways) if make is None else make(ways)
+        yield RowLeader(inner, ways, crew)
     finally:
         crew.close()
         assert process.wait(timeout=240) == 0
-        group.close_default()
+        if ways.tokens is not None:
+            ways.tokens.close_default()
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    checkpoint, meeting = Path(sys.argv[2]), Path(sys.argv[3])
-    keys = json.loads(sys.argv[4])
-    with socket.socket(fileno=int(sys.argv[1])) as orders:
-        group = Group(1, 2, meeting, CPU)
-        follow_rows(denoiser(checkpoint, keys, group), group, orders, divided=divides(keys))
-    os._exit(0)  # as a worker's followers end
+    meeting, keys = Path(sys.argv[1]), json.loads(sys.argv[2])
+    given = [pair.split("=", 1) for pair in sys.argv[3:]]
+    rank, children = 1, set[int]()
+    for other in range(2, len(given) + 1):
+        if child := os.fork():
+            children.add(child)
+        else:
+            rank, children = other, set()
+            break
+    for other, (end, _) in enumerate(given, start=1):
+        if other != rank:
+            os.close(int(end))
+    if "offload" in keys:
+        offload_here()
+    with socket.socket(fileno=int(given[rank - 1][0])) as orders:
+        ways = meet(rank, shape_of(keys), meeting, CPU)
+        follow_rows(denoiser(Path(given[rank - 1][1]), keys, ways), ways, orders)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    os._exit(max(map(abs, codes), default=0))  # as a worker's followers end
 
 
 if __name__ == "__main__":

@@ -42,17 +42,17 @@ def test_a_causal_lm_that_nobody_names_is_taken(config: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "state-space"),
-        ({"architectures": ["JambaForCausalLM"], "model_type": "jamba"}, "state-space or hybrid"),
+        ({"architectures": ["RwkvForCausalLM"], "model_type": "rwkv"}, "not in the library's cache"),
+        ({"architectures": ["ZambaForCausalLM"], "model_type": "zamba"}, "share an attention module"),
         (
             {
-                "architectures": ["Qwen3NextForCausalLM"],
-                "model_type": "qwen3_next",
-                "layer_types": ["linear_attention", "full_attention"],
+                "architectures": ["Qwen4ExpForCausalLM"],
+                "model_type": "qwen4_exp_text",
+                "layer_types": ["linear_attention", "indexed_attention"],
             },
-            "layers of type linear_attention: they keep a state",
+            "layers of type indexed_attention",
         ),
-        ({"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text"}, "attend in chunks"),
+        ({"architectures": ["HrmTextForCausalLM"], "model_type": "hrm_text", "prefix_lm": True}, "prefix_lm"),
         ({"architectures": ["BartForCausalLM"], "is_encoder_decoder": True}, "encoder-decoder"),
     ],
 )

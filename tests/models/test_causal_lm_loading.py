@@ -121,14 +121,18 @@ def test_dummy_weights_are_tied_where_the_config_ties_them(tmp_path: Path) -> No
     ("kind", "values", "reason"),
     [
         ("stablelm", {}, "does not take attention from outside"),
-        ("mamba", {"num_key_value_heads": 4}, "does not take attention from outside"),
-        ("nemotron", {}, "does not pass it through"),
-        ("lfm2", {"layer_types": ["conv", "full_attention"]}, r"1 of its 2 layers \(the first is 0\) have no paged"),
-        ("llama4_text", {"head_dim": 16, "attention_chunk_size": 8, "num_local_experts": 2}, "cannot be served"),
+        ("xlstm", {"num_heads": 4}, "does not take attention from outside"),
+        ("doge", {"head_dim": 16}, "does not take what the engine gives it"),
         (
-            "gemma3n_text",
-            {"head_dim": 16, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0},
-            "cannot be served",
+            "minimax",
+            {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 2, "block_size": 16},
+            "keep a state per sequence, but not in the library's cache",
+        ),
+        (
+            "zamba2",
+            {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"], "mamba_ngroups": 2}
+            | {"n_mamba_heads": 8, "mamba_d_state": 16, "num_key_value_heads": 4, "num_mem_blocks": 1},
+            r"1 of its 3 layers \(the first is 1\) attend",
         ),
     ],
 )

@@ -70,7 +70,10 @@ def test_adapters(qwen_image_dir: Path, tmp_path: Path, monkeypatch: pytest.Monk
     network = pipeline_of(qwen_image_dir, "QwenImagePipeline").transformer
     ink, oil = (str(write(tmp_path / name, drawn(network, 4, seed))) for seed, name in enumerate(("ink", "oil")))
     chain = Chain(qwen_image_dir, lora=LoraPlan({"ink": ink, "oil": oil}))
-    cases = [{**GUIDED, "num_inference_steps": 3, "adapter": name} for name in ("ink", "oil")]
+    cases: list[dict[str, Any]] = [{**GUIDED, "num_inference_steps": 3, "adapter": name} for name in ("ink", "oil")]
+    inked = {**GUIDED, "num_inference_steps": 6, "adapter": "ink"}
+    cases.append({**inked, "step_cache": "taylorseer"})
+    cases.append({**inked, "step_cache": "first_block", "step_cache_threshold": 1.25})
     expected = [chain.run(case)[0] for case in cases]
     keys = {"lora": {"adapters": {"ink": ink}}}
     with joined(qwen_image_dir, tmp_path / "meeting", keys) as leader:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ from segue.models.diffusion.sequence import check_sequence
 from segue.models.sdxl import tiny as sdxl
 from segue.models.sdxl.denoiser import SdxlDenoiser
 from segue.parallel.group import Group
+from segue.parallel.ways import Shape, Ways
 
 CPU = torch.device("cpu")
 ASKED = {"prompt": "a small boat left the harbour", "height": 64, "width": 64, "num_inference_steps": 2, "seed": 3}
 GUIDED = {"negative_prompt": "grey, and without any colour", "true_cfg_scale": 3.0}
+RING = {"ulysses": 1, "ring": 2}
 VIDEO = {"num_frames": 5, "negative_prompt": "grey"}
 
 
@@ -65,7 +68,7 @@ def test_two_equal_one(
     chain = Chain(directory)
     whole = lengths(chain.adapters["denoiser"])
     expected = [chain.run(case)[0] for case in cases(more)]
-    keys = {"sequence_parallel": 2, "sequence_mode": mode}
+    keys = {"sequence_parallel": 2, "sequence_ring": RING[mode]}
     with joined(directory, tmp_path / "meeting", keys) as leader:
         part = lengths(leader.inner)
         monkeypatch.setitem(chain.adapters, "denoiser", leader)
@@ -115,7 +118,7 @@ def test_other_weights_there_are_seen(tmp_path: Path, monkeypatch: pytest.Monkey
     tensors = load_file(path)
     tensors["transformer_blocks.0.attn.to_v.weight"][0, 0] += 1.0
     save_file(tensors, path, {"format": "pt"})
-    keys = {"sequence_parallel": 2, "sequence_mode": "ring"}
+    keys = {"sequence_parallel": 2, "sequence_ring": 2}
     with joined(directory, tmp_path / "meeting", keys, follower=other) as leader:
         monkeypatch.setitem(chain.adapters, "denoiser", leader)
         assert apart(chain.run(ASKED)[0], expected.pixels) > WITHIN
@@ -123,10 +126,18 @@ def test_other_weights_there_are_seen(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_network_without_a_plan_is_named(tmp_path: Path) -> None:
     sdxl.make(tmp_path / "sdxl")
-    alone = Group(0, 1, tmp_path / "meeting", CPU)
-    keys: dict[str, Any] = {"sequence_parallel": 2, "group": alone}
+    context = LoadContext(tmp_path / "sdxl", "denoiser", CPU, torch.float32, ways=said(tmp_path, Shape(tokens=2)))
     with pytest.raises(ConfigError, match="UNet2DConditionModel cannot be run sequence parallel: diffusers has"):
-        SdxlDenoiser(LoadContext(tmp_path / "sdxl", "denoiser", CPU, torch.float32, **keys))
+        SdxlDenoiser(context)
+    with pytest.raises(ConfigError, match="compile does not go with sequence_parallel") as caught:
+        SdxlDenoiser(replace(context, compile=True))
+    assert caught.value.field == "stages.denoiser.compile"
+
+
+def said(tmp_path: Path, shape: Shape) -> Ways:
+    """Of a rank that has met nobody."""
+    alone = Group(0, 1, tmp_path / "meeting", CPU)
+    return Ways(shape, *[alone] * 5)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +152,7 @@ def test_what_does_not_go_together_is_named(
     device: str, dtype: torch.dtype, mode: str, attention: str, field: str
 ) -> None:
     context = LoadContext(Path(), "denoiser", torch.device(device), dtype, attention=attention)
-    context.sequence_parallel, context.sequence_mode = 2, mode
+    context.sequence_ring = RING[mode]
     with pytest.raises(ConfigError) as caught:
         check_sequence(context)
     assert caught.value.field == f"stages.denoiser.{field}"

@@ -12,6 +12,7 @@ from diffusion_chain import WITHIN, Chain, Made, apart
 
 from segue.engines.contract import LoadContext
 from segue.graph.lora import LoraPlan
+from segue.kernels.native import library
 from segue.kernels.network_graphs import NetworkGraphs
 from segue.kernels.quantized import QUANTIZED
 from segue.messages.errors import ConfigError
@@ -55,6 +56,24 @@ def made_with(chain: Chain, directory: Path, **keys: Any) -> Made:
 
 def test_attention_by_name(chain: Chain, qwen_image_dir: Path, exact: Made) -> None:
     assert apart(made_with(chain, qwen_image_dir, attention="native"), exact.pixels) < WITHIN
+
+
+@pytest.mark.skipif(library() is None, reason="the kernels were not compiled, or not for this CPU")
+def test_a_cpu_has_an_attention_of_its_own_unless_another_is_named(qwen_image_dir: Path) -> None:
+    given = {
+        "hidden_states": torch.randn(2, 144, 64),
+        "encoder_hidden_states": torch.randn(2, 12, 64),
+        "timestep": torch.tensor([0.3, 0.9]),
+        "img_shapes": [[(1, 12, 12)]] * 2,
+    }
+    names = ("auto", "native", "native")
+    networks = [load_network(context(qwen_image_dir, attention=name), "transformer") for name in names]
+    networks.append(load_component(context(qwen_image_dir), "transformer"))
+    with torch.inference_mode():
+        own, named, again, plain = (network(**given, return_dict=False)[0] for network in networks)
+    assert torch.equal(named, again), "nothing but the attention is another"
+    assert not torch.equal(own, named)
+    torch.testing.assert_close(own, plain, rtol=0, atol=1e-4 * float(plain.abs().max()))
 
 
 @pytest.mark.parametrize(("kind", "most"), [("int8", 0.25), ("fp8", 0.5)])

@@ -31,37 +31,37 @@ from segue.models.sdxl.denoiser import SdxlDenoiser
 from segue.parallel.group import Group
 from segue.parallel.layers import SummedRMSNorm
 from segue.parallel.orders import Crew
+from segue.parallel.ways import Shape, Ways, meet
 
 ASKED = {"prompt": "a small boat left the harbour", "height": 64, "width": 64, "num_inference_steps": 2, "seed": 3}
 VIDEO = {"num_frames": 5, "negative_prompt": "grey"}
-KEYS = {"tensor_parallel": 2}
 LONG = {**ASKED, "num_inference_steps": 6}
 INKS = ("ink", "oil")
 
 
-def groups(meeting: Path, size: int) -> list[Group]:
+def all_ways(meeting: Path, shape: Shape) -> list[Ways]:
     """Of threads: each waits for the others."""
-    made: dict[int, Group] = {}
+    made: dict[int, Ways] = {}
 
-    def meet(rank: int) -> None:
-        made[rank] = Group(rank, size, meeting, CPU)
+    def come(rank: int) -> None:
+        made[rank] = meet(rank, shape, meeting, CPU)
 
-    threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(size)]
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(shape.size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return [made[rank] for rank in range(size)]
+    return [made[rank] for rank in range(shape.size)]
 
 
 @contextmanager
-def led(leader: DiffusionAdapter, follower: DiffusionAdapter, met: list[Group]) -> Iterator[RowLeader]:
+def led(leader: DiffusionAdapter, follower: DiffusionAdapter, met: list[Ways]) -> Iterator[RowLeader]:
     near, far = socket.socketpair()
-    thread = threading.Thread(target=follow_rows, args=(follower, met[1], far), kwargs={"divided": True})
+    thread = threading.Thread(target=follow_rows, args=(follower, met[1], far))
     thread.start()
     crew = Crew([near])
     try:
-        yield RowLeader(leader, met[0], crew, divided=True)
+        yield RowLeader(leader, met[0], crew)
     finally:
         crew.close()
         thread.join()
@@ -84,8 +84,8 @@ def test_two_equal_one(family: str, more: dict[str, Any], tmp_path: Path, monkey
     chain = Chain(directory)
     cases = [{**ASKED, **more}, {**ASKED, **more, "prompt": "a red bicycle", "seed": 4}]
     expected = [chain.run(case)[0] for case in cases]
-    met = groups(tmp_path / "meeting", 2)
-    ranks = [denoiser(directory, KEYS, group) for group in met]
+    met = all_ways(tmp_path / "meeting", Shape(weights=2))
+    ranks = [denoiser(directory, {}, ways) for ways in met]
     assert all(rank.weight_bytes < chain.adapters["denoiser"].weight_bytes for rank in ranks)
     with led(ranks[0], ranks[1], met) as leader:
         monkeypatch.setitem(chain.adapters, "denoiser", leader)
@@ -108,8 +108,8 @@ def test_adapters_and_step_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         {**LONG, "step_cache": "taylorseer"},
     ]
     expected = [chain.run(case)[0] for case in cases]
-    met = groups(tmp_path / "meeting", 2)
-    ranks = [denoiser(directory, {**KEYS, "lora": lora}, group) for group in met]
+    met = all_ways(tmp_path / "meeting", Shape(weights=2))
+    ranks = [denoiser(directory, {"lora": lora}, ways) for ways in met]
     with led(ranks[0], ranks[1], met) as leader:
         monkeypatch.setitem(chain.adapters, "denoiser", leader)
         for one, case in zip(chain.run(*cases, late={1: 1}), expected, strict=True):
@@ -128,8 +128,8 @@ def test_other_weights_there_are_seen(tmp_path: Path, monkeypatch: pytest.Monkey
     tensors = load_file(path)
     tensors["transformer_blocks.0.attn.to_v.weight"][-1, 0] += 1.0  # of the last head
     save_file(tensors, path, {"format": "pt"})
-    met = groups(tmp_path / "meeting", 2)
-    with led(denoiser(directory, KEYS, met[0]), denoiser(other, KEYS, met[1]), met) as leader:
+    met = all_ways(tmp_path / "meeting", Shape(weights=2))
+    with led(denoiser(directory, {}, met[0]), denoiser(other, {}, met[1]), met) as leader:
         monkeypatch.setitem(chain.adapters, "denoiser", leader)
         assert apart(chain.run(ASKED)[0], expected.pixels) > WITHIN
 
@@ -156,13 +156,13 @@ def test_what_cannot_be_divided_is_named(tmp_path: Path) -> None:
     sdxl.make(tmp_path / "sdxl")
     flux = import_module("segue.models.flux.tiny")
     flux.make(tmp_path / "flux")
-    three: Any = groups(tmp_path / "one", 1)[0]
+    three = Group(0, 1, tmp_path / "one", CPU)
     three.size = 3
-    keys: dict[str, Any] = {"tensor_parallel": 3, "group": three}
+    keys: dict[str, Any] = {"ways": Ways(Shape(weights=3), *[three] * 5)}
     with pytest.raises(ConfigError, match="UNet2DConditionModel cannot be run tensor parallel: its blocks are not"):
         SdxlDenoiser(LoadContext(tmp_path / "sdxl", "denoiser", CPU, torch.float32, **keys))
     with pytest.raises(ConfigError, match=r"has . heads, which 3 does not divide; tensor_parallel is 3") as caught:
-        denoiser(tmp_path / "flux", {"tensor_parallel": 3}, three)
+        denoiser(tmp_path / "flux", {}, keys["ways"])
     assert caught.value.field == "stages.denoiser.tensor_parallel"
     compiled = LoadContext(tmp_path / "sdxl", "denoiser", CPU, torch.float32, compile=True, **keys)
     with pytest.raises(ConfigError, match="compile does not go with tensor_parallel"):

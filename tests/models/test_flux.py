@@ -137,6 +137,49 @@ class TestKontext(PictureParity):
         ]
         assert [tuple(one.shape) for one in seen] == [(3, 1024, 1024), (3, 672, 1568), (3, 1328, 800)]
 
+    def test_what_a_mask_opens_is_like_a_reference(self, directory: Path, chain: Chain) -> None:
+        """Whatever order the pictures come in, and beside a request that has none."""
+        pipeline = pipeline_of(directory, "FluxKontextInpaintPipeline")
+        mask = Image.new("L", (90, 60))
+        mask.paste(255, (0, 0, 50, 60))
+        case = {
+            **GUIDED,
+            "image_reference": picture(50, 40, 2),
+            "image": picture(70, 100),
+            "mask_image": mask,
+            "num_images_per_prompt": 2,
+            "height": None,
+            "width": None,
+        }
+        theirs = expected(pipeline, {**case, **self.theirs_only})
+        made, _ = chain.run(case, {**case, "image_reference": None})
+        assert made.pixels[0].shape == (64, 96, 3)
+        assert apart(made, theirs) < WITHIN
+        assert len(made.progress) == 10, "strength is 1 where nothing is said"
+        for changed in ({"image_reference": None}, {"image_reference": picture(50, 40, 3)}, {"strength": 0.5}):
+            [other] = chain.run({**case, **changed})
+            assert apart(other, theirs) > 5 * WITHIN, changed
+
+    @pytest.mark.parametrize(
+        ("wrong", "field", "says"),
+        [
+            ({"height": 32}, "height", "as large as the picture is seen, 96 x 64"),
+            ({"width": 64, "height": 64}, "width", "leave the size out"),
+            ({"max_area": 64 * 96}, "max_area", "leave it out"),
+            ({"image": picture(15, 96)}, "image", "from 16 x 16"),
+            ({"image_reference": picture(96, 15)}, "image_reference", "from 16 x 16"),
+            ({"image": [picture(64, 96), picture(64, 96)]}, "image", "at most 1"),
+            ({"mask_image": None}, "strength", "goes with a mask"),
+            ({"mask_image": None, "strength": None, "image_reference": picture(64, 96)}, "image_reference", "no mask"),
+            ({"image": None, "image_reference": picture(64, 96)}, "mask_image", "the request has none"),
+        ],
+    )
+    def test_refused(self, chain: Chain, wrong: dict[str, Any], field: str, says: str) -> None:
+        given = {"prompt": "a house", "image": picture(64, 96), "mask_image": Image.new("L", (8, 8)), "strength": 0.9}
+        with pytest.raises(InvalidRequest, match=says) as caught:
+            chain.run({**given, **wrong})
+        assert caught.value.field == field
+
     def test_an_option_that_is_none(self, directory: Path) -> None:
         with pytest.raises(ConfigError, match="true or false"):
             Chain(directory, options={"input": {"auto_resize": "no"}})

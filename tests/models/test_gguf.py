@@ -27,6 +27,7 @@ from segue.models.diffusion import gguf_files
 from segue.models.diffusion.loading import load_component
 from segue.models.diffusion.tuning import load_network, offload
 from segue.models.registry import tiny_preset
+from segue.parallel.ways import Shape, Ways
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"prompt": "a small boat", "height": 64, "width": 64, "num_inference_steps": 3, "seed": 3}
@@ -151,14 +152,17 @@ def test_without_the_package(flux: tuple[Path, Path], monkeypatch: pytest.Monkey
     ("keys", "says"),
     [
         ({"quantization": "int8"}, "quantization does not go with gguf: its weights are quantised already"),
-        ({"tensor_parallel": 2}, "tensor_parallel does not go with gguf: its weights are packed"),
+        (
+            {"ways": Ways(Shape(weights=2), *[None] * 5)},
+            "tensor_parallel does not go with gguf: its weights are packed",
+        ),
         ({"load_format": "dummy"}, "load_format does not go with gguf"),
     ],
 )
 def test_what_does_not_go_with_it(flux: tuple[Path, Path], keys: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
         load_network(context(*flux, **keys), "transformer")
-    assert caught.value.field == f"stages.denoiser.{next(iter(keys))}"
+    assert caught.value.field == f"stages.denoiser.{says.split()[0]}"
 
 
 def test_bad_files(flux: tuple[Path, Path], tmp_path: Path) -> None:

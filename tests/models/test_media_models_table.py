@@ -23,7 +23,7 @@ BY_CONFIG = {
     "encoder-decoders": "encoder-decoder",
     "cross-attention": "cross-attention",
     "a state per sequence": "a state per sequence",
-    "attention of other kinds": "attend in chunks|the engine does full and sliding attention|in both directions",
+    "attention of other kinds": "the engine does full, sliding and chunked attention",
     "more than rows": "autoencoder|an index of their own|the token ids again|an adapter|along with every token|noise",
     "another output": "by denoising|actions|need a family of its own",
 }
@@ -67,7 +67,7 @@ def test_every_type_has_its_place() -> None:
 
 
 def test_those_served_are_those_compared() -> None:
-    assert set(row("served")) == {SMALL[name].model_type for name in FAMILIES} | SERVED.keys()
+    assert set(row("served")) == {SMALL[name].model_type for name in FAMILIES} | SERVED.keys() | {"paligemma"}
     assert set(row("processors that take no media as others do")) == REFUSED.keys()
 
 

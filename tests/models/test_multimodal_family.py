@@ -48,10 +48,8 @@ def test_one_that_only_hears(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        ({"model_type": "paligemma"}, "see each other in both directions"),
         ({"model_type": "mllama"}, "cross-attention"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
-        ({"model_type": "llama4"}, "attend in chunks"),
         ({"text_config": {"layer_types": ["linear_attention", "full_attention"]}}, "layers of type linear_attention"),
         ({"text_config": {"model_type": "lfm2"}}, "state-space or hybrid"),
     ],

@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from multimodal_family import Case, Run, Stages, answer, context, processed, request_of, sent, stage_request
+from multimodal_family import Case, Run, Stages, answer, context, processed, request_of, sent
 from torch import nn
 
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.autoregressive.jobs import Limits
 from segue.messages.errors import ConfigError
-from segue.messages.sampling import FALLBACK, SamplingParams
 from segue.models.multimodal_lm import tiny
 from segue.models.multimodal_lm.encoder import Encoder
-from segue.models.multimodal_lm.mutual import MaskProbe, mutual_seen, runs
+from segue.models.multimodal_lm.mutual import MaskProbe, Sight, mutual_seen, runs
 from segue.models.multimodal_lm.processor import Processed
 
 TOKENS = 40
@@ -89,23 +88,12 @@ def test_a_prefix_hit_ends_before_a_picture_or_behind_it(gemma: Gemma) -> None:
 def test_two_replies_to_one_prompt(gemma: Gemma) -> None:
     run = Run(gemma.stages, block_size=4, max_tokens_per_step=10)
     payload = payload_of(gemma, PLACE)
-    sampling = SamplingParams(n=2, max_tokens=TOKENS).over(gemma.stages.llm.default_sampling).over(FALLBACK)
-    run.engine.add(stage_request("r", frozenset({"input", "encoder"}), sampling))
-    run.engine.feed("r", "input", sent("input", "llm", payload), final=True)
-    for chunk, final in gemma.stages.encoded(payload):
-        run.engine.feed("r", "encoder", chunk, final=final)
-    replies: dict[int, list[int]] = {0: [], 1: []}
-    while run.engine.has_work():
-        for output in run.engine.step():
-            assert output.error is None
-            replies[output.index] += output.token_ids
-        run.engine.audit()
-    assert replies == dict.fromkeys((0, 1), gemma.expected["place"])
+    assert run.two(payload, TOKENS) == dict.fromkeys((0, 1), gemma.expected["place"])
 
 
 def test_under_a_causal_mask_the_reply_is_another(gemma: Gemma) -> None:
     causal = Stages(gemma.directory)
-    causal.llm._mutual = frozenset()
+    causal.llm._sight = Sight()
     assert Run(causal)([DIFFER], TOKENS)["differ"] != gemma.expected["differ"]
 
 
@@ -169,27 +157,31 @@ class Seer:
         return Processed(ids, {"image": 9}, {"image": {}}, token_types=[int(token == 9) for token in ids])
 
 
-def found(masks, window: int | None = None) -> bool:
+def found(masks, window: int | None = None) -> Sight:
     decoder = Decoder(window)
     probe = MaskProbe("Some", Inner(decoder, masks), decoder, Seer(), torch.device("cpu"), torch.float32)
-    return bool(probe.mutual_kinds())
+    return probe.sight()
 
 
 def test_masks_are_read_as_what_they_are() -> None:
     causal, both = mutual_seen(LENGTH, []), mutual_seen(LENGTH, SPANS)
     near = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(-3)
     additive = torch.zeros(LENGTH, LENGTH).masked_fill(~both, -1e30)
-    assert not found(None)
-    assert not found(torch.ones(1, LENGTH))
-    assert not found(causal[None, None])
-    assert found(both[None, None])
-    assert found(additive[None, None])
-    assert found({"full_attention": both[None, None], "sliding_attention": (both & near)[None, None]}, window=4)
+    everything = torch.ones_like(both)
+    pictures = Sight(frozenset({"image"}))
+    assert found(None) == Sight()
+    assert found(torch.ones(1, LENGTH)) == Sight()
+    assert found(causal[None, None]) == Sight()
+    assert found(both[None, None]) == pictures
+    assert found(additive[None, None]) == pictures
+    spans = {"full_attention": both[None, None], "sliding_attention": (both & near)[None, None]}
+    assert found(spans, window=4) == pictures
+    assert found(everything[None, None]) == Sight(frozenset({"image"}), whole=True)
     with pytest.raises(ConfigError, match="in some of its layers only"):
         found({"full_attention": None, "sliding_attention": (both & near)[None, None]}, window=4)
     joined = both.clone()
     joined[2:5, 7:10] = True  # pictures that see each other (Molmo 2)
-    for other in (joined, both & near, torch.ones_like(both)):
+    for other in (joined, both & near):
         with pytest.raises(ConfigError, match=r"Some of transformers .* masks of its own for media"):
             found(other[None, None])
 
@@ -199,10 +191,10 @@ def test_media_may_change_their_own_rows_only() -> None:
     for changed in (SPANS[0][0], 0):
         probe = MaskProbe("Some", Inner(decoder, None, changed), decoder, Seer(), torch.device("cpu"), torch.float32)
         if changed:
-            assert not probe.mutual_kinds()
+            assert probe.sight() == Sight()
         else:
             with pytest.raises(ConfigError, match="changes the rows of other tokens"):
-                probe.mutual_kinds()
+                probe.sight()
 
 
 def test_runs_are_those_of_places() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from multimodal_family import SOUNDS, TEXT, Case, Run, Stages, answer, processed
 from multimodal_more import MORE
+from multimodal_newer import NEWER
+from multimodal_newest import NEWEST
 from multimodal_others import OTHERS, make
 from multimodal_sounds import SOUND
 
@@ -25,27 +27,36 @@ REFUSED = {
     "kimi_k25": "does not take video as its processor makes it",
     "qianfan_ocr": "does not take image as other processors do",
     "got_ocr2": "does not take image as other processors do",
+    "shieldgemma2": "does not take image as other processors do",
+    "pp_chart2table": "names no placeholder for image",
+    "ernie4_5_vl_moe": "image and video come under one name",
+    "granite4_vision": "gives its decoder 'deepstack_features' along with media",
 }
-SERVED = {**OTHERS, **SOUND, **{kind: made for kind, made in MORE.items() if kind not in REFUSED}}
+_ALL = {**OTHERS, **SOUND, **MORE, **NEWER, **NEWEST}
+SERVED = {kind: made for kind, made in _ALL.items() if kind not in REFUSED}
 
 
 def cases_of(made: dict[str, Any], kinds: tuple[str, ...]) -> tuple[Case, ...]:
     if kinds == ("audio",):
         return ONE if "one" in made else SOUNDS
-    return (*PICTURES, CLIP) if "video" in kinds else PICTURES
+    more = {"video": CLIP, "audio": SOUNDS[1]}
+    return (*PICTURES, *(case for kind, case in more.items() if kind in kinds))
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # GLM-4V's processor, with numpy 2
 @pytest.mark.parametrize("kind", sorted(SERVED))
 def test_replies_are_those_of_generate(kind: str, tmp_path: Path) -> None:
-    make(kind, tmp_path, SERVED[kind])
+    if "needs" in (made := SERVED[kind]):
+        pytest.importorskip(made["needs"], exc_type=ImportError)
+    make(kind, tmp_path, made)
     stages = Stages(tmp_path)
-    cases = cases_of(SERVED[kind], stages.input._processor.kinds)
-    expected = {case.name: answer(tmp_path, processed(tmp_path, case)) for case in cases}
+    cases = cases_of(made, stages.input._processor.kinds)
+    asked = made.get("asks", {})
+    expected = {case.name: answer(tmp_path, processed(tmp_path, case, **asked)) for case in cases}
     assert len({tuple(reply) for reply in expected.values()}) == len(cases)
     for case in (cases[1], cases[-1]):  # the same question about others
         media = [tuple((medium, seed + other) for medium, seed in case.media) for other in (12, 29, 53)]
-        others = (processed(tmp_path, Case(case.name, case.text, these)) for these in media)
+        others = (processed(tmp_path, Case(case.name, case.text, these), **asked) for these in media)
         assert any(answer(tmp_path, given) != expected[case.name] for given in others), case.name
     run = Run(stages, max_tokens_per_step=19)
     assert run(cases) == expected
@@ -53,9 +64,10 @@ def test_replies_are_those_of_generate(kind: str, tmp_path: Path) -> None:
     assert all(run.cached.values())
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # ERNIE's processor, with numpy 2
 @pytest.mark.filterwarnings("ignore:__array_wrap__")  # numpy's, over what a library does with tensors before it fails
 @pytest.mark.parametrize("kind", sorted(REFUSED))
 def test_what_is_refused_when_it_is_loaded(kind: str, tmp_path: Path) -> None:
-    make(kind, tmp_path, MORE[kind])
+    make(kind, tmp_path, _ALL[kind])
     with pytest.raises(ConfigError, match=REFUSED[kind]):
         Stages(tmp_path)

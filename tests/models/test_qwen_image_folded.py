@@ -16,6 +16,7 @@ from segue.models.diffusion.laid_out import fuse_after_first_call
 from segue.models.diffusion.library import QwenImageTransformerBlock
 from segue.models.qwen_image import tiny
 from segue.models.qwen_image.folded import FoldedBlock, fold, foldable
+from segue.parallel.ways import Shape, Ways
 
 CLOSE = 1e-4
 """Of the largest value."""
@@ -38,11 +39,11 @@ def given(rows: int, *, masked: bool = False) -> dict[str, Any]:
     mask = torch.ones(rows, 7, dtype=torch.bool)
     mask[0, 4:] = False
     return {
-        "hidden_states": torch.randn(rows, 24, 64, generator=generator),
+        "hidden_states": torch.randn(rows, 36, 64, generator=generator),
         "encoder_hidden_states": torch.randn(rows, 7, 64, generator=generator),
         "encoder_hidden_states_mask": mask if masked else None,
         "timestep": torch.linspace(0.2, 0.9, rows),
-        "img_shapes": [[(1, 4, 6)]] * rows,
+        "img_shapes": [[(1, 6, 6)]] * rows,
         "return_dict": False,
     }
 
@@ -65,10 +66,13 @@ def test_the_same_answers_in_every_kind_of_call(checkpoint: Path, packed: bool) 
     assert difference(folded, lambda **named: plain(**{**named, "timestep": named["timestep"] + 0.01}), rows=2) > CLOSE
 
 
+DIVIDED = Ways(Shape(tokens=2), None, None, None, None, None)
+
+
 def test_what_a_stage_says_decides() -> None:
     ctx = LoadContext(Path(), "denoiser", torch.device("cpu"), torch.float32)
     assert foldable(ctx)
-    for other in ({"fused": False}, {"compile": True}, {"dtype": torch.bfloat16}, {"sequence_parallel": 2}):
+    for other in ({"fused": False}, {"compile": True}, {"dtype": torch.bfloat16}, {"ways": DIVIDED}):
         assert not foldable(replace(ctx, **other))
 
 

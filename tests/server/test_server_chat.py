@@ -171,7 +171,7 @@ def test_extensions_come_back_when_asked_for(client: openai.OpenAI, server: Live
     assert (metrics["jct"], metrics["ttft"], metrics["ttfa"], metrics["rtf"]) == (2.0, 0.5, 1.0, 0.5)
     assert metrics["spans"] == [{"stage": "thinker", "what": "decode", "start": 0.1, "end": 0.9}]
     plain = client.chat.completions.create(model="fake-omni", messages=HELLO).choices[0]
-    assert plain.model_extra == {}
+    assert plain.model_extra == {"stop_reason": None}
     asked = client.chat.completions.create(
         model="fake-omni", messages=HELLO, extra_headers={"X-Return-Metrics": "true"}
     )

@@ -101,6 +101,20 @@ def test_a_client_that_stops_reading_is_given_up() -> None:
         sock.close()
 
 
+def test_a_client_that_does_not_read_does_not_keep_the_server_from_ending() -> None:
+    async def floods(request: Request) -> AsyncGenerator[Delta]:
+        while True:
+            yield audio(0, 240_000)
+
+    service = FakeService(floods)
+    with live(service, ServerSettings(drain_seconds=0.1)) as server:
+        sock = post(server.port, {"stream": True, "modalities": ["audio"]}, receive_buffer=4096)
+        assert sock.recv(10)
+    # the context has ended the server, though nothing more was read
+    service.cancelled.get(timeout=120)
+    sock.close()
+
+
 def test_a_client_that_leaves_while_sending_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
     service = FakeService()
     with live(service) as server:

@@ -78,6 +78,16 @@ def test_several_with_a_mask(client: openai.OpenAI, server: Live) -> None:
     assert (request.diffusion.true_cfg_scale, request.diffusion.sigmas) == (2.5, [1.0, 0.5])
 
 
+def test_a_reference_beside_a_mask(http: httpx.Client, server: Live) -> None:
+    files = dict(zip(("image_reference", "image", "mask"), FILES, strict=True))
+    assert http.post(URL, data={"prompt": "x"}, files=files).status_code == 200
+    assert [(part.data, part.field, part.role) for part in sent(server)] == [
+        (FILES[1], "image", ""),
+        (FILES[2], "mask", "mask"),
+        (FILES[0], "image_reference", "image_reference"),
+    ]
+
+
 def test_streamed(client: openai.OpenAI) -> None:
     with client.images.edit(
         model="painter", image=FILES[0], prompt="x", stream=True, partial_images=1, extra_body={"n": 1}

@@ -262,6 +262,18 @@ def test_deleting_ends_what_runs(http: httpx.Client, server: Live, tmp_path: Pat
         pass  # what other tests broke off
 
 
+def test_a_chat_carries_no_video(http: httpx.Client, server: Live) -> None:
+    """It is refused before a video is made that nobody gets."""
+    server.service.requests.clear()
+    for more in ({}, {"modalities": ["video"]}, {"stream": True}):
+        asked = {"model": "filmer", "messages": [{"role": "user", "content": "a boat"}], **more}
+        answer = http.post("/v1/chat/completions", json=asked)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "modalities"), error
+        assert "POST /v1/videos" in error["message"]
+    assert server.service.requests == []
+
+
 def test_a_model_that_makes_no_video() -> None:
     with live(FakeService()) as server, client_of(server.url) as http:
         for answer in (http.get(URL), http.post(URL, json={"prompt": "x"}), http.get(f"{URL}/video_0")):

@@ -20,11 +20,11 @@ from segue.bench.diffusion_results import (
 from segue.bench.diffusion_sides import (
     BATCH,
     ONE,
-    CachedDriver,
     PictureDriver,
     ReferenceDriver,
     ReferenceProcess,
     SegueDriver,
+    cached,
 )
 from segue.bench.diffusion_wire import Loaded, Options
 from segue.bench.diffusion_workload import CACHED, CLOSED, OPEN, Mix, PictureOutcome, PictureRequest, pictures
@@ -159,8 +159,8 @@ async def _cached(bench: DiffusionBench, sides: Sides, result: DiffusionResult, 
     clients = max(bench.concurrency)
     name = f"{size} x {size}, {clients} client{'s' if clients > 1 else ''}, {CACHED}, step caches"
     sides.segue.previews = 0
-    cached = [CachedDriver(sides.segue, *step_cache) for step_cache in bench.step_caches]
-    drivers: list[PictureDriver] = [sides.segue, *cached, sides.one]
+    faster = [cached(sides.segue, *step_cache) for step_cache in bench.step_caches]
+    drivers: list[PictureDriver] = [sides.segue, *faster, sides.one]
     slices = await _measure(bench, sides, drivers, name, CACHED, size, bench.requests, closed(clients), clients)
     result.scenarios.append(_scenario(bench, sides, drivers, slices, name, size, loaded, clients=clients))
 

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from segue.bench.arguments import count, counts
+from segue.cli_parser import Parser
 from segue.messages.diffusion import diffusion_from
 from segue.messages.errors import ConfigError, InvalidRequest
 
@@ -18,7 +19,7 @@ CACHES = (("first_block", 0.1), ("first_block", 1.0), ("teacache", None), ("tayl
 NEEDS = ("matplotlib", "psutil")
 
 
-def add_diffusion(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_diffusion(commands: argparse._SubParsersAction[Parser]) -> None:
     """The sub-command and its arguments."""
     pictures = commands.add_parser("diffusion", help="pictures, Segue against diffusers' pipelines")
     model = pictures.add_mutually_exclusive_group()
@@ -45,6 +46,12 @@ def add_diffusion(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "--losses",
         action="store_true",
         help="instead: Segue with quantised weights and step caches against its own exact pictures, first of --sizes",
+    )
+    pictures.add_argument(
+        "--few-steps", type=count, default=8, help="with --losses: steps of the side with an adapter for few (8)"
+    )
+    pictures.add_argument(
+        "--few-steps-lora", type=Path, metavar="PATH", help="that adapter (default: one that changes nothing)"
     )
     cores = len(os.sched_getaffinity(0))
     pictures.add_argument("--threads", type=count, default=cores, help="CPU threads of diffusers (default: all cores)")
@@ -108,6 +115,7 @@ def _losses(arguments: argparse.Namespace) -> int:
     import yaml
 
     from segue.bench.load_report import result_path
+    from segue.bench.loss_sides import FewSteps
     from segue.bench.losses import LossBench, markdown, run
     from segue.bench.result_file import write_result
 
@@ -119,6 +127,7 @@ def _losses(arguments: argparse.Namespace) -> int:
         rounds=arguments.rounds,
         guidance=arguments.guidance,
         step_caches=arguments.step_cache or CACHES,
+        few_steps=FewSteps(arguments.few_steps, arguments.few_steps_lora and arguments.few_steps_lora.resolve()),
         dtype=arguments.dtype,
         seed=arguments.seed,
         config=yaml.safe_load(arguments.config.read_text()) if arguments.config is not None else {},

@@ -38,11 +38,21 @@ class SegueDriver:
     ) -> None:
         """`pipeline`: the class that `model_index.json` names."""
         self.name = name
+        self.model_dir = model_dir
+        self._made = (model_dir, pipeline, dtype, config)
         self._omni = AsyncOmni(model_dir, dtype=dtype, config=config)
-        self._true_cfg = TRUE_CFG in guided(pipeline, 1.0)
+        self.true_cfg = TRUE_CFG in guided(pipeline, 1.0)
+        """Whether guidance is `true_cfg_scale`; else it is `guidance_scale`."""
         self.previews = 0
         """Asked for with every request from now on."""
         self.startup = 0.0
+
+    def with_denoiser(self, name: str, keys: Mapping[str, Any]) -> SegueDriver:
+        """Another one, whose denoiser is deployed with these keys."""
+        model_dir, pipeline, dtype, config = self._made
+        stages = dict(config.get("stages", {}))
+        stages["denoiser"] = {**stages.get("denoiser", {}), **keys}
+        return SegueDriver(model_dir, pipeline, dtype, {**config, "stages": stages}, name=f"{SEGUE}, {name}")
 
     async def start(self) -> None:
         began = time.monotonic()
@@ -105,19 +115,20 @@ class SegueDriver:
                 width=request.size,
                 num_inference_steps=request.steps,
                 partial_images=self.previews,
-                true_cfg_scale=request.guidance if self._true_cfg else None,
-                guidance_scale=None if self._true_cfg else request.guidance,
+                true_cfg_scale=request.guidance if self.true_cfg else None,
+                guidance_scale=None if self.true_cfg else request.guidance,
             ),
         )
 
 
-class CachedDriver:
-    """The same Segue, its requests with a step cache."""
+class ChangedDriver:
+    """The same Segue, its requests changed."""
 
-    def __init__(self, segue: SegueDriver, step_cache: str, threshold: float | None) -> None:
-        self.name = f"{SEGUE}, {step_cache}" + ("" if threshold is None else f" {threshold:g}")
+    def __init__(self, name: str, segue: SegueDriver, **changes: Any) -> None:
+        """`changes`: fields of `DiffusionParams`."""
+        self.name = f"{SEGUE}, {name}"
         self._segue = segue
-        self._with = {"step_cache": step_cache, "step_cache_threshold": threshold}
+        self._changes = changes
 
     @property
     def startup(self) -> float:
@@ -136,10 +147,19 @@ class CachedDriver:
         """Nothing to do: it is Segue's own."""
 
     async def run(self, request: PictureRequest) -> PictureOutcome:
-        asked = self._segue.asked(request)
-        assert asked.diffusion is not None
-        params = msgspec.structs.replace(asked.diffusion, **self._with)
-        return await self._segue.make(msgspec.structs.replace(asked, diffusion=params), request)
+        return await self._segue.make(changed(self._segue.asked(request), **self._changes), request)
+
+
+def changed(asked: Request, **changes: Any) -> Request:
+    """With other fields of its `DiffusionParams`."""
+    assert asked.diffusion is not None
+    return msgspec.structs.replace(asked, diffusion=msgspec.structs.replace(asked.diffusion, **changes))
+
+
+def cached(segue: SegueDriver, step_cache: str, threshold: float | None) -> ChangedDriver:
+    """The same Segue with a step cache."""
+    name = step_cache + ("" if threshold is None else f" {threshold:g}")
+    return ChangedDriver(name, segue, step_cache=step_cache, step_cache_threshold=threshold)
 
 
 class ReferenceProcess(ChildProcess[PictureRequest, Loaded, Answer]):

@@ -32,6 +32,7 @@ from typing import Any
 import msgspec
 import torch
 
+from segue.cli_parser import Parser
 from segue.connectors.shm import SharedMemoryConnector
 
 WARM_UP = 10
@@ -151,7 +152,7 @@ def report(size: int, seconds: dict[str, list[float]]) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m segue.bench.hop", description="the cost of a hop between workers")
+    parser = Parser(prog="python -m segue.bench.hop", description="the cost of a hop between workers")
     parser.add_argument("--mib", type=float, default=10.0, help="size of the payload (default: 10)")
     parser.add_argument("--rounds", type=int, default=100, help="rounds after the warm-up, at least 2 (default: 100)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures and the hardware here")

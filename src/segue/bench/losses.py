@@ -8,14 +8,16 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from segue.bench.diffusion_sides import SEGUE, CachedDriver, PictureDriver, SegueDriver
+from segue.bench.diffusion_sides import SEGUE, PictureDriver, SegueDriver
 from segue.bench.diffusion_workload import (
     CACHED,
+    Mix,
     PictureOutcome,
     largest_difference,
     mean_difference,
@@ -23,16 +25,17 @@ from segue.bench.diffusion_workload import (
 )
 from segue.bench.hardware import Machine, machine
 from segue.bench.load import LoadSlice, ask, closed, in_turn
+from segue.bench.loss_sides import FewSteps, faster_sides
 from segue.bench.report import table
 from segue.bench.result_file import VERSION
 from segue.bench.stats import mean
-from segue.messages.errors import InvalidRequest
+from segue.messages.errors import ConfigError, InvalidRequest
 from segue.models.registry import read_config
 
-QUANTIZATIONS = ("int8", "fp8")
 TOGETHER = f"{SEGUE}, four at a time"
 """Exact pictures, in other batches: what rounding alone makes of the same requests."""
 _BATCH = 4
+_WARM = Mix((4,), (1,))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,7 @@ class LossBench:
     rounds: int
     guidance: float
     step_caches: Sequence[tuple[str, float | None]]
+    few_steps: FewSteps
     dtype: str
     seed: int
     config: Mapping[str, Any]
@@ -93,20 +97,24 @@ async def run(bench: LossBench) -> LossResult:
     """Start a Segue for each kind of weights, measure all ways in turn, stop them."""
     found, pipeline = machine(), read_config(bench.model_dir)["_class_name"]
     exact = SegueDriver(bench.model_dir, pipeline, bench.dtype, bench.config)
-    drivers: list[PictureDriver] = [exact, *(CachedDriver(exact, *cache) for cache in bench.step_caches)]
-    drivers += [_quantised(bench, pipeline, kind) for kind in QUANTIZATIONS]
-    [warm] = pictures(CACHED, bench.size, 10**6, 1, bench.guidance, bench.seed)
-    refused = []
+    [warm] = pictures(_WARM, bench.size, 10**6, 1, bench.guidance, bench.seed)
+    drivers: list[PictureDriver] = [exact]
     async with AsyncExitStack() as stack:
-        for driver in list(drivers):
+        files = Path(stack.enter_context(TemporaryDirectory()))
+        stack.push_async_callback(exact.stop)
+        await exact.start()
+        await ask(exact, warm)
+        faster, refused = faster_sides(exact, bench.step_caches, bench.guidance, bench.few_steps, files)
+        for driver in faster:
             bench.say(f"starting {driver.name}")
             stack.push_async_callback(driver.stop)
-            await driver.start()
             try:
+                await driver.start()
                 await ask(driver, warm)
-            except InvalidRequest as error:
+            except (ConfigError, InvalidRequest) as error:
                 refused.append(f"{driver.name}: {error}")
-                drivers.remove(driver)
+            else:
+                drivers.append(driver)
         count = bench.requests
         asked = [
             pictures(CACHED, bench.size, number * count, count, bench.guidance, bench.seed)
@@ -170,14 +178,6 @@ def markdown(result: LossResult) -> str:
         *(f"Not measured: {line}" for line in result.refused),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def _quantised(bench: LossBench, pipeline: str, kind: str) -> SegueDriver:
-    stages = dict(bench.config.get("stages", {}))
-    stages["denoiser"] = {**stages.get("denoiser", {}), "quantization": kind}
-    return SegueDriver(
-        bench.model_dir, pipeline, bench.dtype, {**bench.config, "stages": stages}, name=f"{SEGUE}, {kind}"
-    )
 
 
 def _outcomes(slices: Sequence[LoadSlice[PictureOutcome]], side: str) -> list[PictureOutcome]:

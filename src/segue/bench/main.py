@@ -12,6 +12,7 @@ from pathlib import Path
 from segue.bench.arguments import count, counts, some_of
 from segue.bench.diffusion_arguments import add_diffusion
 from segue.bench.text_arguments import add_text
+from segue.cli_parser import Parser
 from segue.messages.errors import ConfigError, SegueError
 
 BASELINES = ("one", "static")
@@ -40,8 +41,8 @@ def main(argv: list[str]) -> int:
         return 130
 
 
-def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="segue bench", description="measure Segue against the reference library")
+def parser() -> Parser:
+    top = Parser(prog="segue bench", description="measure Segue against the reference library")
     commands = top.add_subparsers(dest="command", required=True)
     commands.add_parser("hop", help="bytes from worker to worker, against one memcpy", add_help=False)
     omni = commands.add_parser("omni", help="mixed multimodal requests, Segue against transformers' generate")

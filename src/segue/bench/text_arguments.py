@@ -13,18 +13,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from segue.bench.arguments import count, counts, some_of
+from segue.cli_parser import Parser
 from segue.messages.errors import ConfigError
 
 if TYPE_CHECKING:
     from segue.bench.text_results import TextResult
     from segue.bench.text_workload import Shape
 
-PRESETS = {"qwen2-387m": ("qwen2", "387m"), "qwen3-33m": ("qwen3", "33m"), "qwen2-tiny": ("qwen2", "tiny")}
+PRESETS = {
+    "qwen2-387m": ("qwen2", "387m", "float32"),
+    "qwen2-387m-bf16": ("qwen2", "387m", "bfloat16"),
+    "qwen3-33m": ("qwen3", "33m", "float32"),
+    "qwen3-33m-bf16": ("qwen3", "33m", "bfloat16"),
+    "qwen2-tiny": ("qwen2", "tiny", "float32"),
+}
+"""Family, size, and the type that the weights are kept in on the disk: bfloat16 is what models are published in."""
 BASELINES = ("one", "static", "continuous")
 NEEDS = ("httpx", "matplotlib", "psutil")
 
 
-def add_text(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_text(commands: argparse._SubParsersAction[Parser]) -> None:
     """The sub-command and its arguments."""
     text = commands.add_parser("text", help="completions, Segue against transformers and vLLM")
     model = text.add_mutually_exclusive_group()
@@ -43,7 +51,7 @@ def add_text(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     text.add_argument("--preload", type=Path, help="library preloaded on every side, e.g. libiomp5.so or an allocator")
     cores = len(os.sched_getaffinity(0))
     text.add_argument("--threads", type=count, default=cores, help="CPU threads of every side (default: all cores)")
-    text.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    text.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="to compute in")
     text.add_argument("--rates", type=_rates, default=[], help="Poisson arrivals per second, e.g. 0.2,0.5")
     text.add_argument("--arrivals", type=count, default=24, help="per rate and round (default: 24)")
     text.add_argument("--objective", type=_objective, default=(2.0, 0.25), help="TTFT,TPOT seconds of goodput (2,0.25)")
@@ -136,10 +144,12 @@ async def _until_told(work: Coroutine[Any, Any, TextResult]) -> TextResult:
 def _model(arguments: argparse.Namespace) -> Path:
     if arguments.model is not None:
         return Path(arguments.model)
+    import torch
+
     from segue.models.causal_lm import tiny
 
-    name, size = PRESETS[arguments.preset]
+    name, size, kept = PRESETS[arguments.preset]
     target = Path(arguments.cache) / arguments.preset
     if not (target / "config.json").is_file():
-        tiny.make(name, target, size=size)
+        tiny.make(name, target, size=size, dtype=getattr(torch, kept))
     return target

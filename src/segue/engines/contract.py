@@ -20,6 +20,7 @@ from segue.messages.errors import SegueError
 from segue.messages.request import Request
 from segue.messages.sampling import SamplingParams
 from segue.parallel.group import Group
+from segue.parallel.ways import Ways
 
 Payload = dict[str, Any]
 """Nested dicts and lists of tensors, bytes, numbers, strings and None: what a connector can carry."""
@@ -137,14 +138,22 @@ class LoadContext:
     progress: Callable[[float, str], None] = lambda fraction, what: None
     """Report loading: fraction done, and what is being done."""
     group: Group | None = None
-    """The ranks among which the weights, or of a denoiser its tokens or guidance branches, are divided; None: this
-    process has them all."""
-    tensor_parallel: int = 1
-    """Of a denoiser: ranks among which its weights are divided."""
-    sequence_parallel: int = 1
-    """Of a denoiser: ranks among which the tokens of its rows are divided."""
-    sequence_mode: str = "ulysses"
-    """Of a denoiser: one of `segue.graph.deployment.SEQUENCE_MODES`."""
+    """Of a language model: the ranks among which the weights are divided; None: this process has them all."""
+    ways: Ways | None = None
+    """Of a denoiser: the ranks among which guidance branches, tokens and weights are divided; None: this process has
+    them all."""
+    sequence_ring: int = 1
+    """Of a denoiser: of the ranks that share tokens, how many are in a ring; the others exchange heads."""
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Of a denoiser: ranks among which its weights are divided."""
+        return 1 if self.ways is None else self.ways.shape.weights
+
+    @property
+    def sequence_parallel(self) -> int:
+        """Of a denoiser: ranks among which the tokens of its rows are divided."""
+        return 1 if self.ways is None else self.ways.shape.tokens
 
 
 Adapter = Any

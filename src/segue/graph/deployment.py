@@ -43,9 +43,10 @@ text such as `64MiB` and `1GB`.
              hang_seconds: 600}
 
 Of these, diffusion stages have `compile`, `quantization` and `attention` (auto, native, cudnn, flash, flash_3, sage,
-xformers), `gguf: model.gguf` (weights from that file), `offload: layerwise` (they wait in the host's memory), and one
-of three ways to have several processes per replica: `cfg_parallel: 2` (guidance branches), `sequence_parallel: 2`
-(tokens; with `sequence_mode: ulysses` or `ring`) and `tensor_parallel: 2` (weights).
+xformers), `gguf: model.gguf` (weights from that file), `offload: layerwise` (they wait in the host's memory), and
+three ways to have several processes per replica, which multiply: `cfg_parallel: 2` (guidance branches),
+`sequence_parallel: 2` (tokens; with `sequence_mode: ulysses`, `ring`, or `{ulysses: 2, ring: 2}`) and
+`tensor_parallel: 2` (weights).
 
 `limits` has the keys of `Limits`; `defaults` do not reach `input`, which runs on the CPU. Stages fused into one worker
 are joined by the in-process connector; every other edge gets shared memory by itself: the connector called `shm`, or
@@ -82,7 +83,8 @@ DIFFUSION_ATTENTIONS = ("auto", "native", "cudnn", "flash", "flash_3", "sage", "
 OFFLOADS = ("none", "layerwise")
 """Where the weights of a denoiser wait for their turn: on its device, or in the memory of the host."""
 SEQUENCE_MODES = ("ulysses", "ring")
-"""What the ranks of a sequence parallel denoiser exchange in attention: heads for tokens, or keys and values."""
+"""What the ranks of a sequence parallel denoiser exchange in attention: tokens for heads, or keys and values. Each may
+be said with a number."""
 SCHEDULINGS = ("priority", "fcfs", "fair")
 """Who runs first in an autoregressive stage."""
 QUANTIZATIONS = ("none", "int8", "int4", "fp8")
@@ -147,8 +149,8 @@ class StagePlan:
     """Of a diffusion stage: processes of each replica, among which the guidance branches are divided."""
     sequence_parallel: int = 1
     """Of a diffusion stage: processes of each replica, among which the tokens of each row are divided."""
-    sequence_mode: str = "ulysses"
-    """Of a diffusion stage: one of `SEQUENCE_MODES`."""
+    sequence_ring: int = 1
+    """Of these processes, how many exchange keys and values in a ring; the others exchange tokens for heads."""
     speculation: SpeculationPlan | None = None
     quantization: str = "none"
     gguf: dict[str, str] = field(default_factory=dict)

@@ -24,7 +24,7 @@ from segue.graph.deployment import (
 )
 from segue.graph.hardware import detect_hardware
 from segue.graph.lora import ADAPTED, LoraPlan, lora_of
-from segue.graph.placement import CPU, Place, place, way_of_ranks
+from segue.graph.placement import CPU, Place, denoiser_ways, place
 from segue.graph.section import Section, wrong
 from segue.graph.speculation import speculation_of
 from segue.graph.stage_graph import Stage, StageGraph
@@ -129,8 +129,7 @@ def stage_overrides(
 def _stage(stage: Stage, written: Written, where: Place) -> StagePlan:
     section = written.stages[stage.name]
     autoregressive = stage.engine == "autoregressive"
-    way = way_of_ranks(stage.engine, section)
-    _check_mode(section, way)
+    ways = denoiser_ways(section) if stage.engine == "diffusion" else {"tensor_parallel": where.ranks}
     device = CPU if CPU in where.devices else "cuda"
     dtype = section.choice("dtype", "auto", _DTYPES)
     if dtype == "auto":
@@ -159,10 +158,10 @@ def _stage(stage: Stage, written: Written, where: Place) -> StagePlan:
         attention=_attention(section, stage.engine),
         enforce_eager=section.flag("enforce_eager", False),
         compile=section.flag("compile", False),
-        tensor_parallel=where.ranks if way == "tensor_parallel" else 1,
-        cfg_parallel=where.ranks if way == "cfg_parallel" else 1,
-        sequence_parallel=where.ranks if way == "sequence_parallel" else 1,
-        sequence_mode=section.choice("sequence_mode", "ulysses", SEQUENCE_MODES),
+        tensor_parallel=ways.get("tensor_parallel", 1),
+        cfg_parallel=ways.get("cfg_parallel", 1),
+        sequence_parallel=ways.get("sequence_parallel", 1),
+        sequence_ring=_ring(section, ways.get("sequence_parallel", 1)),
         speculation=speculation_of(section) if autoregressive else None,
         quantization=section.choice("quantization", "none", QUANTIZATIONS) if stage.engine != "module" else "none",
         gguf=_gguf(section) if stage.engine == "diffusion" else {},
@@ -182,11 +181,23 @@ def _attention(section: Section, engine: str) -> str:
     return section.choice("attention", "auto", names)
 
 
-def _check_mode(section: Section, way: str) -> None:
-    """`way`: the key that gives a stage several ranks."""
-    if "sequence_mode" in section.values and way != "sequence_parallel":
-        path = section.at("sequence_mode")
+def _ring(section: Section, ranks: int) -> int:
+    """Of so many ranks that share tokens, how many are in a ring. `sequence_mode` is one mode for all of them, or says
+    how many have each: their product."""
+    path, mode = section.find("sequence_mode")
+    if "sequence_mode" in section.values and ranks == 1:
         raise ConfigError(f"{path} is set, but sequence_parallel is 1; set it, or leave sequence_mode out", field=path)
+    if not isinstance(mode, Mapping):
+        return ranks if section.choice("sequence_mode", SEQUENCE_MODES[0], SEQUENCE_MODES) == "ring" else 1
+    both = Section(path, mode, SEQUENCE_MODES)
+    ulysses, ring = (both.integer(key, 1) for key in SEQUENCE_MODES)
+    if ranks > 1 and ulysses * ring != ranks:
+        raise ConfigError(
+            f"{path} is ulysses {ulysses} x ring {ring}, which is {ulysses * ring}, but sequence_parallel is {ranks}; "
+            f"the two must multiply to it",
+            field=path,
+        )
+    return ring if ranks > 1 else 1
 
 
 def _gguf(section: Section) -> dict[str, str]:

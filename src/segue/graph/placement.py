@@ -108,7 +108,8 @@ def _wish(graph: StageGraph, name: str, section: Section, hardware: Hardware) ->
 def _ranks(graph: StageGraph, stage: Stage, section: Section) -> int | None:
     """Processes per replica; the defaults mean only stages of the key's engine."""
     if stage.engine == "diffusion":
-        return _denoiser_ranks(section)
+        ways = denoiser_ways(section)
+        return math.prod(ways.values()) if ways else None
     ranks = section.integer("tensor_parallel", None)
     if stage.engine != "autoregressive" or ranks in (None, 1):
         return None
@@ -122,47 +123,29 @@ def _ranks(graph: StageGraph, stage: Stage, section: Section) -> int | None:
     return ranks
 
 
-def _denoiser_ranks(section: Section) -> int | None:
-    """In one way alone."""
-    ways = _denoiser_ways(section)
-    if len(ways) > 1:
-        (one, ranks), (other, others) = list(ways.items())[:2]
-        path, _ = section.find(other)
-        raise ConfigError(
-            f"{path} is {others}, but {one} is {ranks}: a stage has several processes in one way; leave one out",
-            field=path,
-        )
-    return next(iter(ways.values()), None)
-
-
-def _denoiser_ways(section: Section) -> dict[str, int]:
-    """What is said of several processes, by key. What `defaults` say of `tensor_parallel` is for language models."""
+def denoiser_ways(section: Section) -> dict[str, int]:
+    """What is said of several processes, by key: the ways multiply. What `defaults` say of `tensor_parallel` is for
+    language models."""
     keys = [key for key in RANK_KEYS if key != "tensor_parallel" or key in section.values]
     said = {key: section.integer(key, None) for key in keys}
     return {key: ranks for key, ranks in said.items() if ranks is not None and ranks > 1}
 
 
-def way_of_ranks(engine: str, section: Section) -> str:
-    """The key that says how many processes a replica of a stage has."""
-    if engine == "diffusion":
-        return next(iter(_denoiser_ways(section)), "cfg_parallel")
-    return "tensor_parallel"
-
-
 def _check_alone(group: tuple[str, ...], wish: _Wish, sections: Mapping[str, Section]) -> None:
     """A worker of several processes has one stage."""
     if wish.ranks and len(group) > 1:
-        path = _path_of_ranks(group, sections)
+        path, said = _said_of_ranks(group, sections)
         raise ConfigError(
-            f"{path} is {wish.ranks}, but {' and '.join(map(repr, group))} share a worker; set their fuse_with to null",
+            f"{said} is {wish.ranks}, but {' and '.join(map(repr, group))} share a worker; set their fuse_with to null",
             field=path,
         )
 
 
-def _path_of_ranks(group: tuple[str, ...], sections: Mapping[str, Section]) -> str:
-    """Where it is written that a replica of a group has several processes."""
-    said = [sections[name].find(key) for key in reversed(RANK_KEYS) for name in group]
-    return next(path for path, value in said if value not in (None, 1))
+def _said_of_ranks(group: tuple[str, ...], sections: Mapping[str, Section]) -> tuple[str, str]:
+    """Where it is written that a replica of a group has several processes: the first path, and all for people."""
+    said = [(key, *sections[name].find(key)) for key in reversed(RANK_KEYS) for name in group]
+    keys, paths = zip(*((key, path) for key, path, value in said if value not in (None, 1)), strict=True)
+    return paths[0], " x ".join([paths[0], *keys[1:]])
 
 
 def _path_of(key: str, group: tuple[str, ...], sections: Mapping[str, Section]) -> str:
@@ -291,9 +274,9 @@ def _spread(
         else:
             devices[group] = (CPU,)
         if CPU not in devices[group] and len(devices[group]) % ranks:
-            path = _path_of_ranks(group, sections)
+            path, said = _said_of_ranks(group, sections)
             raise ConfigError(
-                f"{path} is {ranks}, but the stage has {len(devices[group])} GPUs ({', '.join(devices[group])}); "
+                f"{said} is {ranks}, but the stage has {len(devices[group])} GPUs ({', '.join(devices[group])}); "
                 "their number must be a multiple of it",
                 field=path,
             )

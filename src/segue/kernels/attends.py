@@ -15,7 +15,7 @@ class Attends(Protocol[StepT]):
     """Writes a step's K and V to the store and attends to what its sequences see."""
 
     recordable: bool
-    """It looks at no value on the host while it runs: steps of single queries can be CUDA graphs."""
+    """It looks at no value on the host while it runs: steps of single queries can be played back (`decode_graphs`)."""
     widens: bool
     """It reads K and V that are stored in fewer bits than queries have."""
     mutual: bool

@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from segue.kernels.form import Form
 from segue.kernels.paged_step import PagedStep
-from segue.kernels.part import Part
+from segue.kernels.part import Part, leading_singles
 
 _QUERIES = 128
 """Queries per row of a block mask."""
@@ -79,7 +79,7 @@ def _masks(step: PagedStep, window: int | None) -> list[tuple[int, int, int, Blo
     """Flat tokens [begin, end) of sequences with so many queries each, and what they see; once per step and window."""
     key = ("flex", window)
     if key not in step.plans:
-        singles = [part for part in step.parts if part.stop - part.start == 1]
+        singles = step.parts[: leading_singles(step.parts)]
         groups = [singles, *([part] for part in step.parts[len(singles) :])]
         begin = 0
         made = []

@@ -6,6 +6,8 @@ Which modules are such norms is seen from what they compute, not read from names
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch import nn
 
@@ -70,8 +72,10 @@ def fuse_norms(root: nn.Module) -> int:
 def _fused(compiled: Library, module: nn.Module) -> FusedNorm | None:
     own = dict(module.named_parameters())
     numbers = [value for name, value in vars(module).items() if type(value) is float and 0 < value < 1e-2]
-    if list(own) != ["weight"] or len(numbers) != 1 or any(module.buffers()) or list(module.children()):
+    if list(own) != ["weight"] or len(numbers) != 1 or [*module.buffers(), *module.children()]:
         return None
+    if len(inspect.signature(module.forward).parameters) != 1:
+        return None  # a gate may be given to it
     weight = own["weight"].detach()
     if weight.ndim != 1 or weight.device.type != "cpu" or weight.dtype != torch.float32:
         return None
@@ -80,7 +84,7 @@ def _fused(compiled: Library, module: nn.Module) -> FusedNorm | None:
     x = torch.randn(1, 4, len(weight), generator=generator) * torch.tensor([1.0, 30.0, 1e-2, 1e-3])[:, None]
     try:
         theirs = module(x)
-    except (TypeError, RuntimeError):
+    except (TypeError, RuntimeError, AttributeError):
         return None  # it is called with something else
     if not isinstance(theirs, torch.Tensor) or theirs.shape != x.shape:
         return None

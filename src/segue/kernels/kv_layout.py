@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from segue.kernels.look_back import Chunked, LookBack
+
 _MOST_PADDING = 1 / 8
 """Share of a block's memory that may lie idle because groups are not equally large."""
 
@@ -30,14 +32,21 @@ class LayerShape(NamedTuple):
     value_dim: int
 
 
+NOTHING = LayerShape(0, 0, 0)
+"""Of a layer without attention: it is in no group."""
+
+
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Layers laid into groups. Group 0 never forgets where a layer with full attention exists."""
+    """Layers laid into groups. Group 0 never forgets where a layer with full attention exists.
+
+    A decoder without attention has one group that sees one token: its sequences are counted in blocks of no memory.
+    """
 
     shapes: tuple[LayerShape, ...]
     """[layers]"""
-    windows: tuple[int | None, ...]
-    """[groups] How many tokens a query sees, itself included; None: all before it."""
+    windows: tuple[LookBack, ...]
+    """[groups] How far the layers of a group look back."""
     group_of: tuple[int, ...]
     """[layers]"""
     tensor_of: tuple[int, ...]
@@ -45,7 +54,8 @@ class KVLayout:
 
     @property
     def tensors(self) -> int:
-        return max(self.tensor_of) + 1
+        held = [tensor for tensor, shape in zip(self.tensor_of, self.shapes, strict=True) if shape != NOTHING]
+        return max(held) + 1 if held else 0
 
     @property
     def groups(self) -> int:
@@ -69,21 +79,31 @@ def uniform(layers: int, kv_heads: int, head_dim: int) -> KVLayout:
     return lay_out([LayerShape(kv_heads, head_dim, head_dim)] * layers, [None] * layers)
 
 
-def lay_out(shapes: Sequence[LayerShape], windows: Sequence[int | None]) -> KVLayout:
+def lay_out(shapes: Sequence[LayerShape], windows: Sequence[LookBack]) -> KVLayout:
     """The layout with the fewest groups that leaves at most an eighth of a block idle; full attention comes first."""
-    classes: dict[int | None, list[int]] = {}
-    for layer, window in enumerate(windows):
-        classes.setdefault(window, []).append(layer)
-    ordered = sorted(classes.items(), key=lambda entry: (entry[0] is not None, entry[0] or 0))
+    classes: dict[LookBack, list[int]] = {}
+    for layer, (shape, window) in enumerate(zip(shapes, windows, strict=True)):
+        if shape != NOTHING:
+            classes.setdefault(window, []).append(layer)
+    if not classes:
+        return KVLayout(tuple(shapes), (1,), (0,) * len(shapes), (0,) * len(shapes))
+    ordered = sorted(classes.items(), key=lambda entry: _place(entry[0]))
     size = _group_size([len(layers) for _, layers in ordered])
     group_of, tensor_of = [0] * len(shapes), [0] * len(shapes)
-    of_groups: list[int | None] = []
+    of_groups: list[LookBack] = []
     for window, layers in ordered:
         for place, layer in enumerate(layers):
             group_of[layer] = len(of_groups) + place // size
             tensor_of[layer] = place % size
         of_groups += [window] * -(-len(layers) // size)
     return KVLayout(tuple(shapes), tuple(of_groups), tuple(group_of), tuple(tensor_of))
+
+
+def _place(back: LookBack) -> tuple[int, int]:
+    """Full attention, windows, chunks."""
+    if isinstance(back, Chunked):
+        return 2, back.size
+    return (0, 0) if back is None else (1, back)
 
 
 def _group_size(counts: Sequence[int]) -> int:

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from segue.kernels.attends import Attends
-from segue.kernels.kv_layout import KVLayout
+from segue.kernels.kv_layout import NOTHING, KVLayout
 from segue.kernels.staging import upload
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros that cost nothing until they are used: on a CPU the system hands out zeroed pages at the first touch, where
     `torch.zeros` writes all of them (gigabytes, at every start).
 
@@ -70,8 +70,8 @@ class KVStore:
         kept = self.stored or dtype
         self._tensors = [
             (
-                _zeros((num_blocks, block_size, keys), kept, device),
-                _zeros((num_blocks, block_size, values), kept, device),
+                lazy_zeros((num_blocks, block_size, keys), kept, device),
+                lazy_zeros((num_blocks, block_size, values), kept, device),
             )
             for keys, values in widths
         ]
@@ -79,11 +79,14 @@ class KVStore:
         """Per layer: a view [num_blocks, block_size, kv_heads, head_dim]."""
         self.values: list[torch.Tensor] = []
         """Per layer: a view [num_blocks, block_size, kv_heads, value_dim]."""
+        nothing = torch.zeros(num_blocks, block_size, 0, dtype=kept, device=device)
         for shape, tensor in zip(layout.shapes, layout.tensor_of, strict=True):
-            keys, values = self._tensors[tensor]
+            keys, values = self._tensors[tensor] if shape != NOTHING else (nothing, nothing)
             self.keys.append(_heads(keys, shape.kv_heads, shape.head_dim))
             self.values.append(_heads(values, shape.kv_heads, shape.value_dim))
-        self.rows = _zeros((num_blocks * block_size, capture_width), capture_dtype, device) if capture_width else None
+        self.rows = (
+            lazy_zeros((num_blocks * block_size, capture_width), capture_dtype, device) if capture_width else None
+        )
         """[slots, capture_width]"""
         # not every operator moves 8-bit floats: they go as bytes
         self._key_slots = [_slots(_movable(keys)) for keys in self.keys]

@@ -1,6 +1,6 @@
 """The attention backend of a CPU in float32: compiled kernels read K and V where they lie.
 
-Single queries are computed by `segue.kernels.native`; chunks, and forms or shapes that it does not know, as the torch
+Single queries and chunks are computed by `segue.kernels.native`; forms or shapes that it does not know, as the torch
 backend does them.
 """
 
@@ -11,10 +11,12 @@ import ctypes
 import torch
 
 from segue.kernels.form import Form
+from segue.kernels.full_attention import attend_chunk
 from segue.kernels.kv_store import KVStore
 from segue.kernels.native import Attention, Library
 from segue.kernels.paged_attention import TorchAttention
-from segue.kernels.paged_step import PagedStep
+from segue.kernels.paged_step import Chunk, PagedStep
+from segue.kernels.recording import NotRecordable
 
 _LEAST = 256
 """Keys that one more task is worth."""
@@ -26,7 +28,7 @@ _MOST_DIM = 256
 class NativeAttention:
     """Implements `segue.kernels.paged_step.AttentionBackend`."""
 
-    recordable = False
+    recordable = True
     widens = True
     mutual = True
 
@@ -39,13 +41,16 @@ class NativeAttention:
     ) -> torch.Tensor:
         store = step.store
         if not self._can(layer, q, store, form):
+            if not step.parts:
+                raise NotRecordable(f"attention of layer {layer} is not that of the compiled kernels")
             return self._torch.attend(layer, q, k, v, step, form)
         self._write(layer, k, v, step)
         heads, tokens, _ = q.shape
         out = q.new_empty(tokens, heads, v.shape[2])
         if step.tables.singles:
             self._decode(layer, q, step, form, out)
-        self._torch.attend_chunks(layer, q, k, v, step, form, out)
+        for chunk in step.chunks:
+            self._chunk(layer, q, step, chunk, form, out)
         return out
 
     def _can(self, layer: int, q: torch.Tensor, store: KVStore, form: Form) -> bool:
@@ -59,6 +64,7 @@ class NativeAttention:
             and dim % lanes == value_dim % lanes == 0
             and max(dim, value_dim) <= _MOST_DIM
             and q.shape[0] // kv_heads <= _MOST_HEADS
+            and form.scaling > 0
         )
 
     def _write(self, layer: int, k: torch.Tensor, v: torch.Tensor, step: PagedStep) -> None:
@@ -71,6 +77,15 @@ class NativeAttention:
             *(step.slots.data_ptr(), k.shape[1], k.shape[0], k.shape[2], v.shape[2]),
         )
         return None
+
+    def _chunk(self, layer: int, q: torch.Tensor, step: PagedStep, chunk: Chunk, form: Form, out: torch.Tensor) -> None:
+        """Several queries of one sequence: into their rows of `out` [tokens, heads, value_dim]."""
+        part = slice(chunk.begin, chunk.end)
+        keys, values = step.store.slots(layer)
+        attend_chunk(
+            *(self._compiled, q[:, part], keys, values, chunk.table, step.store.block_size),
+            *(chunk.spans(form.window), out[part], form.scaling),
+        )
 
     def _decode(self, layer: int, q: torch.Tensor, step: PagedStep, form: Form, out: torch.Tensor) -> None:
         """Single queries, which come first: into the first rows of `out` [tokens, heads, value_dim]."""

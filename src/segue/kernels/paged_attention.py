@@ -6,8 +6,9 @@ mask function of the same name returns None, because sequences of a flat batch a
 
 What a layer asks for beyond plain causal attention arrives as arguments: sliding windows, soft caps and sinks are
 done, anything else is refused. What a model says only in its masks (chunked attention, bidirectional spans) cannot
-be seen here: `library_attention` lets the engine's check at load compare with the model's own masks. Tokens that see
-each other in both directions come with the step (`Part.mutual`), for a model that was found to have them.
+be seen here: `library_attention` lets the engine's check at load compare with the model's own masks. Chunks come with
+the step, whose parts end at their borders (`segue.kernels.part`), and so do tokens that see each other in both
+directions (`Part.mutual`), for a model that was found to have them.
 """
 
 from __future__ import annotations
@@ -16,17 +17,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from segue.kernels.attention_calls import called
 from segue.kernels.form import Form
 from segue.kernels.invariant_attention import InvariantStep, invariant_attention
 from segue.kernels.kv_layout import LayerShape
 from segue.kernels.kv_store import KVStore
+from segue.kernels.look_back import Chunked, LookBack
 from segue.kernels.paged_step import AttentionBackend, Chunk, HybridStep, PagedStep, additive
 from segue.kernels.spans import SPAN_BYTES, Weighted, attend, attend_spans, slot_runs, together
 from segue.messages.errors import ConfigError
@@ -210,16 +213,38 @@ _HARMLESS = frozenset(
 TORCH: AttentionBackend = TorchAttention()
 
 
+class MadeMask(NamedTuple):
+    """A mask that a model made."""
+
+    tensor: torch.Tensor
+    function: Callable[..., Any]
+    """`function(batch, head, query, key) -> seen`"""
+    local: int | None
+    """How many tokens it is about, where it is one of windows or chunks."""
+
+    @property
+    def chunked(self) -> Chunked | None:
+        """The chunks that it lets tokens see, if it is such a mask."""
+        if self.local is None:
+            return None
+        zero, border = torch.tensor(0), torch.tensor(self.local)
+        try:
+            inside, across = self.function(zero, zero, border, border), self.function(zero, zero, border, border - 1)
+        except IndexError:
+            return None  # a mask read off this batch
+        return Chunked(self.local) if inside and not across else None
+
+
 @dataclass(slots=True)
 class LibraryRecord:
     """What a model asked for while it ran with its own masks."""
 
-    made: list[tuple[torch.Tensor, Callable[..., Any]]] = field(default_factory=list)
-    """Every mask it made: the tensor, and `mask_function(batch, head, query, key) -> seen`."""
+    made: list[MadeMask] = field(default_factory=list)
+    """Every mask it made."""
     masks: list[Callable[..., Any]] = field(default_factory=list)
     """The mask functions of those that a layer was given (some models make masks that none of their layers takes)."""
-    windows: dict[int, int | None] = field(default_factory=dict)
-    """The window each layer (`layer_idx`) gave to the attention function."""
+    windows: dict[int, LookBack] = field(default_factory=dict)
+    """The window each layer (`layer_idx`) gave to the attention function, or the chunks its mask speaks of."""
     shapes: dict[int, LayerShape] = field(default_factory=dict)
     """What each layer keeps of a token."""
 
@@ -265,8 +290,7 @@ def paged_attention(
         if others[name] is not None and others[name] is not False:
             raise ConfigError(f"paged attention knows no argument {name!r}, so it cannot serve this model")
     form = Form(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
-    layer = module.layer_idx
-    assert isinstance(layer, int)
+    layer, paged = called(module, paged)
     if paged is None:
         return _under_library_mask(layer, query, key, value, attention_mask, form), None
     if attention_mask is not None:
@@ -284,28 +308,31 @@ def _under_library_mask(
     record = _library.get()
     if record is None or mask is None:
         raise ConfigError("paged attention needs the keyword argument `paged`: the model does not pass it through")
-    used = [function for tensor, function in record.made if tensor is mask]
-    record.masks += used or [function for _, function in record.made]  # a mask made of another: any may be in it
-    record.windows[layer] = form.window
+    used = [made for made in record.made if made.tensor is mask]
+    record.masks += [made.function for made in used or record.made]  # a mask made of another: any may be in it
+    chunks = next((made.chunked for made in used if form.window is None and made.chunked), None)
+    record.windows[layer] = form.window if chunks is None else chunks
     record.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
     mixed = dense_attention(query[0], key[0], value[0], additive(mask[0, 0], query.dtype), form)
     return mixed.transpose(0, 1).contiguous()[None]  # some models take views of it
 
 
-def paged_mask(*, mask_function: Callable[..., Any], **others: Any) -> torch.Tensor | None:
+def paged_mask(
+    *, mask_function: Callable[..., Any], local_size: int | None = None, **others: Any
+) -> torch.Tensor | None:
     """No mask for a flat batch; the library's own, boolean and never skipped, within `library_attention`."""
     record = _library.get()
     if record is None:
         return None
     others["allow_is_causal_skip"] = False
-    mask = sdpa_mask(mask_function=mask_function, **others)
+    mask = sdpa_mask(mask_function=mask_function, local_size=local_size, **others)
     if mask is None:  # the library leaves out those that may be skipped, and those that see everything
         raise ConfigError(
             "this model cannot be served: each of its tokens sees all others, so it is an encoder (its config does not "
             "say is_decoder)",
             field="architectures",
         )
-    record.made.append((mask, mask_function))
+    record.made.append(MadeMask(mask, mask_function, local_size))
     return mask
 
 

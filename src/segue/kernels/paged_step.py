@@ -16,7 +16,7 @@ import torch
 
 from segue.kernels.attends import Attends
 from segue.kernels.kv_store import KVStore
-from segue.kernels.part import Part
+from segue.kernels.part import Part, leading_singles
 from segue.kernels.spans import SlotSpan, slot_runs
 from segue.kernels.staging import upload, upload_all
 from segue.kernels.step_tables import StepTables, step_tables
@@ -66,7 +66,7 @@ class DecodeGroup:
 
 @dataclass(slots=True)
 class Chunk:
-    """Several queries of one sequence."""
+    """Queries of one sequence: several, or those that a border between chunks of attention left over."""
 
     begin: int
     end: int
@@ -77,6 +77,26 @@ class Chunk:
     """[n] long: the blocks of its tokens, those before the chunk included."""
     part: Part
     _masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)
+    _spans: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    _table: torch.Tensor | None = None
+
+    @property
+    def table(self) -> torch.Tensor:
+        """`blocks` as int32."""
+        if self._table is None:
+            self._table = self.blocks.to(torch.int32)
+        return self._table
+
+    def spans(self, window: int | None) -> torch.Tensor:
+        """[queries, 2] int32: each query sees the keys from the first number on, until before the second."""
+        spans = self._spans.get(window)
+        if spans is None:
+            reach = self.part.reaches()
+            first = np.zeros_like(reach)
+            if window is not None:
+                first = np.maximum(np.arange(self.start + 1, self.start + 1 + len(reach), dtype=np.int32) - window, 0)
+            spans = self._spans[window] = upload(np.stack([first, reach], axis=1), self.blocks.device)
+        return spans
 
     def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """[queries, start + queries], 0 where a query sees a key and -inf elsewhere."""
@@ -136,7 +156,8 @@ class HybridStep:
     """The keyword argument `paged` of a decoder with several groups of layers (`kv_layout`)."""
 
     groups: list[PagedStep]
-    """All with the same flat tokens in the same order; positions count from the first block a sequence still has."""
+    """All with the same flat tokens in the same order; positions count from the first block a sequence still has, or
+    the first of a chunk, at which parts are cut."""
     group_of: Sequence[int]
     """[layers]"""
 
@@ -159,7 +180,7 @@ def paged_step(store: KVStore, parts: list[Part]) -> PagedStep:
     """Plan a step. `parts`: those with a single query first; sorted by `step_order` they are padded least."""
     size = store.block_size
     slots: list[np.ndarray] = []
-    singles = [part for part in parts if part.stop - part.start == 1]
+    singles = parts[: leading_singles(parts)]
     if singles:
         last = np.array([part.stop - 1 for part in singles])
         blocks = np.array([part.blocks[(part.stop - 1) // size] for part in singles])
@@ -173,7 +194,7 @@ def paged_step(store: KVStore, parts: list[Part]) -> PagedStep:
 
 def decode_groups(parts: list[Part], block_size: int, device: torch.device) -> list[DecodeGroup]:
     """The sequences with a single query, which come first."""
-    singles = [part for part in parts if part.stop - part.start == 1]
+    singles = parts[: leading_singles(parts)]
     groups = []
     begin = 0
     while begin < len(singles):
@@ -195,12 +216,11 @@ def decode_groups(parts: list[Part], block_size: int, device: torch.device) -> l
 def prefill_chunks(parts: list[Part], block_size: int, device: torch.device) -> list[Chunk]:
     """The sequences with several queries, which come last."""
     chunks = []
-    begin = 0
-    for part in parts:
+    begin = singles = leading_singles(parts)
+    for part in parts[singles:]:
         end = begin + part.stop - part.start
-        if end - begin > 1:
-            table = np.array(part.blocks[: -(-part.stop // block_size)])
-            chunks.append(Chunk(begin, end, part.start, upload(table, device), part))
+        table = np.array(part.blocks[: -(-part.stop // block_size)])
+        chunks.append(Chunk(begin, end, part.start, upload(table, device), part))
         begin = end
     return chunks
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import NamedTuple, Protocol
 
 import numpy as np
+
+from segue.kernels.look_back import Chunked, LookBack
 
 
 class Part(NamedTuple):
@@ -34,6 +37,31 @@ class Part(NamedTuple):
     def causal(self) -> bool:
         """No query sees a token after it."""
         return not any(self.start <= first < self.stop for first, _ in self.mutual)
+
+
+def leading_singles(parts: Sequence[Part]) -> int:
+    """How many of a step's parts are single queries that no longer part comes before. Behind longer ones there are
+    single queries where a border between chunks cuts them off."""
+    return sum(1 for _ in takewhile(lambda part: part.stop - part.start == 1, parts))
+
+
+def within_chunks(part: Part, back: LookBack, before: int, block_size: int) -> list[Part]:
+    """The part as layers that look back so far see it. `before`: tokens of the sequence before its first block here.
+
+    Where they attend in chunks, each piece of it that lies in one chunk is a sequence of its own, which begins with the
+    chunk: attention is causal, so nothing else changes.
+    """
+    if not isinstance(back, Chunked):
+        return [part]
+    pieces = []
+    start = part.start
+    while start < part.stop:
+        border = (start + before) // back.size * back.size - before
+        stop = min(part.stop, border + back.size)
+        blocks = part.blocks[border // block_size :] if border else part.blocks
+        pieces.append(Part(blocks, start - border, stop - border))
+        start = stop
+    return pieces
 
 
 class Span(Protocol):

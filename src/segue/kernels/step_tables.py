@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from segue.kernels.part import Part
+from segue.kernels.part import Part, leading_singles
 from segue.kernels.staging import upload
 
 
@@ -35,7 +35,7 @@ class StepTables:
 
 def step_tables(parts: Sequence[Part], block_size: int, device: torch.device) -> StepTables:
     """The tables of a step: one upload."""
-    singles = sum(part.stop - part.start == 1 for part in parts)
+    singles = leading_singles(parts)
     needed = [-(-part.stop // block_size) for part in parts]
     packed = np.zeros((len(parts), 3 + max(needed)), dtype=np.int32)
     begin = 0

@@ -10,7 +10,7 @@ import msgspec
 from segue.media.parts import MediaPolicy, part_of
 from segue.messages.request import MediaPart
 
-PICTURES = frozenset({"image", "mask_image", "last_image"})
+PICTURES = frozenset({"image", "mask_image", "image_reference", "last_image"})
 """`image` may be a list: several pictures to work on."""
 
 

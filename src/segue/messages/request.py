@@ -39,7 +39,8 @@ class MediaPart(msgspec.Struct, frozen=True, tag="media"):
     """Where in the client's request it stood, e.g. `messages[0].content[1]`; errors name it."""
     role: str = ""
     """What it is for, where a model takes pictures for several purposes, by the pipeline's argument: `mask_image`,
-    `last_image`. `mask`: as `mask_image`, but transparent where that is white. Empty: the picture itself."""
+    `image_reference`, `last_image`. `mask`: as `mask_image`, but transparent where that is white. Empty: the picture
+    itself."""
 
 
 Part = TextPart | MediaPart
@@ -94,6 +95,9 @@ class Request(msgspec.Struct, kw_only=True):
     """Name of the LoRA adapter to use."""
     deadline: float | None = None
     """Unix time after which the request is cancelled."""
+    cache_salt: str | None = None
+    """Prompts are found in the prefix cache only among requests with the same salt: nobody else can learn by the time
+    to the first token what was asked."""
     return_prompt_ids: bool = False
     """Give the prompt's token ids with the first text."""
     options: dict[str, Any] = {}

@@ -20,22 +20,31 @@ from torch import nn
 
 from segue.engines.autoregressive.contract import FlatBatch, KVSpec
 from segue.graph.lora import LoraPlan
+from segue.kernels.attention_calls import attention_calls
 from segue.kernels.experts import PACKED_EXPERTS, pack_experts
 from segue.kernels.fused_linear import fuse, siblings
 from segue.kernels.fused_norm import fuse_norms
 from segue.kernels.gated_mlp import fuse_gates
-from segue.kernels.linear import DECODE_ROWS, pack_linears
+from segue.kernels.kv_layout import NOTHING
+from segue.kernels.linear import DECODE_ROWS, bypassed, pack_linears
 from segue.kernels.paged_attention import LibraryRecord, library_attention
 from segue.kernels.quantized import packed_bytes, quantize_linears
+from segue.kernels.state_cache import StepCache
 from segue.messages.errors import ConfigError
 from segue.models.checkpoint import held_bytes
+from segue.models.interface import check_interface, check_takes, decoder_of
+from segue.models.layer_inputs import takes_ids_again
 from segue.models.library import PAGED, VERSION, Conv1D, ModelOutput, PreTrainedConfig, PreTrainedModel
 from segue.models.lora import LoraAdapters
+from segue.models.no_cache import NoCache, counts_by_cache
+from segue.models.states import attending, divide, find_states, keeps_states
 
 _PROBE = 24
 """Tokens of the comparison at load."""
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 """Largest difference over largest logit; 16-bit types: 0.05; activations rounded to 8 bits: 0.3."""
+UNBOUNDED = 8192
+"""Tokens of a sequence where neither the config nor the deployment says how many."""
 _COARSE = ("int8", "int4")
 """Quantisations that round what goes into a layer, too."""
 
@@ -43,8 +52,10 @@ _COARSE = ("int8", "int4")
 class HandedThrough(nn.Module):
     """In the place of a decoder: its input is its output, of the class that the decoder's is."""
 
-    def __init__(self, kind: type[ModelOutput]) -> None:
+    def __init__(self, kind: type[ModelOutput], replaced: nn.Module) -> None:
         super().__init__()
+        # numbers that the head reads of it (Falcon-H1's multiplier)
+        self.__dict__.update({name: value for name, value in vars(replaced).items() if isinstance(value, int | float)})
         self._kind = kind
 
     def forward(self, input_ids: None = None, *, inputs_embeds: torch.Tensor, **others: Any) -> ModelOutput:
@@ -59,7 +70,11 @@ class _Theirs:
     logits: torch.Tensor
     """[tokens, vocab] float32"""
     record: LibraryRecord
+    counted: bool
+    """Calls of attention are told apart by their place in the pass (`segue.kernels.attention_calls`)."""
     given_to_head: type[ModelOutput]
+    bypassed: set[str]
+    """Linear layers whose weights the model reads itself."""
 
 
 class PagedDecoder:
@@ -87,9 +102,20 @@ class PagedDecoder:
         Raises `ConfigError` where the model is not one that can be served, naming it and the reason.
         """
         self._kind = type(model).__name__
-        decoder = model.get_decoder() if decoder is None else decoder
-        _check_interface(model, decoder)
-        decoder.set_attn_implementation(PAGED)  # type: ignore[operator]
+        decoder = decoder_of(model) if decoder is None else decoder
+        self._parameters = frozenset(inspect.signature(decoder.forward).parameters)
+        config = model.config.get_text_config(decoder=True)
+        stateful = keeps_states(config)
+        layers = attending(config) if stateful else frozenset(range(config.num_hidden_layers))
+        if layers:
+            check_interface(model, decoder, stateful=stateful)
+            decoder.set_attn_implementation(PAGED)  # type: ignore[operator]
+        else:
+            check_takes(self._kind, self._parameters, "inputs_embeds")
+        if stateful and lora is not None:
+            raise ConfigError(
+                f"{self._kind} takes no LoRA adapters: its layers keep a state per sequence", field="lora"
+            )
         if quantization != "none" and not quantize_linears(decoder, quantization, _plain_linear):
             raise ConfigError(
                 f"quantization is {quantization!r}, but {self._kind} has no linear layer that can be made into that",
@@ -102,18 +128,37 @@ class PagedDecoder:
         weight = next(model.parameters())
         self.device: torch.device = weight.device
         self.dtype: torch.dtype = self._embedding.weight.dtype
-        config = model.config.get_text_config(decoder=True)
         self.vocab_size: int = config.vocab_size
+        self._counts = counts_by_cache(config)
+        self._by_layer = takes_ids_again(decoder, config)
         self._coarse = quantization in _COARSE
         if fused:  # before the comparison: what rounds its inputs to 8 bits makes much of the least difference
             fuse_norms(decoder)
         theirs = self._theirs(model, inner, fused and lora is None)
-        self.kv = replace(kv_spec(self._kind, theirs.record, config.num_hidden_layers, self.dtype), coarse=self._coarse)
-        pack_linears(model, DECODE_ROWS, keep=_beside(model, own, inner))
+        self._counted = theirs.counted
+        keep = _beside(model, own, inner) | theirs.bypassed
+        states = None
+        if stateful:
+            with bypassed(model) as read:  # with a cache, other weights may be read than without
+                states = find_states(decoder, self.embed(self._probe()), self._parameters)
+            keep |= read
+        self._cache = None if states is None else states.cache
+        count = config.num_hidden_layers
+        if self._counted:
+            count = len(theirs.record.shapes)
+            layers = frozenset(range(count))
+        self.kv = replace(
+            kv_spec(self._kind, theirs.record, count, self.dtype, layers),
+            coarse=self._coarse,
+            states=None if states is None else states.layout,
+        )
+        pack_linears(model, DECODE_ROWS, keep=keep)
+        if states is not None:
+            divide(decoder, states)
         if pack_experts(decoder, DECODE_ROWS):
             decoder.set_experts_implementation(PACKED_EXPERTS)  # type: ignore[operator]
         self.lora = None if lora is None else LoraAdapters(model, decoder, lora)
-        self._head = replaced(model, inner, HandedThrough(theirs.given_to_head))
+        self._head = replaced(model, inner, HandedThrough(theirs.given_to_head, model.get_submodule(inner)))
         self._compare(theirs.logits)
         held = nn.ModuleList([decoder, self._head])
         self.weight_bytes = held_bytes(held) + packed_bytes(held)
@@ -128,9 +173,19 @@ class PagedDecoder:
     def forward(self, embeds: torch.Tensor, batch: FlatBatch, **others: Any) -> torch.Tensor:
         """[tokens, H] → final hidden states [tokens, H]. `others`: what the decoder takes besides."""
         positions = batch.positions if len(batch.positions) == 1 else batch.positions[:, None]
-        with nullcontext() if self.lora is None else self.lora.during(batch):
+        if "position_ids" in self._parameters:
+            others["position_ids"] = positions
+        if batch.states is not None:
+            assert self._cache is not None
+            others[self._cache] = StepCache(batch.states)
+        elif self._counts:
+            others["past_key_values"] = NoCache(batch.positions[0])
+        if self._by_layer is not None:
+            others["per_layer_inputs"] = self._by_layer(batch.token_ids[None], embeds[None])
+        adapters = nullcontext() if self.lora is None else self.lora.during(batch)
+        with adapters, attention_calls(batch.attention, counted=self._counted):
             return self.model(
-                inputs_embeds=embeds[None], position_ids=positions, use_cache=False, paged=batch.attention, **others
+                inputs_embeds=embeds[None], use_cache=False, paged=batch.attention, **others
             ).last_hidden_state[0]
 
     @torch.inference_mode()
@@ -144,8 +199,12 @@ class PagedDecoder:
         made: list[type[ModelOutput]] = []
         hook = model.get_submodule(inner).register_forward_hook(lambda module, given, out: made.append(type(out)))
         try:
-            with library_attention() as record, siblings(self.model) as found:
-                logits = model(input_ids=self._probe()[None], use_cache=False).logits[0].float()
+            with library_attention() as record, siblings(self.model) as found, bypassed(model) as read:
+                logits, calls = self._whole(model, counted=False)
+            counted = calls > len(record.shapes)  # some layer called attention more than once
+            if counted:
+                with library_attention() as record:
+                    self._whole(model, counted=True)
         except (TypeError, AttributeError) as error:
             raise self._unserved(error) from error
         finally:
@@ -153,7 +212,12 @@ class PagedDecoder:
         if fused:
             fuse(self.model, found)
             fuse_gates(self.model)
-        return _Theirs(logits, record, made[0])
+        return _Theirs(logits, record, counted, made[0], read)
+
+    def _whole(self, model: PreTrainedModel, *, counted: bool) -> tuple[torch.Tensor, int]:
+        """(logits [tokens, vocab] of the short text, calls of attention)."""
+        with attention_calls(None, counted=counted) as calls:
+            return model(input_ids=self._probe()[None], use_cache=False).logits[0].float(), calls.made
 
     @torch.inference_mode()
     def _compare(self, theirs: torch.Tensor) -> None:
@@ -186,16 +250,17 @@ class PagedDecoder:
         )
 
 
-def kv_spec(kind: str, record: LibraryRecord, layers: int, dtype: torch.dtype) -> KVSpec:
-    """The KV cache of a decoder from what its layers gave to attention. Raises `ConfigError`."""
-    without = sorted(set(range(layers)) - record.shapes.keys())
+def kv_spec(kind: str, record: LibraryRecord, layers: int, dtype: torch.dtype, attending: frozenset[int]) -> KVSpec:
+    """The KV cache of a decoder from what its layers gave to attention. `attending`: those that
+    keep keys and values; others keep a state, or nothing. Raises `ConfigError`."""
+    without = sorted(attending - record.shapes.keys())
     if without:
         raise ConfigError(
-            f"{kind} cannot be served: {len(without)} of its {layers} layers (the first is {without[0]}) have no paged "
-            "attention, but state of another kind (state space, linear attention, convolution)",
+            f"{kind} cannot be served: {len(without)} of its {layers} layers (the first is {without[0]}) attend, but "
+            "not through the library's AttentionInterface, or not under their own number",
             field="architectures",
         )
-    shapes = tuple(record.shapes[layer] for layer in range(layers))
+    shapes = tuple(record.shapes.get(layer, NOTHING) for layer in range(layers))
     first = shapes[0]
     return KVSpec(
         layers=layers,
@@ -203,7 +268,7 @@ def kv_spec(kind: str, record: LibraryRecord, layers: int, dtype: torch.dtype) -
         head_dim=first.head_dim,
         value_dim=first.value_dim,
         dtype=dtype,
-        windows=tuple(record.windows[layer] for layer in range(layers)),
+        windows=tuple(record.windows.get(layer) for layer in range(layers)),
         shapes=() if set(shapes) == {first} else shapes,
     )
 
@@ -223,7 +288,9 @@ def context_length(config: PreTrainedConfig, wanted: int | None) -> int:
     Rotary scalings that change with the length of the sequence ("longrope", "dynamic") are one for a whole flat batch:
     such a model is served up to the length where the first change comes. Raises `ConfigError` where more is wanted.
     """
-    longest = config.max_position_embeddings
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is None:  # a state is as large after a million tokens
+        return wanted or UNBOUNDED
     ropes = config.rope_parameters if "rope_parameters" in config else None
     for rope in [ropes, *(ropes or {}).values()]:
         if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
@@ -262,27 +329,3 @@ def _beside(model: nn.Module, decoder: str, inner: str) -> set[str]:
         and not f"{name}.".startswith(f"{decoder}.")
         and not decoder.startswith(f"{name}.")
     }
-
-
-def _check_interface(model: PreTrainedModel, decoder: nn.Module) -> None:
-    """The model takes part in the library's attention interface, down from its decoder's forward."""
-    kind = type(model).__name__
-    if not isinstance(decoder, PreTrainedModel) or not decoder._supports_attention_backend:
-        raise ConfigError(
-            f"{kind} of transformers {VERSION} cannot be served: it does not take attention from outside "
-            "(AttentionInterface)",
-            field="architectures",
-        )
-    parameters = inspect.signature(decoder.forward).parameters
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        raise ConfigError(
-            f"{kind} of transformers {VERSION} cannot be served: its decoder's forward passes no keyword arguments on "
-            "to attention",
-            field="architectures",
-        )
-    for name in ("inputs_embeds", "position_ids"):
-        if name not in parameters:
-            raise ConfigError(
-                f"{kind} of transformers {VERSION} cannot be served: its decoder takes no {name}",
-                field="architectures",
-            )

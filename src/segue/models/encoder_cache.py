@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -11,6 +12,8 @@ from segue.engines.contract import LoadContext
 from segue.messages.errors import ConfigError
 
 DEFAULT_CACHE_BYTES = 256 * 2**20
+
+T = TypeVar("T")
 
 
 def cache_bytes(ctx: LoadContext) -> int:
@@ -49,6 +52,18 @@ class EncoderCache:
         while self.bytes > self.capacity:
             _, oldest = self._rows.popitem(last=False)
             self.bytes -= oldest.nbytes
+
+    def through(
+        self, items: Mapping[tuple[str, bytes], T], encode: Callable[[list[T]], Sequence[torch.Tensor]]
+    ) -> dict[tuple[str, bytes], torch.Tensor]:
+        """The rows of each item; those not seen before are encoded in one call."""
+        rows = {key: known for key in items if (known := self.get(key)) is not None}
+        missing = [key for key in items if key not in rows]
+        if missing:
+            for key, encoded in zip(missing, encode([items[key] for key in missing]), strict=True):
+                rows[key] = encoded
+                self.put(key, encoded)
+        return rows
 
 
 def add_content(digest: Any, value: Any) -> None:

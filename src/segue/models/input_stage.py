@@ -1,4 +1,4 @@
-"""What the input stages of the generic families have in common."""
+"""What input stages have in common."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 from transformers import __version__ as VERSION
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as QUANTIZERS
 from transformers.utils import ModelOutput
@@ -40,8 +41,11 @@ __all__ = [
     "AutoModelForMultimodalLM",
     "AutoProcessor",
     "AutoTokenizer",
+    "CacheLayerMixin",
     "Conv1D",
+    "DynamicCache",
     "GenerationConfig",
+    "LinearAttentionCacheLayerMixin",
     "ModelOutput",
     "PreTrainedConfig",
     "PreTrainedModel",

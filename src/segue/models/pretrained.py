@@ -33,6 +33,8 @@ from segue.parallel.group import Group
 from segue.parallel.shard import shard
 
 LOAD_FORMATS = ("auto", "dummy")
+_TABLE = "embedding_rowwise"
+"""How a tensor parallel plan cuts the embedding."""
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, StrictDataclassError)
 
 
@@ -48,12 +50,18 @@ def load_config(ctx: LoadContext) -> PreTrainedConfig:
 
 
 def load_model(
-    ctx: LoadContext, config: PreTrainedConfig, auto: Any = AutoModelForCausalLM, *, unused: tuple[str, ...] = ()
+    ctx: LoadContext,
+    config: PreTrainedConfig,
+    auto: Any = AutoModelForCausalLM,
+    *,
+    unused: tuple[str, ...] = (),
+    whole_table: bool = False,
 ) -> PreTrainedModel:
     """The model on `ctx.device` in `ctx.dtype`, with the checkpoint's weights or random ones (`load_format`).
 
     `auto`: the library's class that knows which model a config means. `unused`: beginnings of the names of tensors that
-    the checkpoint need not have, because what they are for does not run. Raises `ConfigError`.
+    the checkpoint need not have, because what they are for does not run. `whole_table`: every rank keeps all of the
+    embedding, and may read it without the others. Raises `ConfigError`.
     """
     if ctx.load_format not in LOAD_FORMATS:
         raise ConfigError(
@@ -66,13 +74,13 @@ def load_model(
         )
     _check_quantized(ctx, config)
     if ctx.load_format == "dummy":
-        model = _random(ctx, config, auto)
+        model = _random(ctx, config, auto, whole_table)
     else:
-        model = _read(ctx, config, auto, unused)
+        model = _read(ctx, config, auto, unused, whole_table)
     return model.eval().requires_grad_(False)
 
 
-def _random(ctx: LoadContext, config: PreTrainedConfig, auto: Any) -> PreTrainedModel:
+def _random(ctx: LoadContext, config: PreTrainedConfig, auto: Any, whole_table: bool) -> PreTrainedModel:
     """Parts of equal shape are filled alike on every rank, so what all ranks have whole is the same on all."""
 
     def build() -> PreTrainedModel:
@@ -82,12 +90,13 @@ def _random(ctx: LoadContext, config: PreTrainedConfig, auto: Any) -> PreTrained
         model = load_module(ctx, build, lambda name: [name], checkpoint=None)
         model.tie_weights()
         return model
-    return load_module(ctx, build, lambda name: [name], checkpoint=None, prepare=partial(_cut, ctx.group))
+    return load_module(ctx, build, lambda name: [name], checkpoint=None, prepare=partial(_cut, ctx.group, whole_table))
 
 
-def _cut(group: Group, model: PreTrainedModel) -> None:
+def _cut(group: Group, whole_table: bool, model: PreTrainedModel) -> None:
     """To this rank's part."""
-    shard(model, model.tp_plan, model.config.get_text_config(decoder=True), group)
+    plan = {name: style for name, style in (model.tp_plan or {}).items() if not (whole_table and style == _TABLE)}
+    shard(model, plan, model.config.get_text_config(decoder=True), group)
 
 
 def _check_quantized(ctx: LoadContext, config: PreTrainedConfig) -> None:
@@ -111,7 +120,9 @@ def _check_quantized(ctx: LoadContext, config: PreTrainedConfig) -> None:
         )
 
 
-def _read(ctx: LoadContext, config: PreTrainedConfig, auto: Any, unused: tuple[str, ...]) -> PreTrainedModel:
+def _read(
+    ctx: LoadContext, config: PreTrainedConfig, auto: Any, unused: tuple[str, ...], whole_table: bool
+) -> PreTrainedModel:
     # to be cut, it is read on the CPU: what a rank does not keep stays in the file's pages
     here = ctx.device.type == "cpu" or ctx.group is not None
     where: dict[str, Any] = {} if here else {"device_map": {"": ctx.device}}
@@ -136,7 +147,7 @@ def _read(ctx: LoadContext, config: PreTrainedConfig, auto: Any, unused: tuple[s
             field="model",
         )
     if ctx.group is not None:
-        _cut(ctx.group, model)
+        _cut(ctx.group, whole_table, model)
         model = model.to(ctx.device)
     ctx.progress(1.0, "weights")
     return model

@@ -10,28 +10,47 @@ _STATE_SPACE = frozenset(
         *("nemotron_h", "recurrent_gemma", "minimax", "qwen3_next", "lfm2", "lfm2_moe", "olmo_hybrid"),
     )
 )
+_DRAFTERS = frozenset(("gemma4_assistant", "gemma4_unified_assistant"))
 _STATE = frozenset(("linear_attention", "conv", "mamba", "mamba2", "recurrent"))
 """Layer types of models that keep a state per sequence."""
-_ATTENTION = frozenset(("full_attention", "sliding_attention", "attention"))
+_ATTENTION = frozenset(("full_attention", "sliding_attention", "chunked_attention", "attention"))
 """Layer types that keep keys and values."""
+_NEITHER = frozenset(("mlp", "moe"))
+"""Layer types that keep nothing."""
+_OUTSIDE = "its layers keep a state per sequence, and not in the library's cache, from where it could be served"
+_SHARED = "several of its layers share an attention module, which is not told for which of them it runs"
+_REASONS = {
+    **dict.fromkeys(("rwkv", "xlstm", "recurrent_gemma", "minimax"), _OUTSIDE),
+    **dict.fromkeys(("zamba", "zamba2"), _SHARED),
+}
+"""By model type, where nothing else in the config says it."""
 
 
 def unserved(config: dict[str, Any]) -> str | None:
     """Why a causal LM's config cannot be served, where the config says it."""
-    kind = config.get("model_type")
+    kind = str(config.get("model_type"))
     if config.get("is_encoder_decoder"):
         return "it is an encoder-decoder; there is no cross-attention in the engine"
-    if "chunked_attention" in (layers := _layer_types(config)) or kind in ("llama4", "llama4_text"):
-        return "its layers attend in chunks, which its masks say and its attention is not told"
-    others = sorted(layers - _ATTENTION)
-    if kind in _STATE_SPACE or others:
-        if others and not _STATE & set(others):
-            return f"it has layers of type {', '.join(others)}; the engine does full and sliding attention"
-        what = f"it has layers of type {', '.join(others)}" if others else f"{kind} is a state-space or hybrid model"
-        return f"{what}: they keep a state per sequence, not keys and values"
-    if "auto_map" in config and kind is None:
+    if kind in _DRAFTERS:
+        return "it drafts for another model, whose keys and values it attends to; it makes no text of its own"
+    if config.get("prefix_lm"):
+        return "the tokens of its prompts see each other in both directions (prefix_lm)"
+    if kind in _REASONS:
+        return _REASONS[kind]
+    if others := sorted(_layer_types(config) - _ATTENTION - _STATE - _NEITHER):
+        return f"it has layers of type {', '.join(others)}; the engine does full, sliding and chunked attention"
+    if "auto_map" in config and config.get("model_type") is None:
         return "it is made of code of its own (auto_map), which is never run"
     return None
+
+
+def keeps_state(config: dict[str, Any]) -> str | None:
+    """What a config says of layers that keep a state per sequence."""
+    kind, layers = config.get("model_type"), sorted(_layer_types(config) & _STATE)
+    if not layers and kind not in _STATE_SPACE:
+        return None
+    what = f"it has layers of type {', '.join(layers)}" if layers else f"{kind} is a state-space or hybrid model"
+    return f"{what}: they keep a state per sequence, not keys and values"
 
 
 def _layer_types(config: dict[str, Any]) -> set[str]:

@@ -59,6 +59,7 @@ class Omni:
         deadline: float | None = None,
         return_prompt_ids: bool = False,
         adapter: str | None = None,
+        cache_salt: str | None = None,
         **parameters: Any,
     ) -> list[RequestOutput]:
         """All prompts at once, batched by the engines; outputs in the same order. `parameters`: see
@@ -77,6 +78,7 @@ class Omni:
             "deadline": deadline,
             "return_prompt_ids": return_prompt_ids,
             "adapter": adapter,
+            "cache_salt": cache_salt,
             **parameters,
         }
         batch: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item]

@@ -44,7 +44,7 @@ Sampling = SamplingParams | Mapping[str, SamplingParams | Mapping[str, Any]] | N
 
 _PROMPT_KEYS = frozenset(
     {"messages", "prompt", "prompt_token_ids", "modalities", "voice", "sampling", "seed", "priority", "deadline",
-     "options", "return_prompt_ids", "adapter"}
+     "options", "return_prompt_ids", "adapter", "cache_salt"}
 )  # fmt: skip
 
 
@@ -118,6 +118,11 @@ class AsyncOmni:
     async def stop(self, *, drain: bool = True) -> None:
         """Let running requests finish (`drain`), then end every process and free everything."""
         await self.orchestrator.stop(drain=drain)
+
+    async def finish(self) -> None:
+        """Admit nothing more, and end what still runs after `limits.drain_seconds` with `ShuttingDown`; the processes
+        stay until `stop`."""
+        await self.orchestrator.finish()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -206,12 +211,14 @@ class AsyncOmni:
         options: Mapping[str, Any] | None = None,
         return_prompt_ids: bool = False,
         adapter: str | None = None,
+        cache_salt: str | None = None,
         **parameters: Any,
     ) -> Request:
         """A `Request` from what a Python caller writes; media may be PIL images, arrays, paths or bytes.
 
         `modalities`: what should come out (default: what the main stage gives). `deadline`: Unix time.
-        `adapter`: a LoRA adapter by name. `parameters`: of models that make pictures or video, what their pipelines
+        `adapter`: a LoRA adapter by name. `cache_salt`: share the prefix cache only with requests that have the same.
+        `parameters`: of models that make pictures or video, what their pipelines
         take (`segue.messages.diffusion.DiffusionParams`) and pictures (`segue.media.pictures`).
         """
         given = self._written(prompt) if isinstance(prompt, str) else dict(_mapping(prompt, "the prompt"))
@@ -245,6 +252,7 @@ class AsyncOmni:
             priority=given.get("priority", priority),
             deadline=given.get("deadline", deadline),
             adapter=given.get("adapter", adapter),
+            cache_salt=given.get("cache_salt", cache_salt),
             return_prompt_ids=given.get("return_prompt_ids", return_prompt_ids),
             options={**_mapping(given.get("options", options) or {}, "options"), **others},
         )

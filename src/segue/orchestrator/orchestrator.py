@@ -105,7 +105,13 @@ class Orchestrator:
             raise
 
     async def stop(self, *, drain: bool = True) -> None:
-        """Admit nothing more, let running requests finish within `limits.drain_seconds`, end every process."""
+        """`finish`, and end every process."""
+        await self.finish(drain=drain)
+        await self.supervisor.close()
+
+    async def finish(self, *, drain: bool = True) -> None:
+        """Admit nothing more, let running requests finish within `limits.drain_seconds`, end those that do not with
+        `ShuttingDown`."""
         self.supervisor.stopping = True
         if drain and self.requests:
             try:
@@ -115,7 +121,6 @@ class Orchestrator:
                 log.warning("%d requests were still running when the drain time was over", len(self.requests))
         for books in list(self.requests.values()):
             self._end(books, ShuttingDown("the server is shutting down"))
-        await self.supervisor.close()
 
     # ── requests ───────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from segue.observe.stderr import say
+
 
 class StartBars:
     """One bar per worker while the stages load; where stderr is no terminal, one line per worker when it is ready."""
@@ -21,8 +23,7 @@ class StartBars:
             return  # a worker that comes back later: the log has it
         if not self._drawn:
             if fraction >= 1.0 and what == "ready":
-                sys.stderr.write(f"{worker} is ready\n")
-                sys.stderr.flush()
+                say(f"{worker} is ready\n")
             return
         bar = self._bars.get(worker)
         if bar is None:

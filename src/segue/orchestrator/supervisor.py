@@ -94,7 +94,7 @@ class Supervisor:
         self._placement = LocalPlacement(
             preload, on_spawned=self._on_spawned, on_exit=self._on_exit, on_lost=self._on_placement_lost
         )
-        self._context: zmq.Context[Any] = zmq.Context()
+        self._context: zmq.Context[Any] | None = None  # a system that was never started has nothing to close
         self._out: dict[str, zmq.Socket[bytes]] = {}
         self._inbox: zmq.asyncio.Socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -113,6 +113,7 @@ class Supervisor:
         """Return when every stage has a ready replica; raise the first worker's own error otherwise."""
         self._loop = asyncio.get_running_loop()
         self._started = self._loop.create_future()
+        self._context = zmq.Context()
         await self._open()
         await self._started
 
@@ -120,6 +121,7 @@ class Supervisor:
         """Start the fork server, bind the inbox, spawn every replica."""
         await self._placement.start()
         self._address = f"ipc://{self._placement.runtime_dir}/orchestrator"
+        assert self._context is not None, "opened by `start`, and again when the fork server was lost"
         self._inbox = zmq.asyncio.Context.shadow(self._context).socket(zmq.PULL)
         self._inbox.set_hwm(0)
         self._inbox.bind(self._address)
@@ -144,13 +146,15 @@ class Supervisor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._placement.close()
         self._close_sockets()
-        self._context.term()
+        if self._context is not None:
+            self._context.term()
 
     # ── sockets ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def send(self, address: str, message: ToWorker) -> None:
         socket = self._out.get(address)
         if socket is None:
+            assert self._context is not None, "there are workers only after the start"
             socket = self._context.socket(zmq.PUSH)
             socket.set_hwm(0)
             socket.connect(address)

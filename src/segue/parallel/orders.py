@@ -6,8 +6,9 @@ answered: the collectives inside the model keep the ranks together.
 
 from __future__ import annotations
 
+import select
 import socket
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import msgspec
 import numpy as np
@@ -148,19 +149,21 @@ class Crew:
         for end in self._sockets:
             answer(end, data)
 
-    def answers(self, seconds: float | None) -> list[bytes]:
-        """What each follower says, by `answer`. Raises `OSError` where one is gone, or says nothing for so long."""
-        heard = []
-        for end in self._sockets:
-            end.settimeout(seconds)
-            try:
-                data = received(end)
-            finally:
-                end.settimeout(None)
-            if data is None:
-                raise ConnectionError("it has closed its end")
-            heard.append(data)
-        return heard
+    def next_answer(self, heard: Container[int], seconds: float | None) -> tuple[int, bytes]:
+        """The number of the follower, from 0, that is the next to say something by `answer`, but those that were
+        `heard`, and what. Raises `OSError` where one of them is gone, or all say nothing for so long."""
+        poll = select.poll()
+        waited = {end.fileno(): number for number, end in enumerate(self._sockets) if number not in heard}
+        for descriptor in waited:
+            poll.register(descriptor, select.POLLIN)
+        ready = poll.poll(None if seconds is None else seconds * 1000)
+        if not ready:
+            raise TimeoutError(f"nothing was heard of followers {sorted(waited.values())} for {seconds} s")
+        number = min(waited[descriptor] for descriptor, _ in ready)
+        data = received(self._sockets[number])
+        if data is None:
+            raise ConnectionError(f"follower {number} has closed its end")
+        return number, data
 
     def close(self) -> None:
         """The followers end."""

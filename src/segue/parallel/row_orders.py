@@ -1,7 +1,13 @@
 """What the leader of a diffusion replica tells its followers, over the sockets of `segue.parallel.orders`.
 
 Followers hear of every request what the leader's adapter hears, so they hold the same samples; only latents follow
-each call, by broadcast. Where the network itself is divided, followers answer each call (`Fared`).
+each call, by broadcast. A call goes so:
+
+    Predict                      rows are named
+    ◀ Fared, Go ▶                where the network is divided: all ranks have the memory, or there is no Go
+    latents, by broadcast        each rank computes its part
+    ◀ Fared                      how that went
+    Gather ▶                     where branches are divided: predictions meet
 """
 
 from __future__ import annotations
@@ -49,8 +55,7 @@ class Trial(msgspec.Struct, tag=True, array_like=True):
 
 
 class Predict(msgspec.Struct, tag=True, array_like=True):
-    """A call of the network: each rank computes the rows that are its own, or its part of all. The latents of all rows
-    follow."""
+    """A call of the network: each rank computes the rows that are its own, or its part of them."""
 
     rows: list[tuple[str, int, int, int]]
     """(request, output, branch, step)."""
@@ -61,15 +66,30 @@ class Predict(msgspec.Struct, tag=True, array_like=True):
     dtype: str
 
 
-RowOrder = Begin | Feed | End | WarmUp | Trial | Predict | LoadAdapter | UnloadAdapter
+class Go(msgspec.Struct, tag=True, array_like=True):
+    """Every rank has the memory for the call that was named last."""
+
+
+class Gather(msgspec.Struct, tag=True, array_like=True):
+    """Every rank has computed its rows of that call."""
+
+
+RowOrder = Begin | Feed | End | WarmUp | Trial | Predict | Go | Gather | LoadAdapter | UnloadAdapter
 
 
 class Fared(msgspec.Struct, array_like=True):
-    """What a follower answers to a call of a network that is divided."""
+    """What a rank says of a call, before or behind it."""
 
-    failure: str | None
-    """What it failed with, None where it did not."""
+    kind: str = ""
+    """Class of what it failed with; empty where it did not."""
+    message: str = ""
+    field: str | None = None
     no_memory: bool = False
+
+    @property
+    def failure(self) -> str:
+        """For people."""
+        return f"{self.kind}: {self.message}" if self.kind else "nothing failed"
 
 
 def _packed(value: Any) -> Any:

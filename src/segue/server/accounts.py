@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from segue.messages.deltas import Finished
+from segue.messages.deltas import Delta, Finished, TextDelta
+from segue.server.parameters import Answering
 
 
 def usage_object(finished: Sequence[Finished], prompts: Sequence[Finished] | None = None) -> dict[str, Any]:
@@ -28,6 +29,29 @@ def usage_object(finished: Sequence[Finished], prompts: Sequence[Finished] | Non
         "prompt_tokens_details": {"cached_tokens": cached_tokens, **_by_kind(read)},
         "completion_tokens_details": _by_kind(made),
     }
+
+
+class RunningUsage:
+    """The `usage` of an event: of what has come so far where the client wants that, null where it comes at the end."""
+
+    def __init__(self, answering: Answering) -> None:
+        self._answering = answering
+        self._prompt = 0
+        self._completion = 0
+
+    def take(self, delta: Delta) -> None:
+        """Count what a delta brings."""
+        if isinstance(delta, TextDelta):
+            self._prompt += len(delta.prompt_token_ids)
+            self._completion += len(delta.token_ids)
+
+    def fields(self) -> dict[str, Any]:
+        """What it adds to an event."""
+        if self._answering.continuous_usage:
+            prompt, completion = self._prompt, self._completion
+            total = prompt + completion
+            return {"usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": total}}
+        return {"usage": None} if self._answering.include_usage else {}
 
 
 def _by_kind(counts: Counter[str]) -> dict[str, int]:

@@ -13,21 +13,22 @@ from starlette.requests import ClientDisconnect
 
 from segue.media.sources import shown
 from segue.messages.errors import Cancelled, InvalidRequest, TooLarge, nearest
-from segue.server.errors import UnsupportedMediaType
+from segue.server.errors import UnsupportedMediaType, UploadTimeout
 from segue.server.numbers import unreadable_number
+from segue.server.settings import ServerSettings
 
 T = TypeVar("T")
 
 _LARGE = 1 << 20
 
 
-async def read_json(request: Request, limit: int) -> dict[str, Any]:
-    """The JSON object of a request. Raises `InvalidRequest`, or `TooLarge` above `limit` bytes."""
+async def read_json(request: Request, settings: ServerSettings) -> dict[str, Any]:
+    """The JSON object of a request. Raises `InvalidRequest`, and as `read_body`."""
     declared = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if declared != "application/json" and not declared.endswith("+json"):
         # also what keeps a web page of another origin from posting here without asking first
         raise UnsupportedMediaType(f"Content-Type is {shown(declared)}; it must be application/json")
-    body = await read_body(request, limit)
+    body = await read_body(request, settings)
     # a large body (base64 of a video) takes tens of milliseconds: other clients' events go out meanwhile
     value = _decode(body) if len(body) < _LARGE else await asyncio.to_thread(_decode, body)
     if not isinstance(value, dict):
@@ -45,23 +46,30 @@ def _decode(body: bytes) -> Any:
         raise InvalidRequest("the body is nested too deeply") from error
 
 
-async def read_body(request: Request, limit: int) -> bytes:
+async def read_body(request: Request, settings: ServerSettings) -> bytes:
     """The body, whatever it is. What is over the limit is read on and dropped (up to as much again), so that the client
-    gets to reading the answer instead of failing to write; who declares more than that is not waited for."""
+    gets to reading the answer instead of failing to write; who declares more than that is not waited for.
+
+    Raises `TooLarge` above `max_body_bytes`, and `UploadTimeout` where it has not come within `upload_seconds`.
+    """
+    limit = settings.max_body_bytes
     declared = request.headers.get("content-length", "")
     if declared.isascii() and declared.isdecimal() and int(declared[:20]) > 2 * limit:
         raise TooLarge(f"the body has {declared} bytes; at most {limit} are taken (max_body_bytes)")
     pieces: list[bytes] = []
     size = 0
     try:
-        async for piece in request.stream():
-            size += len(piece)
-            if size <= limit:
-                pieces.append(piece)
-            else:
-                pieces.clear()
-            if size > 2 * limit:
-                break
+        async with asyncio.timeout(settings.upload_seconds):
+            async for piece in request.stream():
+                size += len(piece)
+                if size <= limit:
+                    pieces.append(piece)
+                else:
+                    pieces.clear()
+                if size > 2 * limit:
+                    break
+    except TimeoutError as error:
+        raise UploadTimeout("body", settings.upload_seconds) from error
     except ClientDisconnect as error:
         raise Cancelled("the client went away while sending its request") from error
     if size > limit:

@@ -35,7 +35,7 @@ def add_chat_completions(app: FastAPI, service: Service, settings: ServerSetting
 
     @app.post("/v1/chat/completions")
     async def complete(request: Request) -> Response:
-        values = await read_json(request, settings.max_body_bytes)
+        values = await read_json(request, settings)
         loop = asyncio.get_running_loop()
         chat = await loop.run_in_executor(checking, chat_request, values, service.card, settings)
         chat = with_metrics(chat, request)
@@ -59,6 +59,8 @@ async def _whole(chat: ChatRequest, service: Service, metrics: ServerMetrics) ->
         "choices": await asyncio.to_thread(lambda: [choice.build() for choice in choices]),
         "usage": usage_object([choice.end for choice in choices]),
     }
+    if chat.return_token_ids:
+        answer["prompt_token_ids"] = choices[0].prompt_token_ids
     if chat.wants_prompt_logprobs:
         answer["prompt_logprobs"] = prompt_logprobs_object(choices[0].prompt_logprobs)
     return answer

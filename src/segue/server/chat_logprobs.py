@@ -21,15 +21,22 @@ def asked_logprobs(logprobs: bool | None, top_logprobs: int | None) -> int | Non
     return (top_logprobs or 0) if logprobs else None
 
 
-def logprobs_object(tokens: Iterable[TokenLogprobs]) -> dict[str, Any]:
+def token_name(token: TopToken, *, as_id: bool) -> str:
+    """What a token is called: its text, or, as that is ambiguous, its id in vLLM's form."""
+    return f"token_id:{token.token_id}" if as_id else token.text
+
+
+def logprobs_object(tokens: Iterable[TokenLogprobs], *, as_ids: bool) -> dict[str, Any]:
     """The `logprobs` of a choice."""
-    content = [{**_token(one.chosen), "top_logprobs": [_token(top) for top in one.top]} for one in tokens]
+    content = [
+        {**_token(one.chosen, as_ids), "top_logprobs": [_token(top, as_ids) for top in one.top]} for one in tokens
+    ]
     return {"content": content, "refusal": None}
 
 
-def _token(token: TopToken) -> dict[str, Any]:
+def _token(token: TopToken, as_id: bool) -> dict[str, Any]:
     # tokens that stand for no text have no bytes either
-    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.data) or None}
+    return {"token": token_name(token, as_id=as_id), "logprob": token.logprob, "bytes": list(token.data) or None}
 
 
 def prompt_logprobs_object(tokens: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:

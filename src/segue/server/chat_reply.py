@@ -34,7 +34,8 @@ def image_object(delta: ImageDelta) -> dict[str, Any]:
 
 def ending(finished: Finished, chat: ChatRequest) -> dict[str, Any]:
     """What the end of a choice adds to it: the finish reason, and what was asked for of ours."""
-    fields: dict[str, Any] = {"finish_reason": finished.finish_reason}
+    stopped_by = next((choice.stop_reason for choice in finished.choices), None)
+    fields: dict[str, Any] = {"finish_reason": finished.finish_reason, "stop_reason": stopped_by}
     if chat.return_token_ids:
         fields["token_ids"] = finished.token_ids
     if chat.return_metrics:
@@ -64,6 +65,7 @@ class WholeChoice:
         self._logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         """Where asked for; every choice has the same."""
+        self.prompt_token_ids: list[int] = []
         self._samples: list[bytes] = []
         self._rate = _SILENCE_RATE
         self._images: list[ImageDelta] = []
@@ -74,6 +76,7 @@ class WholeChoice:
             self._pieces += self._reader.feed(delta.text)
             self._logprobs += delta.logprobs
             self.prompt_logprobs += delta.prompt_logprobs
+            self.prompt_token_ids += delta.prompt_token_ids
         elif isinstance(delta, AudioDelta):
             self._samples.append(delta.samples)
             self._rate = delta.sample_rate
@@ -111,6 +114,6 @@ class WholeChoice:
             }
         if self._images:
             message["images"] = [image_object(image) for image in self._images]
-        logprobs = logprobs_object(self._logprobs) if chat.wants_logprobs else None
+        logprobs = logprobs_object(self._logprobs, as_ids=chat.tokens_as_ids) if chat.wants_logprobs else None
         end = {**ending(self.end, chat), "finish_reason": self._reader.finish_reason(self.end)}
         return {"index": self.index, "message": message, "logprobs": logprobs, **end}

@@ -26,15 +26,14 @@ from segue.server.parameters import (
     answering_fields,
     check_model,
     checked_token_ids,
-    choices_of,
     common_fields,
+    new_id,
     parse_body,
-    sampling_of,
-    seeds_of,
-    together,
 )
+from segue.server.sampling import choices_of, sampling_of, seeds_of, together
 from segue.server.settings import ServerSettings
 from segue.server.tools import NamedTool, Tool, ToolPlan, tool_plan
+from segue.server.vllm import VLLM_UNSUPPORTED
 
 
 class AudioOptions(msgspec.Struct):
@@ -76,8 +75,14 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "service_tier": ("auto", "default"),
     "store": (False,),
     "moderation": (),
+    "echo": (False,),
+    "chat_template": (),
+    "documents": ([],),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+    **VLLM_UNSUPPORTED,
 }
-"""OpenAI's parameters that cannot be honoured → the values that ask for nothing (null always does)."""
+"""Parameters of OpenAI's and vLLM's that cannot be honoured → the values that ask for nothing (null always does)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,10 +142,10 @@ def chat_request(values: dict[str, Any], card: ModelCard, settings: ServerSettin
     options = chat_options(body, dialect, tools)
 
     answering = answering_fields(body, card, "chatcmpl", now)
-    completion_id = answering["completion_id"]
+    request_id = new_id("chatcmpl")
     requests = [
         Request(
-            request_id=completion_id if len(seeds) == 1 else f"{completion_id}-{index}",
+            request_id=request_id if len(seeds) == 1 else f"{request_id}-{index}",
             messages=messages,
             chat=options,
             prompt_token_ids=body.prompt_token_ids,
@@ -150,6 +155,7 @@ def chat_request(values: dict[str, Any], card: ModelCard, settings: ServerSettin
             sampling=sampling,
             diffusion=diffusion,
             seed=seed,
+            return_prompt_ids=answering["return_token_ids"] or answering["continuous_usage"],
             **common,
         )
         for index, seed in enumerate(seeds)
@@ -200,7 +206,7 @@ def _max_tokens(body: ChatBody) -> int | None:
 
 def _modalities(wanted: list[str] | None, card: ModelCard) -> list[str]:
     if wanted is None:
-        return ["text"] if "text" in card.gives else sorted(card.gives)
+        wanted = ["text"] if "text" in card.gives else sorted(card.gives)
     for index, name in enumerate(wanted):
         if name not in card.gives:
             gives = ", ".join(sorted(card.gives))
@@ -209,6 +215,8 @@ def _modalities(wanted: list[str] | None, card: ModelCard) -> list[str]:
             )
     if not wanted:
         raise InvalidRequest("modalities is empty; name at least one, or leave it out for text", field="modalities")
+    if "video" in wanted:
+        raise Unsupported("a chat completion carries no video: use POST /v1/videos", field="modalities")
     return list(dict.fromkeys(wanted))
 
 

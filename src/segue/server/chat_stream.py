@@ -11,7 +11,7 @@ from typing import Any
 from segue.media.encode import AudioEncoder, audio_encoder
 from segue.messages.deltas import AudioDelta, ChoiceEnded, Delta, Finished, ImageDelta, TextDelta
 from segue.models.dialects.pieces import Piece, Said
-from segue.server.accounts import usage_object
+from segue.server.accounts import RunningUsage, usage_object
 from segue.server.chat_logprobs import logprobs_object
 from segue.server.chat_reply import audio_id, ending, expiry, image_object, samples_of
 from segue.server.chat_request import ChatRequest
@@ -47,7 +47,7 @@ class _StreamedChoice:
             if delta.logprobs and self._chat.wants_logprobs:
                 # text may be held back while the log-probabilities of its tokens are there already
                 new = new or [self._entry(self._text(""))]
-                new[0]["logprobs"] = logprobs_object(delta.logprobs)
+                new[0]["logprobs"] = logprobs_object(delta.logprobs, as_ids=self._chat.tokens_as_ids)
             entries += new
         elif isinstance(delta, AudioDelta):
             if data := await self._encode(delta):
@@ -111,14 +111,22 @@ async def chat_chunks(
         "created": chat.created,
         "model": chat.model,
     }
-    usage = {"usage": None} if chat.include_usage else {}
+    running = RunningUsage(chat)
     choices = [_StreamedChoice(index, chat) for index in range(chat.choices)]
     finished: list[Finished] = []
     async with aclosing(deltas):
         async for index, delta in deltas:
             if isinstance(delta, Finished):
                 finished.append(delta)
+            running.take(delta)
+            prompt = _prompt_ids(chat, delta)
             for entry in await choices[index].chunks(delta):
-                yield {**head, "choices": [entry], **usage}
+                yield {**head, "choices": [entry], **prompt, **running.fields()}
+                prompt = {}
     if chat.include_usage:
         yield {**head, "choices": [], "usage": usage_object(finished)}
+
+
+def _prompt_ids(chat: ChatRequest, delta: Delta) -> dict[str, Any]:
+    told = isinstance(delta, TextDelta) and delta.prompt_token_ids and chat.return_token_ids
+    return {"prompt_token_ids": delta.prompt_token_ids} if isinstance(delta, TextDelta) and told else {}

@@ -7,9 +7,19 @@ from typing import Any
 
 import msgspec
 
-from segue.messages.deltas import Choice, ChoiceEnded, Delta, Finished, TextDelta, TokenLogprobs, TokensDelta, Usage
+from segue.messages.deltas import (
+    Choice,
+    ChoiceEnded,
+    Delta,
+    Finished,
+    TextDelta,
+    TokenLogprobs,
+    TokensDelta,
+    TopToken,
+    Usage,
+)
 from segue.server.accounts import metrics_object
-from segue.server.chat_logprobs import prompt_logprobs_object
+from segue.server.chat_logprobs import prompt_logprobs_object, token_name
 from segue.server.completion_request import CompletionRequest
 from segue.server.generations import early_end
 
@@ -34,28 +44,31 @@ class LegacyLogprobs(msgspec.Struct):
 class LogprobsWriter:
     """Writes the `logprobs` of one choice, piece by piece."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, as_ids: bool) -> None:
+        self._as_ids = as_ids
         self._offset = 0
 
-    def write(self, logprobs: Iterable[TokenLogprobs | None], first: str = "") -> LegacyLogprobs:
-        """`first`: the text of a token without a log-probability, the first one of a prompt."""
+    def write(self, logprobs: Iterable[TokenLogprobs | None], first: TopToken | None = None) -> LegacyLogprobs:
+        """`first`: a token without a log-probability, the first one of a prompt."""
         written = LegacyLogprobs()
         for one in logprobs:
-            text = first if one is None else one.chosen.text
-            written.tokens.append(text)
+            token = first if one is None else one.chosen
+            text = "" if token is None else token.text
+            written.tokens.append("" if token is None else token_name(token, as_id=self._as_ids))
             written.token_logprobs.append(None if one is None else one.chosen.logprob)
-            written.top_logprobs.append(None if one is None else _by_text(one))
+            written.top_logprobs.append(None if one is None else _by_name(one, as_ids=self._as_ids))
             written.text_offset.append(self._offset)
             self._offset += len(text)
         return written
 
 
-def _by_text(one: TokenLogprobs) -> dict[str, float]:
+def _by_name(one: TokenLogprobs, *, as_ids: bool) -> dict[str, float]:
     """The most likely tokens and the chosen one. Where two have one text (parts of characters), the likelier stands."""
-    by_text: dict[str, float] = {}
+    by_name: dict[str, float] = {}
     for token in (*one.top, one.chosen):
-        by_text[token.text] = max(token.logprob, by_text.get(token.text, token.logprob))
-    return by_text
+        name = token_name(token, as_id=as_ids)
+        by_name[name] = max(token.logprob, by_name.get(name, token.logprob))
+    return by_name
 
 
 class PromptFacts:
@@ -97,13 +110,17 @@ class PromptFacts:
         return self._tokens.text if self._tokens is not None else ""
 
     @property
-    def first_token(self) -> str:
-        """The text of the prompt's first token: what the others leave of the whole."""
-        if self._tokens is None:
-            return ""
+    def first_token(self) -> TopToken | None:
+        """The prompt's first token, as far as it is known; it has no log-probability."""
+        if self._tokens is None or not self._tokens.token_ids:
+            return None
+        return TopToken(self._tokens.token_ids[0], 0.0, 0, text := self._first_text(self._tokens), text.encode())
+
+    def _first_text(self, tokens: TokensDelta) -> str:
+        """What the others leave of the whole."""
         rest = "".join(one.chosen.text for one in self.logprobs if one is not None)
-        whole = self._tokens.text
-        return whole[: len(whole) - len(rest)] if whole.endswith(rest) else next(iter(self._tokens.token_strs), "")
+        whole = tokens.text
+        return whole[: len(whole) - len(rest)] if whole.endswith(rest) else next(iter(tokens.token_strs), "")
 
 
 class CompletionChoice:
@@ -113,7 +130,7 @@ class CompletionChoice:
         self.index = index
         self._completion = completion
         self._prompt = prompt
-        self._writer = LogprobsWriter()
+        self._writer = LogprobsWriter(as_ids=completion.tokens_as_ids)
         self.ended = False
         """Its end has been told."""
 

@@ -19,14 +19,13 @@ from segue.server.parameters import (
     answering_fields,
     check_model,
     checked_token_ids,
-    choices_of,
     common_fields,
+    new_id,
     parse_body,
-    sampling_of,
-    seeds_of,
-    together,
 )
+from segue.server.sampling import choices_of, sampling_of, seeds_of, together
 from segue.server.settings import ServerSettings
+from segue.server.vllm import VLLM_UNSUPPORTED
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
@@ -44,7 +43,7 @@ class CompletionBody(CommonBody, kw_only=True):
     add_special_tokens: bool | None = None
 
 
-_UNSUPPORTED: dict[str, tuple[object, ...]] = {"suffix": ("",)}
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {"suffix": ("",), **VLLM_UNSUPPORTED}
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ def completion_request(values: dict[str, Any], card: ModelCard, settings: Server
         sampling = together(sampling, each, card)
     seeds = seeds_of(body, 1 if as_one else each)
     answering = answering_fields(body, card, "cmpl", now)
-    completion_id = answering["completion_id"]
+    request_id = new_id("cmpl")
     slots = [Slot(prompt, first) for prompt in range(len(prompts)) for first in range(len(seeds))]
     requests = []
     for number, slot in enumerate(slots):
@@ -112,14 +111,14 @@ def completion_request(values: dict[str, Any], card: ModelCard, settings: Server
         seen = echo and (not isinstance(prompt, str) or logprobs is not None)
         requests.append(
             Request(
-                request_id=completion_id if len(slots) == 1 else f"{completion_id}-{number}",
+                request_id=request_id if len(slots) == 1 else f"{request_id}-{number}",
                 prompt=prompt if isinstance(prompt, str) else None,
                 prompt_token_ids=None if isinstance(prompt, str) else prompt,
                 add_special_tokens=body.add_special_tokens,
                 modalities=["text", TOKENS] if seen else ["text"],
                 sampling=sampling,
                 seed=seeds[slot.first],
-                return_prompt_ids=bool(body.return_token_ids),
+                return_prompt_ids=answering["return_token_ids"] or answering["continuous_usage"],
                 **common,
             )
         )

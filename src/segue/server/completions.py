@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import Service
-from segue.server.accounts import usage_object
+from segue.server.accounts import RunningUsage, usage_object
 from segue.server.body import read_json
 from segue.server.completion_reply import CompletionReader, joined
 from segue.server.completion_request import CompletionRequest, completion_request
@@ -28,7 +28,7 @@ def add_completions(app: FastAPI, service: Service, settings: ServerSettings, me
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
-        values = await read_json(request, settings.max_body_bytes)
+        values = await read_json(request, settings)
         completion = with_metrics(completion_request(values, service.card, settings), request)
         if completion.stream:
             return EventStream(events(_chunks(completion, service, metrics)), settings.stall_seconds)
@@ -62,10 +62,11 @@ async def _chunks(
     completion: CompletionRequest, service: Service, metrics: ServerMetrics
 ) -> AsyncGenerator[dict[str, object]]:
     reader = CompletionReader(completion)
-    usage = {"usage": None} if completion.include_usage else {}
+    running = RunningUsage(completion)
     async with aclosing(run_generations(service, completion.requests, metrics, completion.written)) as deltas:
         async for number, delta in deltas:
+            running.take(delta)
             for entry in reader.read(number, delta):
-                yield {**_head(completion), "choices": [entry], **usage}
+                yield {**_head(completion), "choices": [entry], **running.fields()}
     if completion.include_usage:
         yield {**_head(completion), "choices": [], "usage": usage_object(reader.finished, reader.prompts)}

@@ -66,7 +66,7 @@ def add_embeddings(app: FastAPI, service: Service, settings: ServerSettings, met
 
     @app.post("/v1/embeddings")
     async def embed(request: HttpRequest) -> Response:
-        values = await read_json(request, settings.max_body_bytes)
+        values = await read_json(request, settings)
         asked = embeddings_request(values, service.card, settings)
         return json_response(await while_connected(request.receive, _answer(asked, service, metrics)))
 

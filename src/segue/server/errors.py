@@ -41,6 +41,18 @@ class UnsupportedMediaType(InvalidRequest):
     code = "unsupported_media_type"
 
 
+class UploadTimeout(SegueError):
+    """The client did not send its request in time."""
+
+    status = 408
+    type = "timeout_error"
+    code = "request_timeout"
+
+    def __init__(self, part: str, seconds: float) -> None:
+        """`part`: what did not come within so many `seconds`."""
+        super().__init__(f"the {part} of the request did not come whole within {seconds:g} seconds (upload_seconds)")
+
+
 class CrossSite(SegueError):
     """A form that a web page of another site sent."""
 
@@ -89,6 +101,8 @@ def error_response(error: SegueError) -> Response:
         headers["Retry-After"] = "1"
     if isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, UploadTimeout):
+        headers["Connection"] = "close"  # what still comes is not read as another request
     if isinstance(error, RangeNotSatisfiable):
         headers["Content-Range"] = f"bytes */{error.size}"
     return json_response(error_body(error), error.status, headers)
@@ -111,7 +125,7 @@ def _on_http_exception(request: Request, error: Exception) -> Response:
     method, path = request.method, request.url.path
     message, code = str(error.detail), "http_error"
     if error.status_code == 404:
-        paths = [route.path for route in request.app.routes if isinstance(route, Route)]
+        paths = {route.path for route in request.app.routes if isinstance(route, Route)}
         message, code = f"no such endpoint: {method} {path}{nearest(path, paths)}", "unknown_url"
     elif error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")

@@ -71,7 +71,12 @@ class EditBody(ImageBody, kw_only=True, frozen=True):
     """A file (or a URL), or several."""
     mask: Any = None
     """A PNG file as large as the (first) picture, fully transparent where that is made anew."""
+    image_reference: Any = None
+    """A file (or a URL): what the part that is made anew is to be like."""
 
+
+EDIT_FILES = frozenset({"image", "mask", "image_reference"})
+"""Fields of `EditBody` that are files."""
 
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "background": ("auto", "opaque"),
@@ -157,6 +162,9 @@ def edited_pictures(body: EditBody, card: ModelCard, settings: ServerSettings) -
     ]
     if body.mask is not None:
         pictures.append(_mask(body.mask, settings))
+    if body.image_reference is not None:
+        reference = picture_part(body.image_reference, "image_reference", settings)
+        pictures.append(msgspec.structs.replace(reference, role="image_reference"))
     return pictures
 
 

@@ -16,6 +16,7 @@ from segue.server.errors import json_response
 from segue.server.events import named_events
 from segue.server.image_reply import image_events, whole_images
 from segue.server.image_request import (
+    EDIT_FILES,
     UNSUPPORTED,
     UNSUPPORTED_OF_EDITS,
     EditBody,
@@ -34,14 +35,14 @@ def add_images(app: FastAPI, service: Service, settings: ServerSettings, metrics
 
     @app.post("/v1/images/generations")
     async def generate(request: Request) -> Response:
-        values = await read_json(request, settings.max_body_bytes)
+        values = await read_json(request, settings)
         body = painting_body(values, ImageBody, UNSUPPORTED)
         asked = image_request(body, service.card, settings, event="image_generation", pictures=[])
         return await _answer(asked, request, service, settings, metrics)
 
     @app.post("/v1/images/edits")
     async def edit(request: Request) -> Response:
-        values = await read_values(request, settings.max_body_bytes, EditBody, frozenset({"image", "mask"}))
+        values = await read_values(request, settings, EditBody, EDIT_FILES)
         if values.get("mask") is not None and values.get("image") is None:
             raise InvalidRequest("mask says which part of a picture is made anew; image is missing", field="mask")
         body = painting_body(values, EditBody, UNSUPPORTED_OF_EDITS)

@@ -35,7 +35,7 @@ def add_lora(app: FastAPI, service: Service, settings: ServerSettings) -> None:
     async def body_of(http: Request) -> dict[str, object]:
         if not settings.allow_runtime_lora:
             raise Unsupported("this server loads no adapters while it runs: start it with --allow-runtime-lora")
-        return await read_json(http, settings.max_body_bytes)
+        return await read_json(http, settings)
 
     @app.post("/v1/load_lora_adapter")
     async def load(http: Request) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import re
@@ -11,7 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from segue.messages.errors import Cancelled, SegueError
+from segue.messages.errors import Cancelled, SegueError, ShuttingDown
 from segue.observe.logging import http_request_id, log_event
 from segue.observe.metrics import ServerMetrics
 from segue.server.disconnect import CLIENT_GONE
@@ -58,6 +59,10 @@ class Door:
                 else:
                     refusal = Unauthorized("the API key is missing or wrong: send Authorization: Bearer <key>")
                     await error_response(refusal)(scope, receive, send_noting)
+        except asyncio.CancelledError:
+            # by nobody but the server that ends: whoever has heard nothing yet hears why
+            if status is None:
+                await error_response(ShuttingDown("the server is shutting down"))(scope, receive, send_noting)
         except Exception as error:
             # whatever it is, the client gets an answer, and its text stays in the log
             _log.exception("a mistake in the server", exc_info=error)

@@ -20,6 +20,7 @@ from segue.media.sources import shown
 from segue.messages.errors import InvalidRequest
 from segue.server.body import read_body, read_json
 from segue.server.errors import CrossSite
+from segue.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
@@ -39,9 +40,9 @@ class FormPart:
 
 
 async def read_values(
-    request: Request, limit: int, kind: type[msgspec.Struct], files: frozenset[str]
+    request: Request, settings: ServerSettings, kind: type[msgspec.Struct], files: frozenset[str]
 ) -> dict[str, Any]:
-    """The values of a JSON object or of a form, by name. Raises `InvalidRequest`, or `TooLarge` above `limit` bytes.
+    """The values of a JSON object or of a form, by name. Raises `InvalidRequest`, and as `read_body`.
 
     Of a form, the fields in `files` are bytes (text where they are no file), and the texts of the others become what
     the field of `kind` is: numbers, booleans, lists. `name[]`, and a name that is there twice, is a list; `name[key]`
@@ -49,9 +50,9 @@ async def read_values(
     """
     declared = request.headers.get("content-type", "")
     if declared.partition(";")[0].strip().lower() != "multipart/form-data":
-        return await read_json(request, limit)
+        return await read_json(request, settings)
     _check_origin(request)
-    body = await read_body(request, limit)
+    body = await read_body(request, settings)
     parts = await asyncio.to_thread(parse_multipart, body, declared)
     return form_values(parts, kind, files)
 

@@ -1,4 +1,4 @@
-"""Parameters that every endpoint which generates text has: their types, their checks, the sampling they ask for."""
+"""Parameters that every endpoint which generates text has: their types and their checks."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from fastapi import Request as HttpRequest
 from segue.media.sources import shown
 from segue.messages.carried import check_carried
 from segue.messages.errors import InvalidRequest, SegueError, nearest
-from segue.messages.sampling import SamplingParams, StructuredOutput, check_sampling, check_token_ids, sampling_from
+from segue.messages.sampling import SamplingParams
 from segue.orchestrator.service import ModelCard
 from segue.server.body import check_names, convert
-from segue.server.chat_format import GUIDED, structured_output
+from segue.server.chat_format import GUIDED
 from segue.server.errors import ModelNotFound, Unsupported
 from segue.server.settings import ServerSettings
+from segue.server.vllm import checked_id, checked_salt
 
-MAX_CHOICES = 16
-MAX_STOPS = 16
-_MAX_VOCAB = 2**31
+MAX_VOCAB = 2**31
 """Where the stage is not loaded yet."""
 
 
@@ -31,6 +30,8 @@ class StreamOptions(msgspec.Struct):
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """vLLM's: every event has the usage so far."""
 
 
 class CommonBody(msgspec.Struct, kw_only=True):
@@ -55,6 +56,8 @@ class CommonBody(msgspec.Struct, kw_only=True):
     min_tokens: int | None = None
     best_of: int | None = None
     beam_width: int | None = None
+    use_beam_search: bool | None = None
+    """vLLM's: as many beams as `best_of`, else `n`."""
     length_penalty: float | None = None
     early_stopping: bool | None = None
     stop_token_ids: list[int] | None = None
@@ -75,7 +78,10 @@ class CommonBody(msgspec.Struct, kw_only=True):
     guided_grammar: str | None = None
     sampling: dict[str, dict[str, Any]] | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     return_metrics: bool | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
     priority: int | None = None
     user: str | None = None
     """The tenant, for fair scheduling."""
@@ -87,17 +93,16 @@ class CommonBody(msgspec.Struct, kw_only=True):
 MAX_USER = 256
 """Characters of `user`: a name is kept for each tenant, and goes with every request."""
 IGNORED = frozenset(
-    {"metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
-)  # fmt: skip
-"""OpenAI's parameters that change nothing about the answer here."""
-_TO_TEXT_STAGE = tuple(
-    name
-    for name in SamplingParams.__struct_fields__
-    if name in CommonBody.__struct_fields__ and name not in ("seed", "n", "structured_outputs")
+    {
+        "metadata",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prompt_cache_options",
+        "session_id",
+    }
 )
-"""Top-level parameters that are the text stage's sampling as they stand. The seed is the request's own; n: as many
-requests, or set where one makes all."""
-
+"""Parameters of OpenAI's and vLLM's that change nothing about the answer here."""
 B = TypeVar("B", bound=msgspec.Struct)
 
 
@@ -106,12 +111,16 @@ class Answering:
     """How a checked request is to be answered, as far as all endpoints do it alike."""
 
     completion_id: str
+    """The client's `request_id` is in it, where there is one: two requests may have the same."""
     created: int
     model: str
     """As the client named it."""
     stream: bool
     include_usage: bool
+    continuous_usage: bool
     return_token_ids: bool
+    tokens_as_ids: bool
+    """Tokens stand among log-probabilities as `token_id:5`."""
     return_metrics: bool
     wants_prompt_logprobs: bool
     written: Mapping[str, str]
@@ -124,16 +133,22 @@ A = TypeVar("A", bound=Answering)
 def answering_fields(body: CommonBody, card: ModelCard, prefix: str, now: float) -> dict[str, Any]:
     """The fields of `Answering`, under a new id."""
     return {
-        "completion_id": f"{prefix}-{uuid.uuid4().hex}",
+        "completion_id": new_id(prefix) if (own := checked_id(body.request_id)) is None else f"{prefix}-{own}",
         "created": int(now),
         "model": body.model,
         "stream": bool(body.stream),
         "include_usage": bool(body.stream_options and body.stream_options.include_usage),
+        "continuous_usage": bool(body.stream_options and body.stream_options.continuous_usage_stats),
         "return_token_ids": bool(body.return_token_ids),
+        "tokens_as_ids": bool(body.return_tokens_as_token_ids),
         "return_metrics": bool(body.return_metrics),
         "wants_prompt_logprobs": body.prompt_logprobs is not None,
         "written": _written(body, card.text_stage),
     }
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"
 
 
 def _written(body: CommonBody, stage: str | None) -> dict[str, str]:
@@ -212,6 +227,7 @@ def common_fields(body: CommonBody, card: ModelCard, now: float) -> dict[str, An
     return {
         "options": options,
         "adapter": body.model if body.model in card.adapters else None,
+        "cache_salt": checked_salt(body.cache_salt),
         **turn_fields(body.priority, body.user, body.deadline, now),
     }
 
@@ -234,107 +250,8 @@ def turn_fields(priority: int | None, user: str | None, deadline: float | None, 
 
 def checked_token_ids(ids: list[int], field: str, vocab_size: int | None = None) -> list[int]:
     """Ids a client sent as a prompt. Raises `InvalidRequest`."""
-    end = _MAX_VOCAB if vocab_size is None else vocab_size
+    end = MAX_VOCAB if vocab_size is None else vocab_size
     if not ids or any(not 0 <= token < end for token in ids):
         right = "it must be a list of token ids, at least one" + (f", from 0 to {end - 1}" if vocab_size else "")
         raise InvalidRequest(f"{field} is {shown(ids)}; {right}", field=field)
     return ids
-
-
-def sampling_of(body: CommonBody, card: ModelCard, **own: Any) -> dict[str, SamplingParams]:
-    """Sampling by stage. `own`: fields of the text stage's that the endpoint has in a form of its own; None: not given.
-    Raises `InvalidRequest`."""
-    by_stage: dict[str, SamplingParams] = {}
-    for stage, values in (body.sampling or {}).items():
-        if stage not in card.sampling_stages:
-            hint = nearest(stage, card.sampling_stages)
-            raise InvalidRequest(f"sampling names {shown(stage)}, no stage that samples{hint}", field="sampling")
-        by_stage[stage] = sampling_from(values, f"sampling.{stage}")
-        if by_stage[stage].n is not None:
-            raise InvalidRequest(
-                f"sampling.{stage}.n is {by_stage[stage].n}; give n at the top of the request",
-                field=f"sampling.{stage}.n",
-            )
-        check_token_ids(by_stage[stage], card.vocab_sizes.get(stage, _MAX_VOCAB), f"sampling.{stage}.")
-    top = _top_level(body, card, own)
-    if top is None:
-        return by_stage
-    if card.text_stage is None:
-        given = next(name for name in SamplingParams.__struct_fields__ if getattr(top, name) is not None)
-        raise InvalidRequest(f"{given} is given, but this model has no stage that makes text", field=given)
-    # what is said of the stage by name is the more special
-    by_stage[card.text_stage] = by_stage.get(card.text_stage, SamplingParams()).over(top)
-    return by_stage
-
-
-_PREFIX = "request"
-
-
-def _top_level(body: CommonBody, card: ModelCard, own: dict[str, Any]) -> SamplingParams | None:
-    """The text stage's parameters as they stand at the top of the body; None where there are none."""
-    stated = {name: getattr(body, name) for name in _TO_TEXT_STAGE} | own
-    given = {name: value for name, value in stated.items() if value is not None}
-    if (form := _form(body, own.get("structured_outputs"))) is not None:
-        given["structured_outputs"] = msgspec.to_builtins(form)
-    for token in body.logit_bias or {}:
-        if not (token.isascii() and token.isdecimal() and len(token) <= 10):
-            raise InvalidRequest(f"logit_bias has {shown(token)}, which is no token id", field="logit_bias")
-    if isinstance(body.stop, str):
-        given["stop"] = [body.stop]
-    elif body.stop is not None and len(body.stop) > MAX_STOPS:
-        raise InvalidRequest(f"stop has {len(body.stop)} strings; at most {MAX_STOPS} are taken", field="stop")
-    if not given:
-        return None
-    params = _checked_at_top(given)
-    check_token_ids(params, card.vocab_sizes.get(card.text_stage or "", _MAX_VOCAB), "")
-    return params
-
-
-def _form(body: CommonBody, of_tools: StructuredOutput | None) -> StructuredOutput | None:
-    """The form of the text, as the body asks for it or as a tool call has it."""
-    guided = {name: value for name in GUIDED if (value := getattr(body, name)) is not None}
-    form = structured_output(body.response_format, body.structured_outputs, guided)
-    if form is not None and of_tools is not None:
-        raise InvalidRequest(
-            "tool_choice asks for a call, and another parameter for another form of the text; give one",
-            field="tool_choice",
-        )
-    return of_tools or form
-
-
-def _checked_at_top(given: SamplingParams | dict[str, Any]) -> SamplingParams:
-    """Parameters that stand at the top of the body, under no name."""
-    try:
-        if isinstance(given, dict):
-            return sampling_from(given, _PREFIX)
-        check_sampling(given, _PREFIX)
-        return given
-    except InvalidRequest as error:
-        field = (error.field or "").removeprefix(f"{_PREFIX}.")
-        raise type(error)(error.message.removeprefix(f"{_PREFIX}."), field=field) from error
-
-
-def choices_of(body: CommonBody) -> int:
-    """How many answers each prompt gets."""
-    n = 1 if body.n is None else body.n
-    if not 1 <= n <= MAX_CHOICES:
-        raise InvalidRequest(f"n is {n}; it must be from 1 to {MAX_CHOICES}", field="n")
-    return n
-
-
-def together(sampling: dict[str, SamplingParams], n: int, card: ModelCard) -> dict[str, SamplingParams]:
-    """One request that makes all choices: its prompt is computed once. Draws are those of `n` requests with their own
-    seeds."""
-    assert card.text_stage is not None
-    several = SamplingParams(n=n).over(sampling.get(card.text_stage, SamplingParams()))
-    _checked_at_top(several)
-    return {**sampling, card.text_stage: several}
-
-
-def seeds_of(body: CommonBody, n: int) -> list[int | None]:
-    """One per request: the given seed and its successors (wrapping at 64 bits), or None: given at admission."""
-    if body.seed is None:
-        return [None] * n
-    if not -(2**63) <= body.seed < 2**64:
-        raise InvalidRequest(f"seed is {body.seed}; it must be a 64-bit integer", field="seed")
-    return [seed if (seed := body.seed + index) < 2**64 else seed - 2**64 for index in range(n)]

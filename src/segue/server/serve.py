@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from types import FrameType
 
 import uvicorn
@@ -14,16 +15,47 @@ import uvicorn
 from segue.messages.errors import ConfigError
 from segue.orchestrator.service import Service
 from segue.server.app import create_app
+from segue.server.connection import connection_class
 from segue.server.settings import ServerSettings
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_LAST_WORDS_SECONDS = 5.0
+"""Given to a client to take what its request ended with."""
 
 
 class HttpServer(uvicorn.Server):
     """uvicorn's server, which returns after a signal instead of raising it again: the caller has stages to stop.
 
-    The first signal drains; a second one ends at once.
+    The first signal drains; a second one ends at once. What has not ended within `drain_seconds` is ended by `finish`.
     """
+
+    def __init__(
+        self, config: uvicorn.Config, drain_seconds: float, finish: Callable[[], Awaitable[None]] | None
+    ) -> None:
+        super().__init__(config)
+        self._drain_seconds = drain_seconds
+        self._finish = finish
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.create_task(self._end_late())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+            await asyncio.gather(ending, return_exceptions=True)
+
+    async def _end_late(self) -> None:
+        await asyncio.sleep(self._drain_seconds)
+        if self._finish is not None:
+            await self._finish()
+            await asyncio.sleep(_LAST_WORDS_SECONDS)
+        tasks = list(self.server_state.tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()  # who does not read would keep it open for ever
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -58,19 +90,23 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-def http_server(service: Service, settings: ServerSettings) -> HttpServer:
-    """The server object: `await server.serve(sockets=[listen(…)])`; `server.should_exit = True` drains and ends it."""
+def http_server(
+    service: Service, settings: ServerSettings, finish: Callable[[], Awaitable[None]] | None = None
+) -> HttpServer:
+    """The server object: `await server.serve(sockets=[listen(…)])`; `server.should_exit = True` drains and ends it.
+
+    `finish`: ends all requests of the service, so that every client hears why; without it their connections break off.
+    """
     config = uvicorn.Config(
         create_app(service, settings),
-        http="h11",
+        http=connection_class(settings.upload_seconds),
         ws="none",
         log_config=None,
         access_log=False,
         lifespan="on",
         server_header=False,
-        timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
     )
-    return HttpServer(config)
+    return HttpServer(config, settings.drain_seconds, finish)
 
 
 async def serve(service: Service, settings: ServerSettings, on_listening: Callable[[str], None] | None = None) -> None:

@@ -32,6 +32,8 @@ class ServerSettings:
     """Of all jobs of video together, on disk."""
     max_body_bytes: int = 384 << 20
     """Of one HTTP request; base64 makes a file a third larger."""
+    upload_seconds: float = 600.0
+    """How long a request may take to come, from its first byte to its last."""
     stall_seconds: float = 60.0
     """A streaming client that takes nothing for so long is taken for gone."""
     drain_seconds: float = 30.0

@@ -58,7 +58,7 @@ def add_tokenize(app: FastAPI, service: Service, settings: ServerSettings) -> No
 
     @app.post("/tokenize")
     async def tokenize(http: HttpRequest) -> Response:
-        values = await read_json(http, settings.max_body_bytes)
+        values = await read_json(http, settings)
         check_names(values, TokenizeBody.__struct_fields__)
         body = convert(values, TokenizeBody)
         request = await asyncio.to_thread(_tokenize_request, body, values, service.card, settings)
@@ -73,7 +73,7 @@ def add_tokenize(app: FastAPI, service: Service, settings: ServerSettings) -> No
 
     @app.post("/detokenize")
     async def detokenize(http: HttpRequest) -> Response:
-        values = await read_json(http, settings.max_body_bytes)
+        values = await read_json(http, settings)
         check_names(values, DetokenizeBody.__struct_fields__)
         body = convert(values, DetokenizeBody)
         if body.model is not None:

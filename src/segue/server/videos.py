@@ -77,7 +77,7 @@ def add_videos(app: FastAPI, service: Service, settings: ServerSettings, videos:
 
     @app.post("/v1/videos")
     async def create(http: HttpRequest) -> Response:
-        values = await read_values(http, settings.max_body_bytes, VideoBody, FILES)
+        values = await read_values(http, settings, VideoBody, FILES)
         job, request = await asyncio.to_thread(video_request, values, service.card, settings)
         await while_connected(http.receive, _check(job, request, service))
         await asyncio.to_thread(kept().store.create, job, request)

@@ -7,6 +7,7 @@ import socket
 import sys
 
 from segue.messages.process import WorkerSpec
+from segue.observe.stderr import say
 from segue.worker.forkserver import serve
 
 
@@ -19,5 +20,5 @@ def _run(spec: WorkerSpec) -> None:
 if __name__ == "__main__":
     fd, runtime_dir, *preload = sys.argv[1:]
     serve(socket.socket(fileno=int(fd)), runtime_dir, [*preload, "segue.worker.worker"], _run)
-    sys.stderr.flush()
+    say("")
     os._exit(0)  # taking torch's modules apart takes a second, and all that matters is closed

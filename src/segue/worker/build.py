@@ -21,7 +21,7 @@ from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.autoregressive.grammar import Grammars
 from segue.engines.autoregressive.grammar_process import CompilerHome
 from segue.engines.autoregressive.invariant import whole_kv
-from segue.engines.autoregressive.memory import blocks_for, stored_as
+from segue.engines.autoregressive.memory import blocks_for, state_bytes, stored_as
 from segue.engines.autoregressive.ranks import Leader
 from segue.engines.autoregressive.speculation.contract import OpenTarget
 from segue.engines.contract import Adapter, AdapterFactory, Engine, LoadContext
@@ -37,8 +37,9 @@ from segue.messages.sampling import SamplingParams
 from segue.messages.wire import Loading, StageFacts
 from segue.models.registry import families
 from segue.worker.drafters import LoadedDrafter, load_drafter
+from segue.worker.heap import give_back
 from segue.worker.outbox import Channel
-from segue.worker.ranks import Ranks, divided, load_context, threads_of
+from segue.worker.ranks import Ranks, load_context, threads_of
 from segue.worker.retained import RetainedStore
 from segue.worker.stage import StageRunner
 
@@ -92,6 +93,7 @@ def build(
             context.options["limits"] = _media_limits(limits)
             context.options["output_limits"] = _output_limits(limits)
         adapter = _adapter(stages_module.ADAPTERS[plan.name], context, ranks)
+        give_back()
         defaults = SamplingParams()
         facts[plan.name] = StageFacts()
         if plan.engine == "autoregressive":
@@ -136,9 +138,10 @@ def _adapter(factory: AdapterFactory, context: LoadContext, ranks: Ranks | None)
     """The stage's adapter, over all its ranks."""
     if ranks is None:
         return factory(context)
-    context.group = ranks.meet(context.device)
-    if ranks.plan.engine == "diffusion":
-        return RowLeader(factory(context), context.group, ranks.crew, divided=divided(ranks.plan))
+    ranks.meet(context)
+    if context.ways is not None:
+        return RowLeader(factory(context), context.ways, ranks.crew)
+    assert context.group is not None, "ranks have met"
     return Leader(factory(context), context.group, ranks.crew)
 
 
@@ -197,6 +200,7 @@ def _engine(
                     kv_dtype=plan.kv_dtype,
                     enforce_eager=plan.enforce_eager
                     or plan.tensor_parallel > 1
+                    or (plan.compile and context.device.type == "cpu")  # compiled code is one piece already
                     or (drafter is not None and drafter.eager),
                 ),
                 Grammars.of(adapter, wake, home),
@@ -232,8 +236,16 @@ def _kv_blocks(plan: StagePlan, adapter: AutoregressiveAdapter, drafter: LoadedD
             f"{plan.memory_share} ({plan.memory_bytes} bytes); nothing is left for the KV cache",
             field=f"stages.{plan.name}.memory_share",
         )
+    states = state_bytes(spec, plan.max_batch)
+    if states >= room * CACHE_SHARE:
+        raise ConfigError(
+            f"stage {plan.name!r}: max_batch is {plan.max_batch}, and the states of so many sequences take {states} "
+            f"bytes; {int(room * CACHE_SHARE)} bytes are left for them and the KV cache; give a lower max_batch",
+            field=f"stages.{plan.name}.max_batch",
+        )
     beside = drafter.bytes_per_block(plan.block_size) if drafter is not None else 0
-    return min(most, blocks_for(int(room * CACHE_SHARE), spec, layout, plan.block_size, beside))
+    budget = int(room * CACHE_SHARE) - states
+    return blocks_for(budget, spec, layout, plan.block_size, beside, most=most)
 
 
 def _device_memory(spec: WorkerSpec, plans: list[StagePlan]) -> DeviceMemory | None:

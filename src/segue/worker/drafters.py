@@ -105,6 +105,12 @@ def _draft_model(
     # without the stage's own options: those are the target's family's; whole, on the leader of a divided target
     own = replace(context, model_dir=directory, stage=name, options={}, group=None, lora=None, quantization="none")
     adapter = family.load_stages().ADAPTERS[name](own)
+    if adapter.kv.states is not None:
+        raise ConfigError(
+            f"speculation.model is {str(directory)!r}, whose layers keep a state per sequence; drafts come of models "
+            "that keep keys and values",
+            field="speculation.model",
+        )
     _check_vocabularies(context.model_dir, directory, target, adapter)
 
     def make(num_blocks: int) -> Drafter:

@@ -10,7 +10,6 @@ import os
 import select
 import signal
 import socket
-import sys
 import threading
 import traceback
 from pathlib import Path
@@ -25,8 +24,11 @@ from segue.graph.deployment import StagePlan
 from segue.kernels.backends import attention_backend
 from segue.messages.process import WorkerSpec
 from segue.models.registry import families
+from segue.observe.stderr import say
 from segue.parallel.group import Group
 from segue.parallel.orders import Crew
+from segue.parallel.ways import Shape, meet
+from segue.worker.heap import give_back
 from segue.worker.processes import die_with_parent, name_process
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -45,11 +47,10 @@ class Ranks:
         self._serving = False
         self._over = threading.Event()
 
-    def meet(self, device: torch.device) -> Group:
-        """Wait for the followers, and watch over them from now on."""
+    def meet(self, context: LoadContext) -> None:
+        """Wait for the followers, and watch over them from now on; sets the groups of `context`."""
         threading.Thread(target=self._watch, name="followers", daemon=True).start()
-        _settle(device)
-        return Group(0, self.plan.ranks, self._meeting, device)
+        _meet(context, self.plan, 0, self._meeting)
 
     def serve(self) -> None:
         """The worker is ready."""
@@ -71,8 +72,7 @@ class Ranks:
             poll.register(os.pidfd_open(pid), select.POLLIN)
         poll.poll()
         if not self._over.wait(0 if self._serving else _LAST_WORDS):
-            sys.stderr.write("a follower of this worker has ended: so does the worker\n")
-            sys.stderr.flush()
+            say("a follower of this worker has ended: so does the worker\n")
             os._exit(1)
 
 
@@ -104,9 +104,9 @@ def threads_of(plan: StagePlan) -> int:
     return max(1, plan.threads // plan.ranks)
 
 
-def divided(plan: StagePlan) -> bool:
-    """Each rank computes a part of every call, and has no use without the others."""
-    return plan.tensor_parallel * plan.sequence_parallel > 1
+def shape_of(plan: StagePlan) -> Shape:
+    """How the ranks of a denoiser share its calls."""
+    return Shape(plan.cfg_parallel, plan.sequence_parallel, plan.tensor_parallel)
 
 
 def load_context(spec: WorkerSpec, plan: StagePlan, rank: int = 0) -> LoadContext:
@@ -123,9 +123,7 @@ def load_context(spec: WorkerSpec, plan: StagePlan, rank: int = 0) -> LoadContex
         attention=plan.attention,
         compile=plan.compile,
         offload=plan.offload,
-        tensor_parallel=plan.tensor_parallel,
-        sequence_parallel=plan.sequence_parallel,
-        sequence_mode=plan.sequence_mode,
+        sequence_ring=plan.sequence_ring,
         lora=plan.lora,
         fused=not (plan.enforce_eager or plan.compile),
         recorded=not plan.enforce_eager,
@@ -133,11 +131,16 @@ def load_context(spec: WorkerSpec, plan: StagePlan, rank: int = 0) -> LoadContex
     )
 
 
-def _settle(device: torch.device) -> None:
-    """This process works on one device alone."""
+def _meet(context: LoadContext, plan: StagePlan, rank: int, meeting: Path) -> None:
+    """Wait for the other ranks. This process works on one device alone."""
+    device = context.device
     if device.type == "cuda":
         torch.cuda.set_device(device)  # where kernels are launched and NCCL has its buffers
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # where ranks of one machine find each other
+    if plan.engine == "diffusion":
+        context.ways = meet(rank, shape_of(plan), meeting, device)
+    else:
+        context.group = Group(rank, plan.ranks, meeting, device)
 
 
 def _become_follower(
@@ -152,12 +155,13 @@ def _become_follower(
         name_process(f"segue-{spec.worker}+{rank}")
         torch.set_num_threads(threads_of(plan))
         context = load_context(spec, plan, rank)
-        _settle(context.device)
-        context.group = Group(rank, plan.ranks, meeting, context.device)
+        _meet(context, plan, rank, meeting)
         adapter = families()[spec.family].load_stages().ADAPTERS[plan.name](context)
-        if plan.engine == "diffusion":
-            follow_rows(adapter, context.group, orders, divided=divided(plan))
+        give_back()
+        if context.ways is not None:
+            follow_rows(adapter, context.ways, orders)
             os._exit(0)
+        assert context.group is not None, "ranks have met"
         kernel = "torch" if plan.deterministic else plan.attention
         follow(adapter, context.group, orders, attention_backend(kernel, context.device, plan.block_size))
         code = 0

@@ -7,9 +7,7 @@ and put it on its way. It waits on the inbox alone, and only when no engine has 
 from __future__ import annotations
 
 import logging
-import sys
 import time
-import traceback
 from collections import OrderedDict, deque
 
 import torch
@@ -45,6 +43,7 @@ from segue.messages.wire import (
     decode_for_worker,
     encode,
 )
+from segue.observe.stderr import say_error
 from segue.worker.build import Built, build
 from segue.worker.compilers import fork_home
 from segue.worker.meter import Meter
@@ -74,7 +73,7 @@ def run(spec: WorkerSpec) -> None:
         except Exception as error:
             # whatever loading raises is the answer to "why did it not start?"
             if not isinstance(error, SegueError):
-                traceback.print_exc(file=sys.stderr)
+                say_error(error)
             peers.send(
                 spec.orchestrator,
                 encode(StartFailed(spec.worker, type(error).__name__, f"{type(error).__name__}: {error}")),
@@ -433,7 +432,7 @@ class Worker:
 def _as_stage_error(error: Exception, stage: str) -> SegueError:
     if isinstance(error, SegueError):
         return error
-    traceback.print_exception(error, file=sys.stderr)
+    say_error(error)
     failed = StageFailed(f"stage {stage!r}: {type(error).__name__}: {error}", stage=stage)
     failed.__cause__ = error
     return failed

@@ -53,7 +53,7 @@ class BeamGroup(Branching):
         """The prompt is there: see that the search fits into the pool at its end, when its beams share no more than
         that. Raises `TooLong`."""
         root, size = self.root, limits.block_size
-        at_once = longest_of(root.job.mutual)
+        at_once = longest_of(root.job.spans)
 
         def blocks(tokens: int) -> int:
             length = root.prompt_length + tokens

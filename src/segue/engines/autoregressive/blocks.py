@@ -22,6 +22,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 from segue.engines.autoregressive.free_runs import FreeRuns
+from segue.kernels.look_back import LookBack, first_seen
 
 ROOT = b""
 """Parent hash of the first block."""
@@ -32,17 +33,22 @@ def block_hash(parent: bytes, identity: bytes) -> bytes:
     return hashlib.blake2b(identity, key=parent, digest_size=16).digest()
 
 
+def chain_root(salt: str | None) -> bytes:
+    """Parent hash of a sequence's first block: blocks are shared only among requests of one salt."""
+    return ROOT if salt is None else block_hash(ROOT, b"s" + salt.encode())
+
+
 def group_key(key: bytes, group: int) -> bytes:
     """Under which a full block of this hash is published by a group of layers: each has its own K and V of it."""
     return key if group == 0 else key + group.to_bytes(2, "big")
 
 
-def first_visible(window: int | None, computed: int, block_size: int) -> int:
+def first_visible(window: LookBack, computed: int, block_size: int) -> int:
     """The first block that a query at position `computed`, or a later one, can see."""
-    return 0 if window is None else max(0, computed + 1 - window) // block_size
+    return first_seen(window, computed) // block_size
 
 
-def visible(windows: Sequence[int | None], length: int, block_size: int) -> list[int]:
+def visible(windows: Sequence[LookBack], length: int, block_size: int) -> list[int]:
     """Per group: how many of `length` full blocks the token after them sees."""
     return [length - first_visible(window, length * block_size, block_size) for window in windows]
 
@@ -54,12 +60,12 @@ def common(one: Sequence[bytes], other: Sequence[bytes]) -> int:
 
 
 def find_hit(
-    pool: BlockPool, hashes: Sequence[bytes], windows: Sequence[int | None], block_size: int
+    pool: BlockPool, hashes: Sequence[bytes], windows: Sequence[LookBack], block_size: int
 ) -> tuple[int, tuple[tuple[int, ...], ...]]:
     """(blocks in the longest usable prefix of a hash chain, per group: those of them that the next token sees).
 
-    A group with full attention needs all of them; a windowed one those that cover its last `window - 1` tokens, so
-    a prefix can be usable although a shorter one is not.
+    A group with full attention needs all of them; a windowed one those that cover its last `window - 1` tokens, one
+    that attends in chunks those of the last chunk, so a prefix can be usable although a shorter one is not.
     """
     length = len(hashes)
     chains: dict[int, list[int]] = {}

@@ -48,6 +48,10 @@ def prepared(request: StageRequest, adapter: AutoregressiveAdapter, config: Auto
             raise InvalidRequest(
                 f"{field} is {n}, more than {other} of stage {request.stage!r} ({value})", field=f"{field}"
             )
+    if adapter.kv.states is not None and max(forks, n) > config.max_batch:
+        raise InvalidRequest(
+            f"{asked}; stage {request.stage!r} keeps states of {config.max_batch} sequences (max_batch)", field=field
+        )
     if beams == 1:
         return replace(request, resume=[], resume_others=[]) if forks > n else request
     most = min(config.max_batch, config.max_tokens_per_step)
@@ -87,6 +91,8 @@ class Forks(Branching):
         self._shown = params.n or 1
         self.count = max(self._shown, params.best_of or 1)
         self._root = root
+        if root.adapter.kv.states is not None:
+            root.job.width = self.count  # each will have a state of its own
         self._held: dict[int, _Held] = {}
         self._prompt: StageOutput | None = None
         """What was said of the prompt: goes with the best."""

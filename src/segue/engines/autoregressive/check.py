@@ -1,7 +1,8 @@
 """At load: does the model give in a flat, paged batch what it gives one sequence at a time under its own masks?
 
-A mask function that returns None is right for plain causal attention, and for what layers pass on as arguments
-(sliding windows, soft caps, sinks). A model that says more in its masks would be silently wrong: it is refused here.
+A mask function that returns None is right for plain causal attention, for what layers pass on as arguments (sliding
+windows, soft caps, sinks), and for chunks, at whose borders the engine cuts. A model that says more in its masks would
+be silently wrong: it is refused here.
 """
 
 from __future__ import annotations
@@ -12,18 +13,22 @@ from typing import Any
 
 import torch
 
-from segue.engines.autoregressive.contract import AutoregressiveAdapter, FlatBatch
+from segue.engines.autoregressive.contract import AutoregressiveAdapter, FlatBatch, KVSpec
+from segue.kernels.look_back import Chunked, LookBack, check_chunks, first_seen
 from segue.kernels.paged_attention import LibraryRecord, library_attention
-from segue.kernels.paged_step import AttentionBackend, PagedStep, paged_step
-from segue.kernels.part import Part, step_order
+from segue.kernels.paged_step import AttentionBackend, HybridStep, PagedStep, paged_step
+from segue.kernels.part import Part, step_order, within_chunks
+from segue.kernels.state_store import StateStep, StateStore, Stretch, state_step
 from segue.messages.errors import ConfigError
 
 _LENGTHS = (21, 40)
 _SIZE = 8  # tokens per block
-_BLOCKS = (tuple(range(3)), tuple(range(3, 8)))
+_BLOCKS = (range(3), range(3, 8))
 # (start, stop) of both sequences per step: whole; then chunks, a decode beside a chunk, and a decode of each
 _WHOLE = (((0, 21), (0, 40)),)
 _PIECES = (((0, 5), (0, 30)), ((5, 20), (30, 31)), ((20, 21), (31, 39)), (None, (39, 40)))
+_ENTIRE = (((0, 20), (0, 38)), ((20, 21), (38, 39)), (None, (39, 40)))
+"""Where only the first tokens of a sequence can be computed together."""
 _TOLERANCE = {torch.float32: 2e-3, torch.float64: 1e-6}
 """Largest difference over largest value (a mask that is wrong gives about 1)."""
 _ROUGH = 0.1
@@ -43,15 +48,24 @@ def check_attention(adapter: AutoregressiveAdapter, backend: AttentionBackend | 
         with library_attention() as record:
             apart = [_forward(adapter, [(ids, 0, len(ids))], None) for ids in sequences]
         _check_masks(record, adapter.max_model_len)
-        _check_windows(record, adapter.kv.windows)
-        for name, steps in (("flat", _WHOLE), ("in pieces", _PIECES)):
+        _check_windows(record, adapter.kv)
+        kept = adapter.kv.states
+        pieces = _PIECES if kept is None or kept.continues else _ENTIRE
+        for name, steps in (("flat", _WHOLE), ("in pieces", pieces)):
             flat = _run_flat(adapter, backend, sequences, steps)
             for ours, theirs in zip(flat, apart, strict=True):
                 _compare(name, ours, theirs, coarse=adapter.kv.coarse)
 
 
-def check_mutual_served(kernel: str, backend: AttentionBackend | None, *, deterministic: bool) -> None:
+def check_mutual_served(
+    kernel: str, backend: AttentionBackend | None, windows: Seq[LookBack], *, deterministic: bool
+) -> None:
     """Raise `ConfigError` where the deployment asks for what cannot be done with tokens that see each other."""
+    if any(isinstance(back, Chunked) for back in windows):
+        raise ConfigError(
+            "this model cannot be served: its layers attend in chunks, and tokens of its media see each other in both "
+            "directions"
+        )
     both = "tokens of this model's media see each other in both directions, which"
     if deterministic:
         raise ConfigError(f"{both} deterministic cannot do: its tiles are causal", field="deterministic")
@@ -59,17 +73,29 @@ def check_mutual_served(kernel: str, backend: AttentionBackend | None, *, determ
         raise ConfigError(f"{both} attention {kernel!r} cannot do; use triton, flex or torch", field="attention")
 
 
+def check_states_served(*, deterministic: bool, speculation: bool) -> None:
+    """Raise `ConfigError` where the deployment asks for what cannot be done with layers that keep a state."""
+    kept = "this model's layers keep a state per sequence, which"
+    if deterministic:
+        raise ConfigError(f"{kept} deterministic cannot do: its tiles are of attention", field="deterministic")
+    if speculation:
+        raise ConfigError(f"{kept} speculation cannot do: a rejected draft would be in it", field="speculation")
+
+
 def _ids(length: int, adapter: AutoregressiveAdapter) -> torch.Tensor:
     return (torch.arange(length, device=adapter.device) * 7919 + length) % adapter.vocab_size
 
 
 def _forward(
-    adapter: AutoregressiveAdapter, parts: list[tuple[torch.Tensor, int, int]], paged: PagedStep | None
+    adapter: AutoregressiveAdapter,
+    parts: list[tuple[torch.Tensor, int, int]],
+    paged: PagedStep | HybridStep | None,
+    states: StateStep | None = None,
 ) -> torch.Tensor:
     ids = torch.cat([tokens[start:stop] for tokens, start, stop in parts])
     places = torch.cat([torch.arange(start, stop, device=adapter.device) for _, start, stop in parts])
     positions = places.expand(adapter.axes, -1)
-    batch = FlatBatch(ids, None, positions, paged, [(None, start, stop) for _, start, stop in parts])
+    batch = FlatBatch(ids, None, positions, paged, [(None, start, stop) for _, start, stop in parts], states)
     hidden, _ = adapter.forward(adapter.embed(ids, None), batch)
     return hidden
 
@@ -80,25 +106,45 @@ def _run_flat(
     sequences: list[torch.Tensor],
     steps: tuple[tuple[tuple[int, int] | None, ...], ...],
 ) -> list[torch.Tensor]:
-    # no sequence outgrows a window here, as far as the layout goes: all layers in one group, nothing is given back
-    layout = adapter.kv.layout(max_model_len=1)
+    # each group of layers has blocks of its own; nothing is given back
+    layout = adapter.kv.layout(max(_LENGTHS) + 1)
+    check_chunks(layout.windows, _SIZE)
+    blocks = sum(map(len, _BLOCKS))
     store = adapter.kv.store(
         layout,
-        num_blocks=sum(map(len, _BLOCKS)),
+        num_blocks=blocks * layout.groups,
         block_size=_SIZE,
         dtype=adapter.kv.dtype,
         device=adapter.device,
         backend=backend,
     )
+    kept = adapter.kv.states
+    states = None if kept is None else StateStore(kept, len(sequences), adapter.device)
     pieces: list[list[torch.Tensor]] = [[] for _ in sequences]
     for step in steps:
         parts = [(which, Part(_BLOCKS[which], *span)) for which, span in enumerate(step) if span is not None]
         parts.sort(key=lambda entry: step_order(entry[1]))
-        paged = paged_step(store, [part for _, part in parts])
-        hidden = _forward(adapter, [(sequences[which], part.start, part.stop) for which, part in parts], paged)
+        groups = [
+            paged_step(store, [piece for _, part in parts for piece in _moved(part, back, group * blocks)])
+            for group, back in enumerate(layout.windows)
+        ]
+        paged = groups[0] if len(groups) == 1 else HybridStep(groups, layout.group_of)
+        stretches = [Stretch(which, part.start, part.stop) for which, part in parts]
+        hidden = _forward(
+            adapter,
+            [(sequences[which], start, stop) for which, start, stop in stretches],
+            paged,
+            None if states is None else state_step(states, stretches),
+        )
         for (which, _), piece in zip(parts, hidden.split([part.stop - part.start for _, part in parts]), strict=True):
             pieces[which].append(piece)
     return [torch.cat(piece) for piece in pieces]
+
+
+def _moved(part: Part, back: LookBack, first: int) -> list[Part]:
+    """The part as a group of layers sees it that has the blocks from `first` on."""
+    blocks = [first + block for block in part.blocks]
+    return within_chunks(Part(blocks, part.start, part.stop), back, 0, _SIZE)
 
 
 def _compare(name: str, ours: torch.Tensor, theirs: torch.Tensor, *, coarse: bool) -> None:
@@ -114,31 +160,43 @@ def _compare(name: str, ours: torch.Tensor, theirs: torch.Tensor, *, coarse: boo
 def _check_masks(record: LibraryRecord, max_model_len: int) -> None:
     """Masks at the far end of the context, which short sequences do not reach."""
     for mask in record.masks:
-        if not any(_is_causal(mask, window, max_model_len) for window in {None, *record.windows.values()}):
+        if not any(_is_causal(mask, back, max_model_len) for back in {None, *record.windows.values()}):
             raise ConfigError(
                 "this model cannot be served: one of its masks is neither causal nor one of the sliding windows its "
-                f"layers ask for ({sorted({window for window in record.windows.values() if window}) or 'none'})"
+                f"layers ask for ({_named(record) or 'none'})"
             )
 
 
-def _check_windows(record: LibraryRecord, promised: Seq[int | None]) -> None:
-    """A layer that looks back further than the KV spec says would read blocks that were given back."""
-    for layer, kept in enumerate(promised):
+def _named(record: LibraryRecord) -> list[int]:
+    return sorted({back for back in record.windows.values() if isinstance(back, int)})
+
+
+def _check_windows(record: LibraryRecord, spec: KVSpec) -> None:
+    """A layer that looks back further than the KV spec says would read blocks that were given back; one whose chunks
+    the spec does not know of would read too far."""
+    for layer, kept in enumerate(spec.windows or [None] * spec.layers):
         asked = record.windows.get(layer)
-        if kept is not None and (asked is None or asked > kept):
+        further = isinstance(kept, int) and (not isinstance(asked, int) or asked > kept)
+        if further or (asked != kept and (isinstance(kept, Chunked) or isinstance(asked, Chunked))):
             raise ConfigError(
-                f"this model cannot be served: its KV spec says that layer {layer} has a window of {kept}, but the "
-                f"layer itself asks for {'no window' if asked is None else asked}"
+                f"this model cannot be served: its KV spec says that layer {layer} has {_said(kept)}, but the layer "
+                f"itself asks for {_said(asked)}"
             )
 
 
-def _is_causal(mask: Callable[..., Any], window: int | None, max_model_len: int) -> bool:
-    """Whether sampled entries are those of a causal mask with this window."""
+def _said(back: LookBack) -> str:
+    if isinstance(back, Chunked):
+        return f"chunks of {back.size}"
+    return "no window" if back is None else f"a window of {back}"
+
+
+def _is_causal(mask: Callable[..., Any], back: LookBack, max_model_len: int) -> bool:
+    """Whether sampled entries are those of a causal mask that looks back so far."""
     zero = torch.tensor(0)
     for query in {max_model_len - 1, max_model_len // 2, max_model_len // 3}:
-        reach = query if window is None else min(window, query)
-        for key in {0, 1, query // 2, query - reach, query - reach + 1, query - 1, query, query + 1}:
-            expected = key <= query and (window is None or key > query - window)
+        first = first_seen(back, query)
+        for key in {0, 1, query // 2, max(0, first - 1), first, query - 1, query, query + 1}:
+            expected = first <= key <= query
             try:
                 seen = bool(mask(zero, zero, torch.tensor(query), torch.tensor(key)))
             except IndexError:

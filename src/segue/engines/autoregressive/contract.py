@@ -11,7 +11,9 @@ import torch
 from segue.engines.contract import Payload, StageRequest
 from segue.kernels.kv_layout import KVLayout, LayerShape, lay_out
 from segue.kernels.kv_store import KVStore
+from segue.kernels.look_back import Chunked, LookBack
 from segue.kernels.lora import Lora
+from segue.kernels.state_store import StateLayout, StateStep
 from segue.messages.errors import ConfigError
 from segue.messages.sampling import SamplingParams
 
@@ -30,9 +32,9 @@ class KVSpec:
     prefix-cache hit can give the rows it did not compute."""
     capture_dtype: torch.dtype = torch.float32
     value_dim: int | None = None
-    windows: tuple[int | None, ...] = ()
-    """[layers] How many tokens a query of the layer sees, itself included (`sliding_window` of `transformers`); None:
-    all before it. Layers give back what lies behind their window. Empty: full attention everywhere."""
+    windows: tuple[LookBack, ...] = ()
+    """[layers] How far a layer looks back (`sliding_window` of `transformers`, or chunks). Layers give back what no
+    later token sees. Empty: full attention everywhere."""
     shapes: tuple[LayerShape, ...] = ()
     """[layers] where they are not alike; `kv_heads`, `head_dim` and `value_dim` are not read then."""
     store: Callable[..., KVStore] = KVStore
@@ -43,6 +45,8 @@ class KVSpec:
     """Prompts may have tokens that see each other in both directions (`Prompt.mutual`)."""
     coarse: bool = False
     """The decoder rounds to 8 or 16 bits inside, whatever `dtype` says."""
+    states: StateLayout | None = None
+    """What it keeps of a sequence besides keys and values; None: nothing."""
 
     @property
     def stored_size(self) -> int:
@@ -52,17 +56,24 @@ class KVSpec:
     def layout(self, max_model_len: int) -> KVLayout:
         """The layers in groups. Raises `ConfigError` where `windows` or `shapes` are not one per layer.
 
-        A window that no sequence outgrows is none. Captured rows live with the blocks of group 0 and are wanted for
-        whole prompts: a decoder that captures, and has no layer with full attention, keeps everything.
+        A window, or a chunk, that no sequence outgrows is none. Captured rows live with the blocks of group 0 and are
+        wanted for whole prompts: a decoder that captures, and has no layer with full attention, keeps everything.
         """
         for name, given in (("windows", self.windows), ("shapes", self.shapes)):
             if given and len(given) != self.layers:
                 raise ConfigError(f"the KV spec has {len(given)} {name} for {self.layers} layers", field=name)
         shape = LayerShape(self.kv_heads, self.head_dim, self.value_dim or self.head_dim)
-        windows = [None if window is None or window >= max_model_len else window for window in self.windows]
+        windows = [None if _reaches(back, max_model_len) else back for back in self.windows]
         if not windows or (self.capture_width and None not in windows):
+            if any(isinstance(back, Chunked) for back in windows):  # a window is told to attention, a chunk is not
+                raise ConfigError("a decoder that captures rows needs a layer with full attention beside chunks")
             windows = [None] * self.layers
         return lay_out(self.shapes or [shape] * self.layers, windows)
+
+
+def _reaches(back: LookBack, length: int) -> bool:
+    """Whether every token of a sequence so long sees all before it."""
+    return back is None or (back.size if isinstance(back, Chunked) else back) >= length
 
 
 @dataclass(slots=True)
@@ -122,6 +133,8 @@ class FlatBatch:
     None in the check at load, which runs one sequence under the library's own masks."""
     prompts: list[tuple[Prompt | None, int, int]] = field(default_factory=list)
     """Per request: its prompt, and the range [start, stop) of its sequence that is in this batch."""
+    states: StateStep | None = None
+    """The states of its sequences, for decoders that keep any (`KVSpec.states`); None where `attention` is."""
 
 
 class Vocabulary(Protocol):
@@ -150,6 +163,14 @@ class LoraHost(Protocol):
 
     def unload(self, name: str) -> None:
         """Let no further request name it; unknown names are ignored."""
+
+
+@runtime_checkable
+class Recordable(Protocol):
+    """An adapter that may say that its `forward` does no more than run a network over the rows, ids and positions of a
+    batch: on a CPU, steps of single tokens are then played back instead (`decode_graphs`)."""
+
+    recordable: bool
 
 
 @runtime_checkable

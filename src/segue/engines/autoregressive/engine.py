@@ -11,10 +11,10 @@ from segue.engines.autoregressive import branches
 from segue.engines.autoregressive.beam_group import BeamGroup
 from segue.engines.autoregressive.blocks import BlockPool
 from segue.engines.autoregressive.branches import Forks
-from segue.engines.autoregressive.check import check_attention, check_mutual_served
+from segue.engines.autoregressive.check import check_attention, check_mutual_served, check_states_served
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.contract import AutoregressiveAdapter, Prompt
-from segue.engines.autoregressive.decode_graphs import DecodeGraphs, batch_sizes, cuda_capture, run_again
+from segue.engines.autoregressive.decode_graphs import recorded_decodes, recorded_lists
 from segue.engines.autoregressive.grammar import Grammars
 from segue.engines.autoregressive.inputs import Scheduled
 from segue.engines.autoregressive.invariant import InvariantAdapter, check_invariant
@@ -29,11 +29,15 @@ from segue.engines.autoregressive.policies import Accounts, rank
 from segue.engines.autoregressive.roster import Roster
 from segue.engines.autoregressive.scheduler import Scheduler
 from segue.engines.autoregressive.sequence import Sequence
+from segue.engines.autoregressive.slots import StateSlots
 from segue.engines.autoregressive.speculation.speculation import NO_SPECULATION, Speculation
 from segue.engines.autoregressive.warm_up import warm_up
 from segue.engines.contract import Payload, StageOutput, StageRequest
 from segue.kernels.backends import attention_backend
+from segue.kernels.look_back import check_chunks
+from segue.kernels.native_attention import NativeAttention
 from segue.kernels.paged_step import HybridStep, PagedStep
+from segue.kernels.state_store import StateStore
 from segue.messages.errors import ConfigError, InvalidRequest, SegueError, StageFailed
 
 
@@ -54,12 +58,14 @@ class AutoregressiveEngine:
         `grammars` wakes whoever waits for work when a grammar is there; None: nobody does. `ahead`: launch a step
         before the one before it has landed, where that can be; None: on devices that run beside the host.
         """
+        if adapter.kv.states is not None:
+            check_states_served(deterministic=config.deterministic, speculation=speculation is not None)
         kernel = "torch" if config.deterministic else config.attention
         backend = attention_backend(kernel, adapter.device, config.block_size)
         if config.kv_dtype != "auto" and backend is not None and not backend.widens:
             raise ConfigError(f"attention {kernel!r} cannot read a cache in {config.kv_dtype}", field="kv_dtype")
         if adapter.kv.mutual:
-            check_mutual_served(kernel, backend, deterministic=config.deterministic)
+            check_mutual_served(kernel, backend, adapter.kv.windows, deterministic=config.deterministic)
         check_attention(adapter, backend)
         if config.deterministic:
             adapter = InvariantAdapter(adapter)
@@ -69,7 +75,11 @@ class AutoregressiveEngine:
         self._speculation = speculation
         spec = stored_as(adapter.kv, config.kv_dtype)
         layout = spec.layout(adapter.max_model_len)
-        recorded = backend is not None and backend.recordable and not config.enforce_eager
+        check_chunks(layout.windows, config.block_size)
+        kept = spec.states
+        # a recording would have to know which slots it reads
+        recorded = backend is not None and backend.recordable and not config.enforce_eager and kept is None
+        self._recorded = recorded
         self._store = spec.store(
             layout,
             num_blocks=config.num_blocks + recorded,  # recordings pad their batches with rows of a block of nobody
@@ -85,11 +95,18 @@ class AutoregressiveEngine:
         limits = Limits(
             config.block_size, config.max_batch, config.max_tokens_per_step, layout.windows, config.prefill_chunk
         )
-        self._scheduler = Scheduler(self._pool, limits, Accounts() if config.scheduling == "fair" else None)
-        self._longest = limits.longest(config.num_blocks, adapter.max_model_len)
-        self._graphs = self._recorded_decodes() if recorded else None
-        self._share_size = config.block_size if config.prefix_caching else 0
-        self._launcher = Launcher(adapter, self._store, self._graphs, self._share_size)
+        slots = None if kept is None else StateSlots(config.max_batch)
+        self._states = None if kept is None or slots is None else StateStore(kept, slots.total, adapter.device)
+        self._scheduler = Scheduler(self._pool, limits, Accounts() if config.scheduling == "fair" else None, slots)
+        self._entire = kept is not None and not kept.continues
+        most = adapter.max_model_len
+        self._longest = limits.longest(config.num_blocks, most, most if self._entire else 1)
+        graphs = None
+        if recorded and not isinstance(backend, NativeAttention):
+            graphs = recorded_decodes(adapter, self._store, self._longest, config.max_batch)
+        # a state is that of a whole prefix, and is not kept for each of its blocks
+        self._share_size = config.block_size if config.prefix_caching and kept is None else 0
+        self._launcher = Launcher(adapter, self._store, graphs, self._share_size, self._states)
         # what a drafter guesses hangs on the tokens before, and on their states
         self._ahead = speculation is None and (adapter.device.type != "cpu" if ahead is None else ahead)
         self._flight: Flight | None = None
@@ -107,8 +124,10 @@ class AutoregressiveEngine:
     # --- the contract ------------------------------------------------------------------------------------------------
 
     def warm_up(self) -> None:
-        """Run small steps once, on a store of their own."""
+        """Run small steps once, on a store of their own; on a CPU, record those of single tokens."""
         warm_up(self._adapter, self._config, self._store.backend)
+        if self._recorded and isinstance(self._store.backend, NativeAttention):
+            self._launcher.graphs = recorded_lists(self._adapter, self._store, self._longest, self._config.max_batch)
 
     def add(self, request: StageRequest) -> None:
         """Take a request. Raises `InvalidRequest` where the adapter does, or when its id is in use."""
@@ -198,6 +217,7 @@ class AutoregressiveEngine:
             "blocks": self._pool.total,
             "kv_waste": scheduler.waste(),
             "preemptions_total": scheduler.preemptions,
+            "recorded_steps_total": self._launcher.recorded_steps,
             "prefix_hit_tokens_total": scheduler.hit_tokens,
             "prefix_query_tokens_total": scheduler.query_tokens,
             "generated_tokens_total": self._generated_tokens,
@@ -211,11 +231,6 @@ class AutoregressiveEngine:
         assert len(self._roster) == len(self._scheduler.running) + len(self._scheduler.waiting), "a sequence is lost"
         if self._speculation is not None:
             self._speculation.audit()
-
-    def _recorded_decodes(self) -> DecodeGraphs:
-        device = self._adapter.device
-        capture = cuda_capture(device) if device.type == "cuda" else run_again
-        return DecodeGraphs(self._adapter, self._store, batch_sizes(self._config.max_batch), self._longest, capture)
 
     def _take_grammars(self) -> None:
         """Let those run whose grammars are there, and fail those whose grammars cannot be had."""
@@ -234,7 +249,7 @@ class AutoregressiveEngine:
 
     def _longest_with(self, prompt: Prompt | None) -> int:
         """The most tokens that a sequence can have."""
-        if prompt is None or not prompt.mutual:
+        if prompt is None or not prompt.mutual or self._entire:
             return self._longest
         limits, most = self._scheduler.limits, self._adapter.max_model_len
         return limits.longest(self._config.num_blocks, most, longest_of(prompt.mutual))
@@ -262,6 +277,8 @@ class AutoregressiveEngine:
         self._scheduler.launched(decision.runs)
         try:
             self._store.copy(copies)
+            if self._states is not None and self._scheduler.slots is not None:
+                self._states.copy(self._scheduler.slots.take_copies())
             ran = self._launcher.run(scheduled, attention, None if before is None else before.newest)
         except Exception as error:
             return Flight(scheduled, _failure(scheduled, error), began, open=False)

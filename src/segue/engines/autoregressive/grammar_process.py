@@ -12,10 +12,8 @@ import gc
 import os
 import signal
 import socket
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +21,7 @@ import msgspec
 
 from segue.engines.autoregressive.xgrammar_compiler import XGrammar
 from segue.messages.errors import InvalidRequest, StageFailed
+from segue.observe.stderr import say_error
 
 _ORDER_BYTES = 1 << 12
 _NICE = 5
@@ -162,9 +161,8 @@ def _be_child(compiler: XGrammar, kind: str, seconds: float, line: socket.socket
         except Exception as broken:
             answer = _Broken(f"{type(broken).__name__}: {broken}")
         _send(line, _encode(answer))
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
+    except BaseException as error:
+        say_error(error)
     finally:
         os._exit(0)
 

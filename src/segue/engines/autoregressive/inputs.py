@@ -14,6 +14,7 @@ from segue.engines.autoregressive.jobs import Job, Run
 from segue.engines.autoregressive.sequence import Sequence
 from segue.kernels.paged_step import HybridStep, PagedStep
 from segue.kernels.staging import upload_all
+from segue.kernels.state_store import StateStep
 
 
 class Scheduled(NamedTuple):
@@ -33,7 +34,11 @@ class Newest(NamedTuple):
 
 
 def flat_batch(
-    adapter: AutoregressiveAdapter, scheduled: Seq[Scheduled], attention: PagedStep | HybridStep, newest: Newest | None
+    adapter: AutoregressiveAdapter,
+    scheduled: Seq[Scheduled],
+    attention: PagedStep | HybridStep,
+    newest: Newest | None,
+    states: StateStep | None = None,
 ) -> tuple[torch.Tensor, FlatBatch]:
     """(embeddings [tokens, hidden], the batch). Prompts with embeddings of their own keep them; all other tokens are
     embedded in one call, or two where generated tokens are conditioned. `newest`: where sequences have tokens beyond
@@ -82,7 +87,7 @@ def flat_batch(
     pieces.sort(key=lambda piece: piece[0])
     embeds = pieces[0][1] if len(pieces) == 1 else torch.cat([piece for _, piece in pieces])
     prompts = [(sequence.prompt, run.start, run.stop) for sequence, run in scheduled]
-    return embeds, FlatBatch(token_ids, embeds if own else None, positions, attention, prompts)
+    return embeds, FlatBatch(token_ids, embeds if own else None, positions, attention, prompts, states)
 
 
 def _embed(

@@ -16,6 +16,7 @@ import torch
 from segue.engines.autoregressive.contract import AutoregressiveAdapter, FlatBatch, KVSpec
 from segue.engines.autoregressive.wrapped import Wrapped
 from segue.kernels.invariant_attention import invariant_step
+from segue.kernels.look_back import Chunked
 from segue.kernels.paged_step import PagedStep, paged_step
 from segue.kernels.part import Part
 from segue.messages.errors import ConfigError
@@ -25,7 +26,11 @@ ROWS = 16
 
 
 def whole_kv(spec: KVSpec) -> KVSpec:
-    """The same, with no blocks given back behind windows: tiles lie at absolute positions."""
+    """The same, with no blocks given back behind windows: tiles lie at absolute positions. Raises `ConfigError`."""
+    if any(isinstance(back, Chunked) for back in spec.windows):
+        raise ConfigError(
+            "deterministic: layers of this model attend in chunks, which its tiles do not know", field="deterministic"
+        )
     return replace(spec, windows=())
 
 

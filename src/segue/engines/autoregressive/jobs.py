@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from segue.engines.autoregressive.mutual import longest_of
 from segue.engines.autoregressive.policies import Rank
+from segue.kernels.look_back import Chunked, LookBack
 
 
 @dataclass(slots=True)
@@ -21,8 +22,8 @@ class Table:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A sequence as the scheduler sees it. The engine owns `length`, `ready`, `drafts`, `hashes`, `fresh`, `mutual` and
-    `paused`; the scheduler owns `computed`, `launched`, `tables`, `forked` and `running`."""
+    """A sequence as the scheduler sees it. The engine owns `length`, `ready`, `drafts`, `hashes`, `fresh`, `mutual`,
+    `entire` and `paused`; the scheduler owns `computed`, `launched`, `tables`, `slot`, `forked` and `running`."""
 
     key: str
     rank: Rank
@@ -45,6 +46,11 @@ class Job:
     """Take no blocks from the prefix cache: every row of the prompt is wanted."""
     mutual: tuple[tuple[int, int], ...] = ()
     """Spans of its prompt that are computed whole (`mutual`)."""
+    entire: bool = False
+    """What is computed of it first, after an admission, is all of it, and what follows goes token by token: its state
+    does not go on from several tokens (`StateLayout.continues`)."""
+    slot: int | None = None
+    """Where its state is, while it runs, of a decoder that keeps any."""
     paused: bool = False
     running: bool = False
     tenant: str = ""
@@ -56,6 +62,18 @@ class Job:
     """It may hold blocks that are not full together with others."""
     gang: list[Job] = field(default_factory=list, repr=False)
     """The beams of its request, itself among them; empty where it has none."""
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """What is computed whole."""
+        if self.entire:
+            return () if self.computed else ((0, self.ready),)
+        return self.mutual
+
+    @property
+    def at_once(self) -> int:
+        """The most tokens that a running one can take in a step."""
+        return 1 if self.entire and self.computed else self.ready - self.computed
 
     @property
     def runnable(self) -> bool:
@@ -97,8 +115,8 @@ class Limits:
     block_size: int
     max_batch: int
     max_tokens: int
-    windows: tuple[int | None, ...] = (None,)
-    """Per group of layers: how many tokens a query sees, itself included; None: all before it."""
+    windows: tuple[LookBack, ...] = (None,)
+    """Per group of layers: how far they look back."""
     prefill_chunk: int | None = None
     """Most tokens of prefills, together, in a step in which others decode; None: what `max_tokens` leaves."""
 
@@ -113,17 +131,19 @@ class Limits:
     def least(self, tokens: int, whole: int = 1) -> list[int]:
         """Per group: the most blocks that a sequence of so many tokens holds at once, computed in steps as small as can
         be: `whole` tokens of it at once."""
-        return [
-            self.blocks(tokens)
-            if window is None
-            # the window of the next token, at worst with the last of the step's alone in a block
-            else min(self.blocks(tokens), self.blocks(window + whole - 2) + 1)
-            for window in self.windows
-        ]
+        return [min(self.blocks(tokens), self._reached(window, tokens, whole)) for window in self.windows]
+
+    def _reached(self, back: LookBack, tokens: int, whole: int) -> int:
+        if back is None:
+            return self.blocks(tokens)
+        if isinstance(back, Chunked):  # all but the last token of a chunk, and the step's
+            return self.blocks(back.size - 1 + whole)
+        # the window of the next token, at worst with the last of the step's alone in a block
+        return self.blocks(back + whole - 2) + 1
 
     def least_of(self, job: Job) -> list[int]:
         """`least` of a sequence that is there, from now on."""
-        coming = [span for span in job.mutual if span[0] >= job.computed]
+        coming = [span for span in job.spans if span[0] >= job.computed]
         return self.least(job.length, longest_of(coming))
 
     def need(self, tokens: int, whole: int = 1) -> int:

@@ -18,9 +18,11 @@ from segue.engines.autoregressive.picks import Drawn, Pick, branched, targets
 from segue.engines.autoregressive.prompt_logprobs import gather_prompt_logprobs
 from segue.engines.autoregressive.roster import Roster
 from segue.kernels.kv_store import KVStore
+from segue.kernels.look_back import LookBack
 from segue.kernels.paged_step import HybridStep, PagedStep, paged_step
-from segue.kernels.part import Part, step_order
+from segue.kernels.part import Part, step_order, within_chunks
 from segue.kernels.staging import Readback, upload
+from segue.kernels.state_store import StateStore, Stretch, state_step
 from segue.messages.errors import StageFailed
 
 
@@ -80,29 +82,41 @@ class Launcher:
     """Has the model run what was decided."""
 
     def __init__(
-        self, adapter: AutoregressiveAdapter, store: KVStore, graphs: DecodeGraphs | None, share_size: int
+        self,
+        adapter: AutoregressiveAdapter,
+        store: KVStore,
+        graphs: DecodeGraphs | None,
+        share_size: int,
+        states: StateStore | None = None,
     ) -> None:
-        """`share_size`: tokens of a block that can be shared; 0: none can."""
+        """`share_size`: tokens of a block that can be shared; 0: none can. `states`: where the decoder keeps any."""
         self._adapter = adapter
         self._store = store
-        self._graphs = graphs
+        self.graphs = graphs
+        self.recorded_steps = 0
+        """Steps that ran from one of them."""
         self._share_size = share_size
+        self._states = states
 
     def plan(self, runs: Seq[Run], roster: Roster) -> tuple[list[Scheduled], PagedStep | HybridStep]:
         """The sequences of the step in the order of the flat batch, and what attention needs to know of them."""
         ordered = sorted(runs, key=step_order)
         scheduled = [Scheduled(roster[run.job.key], run) for run in ordered]
         groups = [
-            paged_step(self._store, [_part(run, group, self._store.block_size) for run in ordered])
-            for group in range(self._store.layout.groups)
+            paged_step(
+                self._store, [part for run in ordered for part in _parts(run, group, back, self._store.block_size)]
+            )
+            for group, back in enumerate(self._store.layout.windows)
         ]
         return scheduled, groups[0] if len(groups) == 1 else HybridStep(groups, self._store.layout.group_of)
 
     def run(self, scheduled: list[Scheduled], attention: PagedStep | HybridStep, newest: Newest | None) -> Ran:
         """Forward, logits, draws. `newest`: tokens of the step before, where that has not landed."""
         adapter = self._adapter
-        embeds, batch = flat_batch(adapter, scheduled, attention, newest)
-        recorded = None if self._graphs is None else self._graphs.run(embeds, batch)
+        states = None if self._states is None else state_step(self._states, [_stretch(run) for _, run in scheduled])
+        embeds, batch = flat_batch(adapter, scheduled, attention, newest, states)
+        recorded = None if self.graphs is None else self.graphs.run(embeds, batch)
+        self.recorded_steps += recorded is not None
         hidden, captured = recorded or adapter.forward(embeds, batch)
         if captured is not None and self._store.rows is not None:
             captured = captured.to(self._store.rows.dtype)
@@ -140,9 +154,15 @@ class Launcher:
         return drawn
 
 
-def _part(run: Run, group: int, block_size: int) -> Part:
+def _parts(run: Run, group: int, back: LookBack, block_size: int) -> list[Part]:
     """The run as a group of layers sees it: counted from the first block it still has."""
     table = run.job.tables[group]
     before = table.first * block_size
     mutual = [(start - before, stop - before) for start, stop in run.job.mutual if run.start <= start < run.stop]
-    return Part(table.blocks, run.start - before, run.stop - before, mutual)
+    part = Part(table.blocks, run.start - before, run.stop - before, mutual)
+    return within_chunks(part, back, before, block_size)
+
+
+def _stretch(run: Run) -> Stretch:
+    assert run.job.slot is not None
+    return Stretch(run.job.slot, run.start, run.stop)

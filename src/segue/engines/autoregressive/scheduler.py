@@ -1,330 +1,28 @@
-"""Who runs how many tokens in the next step. `schedule` is pure; `Scheduler.apply` does what it says.
-
-One rule covers prefill, chunked prefill, decode, recomputation and speculation: a sequence has `length` known tokens,
-`computed` of them are in the KV cache, the inputs of `ready` of them are there, and `drafts` guessed ones may follow:
-it wants `ready + drafts - computed` tokens. Running sequences come first, in order of rank (priority, then arrival),
-then waiting ones: by rank too, or in fair shares between tenants (`policies`). Drafts come last: they get what budget
-and free blocks are left, and nobody is preempted for them. Where some decode, prefills share `prefill_chunk` tokens of
-the step: so long prompts hold up nobody's next token for longer than one chunk takes.
-
-When blocks run short, sequences are preempted and later computed again: paused ones first (their downstream is full,
-they cannot use their blocks), then those of lower rank, then those of higher rank that wait for an input. So the first
-sequence that can run always does, whatever the others hold: with finite outputs, every request finishes. A waiting
-sequence may push out paused ones only, and the first one that does not fit ends the admission: none is overtaken for
-ever by smaller ones. A waiting sequence whose next block is being computed by a running one waits for it: equal
-prompts that arrive together are computed once.
-
-A sequence that was forked holds blocks with its copies. Its next token goes to a block that others hold too, unless
-they have all moved on: it takes a copy of that block first. The beams of one request form a gang: they take their next
-tokens in one step, all or none, and are preempted together.
-
-Spans of a prompt that are computed whole (`mutual`) are begun where the budget has a token left, and may go beyond it
-by less than their own length.
-"""
+"""The queues of a stage and the books of its blocks; `schedule` decides, here it is done."""
 
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 
-from segue.engines.autoregressive.blocks import BlockPool, common, find_hit, first_visible, group_key, visible
+from segue.engines.autoregressive.blocks import BlockPool, first_visible, group_key
 from segue.engines.autoregressive.jobs import Decision, Job, Limits, Run, Table
-from segue.engines.autoregressive.mutual import around, fitting, whole
 from segue.engines.autoregressive.policies import Accounts, Rank
-
-
-class _Ledger:
-    """The pool's books as they would be after the decisions so far. The pool itself is only read."""
-
-    def __init__(self, pool: BlockPool) -> None:
-        self._references = pool.references
-        self._change: Counter[int] = Counter()
-        self.available = pool.available
-
-    def drop(self, blocks: Seq[int]) -> None:
-        for block in blocks:
-            self._change[block] -= 1
-            self.available += self._references[block] + self._change[block] == 0
-
-    def holders(self, block: int) -> int:
-        return self._references[block] + self._change[block]
-
-    def shared(self, tails: Seq[int]) -> bool:
-        """Whether several hold these blocks of a sequence: where one group's is shared, all groups' are."""
-        return bool(tails) and self.holders(tails[0]) > 1
-
-    def unused(self, blocks: Seq[int]) -> int:
-        """How many of these blocks would leave `available` when shared."""
-        return sum(self._references[block] + self._change[block] == 0 for block in blocks)
-
-    def share(self, blocks: Seq[int]) -> None:
-        self.available -= self.unused(blocks)
-        self._change.update(blocks)
-
-    def take(self, count: int) -> None:
-        self.available -= count
-
-
-def schedule(
-    running: Seq[Job],
-    waiting: Seq[Job],
-    pool: BlockPool,
-    limits: Limits,
-    accounts: Accounts | None = None,
-    launched: Seq[Run] = (),
-) -> Decision:
-    """The next step. `running` and `waiting` are sorted by rank; nothing is changed. `accounts`: waiting ones are
-    admitted in fair shares, else by rank. `launched`: runs whose blocks are being computed and not yet published."""
-    ledger = _Ledger(pool)
-    preempted: list[Job] = []
-    runs = _continue(running, ledger, limits, preempted)
-    if not preempted:
-        runs += _admit(running, waiting, runs, ledger, limits, pool, preempted, accounts, launched)
-    if not preempted and any(run.job.drafts for run in runs):
-        runs = _widen(running, runs, ledger, limits)
-    return Decision(tuple(preempted), tuple(runs))
-
-
-def _continue(running: Seq[Job], ledger: _Ledger, limits: Limits, preempted: list[Job]) -> list[Run]:
-    """Runs of sequences that are running already; adds to `preempted` those that must give way."""
-    runs: list[Run] = []
-    able = [job for job in running if job.runnable]
-    settled: set[int] = set()  # scheduled or preempted: no longer victims
-    budget = limits.max_tokens
-    prefill = limits.prefill(any(job.decoding for job in able))
-    for place, job in enumerate(able):
-        if budget <= 0 or len(runs) == limits.max_batch:
-            break
-        unit = job.unit
-        if id(job) in settled or len(unit) > min(budget, limits.max_batch - len(runs)):
-            continue
-        if not job.decoding and prefill <= 0:
-            continue
-        # a long prefill leaves one token to each of those behind it, so that their decoding does not stall
-        behind = min(len(able) - place - 1, limits.max_batch - len(runs) - 1)
-        tokens = min(job.ready - job.computed, max(1, budget - behind))
-        if not job.decoding:
-            tokens = min(tokens, prefill)
-        tokens = whole(job.mutual, job.computed, tokens)
-        settled.update(map(id, unit))
-        while (short := _needed(unit, tokens, ledger, limits) > ledger.available) and (
-            victim := _victim(running, job, settled)
-        ):
-            settled.update(map(id, victim.together))
-            preempted += victim.together
-            for other in victim.together:
-                ledger.drop(other.blocks)
-        if short:
-            room = min(tokens, _room(job, ledger, limits)) if len(unit) == 1 else 0
-            tokens = fitting(job.mutual, job.computed, room)
-        if tokens <= 0:
-            continue  # all others hold what they are about to use: wait a step
-        for one in unit:
-            runs.append(_run(one, tokens, ledger, limits))
-            budget -= tokens
-            prefill -= 0 if job.decoding else tokens
-    return runs
-
-
-def _needed(unit: Seq[Job], tokens: int, ledger: _Ledger, limits: Limits) -> int:
-    """Blocks for so many more tokens of each, copies of blocks that they share among them or with others included."""
-    new, tails = 0, []
-    for job in unit:
-        new += len(limits.windows) * max(0, limits.blocks(job.computed + tokens) - job.end)
-        if job.forked:
-            tails += limits.tails(job)
-    if not tails:
-        return new
-    # where nobody else holds it, the last one keeps the block itself
-    return new + sum(min(count, ledger.holders(tail) - 1) for tail, count in Counter(tails).items())
-
-
-def _room(job: Job, ledger: _Ledger, limits: Limits) -> int:
-    """How many tokens more it can take."""
-    groups, tails = len(limits.windows), limits.tails(job)
-    free = ledger.available - (len(tails) if ledger.shared(tails) else 0)
-    return 0 if free < 0 else (job.end + free // groups) * limits.block_size - job.computed
-
-
-def _run(job: Job, tokens: int, ledger: _Ledger, limits: Limits) -> Run:
-    """The next tokens of a running sequence, entered in the ledger."""
-    copy = False
-    if job.forked and ledger.shared(tails := limits.tails(job)):
-        copy = True
-        ledger.drop(tails)
-        ledger.take(len(tails))
-    new = max(0, limits.blocks(job.computed + tokens) - job.end)
-    ledger.take(len(limits.windows) * new)
-    return Run(job, job.computed, tokens, new, copy=copy)
-
-
-def _victim(running: Seq[Job], job: Job, settled: set[int]) -> Job | None:
-    """Who gives its blocks to `job`: a paused one, else one of lower rank, else one that waits for input."""
-    others = [
-        other
-        for other in reversed(running)
-        if other.tables and job not in other.gang and settled.isdisjoint(map(id, other.together))
-    ]
-    for kind in (
-        lambda other: other.paused,
-        lambda other: other.rank > job.rank,
-        lambda other: not other.runnable,
-    ):
-        for other in others:
-            if kind(other):
-                return other
-    return None
-
-
-def _admit(
-    running: Seq[Job],
-    waiting: Seq[Job],
-    runs: list[Run],
-    ledger: _Ledger,
-    limits: Limits,
-    pool: BlockPool,
-    preempted: list[Job],
-    accounts: Accounts | None,
-    launched: Seq[Run],
-) -> list[Run]:
-    """Runs of waiting sequences that fit as a whole; paused running ones give way to them."""
-    admitted: list[Run] = []
-    if not waiting:
-        return admitted
-    prefill = limits.prefill(any(run.job.decoding for run in runs))
-    prefill -= sum(run.tokens for run in runs if not run.job.decoding)
-    budget = min(limits.max_tokens - sum(run.tokens for run in runs), prefill)
-    room = limits.max_batch - sum(job.width for job in running if not job.paused)
-    planned = {id(run.job): run.allocate for run in runs}
-    groups = len(limits.windows)
-    # what running prefills will still take: not to be given away
-    promised = sum(
-        _missing(limits, job, [len(table.blocks) + planned.get(id(job), 0) for table in job.tables])
-        for job in running
-        if not job.paused
-    )
-    paused = [job for job in running if job.paused and job.tables]
-    last: Job | None = None  # admitted last
-    order = waiting if accounts is None else accounts.order(waiting, lambda job: job is last)
-    for job in order:
-        if budget <= 0 or room <= 0:
-            break
-        if not job.runnable:
-            continue
-        if job.width > room:
-            break
-        # at least one token is always computed: the logits of the last one are wanted
-        chain = [] if job.fresh else job.hashes[: (job.ready - 1) // limits.block_size]
-        length, hit = _hit(job, chain, pool, limits)
-        coming = _in_flight(job, chain, length, [*launched, *runs, *admitted], limits)
-        if coming > length:
-            # somebody computes its next block in this very step: it waits, and its place is kept for it
-            needed = _missing(limits, job, visible(limits.windows, coming, limits.block_size))
-            if needed + promised > ledger.available and not paused:
-                break
-            promised += needed
-            room -= job.width
-            continue
-        found = [block for blocks in hit for block in blocks]
-        needed = _missing(limits, job, [len(blocks) for blocks in hit])
-        while needed + ledger.unused(found) + promised > ledger.available and paused:
-            victim = paused.pop().together
-            paused = [other for other in paused if other not in victim]
-            preempted += victim
-            for other in victim:
-                ledger.drop(other.blocks)
-        spare = ledger.available - ledger.unused(found) - promised
-        if needed > spare:
-            break
-        start = length * limits.block_size
-        tokens = whole(job.mutual, start, min(job.ready - start, budget))
-        tokens = fitting(job.mutual, start, min(tokens, (length + spare // groups) * limits.block_size - start))
-        new = limits.blocks(start + tokens) - length
-        ledger.share(found)
-        ledger.take(groups * new)
-        promised += _missing(limits, job, [len(blocks) + new for blocks in hit])
-        budget -= tokens
-        room -= job.width
-        admitted.append(Run(job, start, tokens, new, hit))
-        last = job
-    return admitted
-
-
-def _hit(job: Job, chain: Seq[bytes], pool: BlockPool, limits: Limits) -> tuple[int, tuple[tuple[int, ...], ...]]:
-    """`find_hit`, and what is computed after it begins inside no span."""
-    while True:
-        length, hit = find_hit(pool, chain, limits.windows, limits.block_size)
-        usable = _uncut(job, length, limits)
-        if usable == length:
-            return length, hit
-        chain = chain[:usable]
-
-
-def _uncut(job: Job, length: int, limits: Limits) -> int:
-    """How many of its first `length` blocks it can go on from."""
-    place = length * limits.block_size
-    while (before := around(job.mutual, place)[0]) < place:
-        place = before // limits.block_size * limits.block_size
-    return place // limits.block_size
-
-
-def _in_flight(job: Job, chain: Seq[bytes], length: int, runs: Seq[Run], limits: Limits) -> int:
-    """How many blocks of its chain will be there once those have computed them who compute block `length` of it now.
-
-    Only sequences of higher rank that run in this step, or in one that has not landed, are waited for: they get on, so
-    the wait ends; one that is
-    paused, preempted or passed over is not in `runs`, and then the block is computed a second time.
-    """
-    most = length
-    if length < len(chain):
-        for run in runs:
-            theirs = run.job.hashes
-            ahead = run.start < (length + 1) * limits.block_size <= len(theirs) * limits.block_size
-            if ahead and run.job.rank < job.rank and theirs[length] == chain[length]:
-                most = max(most, _uncut(job, common(theirs, chain), limits))
-    return most
-
-
-def _missing(limits: Limits, job: Job, held: Seq[int]) -> int:
-    """Blocks that a sequence must still get, where it holds so many in each group."""
-    return sum(max(0, least - have) for least, have in zip(limits.least_of(job), held, strict=True))
-
-
-def _widen(running: Seq[Job], runs: Seq[Run], ledger: _Ledger, limits: Limits) -> list[Run]:
-    """The runs, with drafts where they fit into what is left: blocks that prefills will still take are not for them."""
-    planned = {id(run.job): run.allocate for run in runs}
-    under_way = [(job, [len(table.blocks) for table in job.tables]) for job in running if not job.paused]
-    under_way += [(run.job, [len(blocks) for blocks in run.hit]) for run in runs if not run.job.running]
-    promised = sum(
-        _missing(limits, job, [held + planned.get(id(job), 0) for held in tables]) for job, tables in under_way
-    )
-    groups = len(limits.windows)
-    spare = max(0, ledger.available - promised) // groups
-    budget = limits.max_tokens - sum(run.tokens for run in runs)
-    widened = []
-    for run in runs:
-        job = run.job
-        end = (job.end if job.running else run.start // limits.block_size) + run.allocate
-        room = (end + spare) * limits.block_size - run.stop
-        drafts = min(job.drafts, budget, room) if run.stop == job.length else 0
-        if drafts > 0:
-            new = max(0, limits.blocks(run.stop + drafts) - end)
-            budget -= drafts
-            spare -= new
-            run = replace(run, tokens=run.tokens + drafts, allocate=run.allocate + new, drafts=drafts)
-        widened.append(run)
-    return widened
+from segue.engines.autoregressive.schedule import schedule
+from segue.engines.autoregressive.slots import StateSlots
 
 
 class Scheduler:
     """The two queues, the pool and the accounts; changes them as a `Decision` says."""
 
-    def __init__(self, pool: BlockPool, limits: Limits, accounts: Accounts | None = None) -> None:
+    def __init__(
+        self, pool: BlockPool, limits: Limits, accounts: Accounts | None = None, slots: StateSlots | None = None
+    ) -> None:
+        """`slots`: of a decoder that keeps states."""
         self.pool = pool
         self.limits = limits
         self.accounts = accounts
+        self.slots = slots
         self.running: list[Job] = []
         self.waiting: list[Job] = []
         self.leaving: list[Job] = []
@@ -340,7 +38,8 @@ class Scheduler:
         """`launched`: the runs of a step that has not landed, which are taken to be computed (`expect`)."""
         if self.accounts is not None:
             self.accounts.notice(self.waiting, self.running)
-        return schedule(self.running, self.waiting, self.pool, self.limits, self.accounts, launched)
+        slots = None if self.slots is None else self.slots.available
+        return schedule(self.running, self.waiting, self.pool, self.limits, self.accounts, launched, slots)
 
     def expect(self, run: Run) -> None:
         """Decide as if a launched run had landed."""
@@ -389,6 +88,8 @@ class Scheduler:
                 run.job.tables = [Table(length - len(blocks), list(blocks)) for blocks in run.hit]
                 run.job.computed = run.start
                 run.job.running = True
+                if self.slots is not None:
+                    run.job.slot = self.slots.take()
                 if self.accounts is not None:
                     self.accounts.admit(run.job)
                 self.query_tokens += run.job.length
@@ -412,6 +113,8 @@ class Scheduler:
     def fork(self, job: Job, child: Job) -> None:
         """`child` runs from now on, with all that `job` has in the cache."""
         child.running = True
+        if self.slots is not None:
+            child.slot = self.slots.take()
         self._copy(job, child)
         insort(self.running, child, key=_rank)
 
@@ -427,6 +130,10 @@ class Scheduler:
         into.charged = max(into.charged, job.computed)  # what they share was paid for once
         into.tables = [Table(table.first, table.blocks[:]) for table in job.tables]
         into.computed = job.computed
+        if self.slots is not None:
+            assert job.slot is not None
+            assert into.slot is not None
+            self.slots.copy(job.slot, into.slot)
 
     def advance(self, job: Job, computed: int, *, publish: bool) -> None:
         """Tokens up to `computed` are in the cache now. `publish`: let others find the blocks that are full. Blocks
@@ -461,6 +168,9 @@ class Scheduler:
     def _release(self, job: Job) -> None:
         for table in job.tables:
             self.pool.release(table.blocks)
+        if self.slots is not None and job.slot is not None:
+            self.slots.give(job.slot)
+        job.slot = None
         job.tables = []
         job.computed = 0
         job.forked = False
@@ -481,11 +191,16 @@ class Scheduler:
     def audit(self) -> None:
         """Check the books: blocks against owners, and each sequence against its interval."""
         self.pool.audit(job.blocks for job in [*self.running, *self.leaving])
+        if self.slots is not None:
+            slots = [job.slot for job in [*self.running, *self.leaving] if job.slot is not None]
+            assert len(slots) == len(self.running) + len(self.leaving), "a running sequence has no state"
+            self.slots.audit(slots)
         for job in self.leaving:
             assert job.launched, f"{job.key} is over and keeps blocks that nobody writes to"
         for job in self.waiting:
             assert not job.running, f"{job.key} waits and runs"
             assert not job.tables, f"{job.key} waits and holds blocks"
+            assert job.slot is None, f"{job.key} waits and has a state"
             assert job.computed == 0, f"{job.key} waits and has {job.computed} tokens in the cache"
         for job in self.running:
             assert job.running, f"{job.key} runs and does not know"

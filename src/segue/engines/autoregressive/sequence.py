@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from segue.engines.autoregressive.blocks import ROOT, block_hash
+from segue.engines.autoregressive.blocks import block_hash, chain_root
 from segue.engines.autoregressive.branching import Branching
 from segue.engines.autoregressive.contract import AutoregressiveAdapter, Fed, Prompt
 from segue.engines.autoregressive.detokenize import Detokenizer, StopStrings
@@ -109,6 +109,8 @@ class Sequence:
         """Where the request gets several outputs, or one of several: what becomes of it."""
         key = request.request_id if parent is None else f"{request.request_id}\0{number}"
         self.job = Job(key, rank, tenant=request.request.tenant)
+        kept = adapter.kv.states
+        self.job.entire = kept is not None and not kept.continues
         self.prompt: Prompt | None = None
         self.prompt_length = 0
         self._positions: np.ndarray | None = None
@@ -323,7 +325,7 @@ class Sequence:
         if block_size and self.shareable:
             while (len(job.hashes) + 1) * block_size <= shared:
                 start = len(job.hashes) * block_size
-                parent = job.hashes[-1] if job.hashes else ROOT
+                parent = job.hashes[-1] if job.hashes else chain_root(self.request.request.cache_salt)
                 job.hashes.append(block_hash(parent, self._identity(start, start + block_size)))
 
     def _identity(self, start: int, stop: int) -> bytes:

@@ -19,6 +19,7 @@ from segue.engines.autoregressive.sampler import RowSampler, choose
 from segue.kernels.kv_store import KVStore
 from segue.kernels.paged_step import AttentionBackend, paged_step
 from segue.kernels.part import Part
+from segue.kernels.state_store import StateStore, Stretch, state_step
 from segue.messages.sampling import SamplingParams
 
 SECONDS = 2.0
@@ -47,12 +48,14 @@ def warm_up(
         device=adapter.device,
         backend=backend,
     )
+    kept = adapter.kv.states
+    states = None if kept is None else StateStore(kept, most, adapter.device)
     for count, tokens in _shapes(config, adapter.max_model_len, most):
         if tokens == 1:
             parts = [Part(range(row * each, (row + 1) * each), _PROMPT, _PROMPT + 1) for row in range(count)]
         else:
             parts = [Part(range(-(-tokens // size)), 0, tokens)]
-        _step(adapter, store, parts)
+        _step(adapter, store, parts, states)
         if time.monotonic() - began > SECONDS:
             return
 
@@ -72,11 +75,13 @@ def _shapes(config: AutoregressiveConfig, max_model_len: int, most: int) -> Iter
 
 
 @torch.inference_mode()
-def _step(adapter: AutoregressiveAdapter, store: KVStore, parts: list[Part]) -> None:
+def _step(adapter: AutoregressiveAdapter, store: KVStore, parts: list[Part], kept: StateStore | None) -> None:
     places = torch.cat([torch.arange(part.start, part.stop, device=adapter.device) for part in parts])
     ids = places % adapter.vocab_size
     prompts = [(None, part.start, part.stop) for part in parts]
-    batch = FlatBatch(ids, None, places.expand(adapter.axes, -1), paged_step(store, parts), list(prompts))
+    stretches = [Stretch(row, part.start, part.stop) for row, part in enumerate(parts)]
+    states = None if kept is None else state_step(kept, stretches)
+    batch = FlatBatch(ids, None, places.expand(adapter.axes, -1), paged_step(store, parts), list(prompts), states)
     hidden, _ = adapter.forward(adapter.embed(ids, None), batch)
     logits = adapter.logits(hidden[-len(parts) :])
     rules = RowRules(SamplingParams(), [], adapter.vocab_size, ())

@@ -1,13 +1,16 @@
-"""One denoiser on several ranks, in one of two ways.
+"""One denoiser on several ranks (`segue.parallel.ways`).
 
-- Guidance branches are computed side by side (CFG parallel): each rank has all weights, at each call rank
-  `branch % ranks` computes a row, and all predictions meet in one gather. A row is always with the same rank, so what a
-  step cache keeps of it is there too.
-- The network is divided: every rank computes its part of every row, and the network's own collectives keep the ranks
-  together, so that each has the whole predictions.
+- Guidance branches are computed side by side (CFG parallel): at each call part `branch % parts` computes a row, and all
+  predictions meet in one gather. A row is always with the same part, so what a step cache keeps of it is there too.
+- The network is divided: the ranks of a part compute each of its rows together, and the network's own collectives keep
+  them together, so that each has the whole predictions.
 
 The engine runs on the leader and sees an adapter like any other. Followers make the same samples from the same
 conditions (`segue.engines.diffusion.row_follower`). Scheduling, schedulers and guidance are the leader's alone.
+
+Before a call of a divided network all ranks say whether they have the memory for it. Where one has not, nobody begins,
+and the engine makes the call again in halves. What goes wrong later, in the middle of what ranks exchange, ends all of
+them, and new ones are started.
 """
 
 from __future__ import annotations
@@ -23,16 +26,19 @@ import torch
 from segue.engines.autoregressive.contract import LoraHost, TakesLora
 from segue.engines.contract import Payload, StageRequest
 from segue.engines.diffusion.contract import CachesBlocks, DiffusionAdapter, Row, Sample
+from segue.engines.diffusion.reserve import Reserve
 from segue.engines.diffusion.room import out_of_memory
 from segue.kernels.lora import Lora
-from segue.messages.errors import ConfigError, StageFailed
-from segue.parallel.group import Group, ReplicaBroken
+from segue.messages.errors import ConfigError, InvalidRequest, SegueError, StageFailed, error_from
+from segue.parallel.group import ReplicaBroken
 from segue.parallel.orders import Crew, LoadAdapter, UnloadAdapter, dtype_name
 from segue.parallel.row_orders import (
     Begin,
     End,
     Fared,
     Feed,
+    Gather,
+    Go,
     Predict,
     RowOrder,
     Trial,
@@ -40,8 +46,8 @@ from segue.parallel.row_orders import (
     decode_fared,
     encode_row_order,
 )
+from segue.parallel.ways import Ways
 
-_FINE, _FAILED, _NO_MEMORY = 0, 1, 2
 STRAY = 30.0
 """Seconds after which a rank that has failed, and hears nothing of the others, takes them to wait for it."""
 
@@ -79,13 +85,13 @@ class _State:
 class RowLeader:
     """`DiffusionAdapter` over the leader's own, whose calls the followers share."""
 
-    def __init__(self, inner: DiffusionAdapter, group: Group, crew: Crew, *, divided: bool = False) -> None:
-        """`divided`: the network is, so all ranks are in every call; else guidance branches are."""
+    def __init__(self, inner: DiffusionAdapter, ways: Ways, crew: Crew) -> None:
         self.inner = inner
         self.weight_bytes = inner.weight_bytes
-        self._group = group
+        self._ways = ways
         self._crew = crew
-        self._divided = divided
+        self._divided = ways.network is not None
+        self._reserve = Reserve(inner, ways.everyone.device)
         host = inner.lora if isinstance(inner, TakesLora) else None
         self.lora = None if host is None else _LedAdapters(host, self._tell)
         self._dtype: torch.dtype | None = None
@@ -97,8 +103,7 @@ class RowLeader:
         self._serving = True
 
     def warm_up(self) -> None:
-        if self._divided:
-            self._tell(WarmUp())
+        self._tell(WarmUp())
         self.inner.warm_up()
 
     def trials(self) -> Iterator[Sample]:
@@ -152,58 +157,98 @@ class RowLeader:
     def _shared(
         self, rows: Sequence[Row], predict: Callable[[Sequence[Row]], Sequence[torch.Tensor]], *, behind_first: bool
     ) -> Sequence[torch.Tensor]:
-        """One call, each rank with its own rows or its part of all; the leader alone where all rows are its own."""
-        if not self._divided and all(owner(row.branch, self._group) == 0 for row in rows):
+        """One call, each rank with its own rows or its part of them; the leader alone where it needs nobody."""
+        ways = self._ways
+        own = [row for row in rows if ways.owner(row.branch) == 0]
+        if not self._divided and len(own) == len(rows):
             made = predict(rows)
             self._dtype = made[0].dtype
             return made
+        if self._divided and not self._reserve.had(own):
+            raise torch.OutOfMemoryError(NO_MEMORY.message)
         named = [(row.sample.request_id, row.sample.index, row.branch, row.sample.step) for row in rows]
         latents = torch.cat([row.sample.latents for row in rows])
         self._tell(Predict(named, behind_first, list(latents.shape), dtype_name(latents.dtype)))
         if self._divided:
-            return self._together(rows, predict, latents)
-        try:
-            self._group.broadcast(latents)
-            answers = gathered(
-                [row.branch for row in rows],
-                lambda places: predict([rows[place] for place in places]),
-                self._group,
-                latents,
-            )
-        except RuntimeError as error:
-            if not self._serving or out_of_memory(error):
-                raise
-            raise ReplicaBroken(f"the ranks of a replica are out of step: {error}") from error
-        if isinstance(answers, Exception):
-            raise answers
-        own = [answer for answer, row in zip(answers, rows, strict=True) if owner(row.branch, self._group) == 0]
-        self._dtype = own[0].dtype if own else self._dtype
+            before = self._heard(Fared())
+            if any(one.kind for one in before):
+                raise _why(before)
+            self._tell(Go())
+        made, fared = self._computed(own, predict, latents)
+        self._check(fared)
+        self._dtype = made[0].dtype if made else self._dtype
         assert self._dtype is not None, "the first call of a sample has the prompt's branch"
-        return [answer.to(self._dtype) for answer in answers]
+        if ways.heads is None:
+            return made
+        self._tell(Gather())
+        try:
+            everything = gathered([row.branch for row in rows], made, ways, latents)
+        except RuntimeError as error:
+            raise self._broken(f"predictions cannot be gathered: {error}") from error
+        mine = iter(made)
+        return [
+            next(mine) if ways.owner(row.branch) == 0 else answer.to(self._dtype)
+            for row, answer in zip(rows, everything, strict=True)
+        ]
 
-    def _together(
-        self, rows: Sequence[Row], predict: Callable[[Sequence[Row]], Sequence[torch.Tensor]], latents: torch.Tensor
-    ) -> Sequence[torch.Tensor]:
-        """A call of a network that is divided. What all ranks fail with alike, before they exchange anything more, is
-        the failure of these rows; otherwise some wait for others in a collective, and only new processes help."""
+    def _computed(
+        self, own: Sequence[Row], predict: Callable[[Sequence[Row]], Sequence[torch.Tensor]], latents: torch.Tensor
+    ) -> tuple[Sequence[torch.Tensor], list[Fared]]:
+        """This rank's part of a call, and how all ranks fared. What it fails with itself is raised where it was no
+        rank's doing."""
         made: Sequence[torch.Tensor] = []
         failure: Exception | None = None
         try:
-            self._group.broadcast(latents)
-            made = predict(rows)
-        except Exception as error:
-            failure = error
+            self._ways.everyone.broadcast(latents)
+        except RuntimeError as error:
+            raise self._broken(f"latents cannot be sent: {error}") from error
         try:
-            answers = [decode_fared(data) for data in self._crew.answers(None if failure is None else STRAY)]
-        except OSError as error:
-            raise self._broken(f"a follower does not answer ({error}); this rank: {told(failure)}") from failure
-        everyone = [told(failure), *answers]
-        if any(one.no_memory for one in everyone) or len({one.failure for one in everyone}) > 1:
-            why = ", ".join(f"rank {rank}: {one.failure}" for rank, one in enumerate(everyone))
-            raise self._broken(why) from failure
+            with self._reserve.measured(own):
+                made = predict(own) if own else []
+        except Exception as error:
+            if self._divided and out_of_memory(error):
+                raise self._broken(f"rank 0 ran out of memory in the middle of a call ({error})") from error
+            failure = error
+        fared = self._heard(told(failure), failure)
         if failure is not None:
+            self._check_alike(fared, failure)
             raise failure
-        return made
+        return made, fared
+
+    def _heard(self, mine: Fared, cause: Exception | None = None) -> list[Fared]:
+        """How each rank fares. One that exchanges with others that failed does not answer."""
+        inner = self._ways.shape.inner
+        heard: dict[int, Fared] = {0: mine}
+
+        def patience() -> float | None:
+            failed = {rank // inner for rank, one in heard.items() if one.kind}
+            silent = {rank // inner for rank in range(self._ways.shape.size) if rank not in heard}
+            return STRAY if failed & silent else None
+
+        try:
+            while len(heard) < self._ways.shape.size:
+                follower, data = self._crew.next_answer({rank - 1 for rank in heard}, patience())
+                heard[follower + 1] = decode_fared(data)
+        except OSError as error:
+            known = ", ".join(f"rank {rank}: {one.failure}" for rank, one in sorted(heard.items()))
+            raise self._broken(f"a follower does not answer ({error}); {known}") from cause
+        return [heard[rank] for rank in range(self._ways.shape.size)]
+
+    def _check(self, fared: Sequence[Fared]) -> None:
+        """Raises why a call gave no predictions."""
+        self._check_alike(fared, None)
+        if any(one.kind for one in fared):
+            raise _why(fared)
+
+    def _check_alike(self, fared: Sequence[Fared], cause: Exception | None) -> None:
+        """What all ranks of a part fail with alike, before they exchange anything more, is the failure of these rows;
+        otherwise some wait for others in a collective, and only new processes help."""
+        inner = self._ways.shape.inner
+        for first in range(0, len(fared), inner):
+            part = fared[first : first + inner]
+            if len({one.failure for one in part}) > 1:
+                why = ", ".join(f"rank {first + rank}: {one.failure}" for rank, one in enumerate(part))
+                raise self._broken(why) from cause
 
     def _broken(self, why: str) -> BaseException:
         if not self._serving:
@@ -221,53 +266,44 @@ class RowLeader:
 def told(failure: Exception | None) -> Fared:
     """How a rank fared, as others hear it."""
     if failure is None:
-        return Fared(None)
-    return Fared(f"{type(failure).__name__}: {failure}", out_of_memory(failure))
+        return Fared()
+    field = failure.field if isinstance(failure, SegueError) else None
+    return Fared(type(failure).__name__, str(failure), field, out_of_memory(failure))
 
 
-def owner(branch: int, group: Group) -> int:
-    """The rank that computes the rows of a guidance branch."""
-    return branch % group.size
+NO_MEMORY = Fared("OutOfMemoryError", "no memory for the rows of a call", no_memory=True)
+"""What a rank says before a call for which it has none."""
+
+
+def _why(fared: Sequence[Fared]) -> Exception:
+    """The failure of a call that some rank, but no other of its part, could not compute."""
+    ranks = [rank for rank, one in enumerate(fared) if one.no_memory]
+    if ranks:
+        return torch.OutOfMemoryError(f"out of memory on rank {', '.join(map(str, ranks))} of {len(fared)}")
+    rank, first = next((rank, one) for rank, one in enumerate(fared) if one.kind)
+    refusal = error_from(first.kind, first.message, field=first.field)
+    if isinstance(refusal, InvalidRequest):
+        return refusal
+    return StageFailed(f"rank {rank} could not compute its rows; its log says why")
 
 
 def gathered(
-    branches: Sequence[int],
-    compute: Callable[[Sequence[int]], Sequence[torch.Tensor]],
-    group: Group,
-    latents: torch.Tensor,
-) -> list[torch.Tensor] | Exception:
-    """The predictions of all ranks for the rows of a call, whose branches these are, or why there are none. `compute`:
-    gives those of some places; `latents`: [rows, …], as all predictions are.
-
-    Those of others are float32, this rank's own as they are. Every rank learns how the others fared before anything
-    is gathered, so that an error leaves them in step.
-    """
-    places: list[list[int]] = [[] for _ in range(group.size)]
+    branches: Sequence[int], made: Sequence[torch.Tensor], ways: Ways, latents: torch.Tensor
+) -> list[torch.Tensor]:
+    """The predictions of all heads, float32, for the rows of a call, whose branches these are. `made`: this head's own,
+    in order; `latents`: [rows, …], as all predictions are."""
+    assert ways.heads is not None, "only heads have what is gathered"
+    places: list[list[int]] = [[] for _ in range(ways.shape.branches)]
     for place, branch in enumerate(branches):
-        places[owner(branch, group)].append(place)
-    own = places[group.rank]
-    made: Sequence[torch.Tensor] = []
-    failure: Exception | None = None
-    try:
-        made = compute(own) if own else []
-    except Exception as error:
-        failure = error
-    fared = _FINE if failure is None else _NO_MEMORY if out_of_memory(failure) else _FAILED
-    all_fared = group.all_gather(torch.tensor([fared], device=latents.device)).tolist()
-    if failure is not None:
-        return failure
-    if _NO_MEMORY in all_fared:
-        return torch.OutOfMemoryError("out of memory on another rank")
-    if _FAILED in all_fared:
-        return StageFailed(f"rank {all_fared.index(_FAILED)} could not compute its rows; its log says why")
+        places[ways.owner(branch)].append(place)
     most = max(map(len, places))
     filled = latents.new_zeros(most, *latents.shape[1:], dtype=torch.float32)
     for number, prediction in enumerate(made):
         filled[number] = prediction[0]
-    everything = group.all_gather(filled)
+    everything = ways.heads.all_gather(filled)
     answers = [latents[:0]] * len(branches)
-    for rank, theirs in enumerate(places):
+    for part, theirs in enumerate(places):
         for number, place in enumerate(theirs):
-            at = rank * most + number
-            answers[place] = made[number] if rank == group.rank else everything[at : at + 1]
+            at = part * most + number
+            answers[place] = everything[at : at + 1]
     return answers

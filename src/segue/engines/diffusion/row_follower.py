@@ -14,14 +14,19 @@ import torch
 from segue.engines.autoregressive.contract import LoraHost, TakesLora
 from segue.engines.contract import StageRequest
 from segue.engines.diffusion.contract import CachesBlocks, DiffusionAdapter, Row, Sample
-from segue.engines.diffusion.ranks import STRAY, gathered, told
+from segue.engines.diffusion.ranks import NO_MEMORY, STRAY, gathered, told
+from segue.engines.diffusion.reserve import Reserve
+from segue.engines.diffusion.room import out_of_memory
 from segue.messages.errors import SegueError, StageFailed
-from segue.parallel.group import Group, ReplicaBroken
+from segue.parallel.group import ReplicaBroken
 from segue.parallel.orders import LoadAdapter, UnloadAdapter, answer, dtype_of, received
 from segue.parallel.row_orders import (
     Begin,
     End,
+    Fared,
     Feed,
+    Gather,
+    Go,
     Predict,
     RowOrder,
     Trial,
@@ -29,17 +34,18 @@ from segue.parallel.row_orders import (
     decode_row_order,
     encode_fared,
 )
+from segue.parallel.ways import Ways
 
 log = logging.getLogger(__name__)
 
 
 @torch.inference_mode()
-def follow_rows(adapter: DiffusionAdapter, group: Group, orders: socket.socket, *, divided: bool = False) -> None:
-    """Do what is this rank's of each call, until the leader closes its end; `divided` as the leader has it.
+def follow_rows(adapter: DiffusionAdapter, ways: Ways, orders: socket.socket) -> None:
+    """Do what is this rank's of each call, until the leader closes its end.
 
     Raises `ReplicaBroken` where this rank has failed in a call of a network that is divided, and the others have not.
     """
-    follower = _Follower(adapter, group, orders, divided)
+    follower = _Follower(adapter, ways, orders, Reserve(adapter, ways.everyone.device))
     while (data := follower.heard()) is not None:
         follower.obey(decode_row_order(data))
 
@@ -47,20 +53,30 @@ def follow_rows(adapter: DiffusionAdapter, group: Group, orders: socket.socket, 
 @dataclass(slots=True)
 class _Follower:
     adapter: DiffusionAdapter
-    group: Group
+    ways: Ways
     orders: socket.socket
-    divided: bool
+    reserve: Reserve
     states: dict[str, Any] = field(default_factory=dict)
     samples: dict[tuple[str, int], Sample] = field(default_factory=dict)
     failures: dict[str, Exception] = field(default_factory=dict)
     """By request: why this rank has none of its samples."""
     trials: Iterator[Sample] | None = None
+    named: Predict | None = None
+    """The last call."""
+    made: Sequence[torch.Tensor] = ()
+    """What this rank predicted in it."""
     failed: bool = False
-    """The last call; of a divided network."""
+    """In it."""
+
+    @property
+    def rank(self) -> int:
+        return self.ways.everyone.rank
 
     def heard(self) -> bytes | None:
-        """The next order. Others that failed as well send one soon; those that did not wait for this rank."""
-        self.orders.settimeout(STRAY if self.failed else None)
+        """The next order. A leader that failed in this rank's part of a call as well sends one soon; one that did not
+        waits for this rank. To ranks of other parts it listens."""
+        alone = self.failed and self.ways.network is not None and self.ways.branch_part == 0
+        self.orders.settimeout(STRAY if alone else None)
         try:
             return received(self.orders)
         except TimeoutError as error:
@@ -83,7 +99,16 @@ class _Follower:
                 sample = next(self.trials)
                 self.samples[sample.request_id, sample.index] = sample
             case Predict():
-                self.predict(order)
+                self.named = order
+                if self.ways.network is None:
+                    self.predict(order)
+                else:
+                    self.say(self.ready(order))
+            case Go():
+                assert self.named is not None, "a call is named before it is made"
+                self.predict(self.named)
+            case Gather():
+                self.gather()
             case LoadAdapter():
                 self.host.load(order.name, order.directory)
             case UnloadAdapter():
@@ -103,10 +128,10 @@ class _Follower:
             what()
         except SegueError as error:
             self.failures[request_id] = error
-            log.info("rank %d refuses request %s: %s", self.group.rank, request_id, error)
+            log.info("rank %d refuses request %s: %s", self.rank, request_id, error)
         except Exception as error:
             self.failures[request_id] = error
-            log.exception("rank %d cannot prepare request %s", self.group.rank, request_id)
+            log.exception("rank %d cannot prepare request %s", self.rank, request_id)
 
     def begin(self, request: StageRequest) -> None:
         self.states[request.request_id] = self.adapter.begin(request)
@@ -122,48 +147,75 @@ class _Follower:
             self.adapter.end(self.states.pop(request_id))
         self.samples = {key: kept for key, kept in self.samples.items() if key[0] != request_id}
 
+    def own(self, order: Predict) -> list[int]:
+        """Places of the rows that this rank computes, alone or with others."""
+        return [
+            place
+            for place, (_, _, branch, _) in enumerate(order.rows)
+            if self.ways.owner(branch) == self.ways.branch_part
+        ]
+
+    def ready(self, order: Predict) -> Fared:
+        """Whether this rank can begin its part of a call."""
+        self.failed = False
+        try:
+            rows = [self.row(*order.rows[place]) for place in self.own(order)]
+            return Fared() if self.reserve.had(rows) else NO_MEMORY
+        except Exception as error:
+            self.note(error)
+            return told(error)
+
     def predict(self, order: Predict) -> None:
-        latents = torch.empty(order.shape, dtype=dtype_of(order.dtype), device=self.group.device)
-        self.group.broadcast(latents)
+        """Raises `ReplicaBroken` where memory is over while others are in the middle of the same rows."""
+        self.made, failure = (), None
+        latents = torch.empty(order.shape, dtype=dtype_of(order.dtype), device=self.ways.everyone.device)
+        self.ways.everyone.broadcast(latents)
+        try:
+            self.made = self.computed(order, latents)
+        except Exception as error:
+            failure = error
+            self.note(error)
+            if self.ways.network is not None and out_of_memory(error):
+                raise ReplicaBroken(f"rank {self.rank} ran out of memory in the middle of a call") from error
+        self.failed = failure is not None
+        self.say(told(failure))
+
+    def computed(self, order: Predict, latents: torch.Tensor) -> Sequence[torch.Tensor]:
+        rows = [self.row(*order.rows[place], latents[place : place + 1]) for place in self.own(order)]
+        if not rows:
+            return ()
         predict = self.adapter.predict
         if order.behind_first:
             assert isinstance(self.adapter, CachesBlocks)
             predict = self.adapter.predict_behind_first
+        with self.adapter.during(rows), self.reserve.measured(rows):
+            return predict(rows)
 
-        def compute(places: Sequence[int]) -> Sequence[torch.Tensor]:
-            rows = [self.row(*order.rows[place], latents[place : place + 1]) for place in places]
-            with self.adapter.during(rows):
-                return predict(rows)
-
-        if self.divided:
-            self.together(compute, len(order.rows))
+    def gather(self) -> None:
+        """This rank's predictions go to the leader; those that are not the first of their part only have the same."""
+        assert self.named is not None, "what is gathered was computed"
+        if self.ways.heads is None:
             return
-        answers = gathered([branch for _, _, branch, _ in order.rows], compute, self.group, latents)
-        if isinstance(answers, Exception):
-            self.say(answers)
+        order = self.named
+        latents = torch.empty(order.shape, dtype=dtype_of(order.dtype), device=self.ways.everyone.device)
+        gathered([branch for _, _, branch, _ in order.rows], self.made, self.ways, latents)
 
-    def together(self, compute: Callable[[Sequence[int]], Sequence[torch.Tensor]], rows: int) -> None:
-        """A call of a network that is divided."""
-        failure: Exception | None = None
-        try:
-            compute(range(rows))
-        except Exception as error:
-            failure = error
-            self.say(error)
-        self.failed = failure is not None
-        answer(self.orders, encode_fared(told(failure)))
-
-    def row(self, request_id: str, index: int, branch: int, step: int, latents: torch.Tensor) -> Row:
+    def row(self, request_id: str, index: int, branch: int, step: int, latents: torch.Tensor | None = None) -> Row:
         """Raises what this rank could not make the sample for."""
         if request_id in self.failures:
             raise StageFailed(f"request {request_id} could not be prepared here") from self.failures[request_id]
         sample = self.samples[request_id, index]
-        sample.step, sample.latents = step, latents
+        sample.step = step
+        if latents is not None:
+            sample.latents = latents
         return Row(sample, branch)
 
-    def say(self, failure: Exception) -> None:
+    def say(self, fared: Fared) -> None:
+        answer(self.orders, encode_fared(fared))
+
+    def note(self, failure: Exception) -> None:
         """The leader is told that there was a failure; what it was is in the log, or was there already."""
         if isinstance(failure, SegueError) and failure.__cause__ is None:
-            log.info("rank %d: %s", self.group.rank, failure)
+            log.info("rank %d: %s", self.rank, failure)
         else:
-            log.error("rank %d cannot compute its rows", self.group.rank, exc_info=failure)
+            log.error("rank %d cannot compute its rows", self.rank, exc_info=failure)

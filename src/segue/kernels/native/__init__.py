@@ -1,4 +1,4 @@
-"""Compiled kernels for a CPU in float32: products of few rows, attention of single queries, norms.
+"""Compiled kernels for a CPU in float32: products of few rows, attention, norms.
 
 `kernels.c` is compiled when the package is installed, where there is a compiler for it; where there is none, or the CPU
 is another, `library` is None and torch's own operators do the same.
@@ -48,31 +48,84 @@ class Attention(ctypes.Structure):
     )
 
 
+class Call(ctypes.Structure):
+    """`struct call` of kernels.c."""
+
+    _fields_ = (("kind", _int), ("number", _float), ("of", _long * 22))
+
+
+class FullAttention(ctypes.Structure):
+    """`struct full_attention` of kernels.c."""
+
+    _fields_ = (
+        ("q", _pointer),
+        ("q_sequence", _long),
+        ("q_head", _long),
+        ("q_token", _long),
+        ("keys", _pointer),
+        ("key_sequence", _long),
+        ("key_head", _long),
+        ("key_token", _long),
+        ("values", _pointer),
+        ("value_sequence", _long),
+        ("value_head", _long),
+        ("value_token", _long),
+        ("blocks", _pointer),
+        ("blocks_row", _long),
+        ("block_size", _long),
+        ("seen", _pointer),
+        ("seen_row", _long),
+        ("spans", _pointer),
+        ("sequences", _long),
+        ("heads", _long),
+        ("kv_heads", _long),
+        ("queries", _long),
+        ("tokens", _long),
+        ("dim", _long),
+        ("value_dim", _long),
+        ("scale", _float),
+        ("out", _pointer),
+        ("out_sequence", _long),
+        ("out_head", _long),
+        ("out_token", _long),
+    )
+
+
 class Library(NamedTuple):
     """The compiled functions, and what this machine has of vectors."""
 
     product: Callable[..., None]
     write: Callable[..., None]
     attend: Callable[..., None]
+    full_attention: Callable[..., None]
     norm: Callable[..., None]
+    modulate: Callable[..., None]
     gate: Callable[..., None]
+    replay: Callable[..., None]
     lanes: int
     """Floats in a vector."""
     panel: int
     """Outputs that lie together in a laid out weight."""
+    full_scratch: Callable[[int, int], int]
+    """Floats that each thread of `full_attention` needs, by the dimensions of keys and of values."""
 
 
 _ARGUMENTS: dict[str, list[Any]] = {
-    "product": [_int, _pointer, _long, _long, _pointer, _pointer, _pointer, _long, _int],
+    "product": [_int, _pointer, _long, _long, _pointer, _int, _pointer, _pointer, _long, _int],
     "write": [
         *(_pointer, _long, _long, _pointer, _long, _long),
         *(_pointer, _long, _long, _pointer, _long, _long),
         *(_pointer, _long, _long, _long, _long),
     ],
     "attend": [_int, ctypes.POINTER(Attention), _long, _pointer, _int],
+    "full_attention": [_int, ctypes.POINTER(FullAttention), _pointer, _int],
     "norm": [_int, _pointer, _long, _long, _pointer, _float, _pointer, _long, _long, _long, _int],
+    "modulate": [_int, _pointer, _pointer, _pointer, _long, _float, _pointer, _long, _long, _long, _int],
     "gate": [_int, _pointer, _pointer, _long, _long, _int],
+    "replay": [_int, _pointer, _long, _int],
 }
+_VERSION = 5
+"""`segue_version` of kernels.c."""
 
 
 @cache
@@ -86,13 +139,22 @@ def libraries() -> list[Library]:
     except OSError as error:
         logger.warning("compiled kernels are left out: %s", error)
         return []
+    if getattr(functions, "segue_version", lambda: 1)() != _VERSION:
+        logger.warning("compiled kernels are left out: they are those of another version; install segue again")
+        return []
     calls = {}
     for name, arguments in _ARGUMENTS.items():
         calls[name] = functions[f"segue_{name}"]
         calls[name].argtypes, calls[name].restype = arguments, None
     functions.segue_panel.argtypes = [_int]
+    scratch = functions.segue_full_scratch
+    scratch.argtypes, scratch.restype = [_long, _long], _long
     widest = functions.segue_lanes()
-    return [Library(**calls, lanes=lanes, panel=functions.segue_panel(lanes)) for lanes in (16, 8) if lanes <= widest]
+    return [
+        Library(**calls, lanes=lanes, panel=functions.segue_panel(lanes), full_scratch=scratch)
+        for lanes in (16, 8)
+        if lanes <= widest
+    ]
 
 
 def library() -> Library | None:
@@ -101,19 +163,21 @@ def library() -> Library | None:
 
 
 def product(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor, outputs: int) -> torch.Tensor:
-    """x [rows, in], panels [panels, in, panel], bias [panels * panel] → [rows, outputs], float32 on a CPU.
+    """x [rows, in], panels [panels, in, panel] or, of halves, [panels, in / 2, panel], bias [panels * panel] → [rows,
+    outputs], float32 on a CPU.
 
     A row's result does not depend on those beside it. As many threads as torch has.
     """
     compiled = library()
     assert compiled is not None
     rows, inputs = x.shape
-    if x.dtype != torch.float32 or panels.shape[1] != inputs:
+    halves = panels.shape[1] * 2 == inputs
+    if x.dtype != torch.float32 or not (halves or panels.shape[1] == inputs):
         raise RuntimeError(f"a product of {x.dtype} {list(x.shape)} with float32 panels {list(panels.shape)}")
     x = x.contiguous()
     y = x.new_empty(rows, outputs)
     compiled.product(
-        *(compiled.lanes, x.data_ptr(), rows, inputs, panels.data_ptr(), bias.data_ptr(), y.data_ptr(), outputs),
-        torch.get_num_threads(),
+        *(compiled.lanes, x.data_ptr(), rows, inputs, panels.data_ptr(), halves, bias.data_ptr(), y.data_ptr()),
+        *(outputs, torch.get_num_threads()),
     )
     return y

@@ -9,6 +9,7 @@
 typedef float NAME(vec) __attribute__((vector_size(4 * LANES)));
 typedef float NAME(loose) __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int NAME(bits) __attribute__((vector_size(4 * LANES)));
+typedef int NAME(words) __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 #define VEC NAME(vec)
 #define BITS NAME(bits)
 #define LOAD(p) ((VEC)*(const NAME(loose) *)(p))
@@ -124,9 +125,38 @@ static inline VEC NAME(exponential)(VEC x)
         ROWS##COUNT(PUT)                                                                                               \
     }
 
-TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
+/* Weights whose values have 16 bits (bfloat16) are two to a word: inputs k and k + 1 of one output, k below. */
+#define LOW(p) ((VEC)(*(const NAME(words) *)(p) << 16))
+#define HIGH(p) ((VEC)(*(const NAME(words) *)(p) & -65536))
+#define HALF_TILE(COUNT)                                                                                               \
+    static void NAME(half_tile##COUNT)(const float *x, size_t x_row, const float *w, size_t depth, const float *on,    \
+                                       size_t on_row, float *y, size_t y_row)                                          \
+    {                                                                                                                  \
+        ROWS##COUNT(START)                                                                                             \
+        for (size_t k = 0; k < depth; k++) {                                                                           \
+            const float *from = w + k / 2 * PANEL;                                                                     \
+            __builtin_prefetch(from + AHEAD * PANEL);                                                                  \
+            __builtin_prefetch(from + AHEAD * PANEL + 16);                                                             \
+            THIRD(__builtin_prefetch(from + AHEAD * PANEL + 32);)                                                      \
+            {                                                                                                          \
+                const VEC w0 = LOW(from), w1 = LOW(from + LANES);                                                      \
+                THIRD(const VEC w2 = LOW(from + 2 * LANES);)                                                           \
+                ROWS##COUNT(ADD)                                                                                       \
+            }                                                                                                          \
+            k++;                                                                                                       \
+            {                                                                                                          \
+                const VEC w0 = HIGH(from), w1 = HIGH(from + LANES);                                                    \
+                THIRD(const VEC w2 = HIGH(from + 2 * LANES);)                                                          \
+                ROWS##COUNT(ADD)                                                                                       \
+            }                                                                                                          \
+        }                                                                                                              \
+        ROWS##COUNT(PUT)                                                                                               \
+    }
+
+#define TILES(COUNT) TILE(COUNT) HALF_TILE(COUNT)
+TILES(1) TILES(2) TILES(3) TILES(4) TILES(5) TILES(6)
 #if ROWS == 8
-TILE(7) TILE(8)
+TILES(7) TILES(8)
 #endif
 
 typedef void (*NAME(tile))(const float *, size_t, const float *, size_t, const float *, size_t, float *, size_t);
@@ -136,21 +166,47 @@ static const NAME(tile) NAME(tiles)[] = {
     NAME(tile7), NAME(tile8),
 #endif
 };
+static const NAME(tile) NAME(half_tiles)[] = {
+    NULL, NAME(half_tile1), NAME(half_tile2), NAME(half_tile3), NAME(half_tile4), NAME(half_tile5), NAME(half_tile6),
+#if ROWS == 8
+    NAME(half_tile7), NAME(half_tile8),
+#endif
+};
+
+/* `depth` inputs of a panel of halves as floats. */
+static void NAME(spread)(const float *w, size_t depth, float *to)
+{
+    for (size_t k = 0; k < depth; k += 2)
+        for (size_t column = 0; column < PANEL; column += LANES) {
+            const float *from = w + k / 2 * PANEL + column;
+            __builtin_prefetch(from + AHEAD * PANEL);
+            STORE(to + k * PANEL + column, LOW(from));
+            STORE(to + (k + 1) * PANEL + column, HIGH(from));
+        }
+}
 
 /* One panel: y[rows, PANEL] = bias + x[rows, inputs] w[inputs, PANEL]. Sums over STRETCH inputs are added up one after
  * the other, whatever the number of rows: a row's result does not depend on those beside it. */
-static void NAME(panel)(const float *x, size_t rows, size_t inputs, const float *w, const float *bias, float *y,
-                        size_t y_row)
+static void NAME(panel)(const float *x, size_t rows, size_t inputs, const float *w, int halves, const float *bias,
+                        float *y, size_t y_row)
 {
     const size_t blocks = (rows + ROWS - 1) / ROWS, least = rows / blocks, more = rows % blocks;
+    float whole[STRETCH * PANEL] __attribute__((aligned(64)));
     for (size_t first = 0; first < inputs; first += STRETCH) {
         const size_t depth = inputs - first < STRETCH ? inputs - first : STRETCH;
+        const float *stretch = w + (halves ? first / 2 : first) * PANEL;
+        const NAME(tile) *tiles = halves ? NAME(half_tiles) : NAME(tiles);
+        if (halves && blocks > IN_PLACE) {
+            NAME(spread)(stretch, depth, whole);
+            stretch = whole;
+            tiles = NAME(tiles);
+        }
         size_t row = 0;
         for (size_t block = 0; block < blocks; block++) {
             const size_t count = least + (block < more);
             float *to = y + row * y_row;
-            NAME(tiles)[count](x + row * inputs + first, inputs, w + first * PANEL, depth, first ? to : bias,
-                               first ? y_row : 0, to, y_row);
+            tiles[count](x + row * inputs + first, inputs, stretch, depth, first ? to : bias, first ? y_row : 0, to,
+                         y_row);
             row += count;
         }
     }
@@ -337,6 +393,30 @@ static void NAME(norm)(const float *x, const float *weight, float eps, float *y,
         y[i] = x[i] * scale * weight[i];
 }
 
+/* y = (x - mean(x)) / sqrt(variance(x) + eps) * (1 + scale) + shift of one row. */
+static void NAME(modulate)(const float *x, const float *scale, const float *shift, float eps, float *y, size_t width)
+{
+    VEC sums = {0}, squares = {0};
+    float rest = 0, rest_squares = 0;
+    const size_t whole = width - width % LANES;
+    for (size_t i = 0; i < whole; i += LANES)
+        sums += LOAD(x + i);
+    for (size_t i = whole; i < width; i++)
+        rest += x[i];
+    const float mean = (NAME(sum)(sums) + rest) / (float)width;
+    for (size_t i = 0; i < whole; i += LANES) {
+        const VEC from = LOAD(x + i) - mean;
+        squares += from * from;
+    }
+    for (size_t i = whole; i < width; i++)
+        rest_squares += (x[i] - mean) * (x[i] - mean);
+    const float by = 1.0f / sqrtf((NAME(sum)(squares) + rest_squares) / (float)width + eps);
+    for (size_t i = 0; i < whole; i += LANES)
+        STORE(y + i, (LOAD(x + i) - mean) * by * (LOAD(scale + i) + 1.0f) + LOAD(shift + i));
+    for (size_t i = whole; i < width; i++)
+        y[i] = (x[i] - mean) * by * (scale[i] + 1.0f) + shift[i];
+}
+
 /* y = gate / (1 + e^-gate) * up. */
 static void NAME(gate)(const float *gate, const float *up, float *y, size_t width)
 {
@@ -348,11 +428,3 @@ static void NAME(gate)(const float *gate, const float *up, float *y, size_t widt
     for (size_t i = whole; i < width; i++)
         y[i] = gate[i] / (expf(-gate[i]) + 1.0f) * up[i];
 }
-
-#undef EACH
-#undef VEC
-#undef BITS
-#undef LOAD
-#undef STORE
-#undef PANEL
-#undef THIRD

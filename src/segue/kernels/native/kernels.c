@@ -3,7 +3,9 @@
  *
  * Threads are those of torch: the OpenMP runtime that it has loaded is used, and none is linked here. */
 
+#include <immintrin.h>
 #include <math.h>
+#include <omp.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -14,13 +16,21 @@
 
 #define STRETCH 512 /* inputs of a product that are summed up in registers */
 #define BLOCK 256   /* rows of a product that go through all of a weight together */
+#define IN_PLACE 8  /* tiles that read halves as they are; where there are more, halves are made floats first */
 #define AHEAD 16    /* rows of a panel that are fetched before they are needed */
 #define SOON 12     /* keys or values that are fetched before they are needed */
 #define CHUNK 64   /* keys whose scores are kept at a time */
 #define MOST_HEADS 64 /* query heads that share a K/V head, where they have to be copied */
 #define MOST_DIM 256
 
+#define KEYS 256      /* of a block that many queries see */
+#define QUERIES 6     /* that see it together */
+#define MOST_ROWS 384 /* that share its layout, at most; a multiple of QUERIES */
+
 typedef float four __attribute__((vector_size(16)));
+typedef float loose_four __attribute__((vector_size(16), aligned(4), may_alias));
+typedef int four_bits __attribute__((vector_size(16)));
+#define FOUR(p) (*(loose_four *)(p))
 
 /* Attention of single queries: strides count floats. */
 struct attention {
@@ -39,6 +49,27 @@ struct attention {
     float *out; /* [sequences, heads, value_dim] */
 };
 
+enum { COPY, NEGATE, ADD, SUBTRACT, MULTIPLY, DIVIDE };
+
+/* Attention of many queries of each sequence: strides count floats. */
+struct full_attention {
+    const float *q; /* [sequences, heads, queries, dim] */
+    int64_t q_sequence, q_head, q_token;
+    const float *keys; /* [sequences, kv_heads, tokens, dim], or [slots, kv_heads, dim] where there are `blocks` */
+    int64_t key_sequence, key_head, key_token;
+    const float *values; /* as keys, of value_dim */
+    int64_t value_sequence, value_head, value_token;
+    const int32_t *blocks; /* [sequences, row of a table], or NULL */
+    int64_t blocks_row, block_size;
+    const uint8_t *seen; /* [sequences, tokens] whether a key is seen, or NULL: all are */
+    int64_t seen_row;
+    const int32_t *spans; /* [queries, 2]: each query sees the keys from .. until before .., or NULL; not with `seen` */
+    int64_t sequences, heads, kv_heads, queries, tokens, dim, value_dim;
+    float scale; /* above 0 */
+    float *out;  /* [sequences, heads, queries, value_dim] */
+    int64_t out_sequence, out_head, out_token;
+};
+
 #define PASTE(x, y) x##_##y
 #define PASTED(x, y) PASTE(x, y)
 #define NAME(x) PASTED(x, SET)
@@ -49,12 +80,16 @@ struct attention {
 #define LANES 16
 #define COLUMNS 3
 #define ROWS 8
+#define MOST_COLUMNS 4
 #define TOGETHER 4
 #include "body.h"
+#include "full_attention.h"
+#include "each.h"
 #undef SET
 #undef LANES
 #undef COLUMNS
 #undef ROWS
+#undef MOST_COLUMNS
 #undef TOGETHER
 #pragma GCC pop_options
 
@@ -64,30 +99,43 @@ struct attention {
 #define LANES 8
 #define COLUMNS 2
 #define ROWS 6
+#define MOST_COLUMNS 2
 #define TOGETHER 2
 #include "body.h"
+#include "full_attention.h"
+#include "each.h"
 #undef SET
 #undef LANES
 #undef COLUMNS
 #undef ROWS
+#undef MOST_COLUMNS
 #undef TOGETHER
 #pragma GCC pop_options
 
 /* The instruction set in use. */
 struct set {
     size_t panel;
-    void (*product)(const float *, size_t, size_t, const float *, const float *, float *, size_t);
+    void (*product)(const float *, size_t, size_t, const float *, int, const float *, float *, size_t);
     void (*span)(const struct attention *, const float *, const float *, const float *, const int32_t *, size_t, size_t,
                  float *, float *, float *);
     void (*norm)(const float *, const float *, float, float *, size_t);
     void (*gate)(const float *, const float *, float *, size_t);
+    void (*modulate)(const float *, const float *, const float *, float, float *, size_t);
+    void (*rows)(const struct full_attention *, size_t, size_t, size_t, size_t, float *);
+    void (*row)(int64_t, float *, int64_t, const float *, int64_t, const float *, int64_t, int64_t);
 };
-static const struct set wide = {48, panel_wide, span_wide, norm_wide, gate_wide};
-static const struct set narrow = {16, panel_narrow, span_narrow, norm_narrow, gate_narrow};
+#define OF(set) panel_##set, span_##set, norm_##set, gate_##set, modulate_##set, rows_##set, row_##set
+static const struct set wide = {48, OF(wide)}, narrow = {16, OF(narrow)};
 
 static const struct set *set_of(int lanes)
 {
     return lanes == 16 ? &wide : &narrow;
+}
+
+/* Counted up with every change of what is called from outside. */
+int segue_version(void)
+{
+    return 5;
 }
 
 /* Floats in the widest vector this machine has, of those that there are kernels for; 0: none of them. */
@@ -106,28 +154,29 @@ int segue_panel(int lanes)
     return (int)set_of(lanes)->panel;
 }
 
-/* y[rows, outputs] = x[rows, inputs] w + bias; w [panels, inputs, panel], padded with zeros; bias [panels * panel].
- * Rows go in blocks, so that those that every panel is multiplied with stay in a cache. */
-void segue_product(int lanes, const float *x, int64_t rows, int64_t inputs, const float *w, const float *bias, float *y,
-                   int64_t outputs, int threads)
+/* y[rows, outputs] = x[rows, inputs] w + bias; w [panels, inputs, panel], padded with zeros, or, of halves, [panels,
+ * inputs / 2, panel] words of two; bias [panels * panel]. Rows go in blocks, so that those that every panel is multiplied
+ * with stay in a cache. */
+void segue_product(int lanes, const float *x, int64_t rows, int64_t inputs, const float *w, int halves,
+                   const float *bias, float *y, int64_t outputs, int threads)
 {
     const struct set *const set = set_of(lanes);
     const int64_t width = (int64_t)set->panel, panels = (outputs + width - 1) / width;
-    const int64_t tasks = (rows + BLOCK - 1) / BLOCK * panels;
+    const int64_t tasks = (rows + BLOCK - 1) / BLOCK * panels, deep = halves ? inputs / 2 : inputs;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (rows * inputs * outputs > 1 << 15)
     for (int64_t task = 0; task < tasks; task++) {
         const int64_t begin = task / panels * BLOCK, here = rows - begin < BLOCK ? rows - begin : BLOCK;
         const int64_t first = task % panels * width, count = outputs - first < width ? outputs - first : width;
-        const float *const given = x + begin * inputs, *const weight = w + first * inputs, *const on = bias + first;
+        const float *const given = x + begin * inputs, *const weight = w + first * deep, *const on = bias + first;
         float *const to = y + begin * outputs + first;
         if (count == width) {
-            set->product(given, here, inputs, weight, on, to, outputs);
+            set->product(given, here, inputs, weight, halves, on, to, outputs);
             continue;
         }
         float whole[8 * 48];
         for (int64_t row = 0; row < here; row += 8) {
             const int64_t some = here - row < 8 ? here - row : 8;
-            set->product(given + row * inputs, some, inputs, weight, on, whole, width);
+            set->product(given + row * inputs, some, inputs, weight, halves, on, whole, width);
             for (int64_t i = 0; i < some; i++)
                 memcpy(to + (row + i) * outputs, whole + i * width, count * sizeof(float));
         }
@@ -215,6 +264,18 @@ void segue_norm(int lanes, const float *x, int64_t x_outer, int64_t x_inner, con
         set->norm(x + row / inner * x_outer + row % inner * x_inner, weight, eps, y + row * width, (size_t)width);
 }
 
+/* y[batch, tokens, width] = layer norm of x, without weights, * (1 + scale) + shift; scale and shift are of the batch's
+ * rows, `batch_row` apart; x and y are contiguous. */
+void segue_modulate(int lanes, const float *x, const float *scale, const float *shift, int64_t batch_row, float eps,
+                    float *y, int64_t batch, int64_t tokens, int64_t width, int threads)
+{
+    const struct set *const set = set_of(lanes);
+#pragma omp parallel for num_threads(threads) if (batch * tokens * width > 1 << 15)
+    for (int64_t row = 0; row < batch * tokens; row++)
+        set->modulate(x + row * width, scale + row / tokens * batch_row, shift + row / tokens * batch_row, eps,
+                      y + row * width, (size_t)width);
+}
+
 /* y[rows, width] = silu(x[:, :width]) * x[:, width:]; both are contiguous. */
 void segue_gate(int lanes, const float *x, float *y, int64_t rows, int64_t width, int threads)
 {
@@ -222,4 +283,87 @@ void segue_gate(int lanes, const float *x, float *y, int64_t rows, int64_t width
 #pragma omp parallel for num_threads(threads) if (rows * width > 1 << 15)
     for (int64_t row = 0; row < rows; row++)
         set->gate(x + row * 2 * width, x + row * 2 * width + width, y + row * width, (size_t)width);
+}
+
+/* Floats that each thread of `segue_full_attention` needs. */
+int64_t segue_full_scratch(int64_t dim, int64_t value_dim)
+{
+    const int64_t padded = (value_dim + 15) / 16 * 16;
+    return ((KEYS + MOST_ROWS) * (dim + padded) + QUERIES * KEYS + 2 * MOST_ROWS + 15) / 16 * 16;
+}
+
+/* Attention of many queries. The rows of a K/V head (queries times the heads that share it) are cut into tasks of equal
+ * length, several for each thread where there are enough. `scratch`: [threads, segue_full_scratch]. */
+void segue_full_attention(int lanes, const struct full_attention *of, float *scratch, int threads)
+{
+    const struct set *const set = set_of(lanes);
+    const int64_t rows = of->queries * (of->heads / of->kv_heads), pairs = of->sequences * of->kv_heads;
+    if (!pairs || !rows)
+        return;
+    int64_t spans = (rows + MOST_ROWS - 1) / MOST_ROWS;
+    const int64_t wanted = (4 * threads + pairs - 1) / pairs, least = (rows + 95) / 96;
+    if (spans < wanted)
+        spans = wanted < least ? wanted : least;
+    const int64_t span = ((rows + spans - 1) / spans + QUERIES - 1) / QUERIES * QUERIES;
+    const int64_t needs = segue_full_scratch(of->dim, of->value_dim);
+    spans = (rows + span - 1) / span;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (pairs * spans > 1)
+    for (int64_t task = 0; task < pairs * spans; task++) {
+        const int64_t pair = task / spans, begin = (spans - 1 - task % spans) * span; /* the longest first */
+        set->rows(of, pair / of->kv_heads, pair % of->kv_heads, begin, begin + span < rows ? begin + span : rows,
+                  scratch + omp_get_thread_num() * needs);
+    }
+}
+
+/* One call of a recording: what it calls, and its arguments without `lanes` and `threads`. */
+struct call {
+    enum { PRODUCT, WRITE, ATTEND, NORM, GATE, EACH } kind;
+    float number;
+    int64_t of[22];
+};
+
+/* y = what(p, q) over four dimensions: of = {what, sizes[4], y, strides[4], p, strides[4], q, strides[4]}; where there
+ * is no q, `number` stands for it. */
+static void each(const struct set *set, const struct call *call)
+{
+    const int64_t *const of = call->of, *const size = of + 1, *const y = of + 6, *const p = of + 11, *const q = of + 16;
+    float *const to = (float *)of[5];
+    const float *const left = (const float *)of[10], *const right = of[15] ? (const float *)of[15] : &call->number;
+    for (int64_t i = 0; i < size[0]; i++)
+        for (int64_t j = 0; j < size[1]; j++)
+            for (int64_t k = 0; k < size[2]; k++)
+                set->row(of[0], to + i * y[0] + j * y[1] + k * y[2], y[3], left + i * p[0] + j * p[1] + k * p[2], p[3],
+                         right + i * q[0] + j * q[1] + k * q[2], q[3], size[3]);
+}
+
+#define AT(i) ((void *)of[i])
+
+/* The calls of a recording, one after the other. */
+void segue_replay(int lanes, const struct call *calls, int64_t count, int threads)
+{
+    const struct set *const set = set_of(lanes);
+    for (const struct call *call = calls; call < calls + count; call++) {
+        const int64_t *const of = call->of;
+        switch (call->kind) {
+        case PRODUCT:
+            segue_product(lanes, AT(0), of[1], of[2], AT(3), (int)of[4], AT(5), AT(6), of[7], threads);
+            break;
+        case WRITE:
+            segue_write(AT(0), of[1], of[2], AT(3), of[4], of[5], AT(6), of[7], of[8], AT(9), of[10], of[11], AT(12),
+                        of[13], of[14], of[15], of[16]);
+            break;
+        case ATTEND:
+            segue_attend(lanes, AT(0), of[1], AT(2), threads);
+            break;
+        case NORM:
+            segue_norm(lanes, AT(0), of[1], of[2], AT(3), call->number, AT(4), of[5], of[6], of[7], threads);
+            break;
+        case GATE:
+            segue_gate(lanes, AT(0), AT(1), of[2], of[3], threads);
+            break;
+        case EACH:
+            each(set, call);
+            break;
+        }
+    }
 }

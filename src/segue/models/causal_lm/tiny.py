@@ -19,8 +19,9 @@ _SHARD = {"tiny": "200KB"}
 """Small enough that there are several files; other sizes: the library's own bound."""
 
 
-def make(name: str, directory: Path, size: str = "tiny", seed: int = 0) -> None:
-    """Write a checkpoint of the family `name` with random weights: the same files for the same size and seed.
+def make(name: str, directory: Path, size: str = "tiny", seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
+    """Write a checkpoint of the family `name` with random weights: the same files for the same size and seed. They are
+    rounded to `dtype`.
 
     Raises `InvalidRequest` for an unknown size.
     """
@@ -35,6 +36,7 @@ def make(name: str, directory: Path, size: str = "tiny", seed: int = 0) -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     randomise(model, seed, embedding_std=small.embedding_std)
     prefer(model, speakable(tokenizer), small.id_of(small.ends[0]), small.end_gain)
+    model.to(dtype)
     model.generation_config = GenerationConfig(
         bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
     )

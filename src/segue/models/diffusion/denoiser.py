@@ -39,6 +39,8 @@ PREVIEW_SHRINK = 2
 
 ACTIVATIONS = 20
 """Numbers per token and width of the network that a call holds at once, about."""
+CUT_ACTIVATIONS = 12
+"""Of these, such as tensor parallel ranks have a part of: of the heads, and of the hidden layer."""
 
 
 @dataclass(slots=True)
@@ -101,8 +103,9 @@ class Denoiser(ABC):
         self.schedulers = Schedulers(ctx.model_dir)
         self.weight_bytes = held_bytes(self.network) + packed_bytes(self.network)
         self._compiled = ctx.compile
-        self._sharing = ctx.group if ctx.sequence_parallel * ctx.tensor_parallel > 1 else None
+        self._sharing = None if ctx.ways is None else ctx.ways.network
         """The ranks that have a part of each call."""
+        self._tensor_parallel, self._sequence_parallel = ctx.tensor_parallel, ctx.sequence_parallel
         self._waits = ctx.offload != "none"
         self._tea = given_coefficients(ctx) or published(ctx, self.network)
         self._width = width_of(self.network)
@@ -138,8 +141,8 @@ class Denoiser(ABC):
         return torch.randn(shape, generator=generator, dtype=self.noise_dtype or self.dtype)
 
     def begins_with(self, given: Given) -> dict[str, torch.Tensor] | None:
-        """The picture that the request begins with, encoded: `mean` and `std` of its latents, each of `noise_shape`.
-        None: it begins with noise alone."""
+        """The picture that the request begins with, encoded: `mean` and `std` of its latents, each of `noise_shape`;
+        without `std` the mean is taken, and nothing drawn. None: it begins with noise alone."""
         return None
 
     def packed(self, noise: torch.Tensor, given: Given) -> torch.Tensor:
@@ -237,10 +240,12 @@ class Denoiser(ABC):
                 yield from self._samples(given, conditions)
 
     def row_bytes(self, sample: Sample) -> int:
-        """Of a transformer: what a layer holds at once for each token (its input and what it adds, queries, keys,
-        values and their product, the hidden layer's four widths twice, norms)."""
+        """Of a transformer, on this rank: what a layer holds at once for each token (its input and what it adds,
+        queries, keys, values and their product, the hidden layer's four widths twice, norms)."""
         tokens = sample.tokens + self.tokens_beside(sample)
-        return ACTIVATIONS * self._width * tokens * sample.latents.element_size()
+        cut = CUT_ACTIVATIONS * (1 - 1 / self._tensor_parallel)
+        numbers = (ACTIVATIONS - cut) * self._width * tokens / self._sequence_parallel
+        return round(numbers) * sample.latents.element_size()
 
     def begin(self, request: StageRequest) -> Given:
         """Raises `NotFound` for a LoRA adapter that is not there."""
@@ -355,10 +360,12 @@ class Denoiser(ABC):
         """Of the picture a request begins with, the latents are drawn first; all outputs begin with the same."""
         if (encoded := self.begins_with(given)) is None:
             return None
-        mean, std = encoded["mean"], encoded["std"]
-        drawn = torch.randn(mean.shape, generator=generator, dtype=mean.dtype).to(self.device)
+        mean = latents = encoded["mean"]
+        if "std" in encoded:
+            drawn = torch.randn(mean.shape, generator=generator, dtype=mean.dtype).to(self.device)
+            latents = mean + encoded["std"] * drawn
         dtype = self.noise_dtype or self.dtype
-        picture = self.packed((mean + std * drawn)[None].to(dtype), given)
+        picture = self.packed(latents[None].to(dtype), given)
         mask = given.mask
         if mask is None:
             return Start(picture, None)

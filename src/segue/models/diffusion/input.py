@@ -109,7 +109,8 @@ class DiffusionInput(InputStage):
         self._check_masks(masks)
         self._check_pictures(parts)
         pictures = [Picture(Image.fromarray(decode_image(part, self._media)), part.role) for part in parts]
-        mask = mask_picture(masks[0], pictures[0].image.size if pictures else None, self._media) if masks else None
+        size = next((one.image.size for one in pictures if not one.role), None)
+        mask = mask_picture(masks[0], size, self._media) if masks else None
         params = self.completed(self._opened(given, bool(pictures), mask is not None), pictures)
         if params.sigmas is not None:
             params = msgspec.structs.replace(params, num_inference_steps=len(params.sigmas))
@@ -153,7 +154,7 @@ class DiffusionInput(InputStage):
         own = rules.with_mask if mask else rules.with_picture if picture else None
         if own is None:
             if given.strength is not None:
-                needed = "a picture to begin with" if rules.with_picture is not None or not picture else "a mask"
+                needed = "a mask" if rules.with_picture is None else "a picture to begin with"
                 raise InvalidRequest(f"strength goes with {needed}; the request has none", field="strength")
             return given
         opened = {name: value for name, value in _fields(own) if getattr(given, name) is None}

@@ -18,7 +18,7 @@ from diffusers.loaders.single_file_model import FromOriginalModelMixin
 from diffusers.models._modeling_parallel import ContextParallelConfig, ContextParallelOutput, ParallelConfig
 from diffusers.models.activations import GELU
 from diffusers.models.attention import AttentionModuleMixin, FeedForward, JointTransformerBlock
-from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.attention_dispatch import attention_backend, dispatch_attention_fn
 from diffusers.models.attention_processor import Attention
 from diffusers.models.normalization import RMSNorm
 from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock, FluxTransformerBlock
@@ -69,6 +69,7 @@ __all__ = [
     "WanTransformerBlock",
     "ZImageFeedForward",
     "apply_context_parallel",
+    "attention_backend",
     "convert_unet_state_dict_to_peft",
     "dispatch_attention_fn",
     "is_gguf_available",

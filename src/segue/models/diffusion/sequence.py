@@ -7,9 +7,11 @@ exchanges what each rank lacks:
 |---|---|---|
 | `ulysses` | tokens for heads (Jacobs et al., "DeepSpeed Ulysses", 2023) | any that the library allows |
 | `ring` | keys and values; partial softmaxes are joined (Liu et al., "Ring Attention", 2023) | without masks |
+| both | heads in the rows of a grid, keys and values along its columns ("USP", arXiv 2405.07719) | without masks |
 
 Sequences that the ranks do not divide evenly go through the library's variants for any length, which ask for the
-lengths of the others in every layer; those that they do divide, do not.
+lengths of the others in every layer; those that they do divide, do not. There is none for both modes together: such
+sequences go through one ring of all ranks then.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from torch.nn import functional
 
 from segue.engines.contract import LoadContext
 from segue.messages.errors import ConfigError, InvalidRequest
+from segue.models.diffusion.attention import set_attention
 from segue.models.diffusion.library import (
     Attention,
     AttentionModuleMixin,
@@ -48,20 +51,20 @@ _JOINED = "_native_flash"
 
 def rows_of_one_length(ctx: LoadContext) -> bool:
     """No attention takes masks then."""
-    return ctx.sequence_parallel > 1 and ctx.sequence_mode == "ring"
+    return ctx.sequence_ring > 1
 
 
 def check_sequence(ctx: LoadContext) -> None:
     """Raises `ConfigError` for keys that do not go together, before anything is loaded."""
-    mode = ctx.sequence_mode
-    known = RING_ATTENTION if mode == "ring" else ULYSSES_ATTENTION
+    ring = ctx.sequence_ring > 1
+    mode, known = ("ring", RING_ATTENTION) if ring else ("ulysses", ULYSSES_ATTENTION)
     if ctx.attention not in known:
         raise ConfigError(
             f"stage {ctx.stage!r}: attention is {ctx.attention!r}, which does not go with sequence_mode {mode!r}; it "
             f"must be {', '.join(known[:-1])} or {known[-1]}",
             field=f"stages.{ctx.stage}.attention",
         )
-    if mode == "ring" and ctx.device.type == "cuda" and ctx.dtype == torch.float32:
+    if ring and ctx.device.type == "cuda" and ctx.dtype == torch.float32:
         raise ConfigError(
             f"stage {ctx.stage!r}: dtype is float32, for which no kernel on a GPU gives what sequence_mode 'ring' "
             "needs; it must be bfloat16 or float16",
@@ -70,24 +73,21 @@ def check_sequence(ctx: LoadContext) -> None:
 
 
 def divide_sequence(network: Any, ctx: LoadContext) -> None:
-    """Have the ranks of `ctx.group` share the tokens of each call; all must make the same calls.
+    """Have the ranks of `ctx.ways.tokens` share the tokens of each call; all must make the same calls.
 
     Opens torch's default process group, which the library's code goes through. Raises `ConfigError` for a network that
     cannot be divided.
     """
-    assert ctx.group is not None, "a stage of several ranks has a group"
-    group, ring = ctx.group, ctx.sequence_mode == "ring"
+    assert ctx.ways is not None, "a stage of several ranks has its ways"
+    assert ctx.ways.tokens is not None, "its tokens are divided"
+    group, ring = ctx.ways.tokens, ctx.sequence_ring
     _check_network(network, ctx)
-    if ring and group.device.type == "cpu":
+    if ring > 1 and group.device.type == "cpu":
         register_cpu_flash()
-    if ring and ctx.attention == "auto":
-        network.set_attention_backend(_JOINED)
+    if ring > 1 and ctx.attention == "auto":
+        set_attention(network, _JOINED)
     group.open_default()
-    config = ContextParallelConfig(**{f"{ctx.sequence_mode}_degree": group.size})
-    mesh = torch.distributed.init_device_mesh(
-        group.device.type, config.mesh_shape, mesh_dim_names=config.mesh_dim_names
-    )
-    config.setup(group.rank, group.size, group.device, mesh)
+    config = _config(group, ring)
     # the steps of `enable_parallelism`, which asks for an accelerator, and makes up its number
     everything = ParallelConfig(context_parallel_config=config)
     for module in network.modules():
@@ -96,7 +96,8 @@ def divide_sequence(network: Any, ctx: LoadContext) -> None:
             module.processor._parallel_config = everything
     splits = {name: part for name, part in network._cp_plan.items() if isinstance(part, dict)}
     apply_context_parallel(network, config, splits)
-    division = _Division(config, group, ctx.stage, ring=ring)
+    uneven = _config(group, group.size) if 1 < ring < group.size else config
+    division = _Division(everything, config, uneven, group, ctx.stage)
     network.register_forward_pre_hook(division.before, with_kwargs=True)
     for name in network._cp_plan.keys() - splits.keys():
         layer = network.get_submodule(name)
@@ -104,19 +105,30 @@ def divide_sequence(network: Any, ctx: LoadContext) -> None:
         network.set_submodule(name, _Joined(layer, division))
 
 
+def _config(group: Group, ring: int) -> Any:
+    """The library's; `ring`: ranks of a column, the others of a row exchange heads."""
+    config = ContextParallelConfig(ring_degree=ring, ulysses_degree=group.size // ring)
+    mesh = torch.distributed.init_device_mesh(
+        group.device.type, config.mesh_shape, mesh_dim_names=config.mesh_dim_names
+    )
+    config.setup(group.rank, group.size, group.device, mesh)
+    return config
+
+
 def _check_network(network: Any, ctx: LoadContext) -> None:
-    assert ctx.group is not None
     reason = None
+    ulysses, weights = ctx.sequence_parallel // ctx.sequence_ring, ctx.tensor_parallel
     if network._cp_plan is None:
         reason = "diffusers has no plan for it (_cp_plan)"
     elif any(not isinstance(part, dict) and part != _JOIN for part in network._cp_plan.values()):
         reason = "its plan joins more than the tokens of its output"
-    elif ctx.sequence_mode == "ulysses" and (heads := network.config.num_attention_heads) % ctx.group.size:
-        reason = f"sequence_mode 'ulysses' divides its {heads} attention heads, which {ctx.group.size} does not"
+    elif (heads := network.config.num_attention_heads) % (ulysses * weights):
+        divided = f"{ulysses} x tensor_parallel {weights}" if weights > 1 else f"{ulysses}"
+        reason = f"sequence_mode 'ulysses' divides its {heads} attention heads, which {divided} does not"
     if reason is not None:
         raise ConfigError(
             f"stage {ctx.stage!r}: {type(network).__name__} cannot be run sequence parallel: {reason}; "
-            f"sequence_parallel is {ctx.group.size}",
+            f"sequence_parallel is {ctx.sequence_parallel}",
             field=f"stages.{ctx.stage}.sequence_parallel",
         )
 
@@ -125,10 +137,14 @@ def _check_network(network: Any, ctx: LoadContext) -> None:
 class _Division:
     """What is done before and behind the blocks of one network."""
 
-    config: Any
+    chosen: Any
+    """Where the library's attention looks for its config."""
+    even: Any
+    """Config of calls whose sequences the ranks divide; what splits tensors looks at this one alone."""
+    uneven: Any
+    """Of the others."""
     group: Group
     stage: str
-    ring: bool
     tokens: int = 0
     """Of the picture in this call."""
 
@@ -143,10 +159,10 @@ class _Division:
             )
         self.tokens = lengths["picture"]
         uneven = any(length % size for length in lengths.values())
-        if self.ring:
-            self.config.ring_anything = uneven
-        else:
-            self.config.ulysses_anything = uneven
+        for config in (self.even, self.uneven):
+            config.ring_anything = uneven and self.uneven.ring_degree > 1
+            config.ulysses_anything = uneven and self.uneven.ring_degree == 1
+        self.chosen.context_parallel_config = self.uneven if uneven else self.even
 
     def join(self, part: torch.Tensor) -> torch.Tensor:
         """[rows, this rank's tokens, features] → [rows, all tokens, features]. The library's own asks all ranks for

@@ -29,13 +29,16 @@ from torch import nn
 
 from segue.engines.contract import LoadContext
 from segue.kernels.compiled import compile_forwards
+from segue.kernels.full_attention import compile_attention
+from segue.kernels.native import library
 from segue.kernels.network_graphs import CudaRecorder, NetworkGraphs
 from segue.kernels.quantized import quantize_linears
 from segue.messages.errors import ConfigError
+from segue.models.diffusion.attention import set_attention
 from segue.models.diffusion.block_cache import hook_blocks
 from segue.models.diffusion.gguf_files import check_gguf, read_gguf
 from segue.models.diffusion.laid_out import fuse_after_first_call, pack
-from segue.models.diffusion.library import BLOCK_LISTS
+from segue.models.diffusion.library import BLOCK_LISTS, Attention, AttentionModuleMixin
 from segue.models.diffusion.loading import load_component
 from segue.models.diffusion.sequence import check_sequence, divide_sequence
 from segue.models.diffusion.weight_ranks import divide_weights
@@ -59,23 +62,29 @@ def load_network(ctx: LoadContext, component: str, keep: Collection[str] = ()) -
     network = _loaded(replace(ctx, device=_CPU) if waits else ctx, component)
     if ctx.tensor_parallel > 1:
         divide_weights(network, ctx)
-        network.to(ctx.device)  # where there may be no room for all of them
+        if ctx.offload == "none":
+            network.to(ctx.device)  # where there may be no room for all of them
     if ctx.attention != "auto":
         _set_attention(network, ctx)
+    elif _takes_compiled_attention(ctx):
+        # modules with processors, or such as have them by themselves
+        compile_attention(
+            module for module in network.modules() if isinstance(module, Attention | AttentionModuleMixin)
+        )
     if ctx.sequence_parallel > 1:
         hook_blocks(network)  # within what divides and joins their tensors
         divide_sequence(network, ctx)
     if ctx.quantization != "none":
         _quantize(network, ctx)
     if ctx.offload != "none":
-        offload(network, ctx.device, use_stream=True)
+        offload(network, ctx.device)
     elif ctx.fused and not (ctx.compile or ctx.gguf) and ctx.lora is None and ctx.quantization == "none":
         fuse_after_first_call(network, keep)
     else:
         pack(network, keep, activations=ctx.lora is None)
     if ctx.compile:
         compile_forwards(_named_blocks(network, ctx, "compile"), ctx.device.type)
-    if ctx.device.type == "cuda" and ctx.recorded and ctx.lora is None and ctx.offload == "none" and ctx.group is None:
+    if ctx.device.type == "cuda" and ctx.recorded and ctx.lora is None and ctx.offload == "none" and ctx.ways is None:
         network.forward = NetworkGraphs(network.forward, ctx.device, CudaRecorder(ctx.device))
     return network
 
@@ -95,7 +104,7 @@ def launched_one_by_one(networks: Iterable[nn.Module]) -> Iterator[None]:
         yield
 
 
-def offload(network: Any, device: torch.device, *, use_stream: bool) -> None:
+def offload(network: Any, device: torch.device, *, use_stream: bool = True) -> None:
     """Weights of `network` come to `device` block by block; `use_stream`: the next while one is computed."""
     network.enable_group_offload(
         onload_device=device,
@@ -141,6 +150,15 @@ def _plain_linear(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]
     return (module.weight, module.bias) if type(module) is nn.Linear else None
 
 
+def _takes_compiled_attention(ctx: LoadContext) -> bool:
+    return (
+        library() is not None
+        and (ctx.device.type, ctx.dtype) == ("cpu", torch.float32)
+        and not ctx.compile
+        and ctx.sequence_parallel == 1
+    )
+
+
 def _set_attention(network: Any, ctx: LoadContext) -> None:
     field = f"stages.{ctx.stage}.attention"
     if ctx.device.type == "cpu" and ctx.attention not in PLAIN_ATTENTION:
@@ -150,7 +168,7 @@ def _set_attention(network: Any, ctx: LoadContext) -> None:
             field=field,
         )
     try:
-        network.set_attention_backend(_BACKENDS.get(ctx.attention, ctx.attention))
+        set_attention(network, _BACKENDS.get(ctx.attention, ctx.attention))
     except (RuntimeError, ValueError, ImportError) as error:
         raise ConfigError(f"stage {ctx.stage!r}: attention is {ctx.attention!r}: {error}", field=field) from error
 
@@ -165,14 +183,14 @@ def _check_lora(ctx: LoadContext) -> None:
 
 
 def _check_divided(ctx: LoadContext) -> None:
-    """Compiled code would have to trace what ranks exchange; weights that wait elsewhere, to arrive in step."""
+    """Compiled code would have to trace what ranks exchange. Where they do not divide a sequence, the library asks for
+    lengths while it is traced, as often as that takes on a rank: some would wait for others for ever."""
     for way, ranks in (("sequence_parallel", ctx.sequence_parallel), ("tensor_parallel", ctx.tensor_parallel)):
-        for key, given in (("offload", ctx.offload), ("compile", ctx.compile)):
-            if ranks > 1 and given not in ("none", False):
-                raise ConfigError(
-                    f"stage {ctx.stage!r}: {key} does not go with {way}; leave one out",
-                    field=f"stages.{ctx.stage}.{key}",
-                )
+        if ranks > 1 and ctx.compile:
+            raise ConfigError(
+                f"stage {ctx.stage!r}: compile does not go with {way}; leave one out",
+                field=f"stages.{ctx.stage}.compile",
+            )
     if ctx.sequence_parallel > 1:
         check_sequence(ctx)
 

@@ -42,12 +42,13 @@ _NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 
 
 def divide_weights(network: nn.Module, ctx: LoadContext) -> None:
-    """Keep this rank's part of the weights, in place. All ranks of `ctx.group` must make the same calls.
+    """Keep this rank's part of the weights, in place. All ranks of `ctx.ways.weights` must make the same calls.
 
     Raises `ConfigError` (`tensor_parallel`) for a network that is not served, or heads that the ranks do not divide.
     """
-    assert ctx.group is not None, "a stage of several ranks has a group"
-    cutter = _Cutter(type(network).__name__, ctx.stage, ctx.group, adapted=ctx.lora is not None)
+    assert ctx.ways is not None, "a stage of several ranks has its ways"
+    assert ctx.ways.weights is not None, "its weights are divided"
+    cutter = _Cutter(type(network).__name__, ctx.stage, ctx.ways.weights, adapted=ctx.lora is not None)
     if cutter.kind not in SERVED:
         raise cutter.unserved(f"its blocks are not those of {', '.join(SERVED)}")
     for name, module in list(network.named_modules()):

@@ -117,14 +117,15 @@ class Edited(NamedTuple):
 
 
 class KontextDenoiser(FluxDenoiser):
-    """`DiffusionAdapter`: the tokens of the given picture stand behind those that are denoised."""
+    """`DiffusionAdapter`: the tokens of the given picture stand behind those that are denoised; with a mask, those
+    of the last, which is the picture itself or one that the new part is to be like."""
 
     def conditions(self, given: Given) -> list[Any]:
         plain = super().conditions(given)
         pictures = given.pictures(self.device)
         if not pictures:
             return plain
-        mean = pictures[0]["mean"].to(self.dtype)
+        mean = pictures[-1]["mean"].to(self.dtype)
         [tokens] = to_tokens(mean[None])
         return [Edited(one.text, one.pooled, tokens, (mean.shape[-2], mean.shape[-1])) for one in plain]
 
@@ -147,4 +148,5 @@ class KontextDenoiser(FluxDenoiser):
         return self._call(rows, tokens, text, pooled, torch.cat(places))
 
     def begins_with(self, given: Given) -> dict[str, torch.Tensor] | None:
-        return None
+        """What is edited is beside the picture that is made; it begins with that only where a mask keeps some of it."""
+        return None if given.mask is None else {"mean": given.pictures(self.device)[0]["mean"]}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from segue.models.diffusion.family import pipeline_family
-from segue.models.flux.graph import graph
+from segue.models.flux.graph import KONTEXT, graph
 
 FAMILY = pipeline_family(
     "flux",
-    {"FluxPipeline", "FluxImg2ImgPipeline", "FluxKontextPipeline"},
+    {"FluxPipeline", "FluxImg2ImgPipeline", KONTEXT},
     graph,
     presets=("flux", "flux-schnell", "flux-kontext"),
 )

@@ -7,6 +7,9 @@ from typing import Any
 from segue.graph.stage_graph import StageGraph
 from segue.models.diffusion.graph import denoise
 
+KONTEXT = "FluxKontextPipeline"
+"""The pipeline that edits."""
+
 
 def graph(config: dict[str, Any]) -> StageGraph:
     """Stages of a checkpoint, from its `model_index.json`."""

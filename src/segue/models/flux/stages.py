@@ -14,7 +14,9 @@ from segue.models.diffusion.loading import pipeline_index
 from segue.models.diffusion.t5 import T5Encoder
 from segue.models.diffusion.transfers import pictures, texts_for, transfers
 from segue.models.flux.denoiser import FluxDenoiser, KontextDenoiser
-from segue.models.flux.input import KONTEXT, Input
+from segue.models.flux.graph import KONTEXT
+from segue.models.flux.input import Input
+from segue.models.flux.kontext_input import KontextInput
 
 
 class T5(T5Encoder):
@@ -23,14 +25,22 @@ class T5(T5Encoder):
     component = "text_encoder_2"
 
 
+def input_stage(ctx: LoadContext) -> Input:
+    """That of the checkpoint's pipeline."""
+    return KontextInput(ctx) if _edits(ctx) else Input(ctx)
+
+
 def denoiser(ctx: LoadContext) -> FluxDenoiser:
     """Of the kind that the checkpoint's pipeline is."""
-    edits = pipeline_index(ctx.model_dir).get("_class_name") == KONTEXT
-    return KontextDenoiser(ctx) if edits else FluxDenoiser(ctx)
+    return KontextDenoiser(ctx) if _edits(ctx) else FluxDenoiser(ctx)
+
+
+def _edits(ctx: LoadContext) -> bool:
+    return pipeline_index(ctx.model_dir).get("_class_name") == KONTEXT
 
 
 ADAPTERS: dict[str, Callable[..., Any]] = {
-    "input": Input,
+    "input": input_stage,
     "clip_encoder": PooledClipEncoder,
     "t5_encoder": T5,
     "vae_encoder": KLEncoder,

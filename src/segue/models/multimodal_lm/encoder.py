@@ -22,6 +22,7 @@ from segue.messages.errors import ConfigError, StageFailed
 from segue.models.encoder_cache import EncoderCache, cache_bytes
 from segue.models.library import VERSION
 from segue.models.multimodal_lm.loading import (
+    DEEP_ARGUMENTS,
     forget_embedding,
     holder_of,
     load_without_layers,
@@ -38,8 +39,6 @@ PATCHES = 256
 _HARMLESS = frozenset(
     ("input_ids", "inputs_embeds", "position_ids", "use_cache", "return_dict", "cache_position", "logits_to_keep")
 )
-_DEEP = frozenset(("visual_pos_masks", "deepstack_visual_embeds"))
-"""How a decoder takes features for its first layers (Qwen3-VL)."""
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 """Largest difference over largest value; 16-bit types: 0.1."""
@@ -82,19 +81,8 @@ class Encoder:
     @torch.inference_mode()
     def run(self, works: list[Work]) -> list[Result]:
         """Encode the units of one bucket together; equal ones, and those seen before, only once."""
-        rows: dict[tuple[str, bytes], torch.Tensor] = {}
-        missing: dict[tuple[str, bytes], Payload] = {}
-        for work in works:
-            if (unit := work.item) is not None:
-                key = (unit["kind"], unit["hash"])
-                if (known := self.cache.get(key)) is not None:
-                    rows[key] = known
-                else:
-                    missing[key] = unit
-        if missing:
-            for key, encoded in zip(missing, self._encode(list(missing.values())), strict=True):
-                rows[key] = encoded
-                self.cache.put(key, encoded)
+        units = {(unit["kind"], unit["hash"]): unit for work in works if (unit := work.item) is not None}
+        rows = self.cache.through(units, self._encode)
         return [Result(_payload(work.item, rows)) for work in works]
 
     def end(self, state: str) -> None:
@@ -149,7 +137,7 @@ class Encoder:
                 f"{kind}",
                 field="architectures",
             )
-        for name in given.keys() - _HARMLESS - _DEEP - {"attention_mask"}:
+        for name in sorted(given.keys() - _HARMLESS - DEEP_ARGUMENTS - {"attention_mask"}):
             if given[name] is not None and given[name] is not False:
                 raise ConfigError(
                     f"{self._kind} of transformers {VERSION} cannot be served: it gives its decoder {name!r} along "
@@ -168,7 +156,7 @@ class Encoder:
         """Two small media of each kind, encoded as one prompt's and each by itself. Raises `ConfigError` where the
         model does not do the former, or the latter gives something else."""
         probe = MaskProbe(self._kind, self._inner, self._decoder, processor, self.device, self.dtype)
-        self._mutual = probe.mutual_kinds()
+        self._mutual = probe.sight().kinds
         for kind in processor.kinds:
             try:
                 text, media = processor.examples(kind)

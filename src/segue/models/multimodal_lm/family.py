@@ -14,7 +14,7 @@ from segue.messages.errors import ConfigError
 from segue.models.chat_template import read_chat_template
 from segue.models.family import Family
 from segue.models.multimodal_lm.graph import graph, kinds_of
-from segue.models.unserved import unserved
+from segue.models.unserved import keeps_state, unserved
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 TINY = ("qwen2.5-vl", "qwen3-vl", "llava-onevision", "gemma3-vision", "qwen2-audio")
@@ -27,8 +27,6 @@ _BESIDE = "it takes a row of sound along with every token it writes, which is no
 _ADAPTER = "its language model has other weights (an adapter) for prompts with sound than for those without"
 _REASONS = MappingProxyType(
     {
-        "paligemma": "all tokens of its prompts see each other in both directions, text as well, which is not in the "
-        "engine",
         **dict.fromkeys(("mllama", "idefics", "blip", "evolla"), _CROSS),
         **dict.fromkeys(("chameleon", "emu3"), _CODES),
         **dict.fromkeys(("kyutai_speech_to_text", "voxtral_realtime"), _BESIDE),
@@ -67,7 +65,10 @@ def claims(config: dict[str, Any], model_dir: Path) -> bool:
 def _unserved(config: dict[str, Any]) -> str | None:
     text = config.get("text_config")
     text = text if isinstance(text, dict) else {}
-    return unserved(config) or unserved(text)
+    reason = unserved(config) or unserved(text)
+    if reason is None and (kept := keeps_state(config) or keeps_state(text)):
+        return f"{kept}, which was compared without media only"
+    return reason
 
 
 def chats(model_dir: Path) -> bool:

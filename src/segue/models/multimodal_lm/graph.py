@@ -23,6 +23,6 @@ def graph(config: dict[str, Any]) -> StageGraph:
     """Stages of a checkpoint, from its `config.json`."""
     g = StageGraph("multimodal_lm")
     g.stage("encoder", "module", takes=set(kinds_of(config)), fuse_with="llm")
-    g.stage("llm", "autoregressive", takes={"text"}, gives={"text"})
+    g.stage("llm", "autoregressive", takes={"text"}, gives={"text"}, divisible=True)
     g.edge("encoder", "llm")  # a chunk per medium
     return g

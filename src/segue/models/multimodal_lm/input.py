@@ -102,17 +102,8 @@ class InputProcessor(InputStage):
 
     def _templated(self, request: Request) -> tuple[str, list[MediaPart]]:
         """The conversation with one placeholder per medium, and the media in their order."""
-        if self._template is None:
-            raise InvalidRequest(
-                "this checkpoint has no chat template; send a prompt or prompt_token_ids in place of messages",
-                field="messages",
-            )
         parts = self._checked(request.messages)
-        conversation = [
-            with_calls(turn(message, [_content(part) for part in message.content]), number)
-            for number, message in enumerate(request.messages)
-        ]
-        text = templated(self._processor.tokenizer, self._template, conversation, request.chat)
+        text = self._bare(request.messages) if self._template is None else self._chat(request, self._template)
         for kind, placeholder in self._processor.placeholders.items():
             wanted = sum(part.kind == kind for part in parts)
             if (found := text.count(placeholder)) != wanted:
@@ -120,6 +111,28 @@ class InputProcessor(InputStage):
                     f"the chat template writes {found} places for {kind}; the messages have {wanted}", field="messages"
                 )
         return text, parts
+
+    def _chat(self, request: Request, template: str) -> str:
+        conversation = [
+            with_calls(turn(message, [_content(part) for part in message.content]), number)
+            for number, message in enumerate(request.messages)
+        ]
+        return templated(self._processor.tokenizer, template, conversation, request.chat)
+
+    def _bare(self, messages: list[Message]) -> str:
+        """Of a checkpoint without a chat template: the one message with media, as it is."""
+        places = self._processor.placeholders
+        if (
+            len(messages) != 1
+            or messages[0].role != "user"
+            or not any(isinstance(p, MediaPart) for p in messages[0].content)
+        ):
+            raise InvalidRequest(
+                "this checkpoint has no chat template; send one user message with media, or a prompt or "
+                "prompt_token_ids in place of messages",
+                field="messages",
+            )
+        return "".join(places[part.kind] if isinstance(part, MediaPart) else part.text for part in messages[0].content)
 
     def _checked(self, messages: list[Message]) -> list[MediaPart]:
         media: list[MediaPart] = []

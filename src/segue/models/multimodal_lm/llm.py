@@ -14,13 +14,20 @@ import torch
 
 from segue.engines.autoregressive.contract import Fed, FlatBatch, KVSpec, Prompt
 from segue.engines.contract import LoadContext, Payload, StageRequest
-from segue.messages.errors import StageFailed
+from segue.kernels.look_back import Chunked
+from segue.messages.errors import InvalidRequest, StageFailed
 from segue.messages.sampling import SamplingParams
 from segue.models.decoder import PagedDecoder, context_length
 from segue.models.generation import default_sampling, end_tokens, generation_of
 from segue.models.library import PreTrainedModel
-from segue.models.multimodal_lm.loading import axes_of, holder_of, inner_of, load_whole, media_tokens
-from segue.models.multimodal_lm.mutual import MaskProbe, runs
+from segue.models.multimodal_lm.loading import (
+    axes_of,
+    holder_of,
+    inner_of,
+    load_whole,
+    media_tokens,
+)
+from segue.models.multimodal_lm.mutual import MaskProbe, Sight
 from segue.models.multimodal_lm.processor import Processor
 from segue.models.pretrained import load_config
 from segue.models.tokenizer import decode, load_tokenizer
@@ -51,6 +58,7 @@ class LLM:
     """`AutoregressiveAdapter` over the text decoder of any such model of transformers."""
 
     conditioned = False
+    recordable = True
 
     def __init__(self, ctx: LoadContext) -> None:
         """Raises `ConfigError` for a checkpoint that cannot be read, or a model that cannot be served."""
@@ -59,12 +67,15 @@ class LLM:
         self.max_model_len: int = context_length(text, ctx.max_model_len)
         model = load_whole(ctx, config)
         self.axes = axes_of(model, text)
-        self._mutual = _mutual_kinds(ctx, model)
+        self._sight = _sight(ctx, model)
         self._decoder = PagedDecoder(model, inner=inner_of(model), fused=ctx.fused)
         self._tokenizer = load_tokenizer(ctx.model_dir)
         self.vocabulary = vocabulary_of(self._tokenizer)
         self.device = self._decoder.device
-        self.kv: KVSpec = replace(self._decoder.kv, mutual=bool(self._mutual))
+        self.kv: KVSpec = replace(self._decoder.kv, mutual=bool(self._sight.kinds))
+        windows = self.kv.layout(max_model_len=self.max_model_len).windows
+        spans = (window.size if isinstance(window, Chunked) else window for window in windows if window is not None)
+        self._longest_whole: int = min(spans, default=self.max_model_len)
         self.vocab_size: int = self._decoder.vocab_size
         self.weight_bytes: int = self._decoder.weight_bytes
         generation = generation_of(ctx.model_dir, config)
@@ -106,6 +117,11 @@ class LLM:
         if [unit["hash"] for unit in units] != [medium["hash"] for medium in rows]:
             raise StageFailed(f"the prompt has {len(units)} media, but the encoder sent {len(rows)} or others")
         counts = {"text": len(ids)}
+        if self._sight.whole and not units:  # the library leaves open what such a prompt's tokens see
+            raise InvalidRequest(
+                f"a prompt of this model has media ({', '.join(sorted(self._sight.kinds))}); this one has none",
+                field="messages",
+            )
         if not units:
             return Prompt(token_ids=ids.tolist(), modality_tokens=counts)
         embeds = self._decoder.embed(ids.to(self.device))
@@ -121,8 +137,13 @@ class LLM:
             counts[unit["kind"]] = counts.get(unit["kind"], 0) + len(own)
             counts["text"] -= len(own)
         positions = payload.get("positions")
-        seen = [place for unit in units if unit["kind"] in self._mutual for place in unit["places"].tolist()]
-        mutual = runs(sorted(seen))
+        mutual = self._sight.spans(units, len(ids))
+        if self._sight.whole and len(ids) > self._longest_whole:  # they see each other beyond a window, too
+            raise InvalidRequest(
+                f"all {len(ids)} tokens of the prompt see each other; this model's sliding windows take "
+                f"{self._longest_whole}",
+                field="messages",
+            )
         return Prompt(
             token_ids=ids.tolist(),
             embeds=embeds,
@@ -135,12 +156,12 @@ class LLM:
         )
 
 
-def _mutual_kinds(ctx: LoadContext, model: PreTrainedModel) -> frozenset[str]:
-    """The kinds of media whose tokens see each other in both directions."""
+def _sight(ctx: LoadContext, model: PreTrainedModel) -> Sight:
+    """Which tokens of prompts see each other in both directions."""
     decoder = model.get_decoder()
     dtype = model.get_input_embeddings().weight.dtype
     processor = Processor(ctx.model_dir, media_tokens(ctx))
-    return MaskProbe(type(model).__name__, holder_of(model), decoder, processor, model.device, dtype).mutual_kinds()
+    return MaskProbe(type(model).__name__, holder_of(model), decoder, processor, model.device, dtype).sight()
 
 
 def _identity(

@@ -21,6 +21,8 @@ from segue.models.library import VERSION, AutoModelForMultimodalLM, PreTrainedCo
 from segue.models.multimodal_lm.graph import kinds_of
 from segue.models.pretrained import load_config, load_model
 
+DEEP_ARGUMENTS = frozenset(("visual_pos_masks", "deepstack_visual_embeds"))
+"""How a decoder takes features for its first layers (Qwen3-VL)."""
 RopeIndex = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -32,8 +34,11 @@ class PlacesMedia(Protocol):
 
 
 def load_whole(ctx: LoadContext, config: PreTrainedConfig) -> PreTrainedModel:
-    """All of the model."""
-    return load_model(ctx, config, AutoModelForMultimodalLM)
+    """All of the model; of several ranks, this one's part, and the whole embedding: the leader alone puts prompts
+    together."""
+    if ctx.group is not None:
+        _check_ranks(ctx)
+    return load_model(ctx, config, AutoModelForMultimodalLM, whole_table=True)
 
 
 def load_without_layers(ctx: LoadContext) -> PreTrainedModel:
@@ -48,8 +53,11 @@ def empty_model(ctx: LoadContext) -> PreTrainedModel:
         raise ConfigError(
             f"transformers {VERSION} knows no such model of type {config.model_type!r}", field="architectures"
         )
-    with torch.device("meta"):
-        return AutoModelForMultimodalLM.from_config(config)
+    try:
+        with torch.device("meta"):
+            return AutoModelForMultimodalLM.from_config(config)
+    except ImportError as error:  # an encoder of another package
+        raise ConfigError(f"{config.model_type} cannot be loaded: {error}", field="architectures") from error
 
 
 def media_tokens(ctx: LoadContext) -> dict[str, int]:
@@ -118,6 +126,16 @@ def forget_embedding(model: PreTrainedModel) -> nn.Embedding:
     empty = torch.full((1, 1), torch.nan, dtype=weight.dtype, device=weight.device)
     embedding.weight = nn.Parameter(empty.expand(weight.shape), requires_grad=False)
     return embedding
+
+
+def _check_ranks(ctx: LoadContext) -> None:
+    model = empty_model(ctx)
+    if taken_by(model.get_decoder().forward, dict.fromkeys(DEEP_ARGUMENTS)):
+        raise ConfigError(
+            f"{type(model).__name__} cannot be run tensor parallel: its media have features for the first layers as "
+            "well, which only the first rank is given; leave tensor_parallel out",
+            field="tensor_parallel",
+        )
 
 
 def _without_layers(config: PreTrainedConfig) -> PreTrainedConfig:

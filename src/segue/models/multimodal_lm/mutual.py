@@ -2,14 +2,15 @@
 
 A model that has such tokens (a picture's, in Gemma 3) says so in the masks its forward makes of the processor's token
 types. Here the forward is run up to the decoder, over a text with two media of a kind, and its masks are compared with
-the two that the engine does: causal, and causal but for each run of media tokens, which sees all of itself; either of
-them within a sliding window. On the way it is seen whether media change the rows of other tokens than their own.
+those that the engine does: causal; causal but for each run of media tokens, which sees all of itself; either of them
+within a sliding window; and all tokens of a prompt seeing each other (PaliGemma). On the way it is seen whether media
+change the rows of other tokens than their own.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -20,10 +21,10 @@ from torch import nn
 from segue.messages.errors import ConfigError
 from segue.models.library import VERSION, PreTrainedModel
 from segue.models.multimodal_lm.loading import taken_by
-from segue.models.multimodal_lm.processor import Processed, Processor
+from segue.models.multimodal_lm.processor import TYPES, Processed, Processor
 
-_TYPES = frozenset(("token_type_ids", "mm_token_type_ids"))
-"""How a forward is told which tokens are a medium's."""
+_CAUSAL, _MEDIA, _WHOLE = "causal", "media", "whole"
+"""What a mask was found to be."""
 
 
 FAILURES = (TypeError, ValueError, AttributeError, RuntimeError, IndexError, KeyError, StopIteration)
@@ -32,6 +33,22 @@ FAILURES = (TypeError, ValueError, AttributeError, RuntimeError, IndexError, Key
 
 class _AtDecoder(Exception):
     """The decoder was called."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """Which tokens of a prompt with media see each other in both directions."""
+
+    kinds: frozenset[str] = frozenset()
+    """Of media: the tokens of each run of theirs."""
+    whole: bool = False
+    """All tokens of the prompt, text as well."""
+
+    def spans(self, units: Sequence[Mapping[str, Any]], length: int) -> list[tuple[int, int]]:
+        """The ranges of tokens, in order, of a prompt of so many tokens with these units."""
+        if self.whole and units:
+            return [(0, length)]
+        return runs(sorted(place for unit in units if unit["kind"] in self.kinds for place in unit["places"].tolist()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,22 +63,27 @@ class MaskProbe:
     device: torch.device
     dtype: torch.dtype
 
-    def mutual_kinds(self) -> frozenset[str]:
-        """The kinds of media whose tokens see each other. Raises `ConfigError` for other masks, and for a model in
-        which a medium is more than rows in the places of its tokens."""
-        return frozenset(kind for kind in self.processor.kinds if self._mutual(kind))
+    def sight(self) -> Sight:
+        """Which tokens see each other. Raises `ConfigError` for other masks, and for a model in which a medium is more
+        than rows in the places of its tokens."""
+        found = {kind: self._found(kind) for kind in self.processor.kinds}
+        seeing = frozenset(kind for kind, what in found.items() if what != _CAUSAL)
+        whole = _WHOLE in found.values()
+        if whole and set(found.values()) != {_WHOLE}:
+            raise self._unserved("all tokens of its prompts see each other for some kinds of media only")
+        return Sight(seeing, whole)
 
-    def _mutual(self, kind: str) -> bool:
+    def _found(self, kind: str) -> str:
         text, media = self.processor.examples(kind)
         made = self.processor(text, {kind: media})
         given = self._given(made, kind)
         self._check_rows(given["inputs_embeds"][0], made, kind)
-        if not inspect.signature(self.inner.forward).parameters.keys() & _TYPES:
-            return False
+        if not inspect.signature(self.inner.forward).parameters.keys() & set(TYPES):
+            return _CAUSAL
         both = mutual_seen(len(made.ids), runs(made.places(kind)))
         masks = given.get("attention_mask")
         seen = [_seen(mask) for mask in (masks.values() if isinstance(masks, dict) else [masks])]
-        found = {mask is not None and self._is_both(mask, both) for mask in seen}
+        found = {_CAUSAL if mask is None else self._read(mask, both) for mask in seen}
         if len(found) > 1:
             raise self._unserved(f"tokens of {kind} see each other in both directions in some of its layers only")
         return found.pop()
@@ -75,16 +97,18 @@ class MaskProbe:
         if not torch.allclose(rows[others.to(rows.device)], plain, rtol=1e-2, atol=1e-4, equal_nan=True):
             raise self._unserved(f"a medium ({kind}) changes the rows of other tokens than those in its places")
 
-    def _is_both(self, seen: torch.Tensor, both: torch.Tensor) -> bool:
-        """Whether media tokens see each other by this mask."""
+    def _read(self, seen: torch.Tensor, both: torch.Tensor) -> str:
+        """Which tokens see each other by this mask."""
         causal = torch.ones_like(both).tril()
         config = self.decoder.config
         window: int | None = config.sliding_window if "sliding_window" in config else None
         for near in (torch.ones_like(both), *(() if window is None else (torch.ones_like(both).triu(1 - window),))):
             if torch.equal(seen, causal & near):
-                return False
+                return _CAUSAL
             if torch.equal(seen, both & near):
-                return True
+                return _MEDIA
+        if bool(seen.all()):
+            return _WHOLE
         raise self._unserved("it gives its decoder masks of its own for media, which are neither causal nor so within")
 
     @torch.inference_mode()
@@ -97,9 +121,10 @@ class MaskProbe:
             raise _AtDecoder
 
         ids = torch.tensor([made.ids], device=self.device)
-        types = torch.tensor([made.token_types], device=self.device) if made.token_types is not None else None
+        named = {name: made.named_types.get(name, made.token_types) for name in TYPES}
+        types = {name: value and torch.tensor([value], device=self.device) for name, value in named.items()}
         tensors = moved(made.tensors[kind], self.device, self.dtype)
-        arguments = {**tensors, **dict.fromkeys(_TYPES, types), "attention_mask": torch.ones_like(ids)}
+        arguments = {**tensors, **types, "attention_mask": torch.ones_like(ids)}
         hook = self.decoder.register_forward_pre_hook(stop, with_kwargs=True)
         try:
             self.inner(input_ids=ids, use_cache=False, **taken_by(self.inner.forward, arguments))

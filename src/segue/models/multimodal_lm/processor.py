@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,19 @@ from segue.models.library import (
     WhisperFeatureExtractor,
 )
 
+TYPES = ("mm_token_type_ids", "token_type_ids")
+"""How a forward is told which tokens are a medium's."""
 VIDEO_FPS = 2.0
 """Frames per second of a video, for processors that do not say."""
 _TEXT_KEYS = frozenset(
-    ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
+    (
+        *("input_ids", "attention_mask", *TYPES),
+        *("text_replacement_offsets", "video_metadata", "labels"),
+    )
 )
-_UNREADABLE = (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError)
+_OLDER = MappingProxyType({"pixel_values_images": "pixel_values"})
+"""Older names under which a processor still hands tensors on → what its model calls them now (Video-LLaVA)."""
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError, RuntimeError, IndexError)
 
 Medium = np.ndarray[Any, np.dtype[np.uint8]] | Samples | Video
 """A decoded picture [height, width, 3], recording [samples] or clip."""
@@ -52,6 +60,8 @@ class Processed:
     token_types: list[int] | None = None
     """Beside each id the library's number of a kind (`mm_token_type_ids`, `token_type_ids`), where the processor
     makes them."""
+    named_types: dict[str, list[int]] = field(default_factory=dict)
+    """Such numbers by the names under which it gives them: PaliGemma's `token_type_ids` tell a prompt from a reply."""
 
     def places(self, kind: str) -> list[int]:
         """Where rows of a kind stand."""
@@ -142,14 +152,18 @@ class Processor:
             )
         )
         ids = made["input_ids"][0].tolist()
-        tensors = {kind: {key: made[key] for key in self._keys[kind]} for kind in media}
-        types = made.get("mm_token_type_ids", made.get("token_type_ids"))
+        tensors = {
+            kind: {_OLDER.get(key, key): made[key] for key in keys if key in made}
+            for kind, keys in self._keys_of(made, media).items()
+        }
+        named = {name: made[name][0].tolist() for name in TYPES if name in made}
         return Processed(
             ids,
             self._token_ids,
             tensors,
             self._counts(made, media),
-            None if types is None else types[0].tolist(),
+            next(iter(named.values()), None),
+            named,
         )
 
     def plain(self, text: str, *, add_special_tokens: bool | None = None) -> list[int]:
@@ -163,8 +177,8 @@ class Processor:
         if kind == "audio":
             return (0.1 * noise.standard_normal(self.sampling_rate)).astype(np.float32)
         if kind == "image":
-            return noise.integers(0, 255, (64, 96, 3), dtype=np.uint8)
-        return Video(noise.integers(0, 255, (8, 64, 96, 3), dtype=np.uint8), self.fps)
+            return noise.integers(0, 255, (56, 84, 3), dtype=np.uint8)
+        return Video(noise.integers(0, 255, (8, 56, 84, 3), dtype=np.uint8), self.fps)
 
     def examples(self, kind: str) -> tuple[str, list[Medium]]:
         """A text with places for small media of a kind, and these: two, or one where no more go into a prompt."""
@@ -190,7 +204,8 @@ class Processor:
             clips: list[Any] = media["video"]
             arguments["videos"] = [[clip.frames for clip in clips]]
             arguments["video_metadata"] = [[_metadata(clip) for clip in clips]]
-            arguments["videos_kwargs"] = {"input_data_format": "channels_last"}
+            # what is written for a clip may hold its times (Cosmos 3 Edge)
+            arguments["videos_kwargs"] = {"input_data_format": "channels_last", "return_metadata": True}
         if "audio" in media:
             arguments["audio"] = media["audio"]
             arguments["audio_kwargs"] = {"sampling_rate": self.sampling_rate}
@@ -216,15 +231,26 @@ class Processor:
         token = self.placeholders[kind]
         return f"{around[0]}{token}{around[1]}" if all(isinstance(side, str) for side in around) else token
 
-    def _made(self, kind: str) -> dict[str, Any]:
-        """What the library makes of one small medium."""
-        text = self._samples[kind]
-        return dict(self._library(text=[text], return_tensors="pt", **self._arguments({kind: [self.example(kind)]})))
+    def _made(self, kind: str, media: list[Medium]) -> dict[str, Any]:
+        """What the library makes of media of one kind."""
+        text = " ".join(self._samples[kind] for _ in media)
+        return dict(self._library(text=[text], return_tensors="pt", **self._arguments({kind: media})))
+
+    def _keys_of(self, made: dict[str, Any], media: dict[str, list[Medium]]) -> dict[str, list[str]]:
+        """By kind of a prompt's media, the names under which its tensors come; some there are only for media of some
+        sizes (pieces of large pictures, in DeepSeek-OCR 2)."""
+        known = _TEXT_KEYS.union(*self._keys.values())
+        if more := [key for key in made if key not in known]:
+            for kind in media:
+                alone = made if len(media) == 1 else self._made(kind, media[kind])
+                self._keys[kind] += [key for key in more if key in alone]
+        return {kind: self._keys[kind] for kind in media}
 
     def _tries_to_say_more(self) -> bool:
         """Whether a processor with a call of its own hands on what it is asked besides."""
         try:
-            made = self._made(next(iter(self.placeholders)))
+            kind = next(iter(self.placeholders))
+            made = self._made(kind, [self.example(kind)])
         except _UNREADABLE:
             return False
         return "text_replacement_offsets" in made
@@ -235,7 +261,7 @@ class Processor:
         keys: dict[str, list[str]] = {}
         for kind in list(self.placeholders):
             try:
-                made = self._made(kind)
+                made = self._made(kind, [self.example(kind)])
             except _UNREADABLE as error:
                 raise ConfigError(
                     f"{type(self._library).__name__} of transformers {VERSION} cannot be used: it does not take "

@@ -78,21 +78,8 @@ class Encoder:
     @torch.inference_mode()
     def run(self, works: list[Work]) -> list[Result]:
         """Encode the media of one bucket together; equal media, and those seen before, only once."""
-        rows: dict[tuple[str, bytes], torch.Tensor] = {}
-        missing: dict[tuple[str, bytes], Medium] = {}
-        for work in works:
-            if (medium := work.item) is not None:
-                key = (medium.kind, medium.hash)
-                if (known := self.cache.get(key)) is not None:
-                    rows[key] = known
-                else:
-                    missing[key] = medium
-        if missing:
-            media = list(missing.values())
-            encoded = self._hear(media) if media[0].kind == "audio" else self._see(media)
-            for key, embeds in zip(missing, encoded, strict=True):
-                rows[key] = embeds
-                self.cache.put(key, embeds)
+        media = {(medium.kind, medium.hash): medium for work in works if (medium := work.item) is not None}
+        rows = self.cache.through(media, self._encode)
         return [Result(_payload(work.item, rows)) for work in works]
 
     def end(self, state: str) -> None:
@@ -119,6 +106,10 @@ class Encoder:
         known = (medium.kind, medium.hash) in self.cache
         length = medium.data.shape[1] if bucket == "audio" else medium.data.shape[0]
         return Work(request_id, medium, bucket=bucket, cost=1 if known else length, ordered=False)
+
+    def _encode(self, media: Sequence[Medium]) -> list[torch.Tensor]:
+        """Media of one bucket → [n, H] each."""
+        return self._hear(media) if media[0].kind == "audio" else self._see(media)
 
     def _see(self, media: Sequence[Medium]) -> list[torch.Tensor]:
         """Pictures and clips in one flat call: each attends to itself alone. → [n, H] each."""

@@ -17,8 +17,9 @@ from segue.engines.module.contract import Result, Work
 from segue.graph.parts import TOKENS
 from segue.media.limits import MediaLimits
 from segue.media.sources import shown
-from segue.messages.errors import ConfigError, InvalidRequest, NotFound, SegueError, nearest
+from segue.messages.errors import ConfigError, InvalidRequest, NotFound, nearest
 from segue.messages.request import MediaPart, Message, Request, TextPart
+from segue.models.input_stage import InputStage
 from segue.models.prompt import (
     check_length,
     check_text,
@@ -37,8 +38,8 @@ _ROLES = ("system", "user", "assistant", "tool")
 _TEXT_STAGE = "thinker"
 
 
-class InputProcessor:
-    """`ModuleAdapter` that works on the request itself: one item per request, one call per item.
+class InputProcessor(InputStage):
+    """One call per item.
 
     Options: `limits`, a dict of `MediaLimits` fields.
     """
@@ -66,23 +67,9 @@ class InputProcessor:
         # a bucket of its own: no request waits for the media of another to be decoded
         return None, [Work(request.request_id, request.request, bucket=request.request_id, last=True)]
 
-    def feed(self, state: None, upstream: str, payload: Payload, *, final: bool) -> list[Work]:
-        """Nothing is upstream of the input stage."""
-        return []
-
-    def end(self, state: None) -> None:
-        """Nothing is kept per request."""
-
     @torch.inference_mode()
     def run(self, works: list[Work]) -> list[Result]:
-        """Requests → payloads, or the error of each that is wrong."""
-        return [self._result(work.item) for work in works]
-
-    def _result(self, request: Request) -> Result:
-        try:
-            return Result(self.process(request))
-        except SegueError as error:
-            return Result(error=error)
+        return super().run(works)
 
     def process(self, request: Request) -> Payload:
         """The payload of one request. Raises `InvalidRequest` naming the field, the value and what would be right."""

@@ -76,6 +76,7 @@ class Talker:
 
     axes = 3
     conditioned = True
+    recordable = True
     vocabulary = None
 
     def __init__(self, ctx: LoadContext) -> None:

@@ -52,6 +52,7 @@ class Thinker:
 
     axes = 3
     conditioned = False
+    recordable = True
 
     def __init__(self, ctx: LoadContext) -> None:
         config = load_config(ctx)

@@ -15,8 +15,10 @@ from torch import nn
 from torch.nn import functional
 
 from segue.engines.contract import LoadContext
+from segue.kernels.full_attention import full_attention
 from segue.kernels.fused_linear import joined_product
 from segue.kernels.kept_rows import KeptRows, RowNames
+from segue.kernels.modulated_norm import modulated_norm
 from segue.models.diffusion.library import (
     Attention,
     QwenDoubleStreamAttnProcessor2_0,
@@ -139,12 +141,9 @@ def _modulations(made: torch.Tensor) -> tuple[_Modulation, _Modulation]:
 
 
 def _modulated(norm: nn.LayerNorm, x: torch.Tensor, modulation: _Modulation) -> torch.Tensor:
-    """[B, tokens, D]; one row's modulation is what a norm calls its weight and bias."""
+    """[B, tokens, D]"""
     shift, scale, _ = modulation
-    if len(x) == 1:
-        return functional.layer_norm(x, norm.normalized_shape, 1 + scale[0, 0], shift[0, 0], norm.eps)
-    normed = norm(x)
-    return torch.addcmul(shift, normed, 1 + scale, out=normed)
+    return modulated_norm(x, scale, shift, norm.eps)
 
 
 class JointAttention:
@@ -182,8 +181,13 @@ class JointAttention:
         mask = None
         if encoder_hidden_states_mask is not None:
             mask = functional.pad(encoder_hidden_states_mask, (0, hidden_states.shape[1]), value=True)[:, None, None]
-        query, key, value = qkv.unbind(2)
-        seen = dispatch_attention_fn(query, key, value, attn_mask=mask, backend=self._attention_backend).flatten(2)
+        if self._attention_backend is None:
+            query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+            seen = full_attention(query, key, value, mask).transpose(1, 2)
+        else:
+            query, key, value = qkv.unbind(2)
+            seen = dispatch_attention_fn(query, key, value, attn_mask=mask, backend=self._attention_backend)
+        seen = seen.flatten(2)
         # behind the first of `to_out` is a dropout
         return attn.to_out[0](seen[:, text:].contiguous()), attn.to_add_out(seen[:, :text].contiguous())
 

@@ -17,8 +17,10 @@ from segue.engines.autoregressive.blocks import BlockPool
 from segue.engines.autoregressive.contract import KVSpec
 from segue.kernels.kv_layout import KVLayout
 from segue.kernels.kv_store import KVStore
+from segue.kernels.look_back import Chunked
 from segue.kernels.paged_step import PagedStep, paged_step
 from segue.kernels.part import Part, step_order
+from segue.messages.errors import ConfigError
 
 
 class Span(NamedTuple):
@@ -30,7 +32,10 @@ class Span(NamedTuple):
 
 
 def keeping(spec: KVSpec) -> KVLayout:
-    """The layout of a drafter's cache: one group of layers, which gives nothing back before the sequence ends."""
+    """The layout of a drafter's cache: one group of layers, which gives nothing back before the sequence ends. Raises
+    `ConfigError` for layers that attend in chunks: a table need not begin with the sequence."""
+    if any(isinstance(back, Chunked) for back in spec.windows):
+        raise ConfigError("a model whose layers attend in chunks cannot draft", field="speculation")
     return replace(spec, windows=(), capture_width=0).layout(0)
 
 

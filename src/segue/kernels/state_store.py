@@ -1,0 +1,123 @@
+"""What layers keep of a whole sequence: convolution and recurrent states, a slot per sequence.
+
+Keys and values grow with a sequence and live in blocks (`kv_store`); a state-space, linear-attention or convolution
+layer keeps tensors of one size, however long the sequence is. Who owns which slot is the engine's business.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from segue.kernels.kv_store import lazy_zeros
+from segue.kernels.staging import upload
+
+
+class StateKey(NamedTuple):
+    """One of the tensors that a layer keeps."""
+
+    layer: int
+    kind: str
+    """`conv` or `recurrent`."""
+    number: int = 0
+    """Which of that kind, where a layer has several."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """What is kept in it of one sequence."""
+
+    key: StateKey
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """All that a decoder keeps of a sequence besides keys and values."""
+
+    tensors: tuple[StateTensor, ...]
+    continues: bool
+    """Several tokens at once can go on from a state; else only the first tokens of a sequence can be computed together,
+    and all later ones singly."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of the states of one sequence."""
+        return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in self.tensors)
+
+
+class StateStore:
+    """The states of many sequences. Memory is allocated once."""
+
+    def __init__(self, layout: StateLayout, slots: int, device: torch.device) -> None:
+        self.layout = layout
+        self.device = device
+        self._tensors = {
+            tensor.key: lazy_zeros((slots, *tensor.shape), tensor.dtype, device) for tensor in layout.tensors
+        }
+
+    def read(self, key: StateKey, slots: torch.Tensor) -> torch.Tensor:
+        """[n] slots → [n, *shape], a copy."""
+        return self._tensors[key].index_select(0, slots)
+
+    def write(self, key: StateKey, slots: torch.Tensor, states: torch.Tensor) -> None:
+        """[n, *shape] into `slots` [n]."""
+        kept = self._tensors[key]
+        kept.index_copy_(0, slots, states.to(kept.dtype))
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole slots, (source, target) each: all sources are read before any target is written."""
+        if not pairs:
+            return
+        source, target = upload(np.array(pairs, dtype=np.int64), self.device).unbind(1)
+        for kept in self._tensors.values():
+            kept.index_copy_(0, target, kept.index_select(0, source))
+
+
+class Stretch(NamedTuple):
+    """Tokens [start, stop) of the sequence that has this slot."""
+
+    slot: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateGroup:
+    """Sequences of a step that are computed in one call: all with as many tokens, all with a state or all without."""
+
+    begin: int
+    end: int
+    """Their range of flat tokens."""
+    slots: torch.Tensor
+    """[sequences] long"""
+    fresh: bool
+    """They begin here: what their slots hold is another's."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateStep:
+    """The states that a step reads and writes."""
+
+    store: StateStore
+    groups: list[StateGroup]
+
+
+def state_step(store: StateStore, stretches: Sequence[Stretch]) -> StateStep:
+    """Plan a step. `stretches`: in the order of the flat batch; neighbours that are alike share a call."""
+    groups: list[StateGroup] = []
+    begin = 0
+    for (tokens, fresh), alike in groupby(stretches, key=lambda one: (one.stop - one.start, one.start == 0)):
+        assert fresh or tokens == 1 or store.layout.continues, "several tokens that would forget the state before them"
+        slots = np.array([one.slot for one in alike], dtype=np.int64)
+        end = begin + tokens * len(slots)
+        groups.append(StateGroup(begin, end, upload(slots, store.device), fresh))
+        begin = end
+    return StateStep(store, groups)

@@ -1,0 +1,47 @@
+"""Where a model of transformers takes attention from outside."""
+
+from __future__ import annotations
+
+import inspect
+
+from torch import nn
+
+from segue.messages.errors import ConfigError
+from segue.models.library import VERSION, PreTrainedModel
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The library's `get_decoder()`; where that is the model itself (Llama 4), the one model in it."""
+    decoder = model.get_decoder()
+    inside = [child for child in model.children() if isinstance(child, PreTrainedModel)]
+    return inside[0] if decoder is model and len(inside) == 1 else decoder
+
+
+def check_interface(model: PreTrainedModel, decoder: nn.Module, *, stateful: bool = False) -> None:
+    """The model takes part in the library's attention interface, down from its decoder's forward. `stateful`: it may do
+    so without saying it; what its layers give to attention shows it. Raises `ConfigError`."""
+    kind = type(model).__name__
+    if not isinstance(decoder, PreTrainedModel) or not (decoder._supports_attention_backend or stateful):
+        raise ConfigError(
+            f"{kind} of transformers {VERSION} cannot be served: it does not take attention from outside "
+            "(AttentionInterface)",
+            field="architectures",
+        )
+    parameters = inspect.signature(decoder.forward).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        raise ConfigError(
+            f"{kind} of transformers {VERSION} cannot be served: its decoder's forward passes no keyword arguments on "
+            "to attention",
+            field="architectures",
+        )
+    check_takes(kind, frozenset(parameters), "inputs_embeds", "position_ids")
+
+
+def check_takes(kind: str, parameters: frozenset[str], *names: str) -> None:
+    """A decoder's forward has these parameters among its own. Raises `ConfigError`."""
+    for name in names:
+        if name not in parameters:
+            raise ConfigError(
+                f"{kind} of transformers {VERSION} cannot be served: its decoder takes no {name}",
+                field="architectures",
+            )

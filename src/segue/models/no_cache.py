@@ -1,0 +1,41 @@
+"""In the place of the library's cache, for layers that count positions by it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from segue.models.library import PreTrainedConfig
+
+
+def counts_by_cache(config: PreTrainedConfig) -> bool:
+    """Whether layers of this text config take positions from the cache and not from `position_ids`: those whose queries
+    are scaled the more the further they stand (Llama 4)."""
+    return bool(getattr(config, "attn_temperature_tuning", False))
+
+
+class NoCache:
+    """Keeps nothing, and says that token i of the flat batch, to which such layers add i, stands at `positions[i]`."""
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        """positions: [tokens] long."""
+        self._before = positions - torch.arange(len(positions), device=positions.device)
+
+    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
+        """[tokens]: what is added to 0, 1, 2, …"""
+        return self._before
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """For masks, which are made in the check at load alone."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """(keys, keys before them): those of this call alone."""
+        return query_length, 0
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *others: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As they are: the paged store keeps them."""
+        return keys, values

@@ -1,0 +1,46 @@
+"""What vLLM's clients send besides OpenAI's parameters, and what of it cannot be honoured."""
+
+from __future__ import annotations
+
+import re
+
+from segue.media.sources import shown
+from segue.messages.errors import InvalidRequest
+
+VLLM_UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "spaces_between_special_tokens": (True,),
+    "truncation_side": ("left",),
+    "thinking_token_budget": (-1,),
+    "repetition_detection": (),
+    "watermarking": (False,),
+    "stream_interval": (1,),
+    "prompt_embeds": (),
+    "return_token_offsets": (False,),
+    "guided_decoding_backend": ("auto", "xgrammar"),
+    "guided_whitespace_pattern": (),
+    "kv_transfer_params": (),
+    "ec_transfer_params": (),
+    "vllm_xargs": ({},),
+}
+"""vLLM's parameters that cannot be honoured → the values that ask for nothing."""
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+MAX_SALT = 1024
+"""Characters of `cache_salt`; vLLM's."""
+
+
+def checked_id(given: str | None) -> str | None:
+    """`request_id`, which becomes a part of the answer's id. Raises `InvalidRequest`."""
+    if given is not None and not _REQUEST_ID.fullmatch(given):
+        raise InvalidRequest(
+            f"request_id is {shown(given)}; it must be 1 to 128 visible ASCII characters", field="request_id"
+        )
+    return given
+
+
+def checked_salt(given: str | None) -> str | None:
+    """`cache_salt`. Raises `InvalidRequest`."""
+    if given is not None and not 0 < len(given) <= MAX_SALT:
+        raise InvalidRequest(
+            f"cache_salt has {len(given)} characters; it must have 1 to {MAX_SALT}", field="cache_salt"
+        )
+    return given

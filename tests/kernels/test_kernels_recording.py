@@ -1,0 +1,159 @@
+"""What is played back is what was recorded, on other values, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
+
+from segue.kernels.fused_norm import FusedNorm
+from segue.kernels.linear import PackedLinear
+from segue.kernels.native import libraries, library
+from segue.kernels.recording import NotRecordable, Recording, record
+
+pytestmark = pytest.mark.skipif(not libraries(), reason="the kernels were not compiled, or not for this CPU")
+
+
+def play(run: Callable[[torch.Tensor], torch.Tensor], *shape: int, trials: int = 3) -> Recording:
+    """Record a function of one tensor and compare it with itself on other values."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(*shape, generator=generator)
+    recording, result = record(library(), lambda: run(x))
+    for _ in range(trials):
+        x.normal_(generator=generator)
+        expected = run(x).clone()
+        with torch.inference_mode():
+            result.fill_(torch.nan)
+        recording()
+        assert torch.equal(result, expected)
+    return recording
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_operators_over_any_strides(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 19), min_size=1, max_size=4))
+    order = data.draw(st.permutations(range(len(shape))))
+    step = data.draw(st.integers(1, 3))
+    spread = [1 if data.draw(st.booleans()) else size for size in shape]
+    other = torch.randn(spread)
+    what = data.draw(st.sampled_from(["add", "sub", "mul", "div", "neg", "scaled", "halved", "copied", "joined"]))
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        x = x[..., ::step][..., : shape[-1]]
+        y = other
+        if what not in ("copied", "joined"):
+            x, y = x.permute(*order), other.permute(*order)
+        match what:
+            case "add":
+                return x + y
+            case "sub":
+                return y - x
+            case "mul":
+                return x * y
+            case "div":
+                return x / y
+            case "neg":
+                return -x
+            case "scaled":
+                return 0.3 * x + 2
+            case "halved":
+                return x / 2 - 1.5
+            case "copied":
+                return x.permute(*order).clone(memory_format=torch.contiguous_format)
+        return torch.cat([x, -x, x * 2], dim=order[0])
+
+    kernels, of_torch = play(run, *shape[:-1], shape[-1] * step).calls
+    assert kernels
+    assert not of_torch
+
+
+def test_a_layer_with_kernels_views_and_what_only_torch_does() -> None:
+    torch.manual_seed(0)
+    norm, inward = FusedNorm(library(), torch.randn(48), 1e-6), PackedLinear(nn.Linear(48, 144), 8)
+    outward = PackedLinear(nn.Linear(48, 48, bias=False), 8)
+    cos, sin = torch.randn(1, 5, 16), torch.randn(1, 5, 16)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        q, k, v = inward(norm(x)).split([48, 48, 48], -1)
+        q, k = (part.view(1, 5, 3, 16).transpose(1, 2) for part in (q, k))
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        mixed = (q @ k.mT).softmax(-1) @ v.view(1, 5, 3, 16).transpose(1, 2)
+        x = x + outward(mixed.transpose(1, 2).reshape(1, 5, 48))
+        return x.clone().mul_(2)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = layer(x)
+        return x
+
+    kernels, of_torch = play(run, 1, 5, 48).calls
+    assert kernels >= 4 * 12
+    assert of_torch
+
+
+def test_results_of_a_recording_do_not_lie_in_one_another() -> None:
+    """Many that live at once, and a long way."""
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        kept = [x * number for number in range(1, 9)]
+        total = kept[0] + 1
+        for index in (7, 0, 3, 5, 1, 2, 6, 4):
+            half = -kept[index]
+            total = total * 0.5 + half[..., :10]
+            total = torch.cat([total[..., 3:], total[..., :3]], -1)
+        return total
+
+    kernels, of_torch = play(lambda x: run(x[..., :10].contiguous()), 3, 30).calls
+    assert (kernels > 40, of_torch) == (True, 0)
+
+
+def test_the_sign_of_zero_is_kept() -> None:
+    zero = -torch.zeros(1, 1)
+    x = torch.ones(2, 40)
+    recording, result = record(library(), lambda: x / (zero.expand(2, 40) * 1))
+    recording()
+    assert bool((result == -torch.inf).all())
+
+
+def test_integers_and_other_types_are_left_to_torch() -> None:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        places = (x * 10).long().clamp(0, 4) + 1
+        return (x.double() * 2).float() + places + x.half()
+
+    assert play(run, 7, 3).calls[1]
+
+
+def test_inference_tensors() -> None:
+    @torch.inference_mode()
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return (x * 2).cumsum(-1) + x
+
+    play(run, 4, 9)
+
+
+REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "shape of values": lambda x: x[x > 0],
+    "shape of values, none of them": lambda x: x[x > 5],
+    "places": lambda x: torch.where(x > 5)[0],
+    "random": lambda x: x + torch.rand(3),
+    "counts": lambda x: torch.bincount(x.long().abs()).float(),
+    "a number": lambda x: x * x.max().item(),
+    "a view in place": lambda x: (x + 1).unsqueeze_(0),
+}
+
+
+@pytest.mark.parametrize("inference", [True, False])
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_not_the_same_each_time_is_refused(what: str, inference: bool) -> None:
+    x = torch.ones(3)
+    with torch.inference_mode(inference), pytest.raises(NotRecordable, match=r"hangs on values|draws numbers"):
+        record(library(), lambda: REFUSED[what](x))
+    # and the kernels are as they were
+    assert play(lambda x: -x, 2, 3).calls == (1, 0)

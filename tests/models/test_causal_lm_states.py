@@ -1,0 +1,250 @@
+"""Models whose layers keep a state: greedy tokens equal transformers' `generate`, however they are served."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from causal_lm_family import STATES, Served, generate, load, make, prompts, varied
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from segue.engines.autoregressive.check import check_attention
+from segue.engines.autoregressive.config import AutoregressiveConfig
+from segue.engines.autoregressive.engine import AutoregressiveEngine
+from segue.engines.autoregressive.memory import state_bytes
+from segue.engines.contract import StageRequest
+from segue.graph.lora import LoraPlan
+from segue.messages.errors import ConfigError, InvalidRequest
+from segue.messages.request import Request
+from segue.messages.sampling import FALLBACK, SamplingParams
+
+PROMPTS = prompts()
+TOKENS = 14
+ENTIRE = {"mamba", "falcon_mamba", "jamba"}
+"""Their scan forgets the state before several tokens."""
+
+
+@pytest.fixture(scope="module", params=STATES)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def directory(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(kind, tmp_path_factory.mktemp(kind))
+
+
+@pytest.fixture(scope="module")
+def expected(directory: Path) -> list[list[int]]:
+    return varied(directory, PROMPTS, TOKENS)
+
+
+def test_parity(kind: str, directory: Path, expected: list[list[int]]) -> None:
+    """In one batch with prefill in pieces, with few slots, and after preemption."""
+    adapter = load(directory)
+    assert adapter.kv.states is not None
+    assert adapter.kv.states.continues == (kind not in ENTIRE)
+    served = Served(adapter, max_tokens_per_step=48)
+    assert served.run(PROMPTS, TOKENS) == expected
+    assert served.engine.stats()["preemptions_total"] == 0
+    few = Served(adapter, max_batch=3)
+    assert few.run(PROMPTS, TOKENS) == expected
+    assert few.engine.stats()["prefix_hit_tokens_total"] == 0
+    tight = Served(adapter, num_blocks=24, max_tokens_per_step=64)
+    assert tight.run(PROMPTS, TOKENS) == expected
+    # without attention, a sequence never needs a second block
+    attends = adapter.kv.layout(adapter.max_model_len).tensors > 0
+    assert (tight.engine.stats()["preemptions_total"] > 0) == attends
+
+
+# --- what does not differ from kind to kind: one without attention, one with, one whose scan forgets -----------------
+
+
+@pytest.fixture(scope="module", params=["mamba2", "qwen3_next", "jamba"])
+def some(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(request.param, tmp_path_factory.mktemp(request.param))
+
+
+class Drive:
+    """An engine, and what came out of it by request and output."""
+
+    def __init__(self, adapter: Any, *, ahead: bool | None = None, **config: Any) -> None:
+        sizes = AutoregressiveConfig(**{"num_blocks": 128, "block_size": 8, "max_batch": 8, **config})
+        self.engine = AutoregressiveEngine(adapter, sizes, ahead=ahead)
+        self.answers: dict[tuple[str, int], list[int]] = {}
+
+    def add(self, name: str, prompt: list[int], *, seed: int = 0, **sampling: Any) -> None:
+        params = SamplingParams(**{"temperature": 0.0, "max_tokens": TOKENS, **sampling}).over(FALLBACK)
+        request = StageRequest(
+            name,
+            "llm",
+            Request(request_id=name),
+            params,
+            seed=seed,
+            upstreams=frozenset({"input"}),
+            downstreams=frozenset(),
+            to_client=frozenset(),
+        )
+        self.engine.add(request)
+        self.engine.feed(name, "input", {"token_ids": torch.tensor(prompt)}, final=True)
+
+    def step(self) -> None:
+        for output in self.engine.step():
+            assert output.error is None, output.error
+            self.answers.setdefault((output.request_id, output.index), []).extend(output.token_ids)
+        self.engine.audit()
+
+    def run(self) -> dict[tuple[str, int], list[int]]:
+        while self.engine.has_work():
+            self.step()
+        return self.answers
+
+
+def test_joined_late(some: Path) -> None:
+    expected = generate(some, PROMPTS[:24], TOKENS)
+    drive = Drive(load(some), max_batch=24)
+    for number, prompt in enumerate(PROMPTS[:24]):
+        drive.add(str(number), prompt)
+        drive.step()
+    answers = drive.run()
+    assert [answers[str(number), 0] for number in range(24)] == expected
+
+
+def test_a_paused_one_gives_its_state_away(some: Path) -> None:
+    """And begins anew: slots, not blocks, are short."""
+    given = PROMPTS[12:28:4]
+    drive = Drive(load(some), max_batch=2)
+    for number in (0, 1):
+        drive.add(str(number), given[number])
+    for _ in range(4):
+        drive.step()
+    drive.engine.pause("0")
+    drive.engine.pause("1")
+    for number in (2, 3):
+        drive.add(str(number), given[number])
+    drive.run()
+    assert drive.engine.stats()["preemptions_total"] > 0
+    drive.engine.resume("0")
+    drive.engine.resume("1")
+    answers = drive.run()
+    assert [answers[str(number), 0] for number in range(4)] == generate(some, given, TOKENS)
+
+
+def test_steps_launched_ahead(some: Path) -> None:
+    """Each before the one before it has landed, as on a GPU."""
+    answers = Served(load(some), ahead=True, max_tokens_per_step=48).run(PROMPTS[:20], TOKENS)
+    assert answers == generate(some, PROMPTS[:20], TOKENS)
+
+
+@pytest.mark.parametrize("blocks", [128, 17])
+def test_forks_go_on_from_a_copy(some: Path, blocks: int) -> None:
+    adapter = load(some)
+    sampled = {"temperature": 1.0, "top_p": 0.95}
+    apart = Drive(adapter)
+    for number, prompt in enumerate(PROMPTS[10:28:4]):
+        for fork in range(4):
+            apart.add(f"{number}.{fork}", prompt, seed=7 + fork, **sampled)
+    together = Drive(adapter, num_blocks=blocks)
+    for number, prompt in enumerate(PROMPTS[10:28:4]):
+        together.add(str(number), prompt, seed=7, n=4, **sampled)
+    alone, forked = apart.run(), together.run()
+    assert len({tuple(ids) for ids in alone.values()}) > 15
+    assert {(f"{name}.{fork}", 0): ids for (name, fork), ids in forked.items()} == alone
+
+
+def test_beams(some: Path) -> None:
+    expected = generate(some, PROMPTS[12:20], TOKENS, num_beams=3)
+    drive = Drive(load(some))
+    for number, prompt in enumerate(PROMPTS[12:20]):
+        drive.add(str(number), prompt, beam_width=3)
+    answers = drive.run()
+    assert [answers[str(number), 0] for number in range(8)] == expected
+
+
+def test_more_outputs_than_states_are_refused(some: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"sampling.llm.n is 9; stage 'llm' keeps states of 8 sequences"):
+        Drive(load(some)).add("many", PROMPTS[0], n=9)
+
+
+@given(st.data())
+@settings(max_examples=12, deadline=None)
+def test_whatever_happens_each_gets_its_own(some: Path, data: st.DataObject) -> None:
+    """Adding, cancelling, pausing and resuming in any order, with few slots and blocks."""
+    adapter, alone = ADAPTERS.setdefault(some, (load(some), {}))
+    drive = Drive(adapter, max_batch=data.draw(st.integers(3, 5)), num_blocks=20, max_tokens_per_step=32)
+    gone: set[str] = set()
+    names: list[str] = []
+    for number in range(data.draw(st.integers(4, 12))):
+        match data.draw(st.sampled_from(["add", "add", "fork", "cancel", "pause", "step", "step"])):
+            case "add":
+                names.append(f"{number}")
+                drive.add(names[-1], PROMPTS[number * 2])
+            case "fork":
+                names.append(f"{number}")
+                drive.add(names[-1], PROMPTS[number * 2], n=3)
+            case "cancel" if names:
+                name = data.draw(st.sampled_from(names))
+                gone.add(name)
+                drive.engine.cancel(name)
+            case "pause" if names:
+                name = data.draw(st.sampled_from(names))
+                drive.engine.pause(name)
+                drive.step()
+                drive.engine.resume(name)
+            case _:
+                drive.step()
+        drive.engine.audit()
+    answers = drive.run()
+    for (name, _), ids in answers.items():
+        if name not in gone:
+            prompt = tuple(PROMPTS[int(name) * 2])
+            if prompt not in alone:
+                alone[prompt] = generate(some, [prompt], TOKENS)[0]
+            assert ids == alone[prompt]
+    assert {name for name, _ in answers} >= set(names) - gone
+
+
+ADAPTERS: dict[Path, tuple[Any, dict[tuple[int, ...], list[int]]]] = {}
+
+
+def test_a_state_that_is_lost_is_noticed_at_load(some: Path) -> None:
+    """The check at load compares what goes on from a state with the library's own run."""
+    adapter = load(some)
+    check_attention(adapter)
+    forward = adapter.forward
+
+    def forgetful(embeds: torch.Tensor, batch: Any) -> Any:
+        if batch.states is not None:
+            groups = [replace(group, fresh=True) for group in batch.states.groups]
+            batch.states = replace(batch.states, groups=groups)
+        return forward(embeds, batch)
+
+    adapter.forward = forgetful  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="run in pieces differs"):
+        check_attention(adapter)
+
+
+def test_what_a_state_cannot_do_is_refused(some: Path) -> None:
+    adapter = load(some)
+    with pytest.raises(ConfigError, match="deterministic cannot do") as caught:
+        AutoregressiveEngine(adapter, AutoregressiveConfig(num_blocks=8, deterministic=True))
+    assert caught.value.field == "deterministic"
+    with pytest.raises(ConfigError, match="takes no LoRA adapters") as caught:
+        load(some, lora=LoraPlan())
+    assert caught.value.field == "lora"
+
+
+def test_states_are_counted(some: Path) -> None:
+    adapter = load(some)
+    assert adapter.kv.states is not None
+    assert state_bytes(adapter.kv, 7) == 8 * adapter.kv.states.slot_bytes > 0
+
+
+def test_without_attention_there_is_no_end_to_the_context(tmp_path: Path) -> None:
+    directory = make("mamba2", tmp_path, max_position_embeddings=None)
+    assert load(directory).max_model_len == 8192
+    assert load(directory, max_model_len=100_000).max_model_len == 100_000

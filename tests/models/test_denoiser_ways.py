@@ -1,0 +1,118 @@
+"""Several ways at once, on four processes: the same pictures as on one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers.hooks import HookRegistry
+from diffusion_adapters import drawn, write
+from diffusion_chain import WITHIN, Chain, apart, pipeline_of
+from row_rank_process import joined, offload_here
+
+from segue.graph.lora import LoraPlan
+from segue.models.diffusion import tuning
+
+ASKED = {"prompt": "a small boat left the harbour", "height": 64, "width": 64, "num_inference_steps": 2, "seed": 3}
+GUIDED = {"negative_prompt": "grey, and without any colour", "true_cfg_scale": 3.0}
+VIDEO = {"num_frames": 5, "negative_prompt": "grey"}
+GREY = {"negative_prompt": "grey"}
+GRID = {"sequence_parallel": 4, "sequence_ring": 2}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "more"),
+    [
+        ("qwen_image", {"cfg_parallel": 2, "tensor_parallel": 2}, GUIDED),
+        ("qwen_image", GRID, GUIDED),
+        ("wan", {"cfg_parallel": 2, "sequence_parallel": 2, "sequence_ring": 2}, VIDEO),
+        ("wan", GRID, VIDEO),
+        ("flux", {"sequence_parallel": 2, "sequence_ring": 2, "tensor_parallel": 2}, {}),
+        ("stable_diffusion_3", {"cfg_parallel": 2, "tensor_parallel": 2}, GREY),
+    ],
+)
+def test_four_equal_one(
+    family: str, keys: dict[str, Any], more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / family
+    import_module(f"segue.models.{family}.tiny").make(directory)
+    chain = Chain(directory)
+    asked = {**ASKED, **more}
+    # texts of other lengths, with and without guidance, and a picture whose tokens four do not divide evenly
+    plain = {key: value for key, value in asked.items() if key not in ("negative_prompt", "true_cfg_scale")}
+    cases = [
+        asked,
+        {**plain, "prompt": "a red bicycle stands in front of an old house", "seed": 4},
+        {**asked, "height": 80, "width": 80, "seed": 5},
+    ]
+    expected = [chain.run(case)[0] for case in cases]
+    with joined(directory, tmp_path / "meeting", keys) as leader:
+        monkeypatch.setitem(chain.adapters, "denoiser", leader)
+        for one, case in zip(chain.run(*cases, late={1: 1}), expected, strict=True):
+            assert apart(one, case.pixels) < WITHIN
+
+
+def test_adapters_and_step_caches(qwen_image_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter, guidance and each step cache in one request, and beside others."""
+    network = pipeline_of(qwen_image_dir, "QwenImagePipeline").transformer
+    lora = {"adapters": {"ink": str(write(tmp_path / "ink", drawn(network, 4, 1)))}}
+    options = {"teacache_coefficients": [1.0, 0.0]}
+    chain = Chain(qwen_image_dir, lora=LoraPlan(**lora), options={"denoiser": options})
+    inked = {**ASKED, **GUIDED, "adapter": "ink", "num_inference_steps": 6}
+    cases: list[dict[str, Any]] = [
+        inked,
+        {**inked, "step_cache": "taylorseer"},
+        {**inked, "step_cache": "first_block", "step_cache_threshold": 1.1},
+        {**inked, "step_cache": "teacache", "step_cache_threshold": 0.5, "guidance_interval": (0.0, 0.7)},
+        {**ASKED, **GUIDED},
+    ]
+    expected = [chain.run(case)[0] for case in cases]
+    keys = {"cfg_parallel": 2, "sequence_parallel": 2, "lora": lora, "options": options}
+    with joined(qwen_image_dir, tmp_path / "meeting", keys) as leader:
+        monkeypatch.setitem(chain.adapters, "denoiser", leader)
+        for one, case in zip(chain.run(*cases, late={1: 1}), expected, strict=True):
+            assert apart(one, case.pixels) < WITHIN
+    for one, other in itertools.combinations(expected, 2):
+        assert apart(one, other.pixels) > WITHIN, "adapters and caches show"
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "more"),
+    [
+        ("qwen_image", {"sequence_parallel": 2, "offload": "layerwise"}, GUIDED),
+        ("wan", {"tensor_parallel": 2, "offload": "layerwise"}, VIDEO),
+    ],
+)
+def test_weights_that_wait_elsewhere(
+    family: str, keys: dict[str, Any], more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blocks' own hooks and the ranks' do not get in each other's way."""
+    directory = tmp_path / family
+    import_module(f"segue.models.{family}.tiny").make(directory)
+    chain = Chain(directory)
+    cases = [{**ASKED, **more}, {**ASKED, **more, "height": 80, "width": 80, "seed": 5}]
+    expected = [chain.run(case)[0] for case in cases]
+    for name in ("_check_offload", "offload"):
+        monkeypatch.setattr(tuning, name, getattr(tuning, name))  # put back at the end
+    offload_here()
+    with joined(directory, tmp_path / "meeting", keys) as leader:
+        monkeypatch.setitem(chain.adapters, "denoiser", leader)
+        for one, case in zip(chain.run(*cases), expected, strict=True):
+            assert apart(one, case.pixels) < WITHIN
+        blocks = tuning.blocks_of(leader.inner.network)
+        hooks = [HookRegistry.check_if_exists_or_initialize(block).get_hook("group_offloading") for block in blocks]
+    assert hooks
+    assert None not in hooks

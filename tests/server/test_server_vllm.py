@@ -1,0 +1,185 @@
+"""What vLLM's clients send and read besides OpenAI's: taken, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from fake_service import FakeService, Live, finished, live
+
+from segue.messages.deltas import Choice, Delta, TextDelta, TokenLogprobs, TokensDelta, TopToken
+from segue.messages.request import Request
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+ASKED: dict[str, dict[str, Any]] = {
+    CHAT: {"model": "fake-omni", "messages": [{"role": "user", "content": "Say"}]},
+    COMPLETIONS: {"model": "fake-omni", "prompt": "Say"},
+}
+BOTH = pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+
+
+def scored(token_id: int, text: str) -> TokenLogprobs:
+    token = TopToken(token_id, -0.5, 1, text, text.encode())
+    return TokenLogprobs(token, [token])
+
+
+async def says(request: Request) -> AsyncGenerator[Delta]:
+    """Two tokens of one letter each, after a prompt of three."""
+    if "tokens" in request.modalities:
+        yield TokensDelta("input", [7, 8, 9], ["S", "a", "y"], "Say")
+    params = request.sampling.get("thinker")
+    asked = params is not None and params.logprobs is not None
+    echoed = params is not None and params.prompt_logprobs is not None
+    for place, letter in enumerate("ab"):
+        yield TextDelta(
+            "thinker",
+            letter,
+            [5 + place],
+            logprobs=[scored(5 + place, letter)] if asked else [],
+            prompt_token_ids=[7, 8, 9] if place == 0 and request.return_prompt_ids else [],
+            prompt_logprobs=[None, scored(8, "a"), scored(9, "y")] if place == 0 and echoed else [],
+        )
+    outputs = 1 if params is None else params.n or 1
+    choices = [Choice(index, "stop", [5, 6], None, "!") for index in range(outputs)]
+    yield msgspec.structs.replace(finished(), choices=choices)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Live]:
+    with live(FakeService(says)) as server:
+        server.service.card.several_texts = True
+        yield server
+
+
+def ask(server: Live, path: str, **body: Any) -> httpx.Response:
+    return httpx.post(server.url + path, json={**ASKED[path], **body}, timeout=120)
+
+
+def answer(server: Live, path: str, **body: Any) -> dict[str, Any]:
+    reply = ask(server, path, **body)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def events(server: Live, path: str, **body: Any) -> list[dict[str, Any]]:
+    lines = ask(server, path, stream=True, **body).text.splitlines()
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line and "[DONE]" not in line]
+
+
+@BOTH
+def test_a_choice_says_what_stopped_it(server: Live, path: str) -> None:
+    assert answer(server, path)["choices"][0]["stop_reason"] == "!"
+    assert events(server, path)[-1]["choices"][0]["stop_reason"] == "!"
+
+
+@BOTH
+def test_the_client_s_own_id_is_in_the_answer_s(server: Live, path: str) -> None:
+    for _ in range(2):
+        reply = answer(server, path, request_id="mine-1")
+        assert reply["id"] == ("chatcmpl-mine-1" if path == CHAT else "cmpl-mine-1")
+    ids = [request.request_id for request in server.service.requests[-2:]]
+    assert len(set(ids)) == 2, "the same name twice is two requests"
+
+
+@BOTH
+def test_tokens_by_their_ids(server: Live, path: str) -> None:
+    asked = {"logprobs": True, "top_logprobs": 1} if path == CHAT else {"logprobs": 1}
+    told = answer(server, path, return_tokens_as_token_ids=True, **asked)["choices"][0]["logprobs"]
+    if path == CHAT:
+        assert [one["token"] for one in told["content"]] == ["token_id:5", "token_id:6"]
+        assert told["content"][0]["top_logprobs"][0]["token"] == "token_id:5"
+        assert told["content"][0]["bytes"] == [97]
+    else:
+        assert told["tokens"] == ["token_id:5", "token_id:6"]
+        assert told["top_logprobs"] == [{"token_id:5": -0.5}, {"token_id:6": -0.5}]
+        assert told["text_offset"] == [0, 1]
+
+
+def test_the_tokens_of_an_echo_by_their_ids(server: Live) -> None:
+    told = answer(server, COMPLETIONS, return_tokens_as_token_ids=True, logprobs=1, echo=True)["choices"][0]
+    assert told["text"] == "Sayab"
+    assert told["logprobs"]["tokens"] == [f"token_id:{token}" for token in (7, 8, 9, 5, 6)]
+    assert told["logprobs"]["text_offset"] == [0, 1, 2, 3, 4]
+
+
+def test_the_prompt_s_ids_in_a_chat(server: Live) -> None:
+    assert answer(server, CHAT, return_token_ids=True)["prompt_token_ids"] == [7, 8, 9]
+    told = [event.get("prompt_token_ids") for event in events(server, CHAT, return_token_ids=True)]
+    assert [ids for ids in told if ids is not None] == [[7, 8, 9]]
+    assert "prompt_token_ids" not in answer(server, CHAT)
+
+
+@BOTH
+def test_usage_as_it_grows(server: Live, path: str) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *told, last = events(server, path, stream_options=options)
+    totals = [event["usage"]["completion_tokens"] for event in told]
+    assert totals == sorted(totals)
+    assert {1, 2} <= set(totals)
+    assert {event["usage"]["prompt_tokens"] for event in told} == {3}
+    assert all(event["usage"]["total_tokens"] == event["usage"]["completion_tokens"] + 3 for event in told)
+    assert last["choices"] == []
+    assert all(event["usage"] is None for event in events(server, path, stream_options={"include_usage": True})[:-1])
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("body", "beams", "n"),
+    [
+        ({}, 1, None),
+        ({"n": 3}, 3, 3),
+        ({"n": 2, "best_of": 5}, 5, 2),
+        ({"n": 2, "beam_width": 4}, 4, 2),
+    ],
+)
+def test_beam_search_in_vllm_s_words(server: Live, path: str, body: dict[str, int], beams: int, n: int | None) -> None:
+    assert ask(server, path, use_beam_search=True, **body).status_code == 200
+    params = server.service.requests[-1].sampling["thinker"]
+    assert (params.beam_width, params.n, params.best_of) == (beams, n, None)
+
+
+@BOTH
+def test_a_salt_goes_along(server: Live, path: str) -> None:
+    answer(server, path, cache_salt="mine")
+    assert server.service.requests[-1].cache_salt == "mine"
+    answer(server, path)
+    assert server.service.requests[-1].cache_salt is None
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("name", "value", "nothing"),
+    [
+        ("thinking_token_budget", 5, -1),
+        ("truncation_side", "right", "left"),
+        ("spaces_between_special_tokens", False, True),
+        ("repetition_detection", {"max_pattern_size": 2}, None),
+        ("vllm_xargs", {"a": 1}, {}),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(server: Live, path: str, name: str, value: object, nothing: object) -> None:
+    refused = ask(server, path, **{name: value})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"], error["param"]) == (400, "unsupported_parameter", name)
+    answer(server, path, **{name: nothing})
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        ({"request_id": "two words"}, "visible ASCII"),
+        ({"request_id": ""}, "visible ASCII"),
+        ({"cache_salt": ""}, "1 to 1024"),
+        ({"cache_salt": "x" * 1025}, "1 to 1024"),
+    ],
+)
+def test_wrong_values_are_named(server: Live, path: str, body: dict[str, str], word: str) -> None:
+    refused = ask(server, path, **body)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, next(iter(body)))
+    assert word in error["message"]
