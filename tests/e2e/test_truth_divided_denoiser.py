@@ -94,9 +94,9 @@ def test_killed_at_work(running: System, truth: RequestOutput, who: str) -> None
 
 
 def test_memory_of_one_process_is_over(running: System, truth: RequestOutput) -> None:
-    """Its allocator refuses what a large picture takes. What its heap has free decides whether that is seen before the
-    processes wait for each other: then it is the failure of that request, and of no process; else they start again, and
-    the picture is made."""
+    """Its allocator refuses to map what a large picture takes. What its heap has free decides whether that is seen
+    before the processes wait for each other: then it is the failure of that request, and of no process; or in between:
+    then they start again, and the picture is made; or whether the picture fits after all."""
     follower = running.follower("denoiser")
     processes = [running.pid("denoiser"), follower.pid]
     limits = resource.prlimit(follower.pid, resource.RLIMIT_AS)
@@ -106,14 +106,15 @@ def test_memory_of_one_process_is_over(running: System, truth: RequestOutput) ->
         [large] = running.ask({**ASKED, "height": 1024, "width": 1024})
     except StageFailed as failed:
         refused = failed.message
-    if large is None:
-        assert "one row of 4096 latent tokens does not fit into the memory that is free" in refused
-        assert [running.pid("denoiser"), running.follower("denoiser").pid] == processes
+    same = [running.pid("denoiser"), running.follower("denoiser").pid] == processes
+    if same:
         resource.prlimit(follower.pid, resource.RLIMIT_AS, limits)
+    if large is None:
+        assert same
+        assert "one row of 4096 latent tokens does not fit into the memory that is free" in refused
     else:
-        assert large.metrics.attempts == 2
+        assert large.metrics.attempts == (1 if same else 2)
         assert large.images[0].size == (1024, 1024)
-        assert not {running.pid("denoiser"), running.follower("denoiser").pid} & set(processes)
     [output] = running.ask(ASKED)
     assert_same(output, truth)
     assert output.metrics.attempts == 1

@@ -166,6 +166,8 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is aten.detach_.default:  # the last thing `torch.tensor` does: a view of the same, as any other
+            return func(*args, **kwargs)
         if func in _UNTAGGED or not _TAGS.isdisjoint(func.tags):
             raise NotRecordable(f"what {func} does hangs on values")
         out = func(*args, **kwargs)
