@@ -17,7 +17,7 @@ from segue.kernels.native import Library, libraries
 from segue.kernels.native_attention import NativeAttention
 
 compiled = pytest.mark.skipif(not libraries(), reason="the kernels were not compiled, or not for this CPU")
-every = pytest.mark.parametrize("kernels", libraries(), ids=lambda kernels: f"{kernels.lanes} lanes")
+every = pytest.mark.parametrize("kernels", libraries(), ids=lambda kernels: f"set {kernels.number}")
 
 
 def _given(shape: tuple[int, int, int, int, int, int], dims: tuple[int, int], seed: int) -> list[torch.Tensor]:

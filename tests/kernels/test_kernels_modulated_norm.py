@@ -12,7 +12,7 @@ from segue.kernels.native import libraries
 
 
 @pytest.mark.parametrize(
-    "kernels", [None, *libraries()], ids=lambda one: "torch" if one is None else f"{one.lanes} lanes"
+    "kernels", [None, *libraries()], ids=lambda one: "torch" if one is None else f"set {one.number}"
 )
 @pytest.mark.parametrize(("batch", "tokens", "width"), [(1, 5, 384), (3, 40, 384), (2, 7, 50), (3, 1, 3), (2, 0, 16)])
 def test_it_equals_torchs(monkeypatch, kernels, batch: int, tokens: int, width: int) -> None:

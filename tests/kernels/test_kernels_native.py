@@ -23,13 +23,13 @@ from segue.kernels.form import Form
 from segue.kernels.fused_linear import fuse, siblings
 from segue.kernels.fused_norm import FusedNorm, fuse_norms
 from segue.kernels.gated_mlp import GatedMLP, fuse_gates
-from segue.kernels.linear import laid_out, pack_linears, packed_product
-from segue.kernels.native import Library, libraries, library
+from segue.kernels.linear import PackedLinear, laid_out, pack_linears, packed_product
+from segue.kernels.native import TILED, Library, libraries, library
 from segue.kernels.native_attention import NativeAttention
 from segue.kernels.paged_step import paged_step
 
 compiled = pytest.mark.skipif(not libraries(), reason="the kernels were not compiled, or not for this CPU")
-every = pytest.mark.parametrize("kernels", libraries(), ids=lambda kernels: f"{kernels.lanes} lanes")
+every = pytest.mark.parametrize("kernels", libraries(), ids=lambda kernels: f"set {kernels.number}")
 
 
 def test_they_are_there_where_they_can_be():
@@ -39,7 +39,9 @@ def test_they_are_there_where_they_can_be():
     assert bool(libraries()) == able, "installed without a compiler: `pip install -e .` again"
 
 
-def _product(kernels: Library, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def _product(
+    kernels: Library, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, gelu: bool = False
+) -> torch.Tensor:
     halves = weight.dtype == torch.bfloat16
     weight = weight.view(torch.float32) if halves else weight
     outputs, inputs = weight.shape
@@ -50,8 +52,8 @@ def _product(kernels: Library, x: torch.Tensor, weight: torch.Tensor, bias: torc
     laid = padded.view(panels, kernels.panel, inputs).transpose(1, 2).contiguous()
     y = torch.full((len(x), outputs), torch.nan)
     kernels.product(
-        *(kernels.lanes, x.data_ptr(), len(x), x.shape[1], laid.data_ptr(), halves, on.data_ptr(), y.data_ptr()),
-        *(outputs, 2),
+        *(kernels.number, x.data_ptr(), len(x), x.shape[1], laid.data_ptr(), halves, on.data_ptr(), y.data_ptr()),
+        *(outputs, gelu, 2),
     )
     return y
 
@@ -83,9 +85,67 @@ def test_products_with_halves_are_those_with_the_same_floats(
     x, bias = torch.randn(rows, 2 * pairs, generator=generator), torch.randn(outputs, generator=generator)
     weight = torch.randn(outputs, 2 * pairs, generator=generator).bfloat16()
     made = _product(kernels, x, weight, bias)
-    assert torch.equal(made, _product(kernels, x, weight.float(), bias))
+    if kernels.number < TILED or pairs % 16:
+        assert torch.equal(made, _product(kernels, x, weight.float(), bias))
     row = seed % rows
     assert torch.equal(_product(kernels, x[row : row + 1].clone(), weight, bias)[0], made[row]), "others change a row"
+
+
+tiled = pytest.mark.skipif(not libraries() or libraries()[0].number < TILED, reason="this CPU has no tiles")
+
+
+@tiled
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 300), st.integers(1, 70), st.integers(1, 200), st.integers(0, 99))
+def test_products_of_tiles_are_as_exact_as_floats(rows: int, steps: int, outputs: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, 32 * steps, generator=generator) * 10.0 ** torch.randint(-6, 7, (), generator=generator)
+    bias = torch.randn(outputs, generator=generator)
+    weight = torch.randn(outputs, 32 * steps, generator=generator).bfloat16()
+    made = _product(libraries()[0], x, weight, bias)
+    exact = x.double() @ weight.double().T + bias
+    size = x.abs().double() @ weight.abs().double().T + bias.abs()
+    assert ((made - exact).abs() / size).max() < (3 * steps + 8) * 2.0**-24, "a rounding for each sum of a tile"
+    row = seed % rows
+    alone = _product(libraries()[0], x[row : row + 1].clone(), weight, bias)
+    assert torch.equal(alone[0], made[row]), "others change a row"
+
+
+@tiled
+def test_what_is_no_number_stays_so_in_tiles() -> None:
+    x, weight, bias = torch.randn(40, 64), torch.randn(50, 64).bfloat16(), torch.randn(50)
+    x[3, 5], x[4, 6], x[5, 7], x[6, 8] = torch.inf, -torch.inf, torch.nan, torch.finfo().max
+    x[7, 9] = torch.tensor(0x7F800001, dtype=torch.int32).view(torch.float32)  # a NaN whose upper half is infinite
+    exact = (x.double() @ weight.double().T + bias).float()
+    made = _product(libraries()[0], x, weight, bias)
+    torch.testing.assert_close(made, exact, rtol=1e-4, atol=1e-4, equal_nan=True)
+    weight[2, 2] = torch.inf
+    laid, on = laid_out(weight.float(), bias, 8)
+    exact = (x.double() @ weight.double().T + bias).float()
+    torch.testing.assert_close(packed_product(x, laid, on, 50), exact, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+@compiled
+@every
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 40), st.sampled_from([31, 32, 64, 288]), st.integers(1, 130), st.booleans())
+def test_gelu_behind_a_product(kernels: Library, rows: int, inputs: int, outputs: int, halves: bool) -> None:
+    x, weight, bias = torch.randn(rows, inputs), torch.randn(outputs, inputs), torch.randn(outputs) * 20
+    weight = weight.bfloat16() if halves and inputs % 2 == 0 else weight
+    expected = functional.gelu(functional.linear(x, weight.float(), bias), approximate="tanh")
+    made = _product(kernels, x, weight, bias, gelu=True)
+    torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-4)
+
+
+@compiled
+@pytest.mark.parametrize("gelu", ["none", "tanh"])
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float32])
+def test_layers_of_many_rows_with_a_gelu(gelu: str, precision: torch.dtype) -> None:
+    linear = nn.Linear(64, 90).requires_grad_(False)
+    linear.weight.copy_(linear.weight.to(precision))
+    packed, x = PackedLinear(linear, 256, gelu), torch.randn(2, 70, 64)
+    torch.testing.assert_close(packed(x), functional.gelu(linear(x), approximate=gelu), rtol=1e-4, atol=1e-5)
+    assert packed.weight.is_mkldnn == (precision == torch.float32 or libraries()[0].number < TILED)
 
 
 @compiled

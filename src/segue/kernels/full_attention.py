@@ -195,4 +195,4 @@ def attend_chunk(
 def _call(compiled: Library, given: FullAttention) -> None:
     threads = torch.get_num_threads()
     scratch = torch.empty(threads * compiled.full_scratch(given.dim, given.value_dim))
-    compiled.full_attention(compiled.lanes, ctypes.byref(given), scratch.data_ptr(), threads)
+    compiled.full_attention(compiled.number, ctypes.byref(given), scratch.data_ptr(), threads)

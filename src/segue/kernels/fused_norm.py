@@ -45,7 +45,7 @@ class FusedNorm(nn.Module):
         outer, inner, width = rows.shape
         y = x.new_empty(x.shape)
         self._compiled.norm(
-            *(self._compiled.lanes, rows.data_ptr(), rows.stride(0), rows.stride(1), self.weight.data_ptr()),
+            *(self._compiled.number, rows.data_ptr(), rows.stride(0), rows.stride(1), self.weight.data_ptr()),
             *(self._eps, y.data_ptr(), outer, inner, width, torch.get_num_threads()),
         )
         return y

@@ -37,7 +37,7 @@ class GatedMLP(nn.Module):
             return self.down_proj(functional.silu(gate) * up)
         inner = both.new_empty(*both.shape[:-1], width)
         self._compiled.gate(
-            *(self._compiled.lanes, both.data_ptr(), inner.data_ptr(), inner.numel() // width, width),
+            *(self._compiled.number, both.data_ptr(), inner.data_ptr(), inner.numel() // width, width),
             torch.get_num_threads(),
         )
         return self.down_proj(inner)

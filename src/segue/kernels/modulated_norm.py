@@ -23,7 +23,7 @@ def modulated_norm(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, ep
         scale, shift = scale.contiguous(), shift.contiguous()
     y = torch.empty_like(x)
     compiled.modulate(
-        *(compiled.lanes, x.data_ptr(), scale.data_ptr(), shift.data_ptr(), scale.stride(0), eps),
+        *(compiled.number, x.data_ptr(), scale.data_ptr(), shift.data_ptr(), scale.stride(0), eps),
         *(y.data_ptr(), batch, tokens, width, torch.get_num_threads()),
     )
     return y

@@ -104,4 +104,4 @@ class NativeAttention:
             *(count, heads, kv_heads, dim, value_dim, store.block_size, form.window or 0, form.scaling),
             out.data_ptr(),
         )
-        self._compiled.attend(self._compiled.lanes, ctypes.byref(given), splits, scratch.data_ptr(), threads)
+        self._compiled.attend(self._compiled.number, ctypes.byref(given), splits, scratch.data_ptr(), threads)

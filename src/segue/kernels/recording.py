@@ -123,7 +123,7 @@ class Recording:
     def __call__(self) -> None:
         for part in self._parts:
             if isinstance(part, tuple):
-                self._compiled.replay(self._compiled.lanes, ctypes.addressof(part[0]), part[1], self._threads)
+                self._compiled.replay(self._compiled.number, ctypes.addressof(part[0]), part[1], self._threads)
             else:
                 part()
 
@@ -259,7 +259,7 @@ class _Recorder(TorchDispatchMode):
                 del function.errcheck
 
     def _called(self, kind: int, args: tuple[Any, ...]) -> None:
-        values = list(args) if kind == _WRITE else list(args[1:-1])  # without lanes and threads
+        values = list(args) if kind == _WRITE else list(args[1:-1])  # without the set and threads
         number, attention = 0.0, None
         if kind == _NORM:
             number = values.pop(4)

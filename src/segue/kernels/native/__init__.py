@@ -92,7 +92,7 @@ class FullAttention(ctypes.Structure):
 
 
 class Library(NamedTuple):
-    """The compiled functions, and what this machine has of vectors."""
+    """The compiled functions, and the instruction set that they are called for."""
 
     product: Callable[..., None]
     write: Callable[..., None]
@@ -102,6 +102,8 @@ class Library(NamedTuple):
     modulate: Callable[..., None]
     gate: Callable[..., None]
     replay: Callable[..., None]
+    number: int
+    """Of the instruction set, the first argument of all of them: `NARROW`, `WIDE` or `TILED`."""
     lanes: int
     """Floats in a vector."""
     panel: int
@@ -111,7 +113,7 @@ class Library(NamedTuple):
 
 
 _ARGUMENTS: dict[str, list[Any]] = {
-    "product": [_int, _pointer, _long, _long, _pointer, _int, _pointer, _pointer, _long, _int],
+    "product": [_int, _pointer, _long, _long, _pointer, _int, _pointer, _pointer, _long, _int, _int],
     "write": [
         *(_pointer, _long, _long, _pointer, _long, _long),
         *(_pointer, _long, _long, _pointer, _long, _long),
@@ -124,13 +126,15 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "gate": [_int, _pointer, _pointer, _long, _long, _int],
     "replay": [_int, _pointer, _long, _int],
 }
-_VERSION = 5
+NARROW, WIDE, TILED = range(3)
+"""AVX2; AVX-512; and with tiles of bfloat16 (AMX), of which products with weights of halves are made."""
+_VERSION = 6
 """`segue_version` of kernels.c."""
 
 
 @cache
 def libraries() -> list[Library]:
-    """The kernels for every kind of vectors that this CPU has, the widest first. Empty where they were not compiled."""
+    """The kernels for every instruction set that this CPU has, the best first. Empty where they were not compiled."""
     spec = find_spec("segue.kernels._native")
     if spec is None or spec.origin is None:
         return []
@@ -149,22 +153,36 @@ def libraries() -> list[Library]:
     functions.segue_panel.argtypes = [_int]
     scratch = functions.segue_full_scratch
     scratch.argtypes, scratch.restype = [_long, _long], _long
-    widest = functions.segue_lanes()
+    last = functions.segue_set()
     return [
-        Library(**calls, lanes=lanes, panel=functions.segue_panel(lanes), full_scratch=scratch)
-        for lanes in (16, 8)
-        if lanes <= widest
+        Library(
+            **calls,
+            number=number,
+            lanes=8 if number == NARROW else 16,
+            panel=functions.segue_panel(number),
+            full_scratch=scratch,
+        )
+        for number in range(last, -1, -1)
     ]
 
 
 def library() -> Library | None:
-    """The kernels for the widest vectors; None where there are none for this CPU, or they were not compiled."""
+    """The kernels for the best instruction set; None where there are none for this CPU, or they were not compiled."""
     return next(iter(libraries()), None)
 
 
-def product(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor, outputs: int) -> torch.Tensor:
+def halves_are_tiled(inputs: int) -> bool:
+    """Whether products of so many inputs with weights of halves are made of tiles: quicker than any other, for whatever
+    number of rows."""
+    compiled = library()
+    return compiled is not None and compiled.number == TILED and inputs % 32 == 0
+
+
+def product(
+    x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor, outputs: int, gelu: bool = False
+) -> torch.Tensor:
     """x [rows, in], panels [panels, in, panel] or, of halves, [panels, in / 2, panel], bias [panels * panel] → [rows,
-    outputs], float32 on a CPU.
+    outputs], float32 on a CPU; `gelu`: of that, its approximation with tanh.
 
     A row's result does not depend on those beside it. As many threads as torch has.
     """
@@ -177,7 +195,7 @@ def product(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor, outputs: 
     x = x.contiguous()
     y = x.new_empty(rows, outputs)
     compiled.product(
-        *(compiled.lanes, x.data_ptr(), rows, inputs, panels.data_ptr(), halves, bias.data_ptr(), y.data_ptr()),
-        *(outputs, torch.get_num_threads()),
+        *(compiled.number, x.data_ptr(), rows, inputs, panels.data_ptr(), halves, bias.data_ptr(), y.data_ptr()),
+        *(outputs, gelu, torch.get_num_threads()),
     )
     return y

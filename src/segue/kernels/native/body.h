@@ -428,3 +428,13 @@ static void NAME(gate)(const float *gate, const float *up, float *y, size_t widt
     for (size_t i = whole; i < width; i++)
         y[i] = gate[i] / (expf(-gate[i]) + 1.0f) * up[i];
 }
+
+/* x = gelu(x) by its approximation with tanh, of whole vectors: (1 + tanh(u)) / 2 = 1 / (1 + e^-2u). */
+static void NAME(gelu)(float *x, size_t width)
+{
+    for (size_t i = 0; i < width; i += LANES) {
+        const VEC given = LOAD(x + i);
+        const VEC u = given * (given * given * 0.044715f + 1.0f) * -1.5957691216f;
+        STORE(x + i, given / (NAME(exponential)(u) + 1.0f));
+    }
+}

@@ -3,12 +3,16 @@
  *
  * Threads are those of torch: the OpenMP runtime that it has loaded is used, and none is linked here. */
 
+#include <cpuid.h>
 #include <immintrin.h>
 #include <math.h>
 #include <omp.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #if !defined(__x86_64__) || !defined(__GNUC__)
 #error "written for x86-64 and compilers that know GNU C"
@@ -112,55 +116,72 @@ struct full_attention {
 #undef TOGETHER
 #pragma GCC pop_options
 
+#define AMX (__linux__ && (__clang_major__ >= 12 || (!__clang__ && __GNUC__ >= 11))) /* compilers that know them */
+#if AMX
+#pragma GCC push_options
+#pragma GCC target("amx-tile,amx-bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
+#include "tiles.h"
+#pragma GCC pop_options
+#endif
+
 /* The instruction set in use. */
 struct set {
     size_t panel;
+    int tiles; /* whether products with halves are made of tiles */
     void (*product)(const float *, size_t, size_t, const float *, int, const float *, float *, size_t);
     void (*span)(const struct attention *, const float *, const float *, const float *, const int32_t *, size_t, size_t,
                  float *, float *, float *);
     void (*norm)(const float *, const float *, float, float *, size_t);
     void (*gate)(const float *, const float *, float *, size_t);
+    void (*gelu)(float *, size_t);
     void (*modulate)(const float *, const float *, const float *, float, float *, size_t);
     void (*rows)(const struct full_attention *, size_t, size_t, size_t, size_t, float *);
     void (*row)(int64_t, float *, int64_t, const float *, int64_t, const float *, int64_t, int64_t);
 };
-#define OF(set) panel_##set, span_##set, norm_##set, gate_##set, modulate_##set, rows_##set, row_##set
-static const struct set wide = {48, OF(wide)}, narrow = {16, OF(narrow)};
-
-static const struct set *set_of(int lanes)
-{
-    return lanes == 16 ? &wide : &narrow;
-}
+#define OF(set) panel_##set, span_##set, norm_##set, gate_##set, gelu_##set, modulate_##set, rows_##set, row_##set
+enum { NARROW, WIDE, TILED };
+static const struct set sets[] = {{16, 0, OF(narrow)}, {48, 0, OF(wide)}, {48, 1, OF(wide)}};
 
 /* Counted up with every change of what is called from outside. */
 int segue_version(void)
 {
-    return 5;
+    return 6;
 }
 
-/* Floats in the widest vector this machine has, of those that there are kernels for; 0: none of them. */
-int segue_lanes(void)
+/* The last set that this machine has; -1: none of them. */
+int segue_set(void)
 {
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl"))
-        return 16;
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? 8 : 0;
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma"))
+        return -1;
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+        !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
+        return NARROW;
+#if AMX
+    if (tiles_allowed())
+        return TILED;
+#endif
+    return WIDE;
 }
 
 /* Outputs of a product that lie together in a panel of its weight. */
-int segue_panel(int lanes)
+int segue_panel(int set)
 {
-    return (int)set_of(lanes)->panel;
+    return (int)sets[set].panel;
 }
 
 /* y[rows, outputs] = x[rows, inputs] w + bias; w [panels, inputs, panel], padded with zeros, or, of halves, [panels,
- * inputs / 2, panel] words of two; bias [panels * panel]. Rows go in blocks, so that those that every panel is multiplied
- * with stay in a cache. */
-void segue_product(int lanes, const float *x, int64_t rows, int64_t inputs, const float *w, int halves,
-                   const float *bias, float *y, int64_t outputs, int threads)
+ * inputs / 2, panel] words of two; bias [panels * panel]; `gelu`: y = gelu(x w + bias), by
+ * tanh. Rows go in blocks, so that those that every panel is multiplied with stay in a cache. */
+void segue_product(int number, const float *x, int64_t rows, int64_t inputs, const float *w, int halves,
+                   const float *bias, float *y, int64_t outputs, int gelu, int threads)
 {
-    const struct set *const set = set_of(lanes);
+    const struct set *const set = sets + number;
+#if AMX
+    if (halves && set->tiles && inputs % STEP == 0 &&
+        tiled_product(x, rows, inputs, w, bias, gelu, y, outputs, threads))
+        return;
+#endif
     const int64_t width = (int64_t)set->panel, panels = (outputs + width - 1) / width;
     const int64_t tasks = (rows + BLOCK - 1) / BLOCK * panels, deep = halves ? inputs / 2 : inputs;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (rows * inputs * outputs > 1 << 15)
@@ -171,14 +192,19 @@ void segue_product(int lanes, const float *x, int64_t rows, int64_t inputs, cons
         float *const to = y + begin * outputs + first;
         if (count == width) {
             set->product(given, here, inputs, weight, halves, on, to, outputs);
+            for (int64_t row = 0; gelu && row < here; row++)
+                set->gelu(to + row * outputs, (size_t)width);
             continue;
         }
         float whole[8 * 48];
         for (int64_t row = 0; row < here; row += 8) {
             const int64_t some = here - row < 8 ? here - row : 8;
             set->product(given + row * inputs, some, inputs, weight, halves, on, whole, width);
-            for (int64_t i = 0; i < some; i++)
+            for (int64_t i = 0; i < some; i++) {
+                if (gelu)
+                    set->gelu(whole + i * width, (size_t)width);
                 memcpy(to + (row + i) * outputs, whole + i * width, count * sizeof(float));
+            }
         }
     }
 }
@@ -205,9 +231,9 @@ void segue_write(const float *k, int64_t k_head, int64_t k_token, const float *v
 /* Attention of single queries. Each sequence and K/V head is one task, or `splits` of them where keys are many and
  * sequences few; what the tasks of one have summed up is put together at the end (Dao et al., Flash-Decoding).
  * `scratch`: sequences * splits * heads * (value_dim + 2) floats. */
-void segue_attend(int lanes, const struct attention *of, int64_t splits, float *scratch, int threads)
+void segue_attend(int number, const struct attention *of, int64_t splits, float *scratch, int threads)
 {
-    const struct set *const set = set_of(lanes);
+    const struct set *const set = sets + number;
     const int64_t heads = of->heads / of->kv_heads, tasks = of->sequences * of->kv_heads * splits;
     float *const highest = scratch + of->sequences * splits * of->heads * of->value_dim;
     float *const total = highest + of->sequences * splits * of->heads;
@@ -255,10 +281,10 @@ void segue_attend(int lanes, const struct attention *of, int64_t splits, float *
 }
 
 /* y[outer, inner, width] = x / sqrt(mean(x^2) + eps) * weight; y is contiguous. */
-void segue_norm(int lanes, const float *x, int64_t x_outer, int64_t x_inner, const float *weight, float eps, float *y,
+void segue_norm(int number, const float *x, int64_t x_outer, int64_t x_inner, const float *weight, float eps, float *y,
                 int64_t outer, int64_t inner, int64_t width, int threads)
 {
-    const struct set *const set = set_of(lanes);
+    const struct set *const set = sets + number;
 #pragma omp parallel for num_threads(threads) if (outer * inner * width > 1 << 15)
     for (int64_t row = 0; row < outer * inner; row++)
         set->norm(x + row / inner * x_outer + row % inner * x_inner, weight, eps, y + row * width, (size_t)width);
@@ -266,10 +292,10 @@ void segue_norm(int lanes, const float *x, int64_t x_outer, int64_t x_inner, con
 
 /* y[batch, tokens, width] = layer norm of x, without weights, * (1 + scale) + shift; scale and shift are of the batch's
  * rows, `batch_row` apart; x and y are contiguous. */
-void segue_modulate(int lanes, const float *x, const float *scale, const float *shift, int64_t batch_row, float eps,
+void segue_modulate(int number, const float *x, const float *scale, const float *shift, int64_t batch_row, float eps,
                     float *y, int64_t batch, int64_t tokens, int64_t width, int threads)
 {
-    const struct set *const set = set_of(lanes);
+    const struct set *const set = sets + number;
 #pragma omp parallel for num_threads(threads) if (batch * tokens * width > 1 << 15)
     for (int64_t row = 0; row < batch * tokens; row++)
         set->modulate(x + row * width, scale + row / tokens * batch_row, shift + row / tokens * batch_row, eps,
@@ -277,9 +303,9 @@ void segue_modulate(int lanes, const float *x, const float *scale, const float *
 }
 
 /* y[rows, width] = silu(x[:, :width]) * x[:, width:]; both are contiguous. */
-void segue_gate(int lanes, const float *x, float *y, int64_t rows, int64_t width, int threads)
+void segue_gate(int number, const float *x, float *y, int64_t rows, int64_t width, int threads)
 {
-    const struct set *const set = set_of(lanes);
+    const struct set *const set = sets + number;
 #pragma omp parallel for num_threads(threads) if (rows * width > 1 << 15)
     for (int64_t row = 0; row < rows; row++)
         set->gate(x + row * 2 * width, x + row * 2 * width + width, y + row * width, (size_t)width);
@@ -294,9 +320,9 @@ int64_t segue_full_scratch(int64_t dim, int64_t value_dim)
 
 /* Attention of many queries. The rows of a K/V head (queries times the heads that share it) are cut into tasks of equal
  * length, several for each thread where there are enough. `scratch`: [threads, segue_full_scratch]. */
-void segue_full_attention(int lanes, const struct full_attention *of, float *scratch, int threads)
+void segue_full_attention(int number, const struct full_attention *of, float *scratch, int threads)
 {
-    const struct set *const set = set_of(lanes);
+    const struct set *const set = sets + number;
     const int64_t rows = of->queries * (of->heads / of->kv_heads), pairs = of->sequences * of->kv_heads;
     if (!pairs || !rows)
         return;
@@ -315,7 +341,7 @@ void segue_full_attention(int lanes, const struct full_attention *of, float *scr
     }
 }
 
-/* One call of a recording: what it calls, and its arguments without `lanes` and `threads`. */
+/* One call of a recording: what it calls, and its arguments without the set and `threads`. */
 struct call {
     enum { PRODUCT, WRITE, ATTEND, NORM, GATE, EACH } kind;
     float number;
@@ -339,27 +365,27 @@ static void each(const struct set *set, const struct call *call)
 #define AT(i) ((void *)of[i])
 
 /* The calls of a recording, one after the other. */
-void segue_replay(int lanes, const struct call *calls, int64_t count, int threads)
+void segue_replay(int number, const struct call *calls, int64_t count, int threads)
 {
-    const struct set *const set = set_of(lanes);
+    const struct set *const set = sets + number;
     for (const struct call *call = calls; call < calls + count; call++) {
         const int64_t *const of = call->of;
         switch (call->kind) {
         case PRODUCT:
-            segue_product(lanes, AT(0), of[1], of[2], AT(3), (int)of[4], AT(5), AT(6), of[7], threads);
+            segue_product(number, AT(0), of[1], of[2], AT(3), (int)of[4], AT(5), AT(6), of[7], (int)of[8], threads);
             break;
         case WRITE:
             segue_write(AT(0), of[1], of[2], AT(3), of[4], of[5], AT(6), of[7], of[8], AT(9), of[10], of[11], AT(12),
                         of[13], of[14], of[15], of[16]);
             break;
         case ATTEND:
-            segue_attend(lanes, AT(0), of[1], AT(2), threads);
+            segue_attend(number, AT(0), of[1], AT(2), threads);
             break;
         case NORM:
-            segue_norm(lanes, AT(0), of[1], of[2], AT(3), call->number, AT(4), of[5], of[6], of[7], threads);
+            segue_norm(number, AT(0), of[1], of[2], AT(3), call->number, AT(4), of[5], of[6], of[7], threads);
             break;
         case GATE:
-            segue_gate(lanes, AT(0), AT(1), of[2], of[3], threads);
+            segue_gate(number, AT(0), AT(1), of[2], of[3], threads);
             break;
         case EACH:
             each(set, call);
