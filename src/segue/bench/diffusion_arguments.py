@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +27,12 @@ def add_diffusion(commands: argparse._SubParsersAction[Parser]) -> None:
     model.add_argument("--model", type=Path, help="directory of a pipeline that makes pictures")
     model.add_argument("--preset", default="qwen-image", help="a preset of segue tiny, made if absent (qwen-image)")
     pictures.add_argument("--preset-size", default="small", help="of the preset (default: small)")
+    pictures.add_argument(
+        "--kept",
+        choices=["float32", "bfloat16"],
+        default="float32",
+        help="type of a preset's weights on the disk; bfloat16 is what models are published in",
+    )
     pictures.add_argument("--cache", type=Path, default=Path("out"), help="where presets are made (default: out)")
     pictures.add_argument("--sizes", type=counts, default=[256, 128], help="height and width in pixels (256,128)")
     pictures.add_argument("--concurrency", type=counts, default=[1, 4, 8], help="clients (default: 1,4,8)")
@@ -144,13 +151,20 @@ def _losses(arguments: argparse.Namespace) -> int:
 def _model(arguments: argparse.Namespace) -> Path:
     if arguments.model is not None:
         return Path(arguments.model)
-    target = Path(arguments.cache) / f"{arguments.preset}-{arguments.preset_size}"
+    kept = "" if arguments.kept == "float32" else "-bf16"
+    target = Path(arguments.cache) / f"{arguments.preset}-{arguments.preset_size}{kept}"
     if not (target / "model_index.json").is_file():
+        from segue.bench.kept import keep_in_bfloat16
         from segue.models.registry import tiny_preset
 
         preset = tiny_preset(arguments.preset)
         if arguments.preset_size not in preset.sizes:
             known = f"{arguments.preset} has no size {arguments.preset_size!r}; it has {', '.join(preset.sizes)}"
             raise ConfigError(known, field="preset-size")
-        preset.make(target, arguments.preset_size, 0)
+        unfinished = target.with_name(f"{target.name}.unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        preset.make(unfinished, arguments.preset_size, 0)
+        if kept:
+            keep_in_bfloat16(unfinished)
+        unfinished.rename(target)
     return target
