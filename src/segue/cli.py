@@ -132,6 +132,18 @@ def _add_serve(commands: argparse._SubParsersAction[Parser]) -> None:
         help="how long running requests may go on after a signal to stop; default: %(default)g",
     )
     serve.add_argument(
+        "--max-responses",
+        type=_count,
+        default=1024,
+        help="responses (/v1/responses) that are kept, in memory; default: %(default)s",
+    )
+    serve.add_argument(
+        "--max-response-bytes",
+        type=_size,
+        default="256MiB",
+        help="of all of them and their conversations; default: %(default)s",
+    )
+    serve.add_argument(
         "--video-dir", type=Path, help="keep jobs of video here, over restarts; default: the user's state directory"
     )
     serve.add_argument(
@@ -192,6 +204,8 @@ def _serve(arguments: argparse.Namespace) -> int:
         tool_parser=arguments.tool_parser,
         allow_runtime_lora=arguments.allow_runtime_lora,
         media=MediaPolicy(media_root=arguments.media_root, http_hosts=frozenset(arguments.media_host)),
+        max_responses=arguments.max_responses,
+        max_response_bytes=arguments.max_response_bytes,
         video_dir=arguments.video_dir,
         max_videos=arguments.max_videos,
         max_video_bytes=arguments.max_video_bytes,

@@ -44,13 +44,15 @@ from segue.server.chat_request import ChatBody, chat_request
 from segue.server.completion_request import CompletionBody
 from segue.server.image_request import EditBody, ImageBody, PaintingBody
 from segue.server.parameters import CommonBody
+from segue.server.response_request import ResponsesBody
+from segue.server.score_request import RerankBody, ScoreBody
 from segue.server.settings import ServerSettings
 from segue.server.video_request import VideoBody
 
 DOCS = ROOT / "docs"
 MODEL = "out/qwen2.5-omni-tiny"
 """The checkpoint as the documentation calls it."""
-POSTED = ("/v1/completions", "/tokenize", "/detokenize")
+POSTED = ("/v1/completions", "/v1/responses", "/tokenize", "/detokenize")
 """Where a request shown goes that is no chat completion."""
 TWO_GPUS = Hardware(cpus=16, memory_bytes=64 << 30, gpus=(80 << 30, 80 << 30))
 
@@ -330,6 +332,16 @@ def test_every_parameter_of_completions_is_documented() -> None:
     listed = [name for row in rows(DOCS / "api.md", "## Completions") for name in names(row[0])]
     own = set(CompletionBody.__struct_fields__) - set(CommonBody.__struct_fields__)
     assert sorted(listed) == sorted(own | {"max_tokens"})
+
+
+def test_every_parameter_of_responses_is_documented() -> None:
+    listed = [name for row in rows(DOCS / "api.md", "## Responses") for name in names(row[0])]
+    assert sorted(listed) == sorted(ResponsesBody.__struct_fields__)
+
+
+def test_every_parameter_of_scores_is_documented() -> None:
+    listed = [name for row in rows(DOCS / "api.md", "## Scores") for name in names(row[0])]
+    assert set(listed) == {*ScoreBody.__struct_fields__, *RerankBody.__struct_fields__}
 
 
 def test_every_parameter_of_pictures_is_documented() -> None:

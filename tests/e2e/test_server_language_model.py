@@ -145,6 +145,28 @@ def test_a_grammar_holds_the_reply_to_a_call(http: httpx.Client) -> None:
             assert json.loads(call.function.arguments)["at"] in ("sea", "sky")
 
 
+def test_a_response_of_calls(http: httpx.Client) -> None:
+    at = {"type": "object", "properties": {"at": {"enum": ["sea", "sky"]}}, "required": ["at"]}
+    tool: Any = {"type": "function", "name": "look", "parameters": {**at, "additionalProperties": False}}
+    with openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client:
+        name = client.models.list().data[0].id
+        asked: dict[str, Any] = {"model": name, "input": "What is at sea?", "tools": [tool], "temperature": 0}
+        whole = client.responses.create(**asked, tool_choice="required", parallel_tool_calls=False)
+        [call] = whole.output
+        assert call.type == "function_call"
+        assert (call.name, json.loads(call.arguments)["at"] in ("sea", "sky")) == ("look", True)
+        with client.responses.stream(**asked, tool_choice={"type": "function", "name": "look"}) as stream:
+            deltas = [event.delta for event in stream if event.type == "response.function_call_arguments.delta"]
+            [streamed] = stream.get_final_response().output
+        assert streamed.type == "function_call"
+        assert "".join(deltas) == streamed.arguments
+        answer: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "a ship"}
+        after = client.responses.create(model=name, input=[answer], previous_response_id=whole.id, max_output_tokens=4)
+        assert after.usage is not None
+        assert whole.usage is not None
+        assert after.usage.input_tokens > whole.usage.input_tokens + whole.usage.output_tokens
+
+
 def test_the_dialect_is_the_family_s(checkpoint: Path) -> None:
     dialect = dialect_of(checkpoint, json.loads((checkpoint / "config.json").read_text()))
     assert dialect.calls is not None

@@ -91,3 +91,12 @@ def test_over_http(model: Path, expected: list[np.ndarray]) -> None:
             client.embeddings.create(model=NAME, input="sea " * 600)
         with pytest.raises(openai.BadRequestError):
             client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": "Hello"}])
+
+
+def test_scores_over_http(model: Path, expected: list[np.ndarray]) -> None:
+    with served(model) as server, server.client() as http:
+        answer = http.post("/v1/rerank", json={"model": NAME, "query": TEXTS[0], "documents": TEXTS[1:]}).json()
+        cosines = [float(expected[0] @ other) for other in expected[1:]]
+        assert [entry["index"] for entry in answer["results"]] == sorted(range(2), key=lambda index: -cosines[index])
+        for entry in answer["results"]:
+            assert entry["relevance_score"] == pytest.approx(cosines[entry["index"]], abs=2e-6)

@@ -20,8 +20,9 @@ from segue.messages.request import Message, Request, TextPart
 from segue.messages.sampling import FALLBACK
 from segue.models.library import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 from segue.models.registry import family_of, read_config
+from segue.models.text_batches import bucket
 from segue.models.text_embedding import tiny
-from segue.models.text_embedding.embedder import POOL, Embedder, bucket
+from segue.models.text_embedding.embedder import POOL, Embedder
 from segue.models.text_embedding.input import InputProcessor
 from segue.models.text_embedding.recipe import POOLINGS
 from segue.models.tiny.weights import randomise

@@ -15,7 +15,8 @@ from fake_service import FakeService, Live, live
 from segue.messages.deltas import Delta, EmbeddingDelta, Finished, RequestMetrics, Usage
 from segue.messages.errors import InvalidRequest
 from segue.messages.request import Request
-from segue.server.embeddings import AT_ONCE, MAX_INPUTS
+from segue.server.embeddings import MAX_INPUTS
+from segue.server.pooled import AT_ONCE
 
 URL = "/v1/embeddings"
 

@@ -122,6 +122,13 @@ class EmbeddingDelta(msgspec.Struct, frozen=True, tag="embedding"):
         return np.frombuffer(self.data, dtype="<f4")
 
 
+class ScoreDelta(msgspec.Struct, frozen=True, tag="score"):
+    """How well two texts fit, as one number."""
+
+    stage: str
+    score: float
+
+
 class TokensDelta(msgspec.Struct, frozen=True, tag="tokens"):
     """The prompt as the model sees it: what the input stage gives where a request asks for the modality `tokens`."""
 
@@ -207,6 +214,7 @@ Delta = (
     | VideoDelta
     | ProgressDelta
     | EmbeddingDelta
+    | ScoreDelta
     | TokensDelta
     | ChoiceEnded
     | Finished

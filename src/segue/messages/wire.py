@@ -20,6 +20,7 @@ from segue.messages.deltas import (
     EmbeddingDelta,
     ImageDelta,
     ProgressDelta,
+    ScoreDelta,
     TextDelta,
     TokensDelta,
     VideoDelta,
@@ -27,7 +28,9 @@ from segue.messages.deltas import (
 from segue.messages.request import Request
 from segue.messages.stats import WorkerStats
 
-ClientDelta = TextDelta | AudioDelta | ImageDelta | VideoDelta | ProgressDelta | EmbeddingDelta | TokensDelta
+ClientDelta = (
+    TextDelta | AudioDelta | ImageDelta | VideoDelta | ProgressDelta | EmbeddingDelta | ScoreDelta | TokensDelta
+)
 
 
 class Peer(msgspec.Struct, frozen=True):

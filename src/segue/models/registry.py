@@ -22,6 +22,7 @@ PIPELINE = "model_index.json"
 def families() -> dict[str, Family]:
     """All known families by name: the house's own, then those of installed packages."""
     from segue.models.causal_lm.family import FAMILY as CAUSAL_LM
+    from segue.models.cross_encoder.family import FAMILY as CROSS_ENCODER
     from segue.models.flux.family import FAMILY as FLUX
     from segue.models.flux2.family import FAMILY as FLUX2
     from segue.models.generic_pipeline.family import FAMILY as GENERIC_PIPELINE
@@ -35,7 +36,8 @@ def families() -> dict[str, Family]:
     from segue.models.z_image.family import FAMILY as Z_IMAGE
 
     named = (QWEN2_5_OMNI, QWEN_IMAGE, SDXL, STABLE_DIFFUSION_3, FLUX, FLUX2, Z_IMAGE, WAN)
-    known = {family.name: family for family in (*named, GENERIC_PIPELINE, TEXT_EMBEDDING, MULTIMODAL_LM, CAUSAL_LM)}
+    generic = (GENERIC_PIPELINE, TEXT_EMBEDDING, CROSS_ENCODER, MULTIMODAL_LM, CAUSAL_LM)
+    known = {family.name: family for family in (*named, *generic)}
     for point in entry_points(group="segue.models"):
         family = point.load()
         known[family.name] = family

@@ -20,6 +20,7 @@ from segue.messages.deltas import (
     ImageDelta,
     ProgressDelta,
     RequestMetrics,
+    ScoreDelta,
     TextDelta,
     TokensDelta,
     Usage,
@@ -200,7 +201,7 @@ def _after(delta: ClientDelta, skip: int, fresh_ids: list[int]) -> tuple[ClientD
     if isinstance(delta, AudioDelta):
         samples = delta.samples[4 * skip :]
         return (AudioDelta(delta.stage, samples, delta.sample_rate) if samples else None), len(delta.samples) // 4
-    assert isinstance(delta, EmbeddingDelta | TokensDelta)
+    assert isinstance(delta, EmbeddingDelta | ScoreDelta | TokensDelta)
     return (None if skip else delta), 1
 
 

@@ -16,6 +16,7 @@ from segue.messages.deltas import (
     Finished,
     ImageDelta,
     RequestMetrics,
+    ScoreDelta,
     TextDelta,
     TokenLogprobs,
     Usage,
@@ -81,6 +82,8 @@ class RequestOutput:
     videos: list[Video] = field(default_factory=list)
     embedding: np.ndarray | None = None
     """[dimensions] float32, from a model of embeddings."""
+    score: float | None = None
+    """How well two texts fit, from a cross-encoder."""
     finish_reason: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Beside the ids of the stage that talks, where asked for."""
@@ -124,6 +127,8 @@ class Collector:
                 self._videos.setdefault(delta.index, []).append(delta)
             case EmbeddingDelta():
                 self._output.embedding = delta.array
+            case ScoreDelta():
+                self._output.score = delta.score
             case Finished():
                 self._output.finish_reason = delta.finish_reason
                 self._output.token_ids = delta.token_ids

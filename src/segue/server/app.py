@@ -21,6 +21,8 @@ from segue.server.middleware import Door
 from segue.server.models import add_models
 from segue.server.openapi import add_openapi
 from segue.server.page import add_page
+from segue.server.responses import add_responses
+from segue.server.scores import add_scores
 from segue.server.settings import ServerSettings
 from segue.server.tokenize import add_tokenize
 from segue.server.videos import Videos, add_videos
@@ -44,9 +46,11 @@ def create_app(service: Service, settings: ServerSettings | None = None) -> Fast
         title="Segue", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=running
     )
     add_chat_completions(app, service, settings, own)
+    add_responses(app, service, settings, own)
     add_completions(app, service, settings, own)
     add_tokenize(app, service, settings)
     add_embeddings(app, service, settings, own)
+    add_scores(app, service, settings, own)
     add_images(app, service, settings, own)
     add_videos(app, service, settings, videos)
     add_models(app, service, settings)

@@ -7,7 +7,6 @@ import base64
 import time
 import uuid
 from collections.abc import Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,22 +16,20 @@ from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
 from segue.media.sources import shown
-from segue.messages.deltas import EmbeddingDelta, Finished
-from segue.messages.errors import InvalidRequest, StageFailed
+from segue.messages.deltas import EmbeddingDelta
+from segue.messages.errors import InvalidRequest
 from segue.messages.request import Request
 from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import ModelCard, Service
 from segue.server.body import read_json
 from segue.server.disconnect import while_connected
 from segue.server.errors import Unsupported, json_response
-from segue.server.generations import run_generations
 from segue.server.parameters import check_model, checked_token_ids, parse_body, turn_fields
+from segue.server.pooled import pooled
 from segue.server.settings import ServerSettings
 
 MAX_INPUTS = 2048
 """OpenAI's."""
-AT_ONCE = 32
-"""Texts of one request that are in the stages at a time: a long list leaves room for others."""
 _FORMATS = ("float", "base64")
 
 
@@ -125,42 +122,14 @@ def _texts(given: str | list[str | int | list[int]]) -> list[str | list[int]]:
 
 
 async def _answer(asked: EmbeddingsRequest, service: Service, metrics: ServerMetrics) -> dict[str, Any]:
-    vectors: list[bytes] = []
-    tokens = 0
-    for start in range(0, len(asked.requests), AT_ONCE):
-        some, used = await _vectors(asked.requests[start : start + AT_ONCE], start, service, metrics)
-        vectors += some
-        tokens += used
-    data = await asyncio.to_thread(_entries, vectors, as_base64=asked.as_base64)
+    vectors, tokens = await pooled(asked.requests, EmbeddingDelta, "input", service, metrics)
+    data = await asyncio.to_thread(_entries, [vector.data for vector in vectors], as_base64=asked.as_base64)
     return {
         "object": "list",
         "data": data,
         "model": asked.model,
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }
-
-
-async def _vectors(
-    requests: list[Request], start: int, service: Service, metrics: ServerMetrics
-) -> tuple[list[bytes], int]:
-    """(the vector of each, tokens of all). An error names the text it is about."""
-    vectors: dict[int, bytes] = {}
-    tokens = 0
-    try:
-        async with aclosing(run_generations(service, requests, metrics, {})) as deltas:
-            async for index, delta in deltas:
-                if isinstance(delta, EmbeddingDelta):
-                    vectors[index] = delta.data
-                elif isinstance(delta, Finished):
-                    tokens += delta.usage.prompt_tokens
-    except InvalidRequest as error:
-        if error.field is not None and error.field.startswith("prompt"):
-            error.field = "input"  # what the client calls it
-        raise
-    if len(vectors) != len(requests):
-        missing = next(index for index in range(len(requests)) if index not in vectors)
-        raise StageFailed(f"input[{start + missing}] got no vector")
-    return [vectors[index] for index in range(len(requests))], tokens
 
 
 def _entries(vectors: Sequence[bytes], *, as_base64: bool) -> list[dict[str, Any]]:

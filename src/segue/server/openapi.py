@@ -16,6 +16,8 @@ from segue.server.embeddings import EmbeddingsBody
 from segue.server.errors import json_response
 from segue.server.image_request import EditBody, ImageBody
 from segue.server.lora import LoadLoraBody, UnloadLoraBody
+from segue.server.response_request import ResponsesBody
+from segue.server.score_request import RerankBody, ScoreBody
 from segue.server.tokenize import DetokenizeBody, TokenizeBody
 from segue.server.video_request import VideoBody
 
@@ -37,22 +39,29 @@ class ErrorAnswer(msgspec.Struct, kw_only=True):
     error: ErrorObject
 
 
-_POST: dict[str, tuple[type[msgspec.Struct], str, bool]] = {
+_POST: dict[str, tuple[type[msgspec.Struct] | None, str, bool]] = {
     "/v1/chat/completions": (ChatBody, "An answer to messages, whole or streamed.", True),
+    "/v1/responses": (ResponsesBody, "An answer to items of a conversation, whole or streamed.", True),
     "/v1/completions": (CompletionBody, "What a prompt goes on with, whole or streamed.", True),
     "/v1/embeddings": (EmbeddingsBody, "The vectors of texts.", False),
+    **dict.fromkeys(("/v1/score", "/score"), (ScoreBody, "How well texts fit each other.", False)),
+    **dict.fromkeys(
+        ("/v1/rerank", "/v2/rerank", "/rerank"), (RerankBody, "Documents, those that fit a query best first.", False)
+    ),
     "/v1/images/generations": (ImageBody, "Pictures of a prompt, whole or streamed.", True),
     "/v1/images/edits": (EditBody, "Pictures made of others, whole or streamed.", True),
     "/v1/videos": (VideoBody, "Begin to make a video.", False),
+    "/v1/responses/{response_id}/cancel": (None, "Why a response cannot be cancelled: it has ended.", False),
     "/tokenize": (TokenizeBody, "A prompt or messages as token ids.", False),
     "/detokenize": (DetokenizeBody, "The text of token ids.", False),
     "/v1/load_lora_adapter": (LoadLoraBody, "Load a LoRA adapter.", False),
     "/v1/unload_lora_adapter": (UnloadLoraBody, "Unload a LoRA adapter.", False),
 }
-"""Path → (body, what it gives, whether it can be streamed)."""
+"""Path → (body, if any, what it gives, whether it can be streamed)."""
 _GET = {
     "/v1/models": ("application/json", "What is served."),
     "/v1/models/{name}": ("application/json", "One model."),
+    "/v1/responses/{response_id}": ("application/json", "A response that is kept."),
     "/v1/videos": ("application/json", "The videos of this server, made or being made."),
     "/v1/videos/{video_id}": ("application/json", "How a video stands."),
     "/v1/videos/{video_id}/content": ("video/mp4", "The file of a video."),
@@ -75,7 +84,7 @@ def add_openapi(app: FastAPI) -> None:
 
 
 def _document() -> dict[str, Any]:
-    bodies = [body for body, _, _ in _POST.values()]
+    bodies = [body for body, _, _ in _POST.values() if body is not None]
     _, components = msgspec.json.schema_components([*bodies, ErrorAnswer], ref_template="#/components/schemas/{name}")
     paths: dict[str, Any] = {path: {"get": _get(path, *entry)} for path, entry in _GET.items()}
     for path, entry in _POST.items():
@@ -104,22 +113,26 @@ def _get(path: str, media: str, about: str) -> dict[str, Any]:
 
 
 _QUERIES = {"/v1/videos": ("after", "limit", "order"), "/v1/videos/{video_id}/content": ("variant",)}
-_DELETE = {"/v1/videos/{video_id}": "End and forget a video."}
+_DELETE = {
+    "/v1/responses/{response_id}": "Forget a response.",
+    "/v1/videos/{video_id}": "End and forget a video.",
+}
 _FORMS = frozenset({"/v1/images/edits", "/v1/videos"})
 """What is also taken as a form."""
 
 
-def _post(path: str, body: type[msgspec.Struct], about: str, streams: bool) -> dict[str, Any]:
+def _post(path: str, body: type[msgspec.Struct] | None, about: str, streams: bool) -> dict[str, Any]:
     kinds: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if streams:
         kinds["text/event-stream"] = {"schema": {"type": "string"}}
     taken = ("application/json", "multipart/form-data") if path in _FORMS else ("application/json",)
-    return {
-        "summary": about,
-        "requestBody": {"required": True, "content": {one: {"schema": _reference(body)} for one in taken}},
-        "responses": _answers(kinds),
-        "security": [{}, {"key": []}],
-    }
+    operation: dict[str, Any] = {"summary": about, "responses": _answers(kinds), "security": [{}, {"key": []}]}
+    if body is not None:
+        content = {one: {"schema": _reference(body)} for one in taken}
+        operation["requestBody"] = {"required": True, "content": content}
+    if named := re.findall(r"{(\w+)}", path):
+        operation["parameters"] = [_parameter(name, "path") for name in named]
+    return operation
 
 
 def _parameter(name: str, where: str) -> dict[str, Any]:

@@ -30,6 +30,10 @@ class ServerSettings:
     """Jobs of video; the oldest finished ones make room for new ones."""
     max_video_bytes: int = 16 << 30
     """Of all jobs of video together, on disk."""
+    max_responses: int = 1024
+    """Of `/v1/responses`, kept in memory to be gone on from; the oldest make room for new ones."""
+    max_response_bytes: int = 256 << 20
+    """Of all responses that are kept and their conversations together."""
     max_body_bytes: int = 384 << 20
     """Of one HTTP request; base64 makes a file a third larger."""
     upload_seconds: float = 600.0

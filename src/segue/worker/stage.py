@@ -17,6 +17,7 @@ from segue.messages.deltas import (
     EmbeddingDelta,
     ImageDelta,
     ProgressDelta,
+    ScoreDelta,
     TextDelta,
     TokensDelta,
     VideoDelta,
@@ -170,6 +171,8 @@ def client_deltas(request: StageRequest, output: StageOutput) -> list[ClientDelt
     if "embedding" in request.to_client and "embedding" in payload:
         data = payload["embedding"].detach().float().cpu().contiguous().numpy().astype("<f4", copy=False).tobytes()
         deltas.append(EmbeddingDelta(request.stage, data))
+    if "score" in request.to_client and "score" in payload:
+        deltas.append(ScoreDelta(request.stage, float(payload["score"])))
     if TOKENS in request.to_client and TOKENS in payload:
         tokens = payload.pop(TOKENS)
         deltas.append(TokensDelta(request.stage, tokens["token_ids"], tokens["token_strs"], tokens["text"]))

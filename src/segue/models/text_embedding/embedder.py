@@ -19,6 +19,7 @@ from segue.models.checkpoint import Checkpoint, load_module
 from segue.models.library import AutoModel
 from segue.models.pretrained import load_config, load_model
 from segue.models.registry import read_config
+from segue.models.text_batches import bucket, padded
 from segue.models.text_embedding.recipe import Dense, read_recipe
 
 _UNUSED = ("pooler.",)
@@ -100,13 +101,7 @@ class Embedder:
 
     def _embed(self, texts: Sequence[torch.Tensor]) -> torch.Tensor:
         """[B, D] float32."""
-        longest = max(len(ids) for ids in texts)
-        ids = torch.full((len(texts), longest), self._pad)
-        mask = torch.zeros(len(texts), longest, dtype=torch.long)
-        for row, own in enumerate(texts):
-            ids[row, : len(own)] = own
-            mask[row, : len(own)] = 1
-        ids, mask = ids.to(self._device), mask.to(self._device)
+        ids, mask = (tensor.to(self._device) for tensor in padded(texts, self._pad))
         hidden = self._model(input_ids=ids, attention_mask=mask).last_hidden_state.float()
         vectors = torch.cat([POOL[mode](hidden, mask) for mode in self._recipe.pooling], dim=-1)
         for layer in self._then:
@@ -130,13 +125,6 @@ class Embedder:
                     )
                 width = step.out_features
         return width
-
-
-def bucket(length: int) -> int:
-    """Texts of one bucket share a call: powers of two up to 64, then steps of 64, so that little of it is padding."""
-    if length <= 64:
-        return max(8, 1 << (length - 1).bit_length())
-    return -(-length // 64) * 64
 
 
 def normalized(vectors: torch.Tensor) -> torch.Tensor:

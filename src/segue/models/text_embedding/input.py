@@ -9,15 +9,12 @@ from segue.graph.parts import TOKENS
 from segue.messages.errors import ConfigError, InvalidRequest
 from segue.messages.request import Request
 from segue.models.input_stage import InputStage
-from segue.models.library import PreTrainedConfig
 from segue.models.pretrained import load_config
 from segue.models.prompt import checked_ids, client_tokens, given_as, own_tokens_only, tokenized
 from segue.models.registry import read_config
+from segue.models.text_batches import positions
 from segue.models.text_embedding.recipe import read_recipe
 from segue.models.tokenizer import load_tokenizer
-
-_AFTER_PADDING = frozenset(("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "data2vec-text"))
-"""Model types whose first position is the one after the padding token's id."""
 
 
 class InputProcessor(InputStage):
@@ -27,7 +24,7 @@ class InputProcessor(InputStage):
         config = load_config(ctx)
         self._vocab: int = config.vocab_size
         self._tokenizer = load_tokenizer(ctx.model_dir)
-        longest = _positions(config)
+        longest = positions(config)
         if (own := read_recipe(ctx.model_dir, read_config(ctx.model_dir)).max_length) is not None:
             longest = min(longest, own)
         if ctx.max_model_len is not None and ctx.max_model_len > longest:
@@ -50,11 +47,3 @@ class InputProcessor(InputStage):
             )
         seen = client_tokens(ids, self._tokenizer) if TOKENS in request.modalities else {}
         return {"token_ids": torch.tensor(ids, dtype=torch.long), **seen}
-
-
-def _positions(config: PreTrainedConfig) -> int:
-    """How many tokens the model's positions hold."""
-    longest: int = config.max_position_embeddings
-    if config.model_type in _AFTER_PADDING:
-        longest -= (config.pad_token_id or 0) + 1
-    return longest

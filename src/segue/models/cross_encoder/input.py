@@ -1,0 +1,84 @@
+"""The input stage of a cross-encoder: two texts → the ids of both, as its tokenizer joins them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from segue.engines.contract import LoadContext, Payload
+from segue.graph.parts import TOKENS
+from segue.messages.errors import ConfigError, InvalidRequest, TooLong
+from segue.messages.request import Request
+from segue.models.input_stage import InputStage
+from segue.models.pretrained import load_config
+from segue.models.prompt import check_text, client_tokens, given_as, own_tokens_only
+from segue.models.text_batches import positions
+from segue.models.tokenizer import load_tokenizer
+
+_UNBOUNDED = 1 << 31
+"""Lengths above are the library's way to say that nobody knows."""
+
+
+class InputProcessor(InputStage):
+    """`prompt` and the option `text_pair`; ids of a client have no place, as it is not told where the second begins."""
+
+    def __init__(self, ctx: LoadContext) -> None:
+        """Raises `ConfigError`."""
+        tokenizer = load_tokenizer(ctx.model_dir)
+        if tokenizer is None:
+            raise ConfigError(f"{ctx.model_dir}: a cross-encoder needs its tokenizer; there is none", field="model")
+        self._tokenizer: Any = tokenizer
+        longest = _longest(ctx, tokenizer.model_max_length)
+        if ctx.max_model_len is not None and ctx.max_model_len > longest:
+            raise ConfigError(
+                f"max_model_len is {ctx.max_model_len}; this model takes up to {longest} tokens", field="max_model_len"
+            )
+        self._longest = ctx.max_model_len or longest
+
+    def warm_up(self) -> None:
+        """One short pair."""
+        self._result(Request(request_id="warm-up", prompt="Who?", options={"text_pair": "Good morning!"}))
+
+    def process(self, request: Request) -> Payload:
+        form = given_as(request)
+        if form != "prompt":
+            raise InvalidRequest("this model compares two texts; send a prompt and the option text_pair", field=form)
+        first = request.prompt or ""
+        if own_tokens_only(request):
+            ids = self._tokenizer(first, add_special_tokens=request.add_special_tokens is not False)["input_ids"]
+            return {"token_ids": torch.tensor(ids, dtype=torch.long), **client_tokens(ids, self._tokenizer)}
+        second = request.options.get("text_pair")
+        if not isinstance(second, str):
+            raise InvalidRequest(
+                f"text_pair is {second!r}; it must be the text to compare the prompt with", field="options.text_pair"
+            )
+        for text, field in ((first, "prompt"), (second, "options.text_pair")):
+            check_text(text, self._tokenizer, request, self._longest, "", field)
+        read = self._tokenizer(first, second)
+        ids = read["input_ids"]
+        if not ids:
+            raise InvalidRequest("prompt and text_pair are empty; give at least one token", field="prompt")
+        if len(ids) > self._longest:
+            raise TooLong(
+                f"the two texts have {len(ids)} tokens; this model takes at most {self._longest}", field="prompt"
+            )
+        payload = {"token_ids": torch.tensor(ids, dtype=torch.long)}
+        if (types := read.get("token_type_ids")) is not None:
+            payload["token_type_ids"] = torch.tensor(types, dtype=torch.long)
+        seen = client_tokens(ids, self._tokenizer) if TOKENS in request.modalities else {}
+        return {**payload, **seen}
+
+
+def _longest(ctx: LoadContext, of_tokenizer: int) -> int:
+    """Tokens of a pair, as the model's positions and its tokenizer allow it."""
+    config = load_config(ctx)
+    own = positions(config) if getattr(config, "max_position_embeddings", None) else _UNBOUNDED
+    longest = min(own, of_tokenizer)
+    if longest >= _UNBOUNDED:
+        raise ConfigError(
+            f"{ctx.model_dir}: config.json has no max_position_embeddings and tokenizer_config.json no "
+            "model_max_length; one of them must say how many tokens two texts may have",
+            field="model",
+        )
+    return longest

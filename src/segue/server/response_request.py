@@ -1,0 +1,252 @@
+"""`/v1/responses`: the body, as OpenAI has it with extensions, into a checked chat completion."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from segue.media.sources import shown
+from segue.messages.errors import InvalidRequest, SegueError, nearest
+from segue.orchestrator.service import ModelCard
+from segue.server.chat_request import ChatRequest, chat_request
+from segue.server.errors import Unsupported
+from segue.server.parameters import as_written, check_model, parse_body
+from segue.server.response_items import Conversation
+from segue.server.response_tools import chat_tools
+from segue.server.settings import ServerSettings
+
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
+"""What `include` may name. Thoughts come in the open, so nothing of them is encrypted besides."""
+
+
+class ReasoningOptions(msgspec.Struct, kw_only=True):
+    """How much the model is to think."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class TextOptions(msgspec.Struct, kw_only=True):
+    """What form the text must have."""
+
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class ResponseStreamOptions(msgspec.Struct, kw_only=True):
+    """What a stream carries besides."""
+
+    include_obfuscation: bool | None = None
+
+
+class ResponsesBody(msgspec.Struct, kw_only=True):
+    """Every parameter that does something. null means not given."""
+
+    model: str
+    input: str | list[Any]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    include: list[str] | None = None
+    text: TextOptions | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: int | None = None
+    reasoning: ReasoningOptions | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    """The tenant, for fair scheduling."""
+    # ours (and vLLM's) from here on
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    structured_outputs: dict[str, Any] | None = None
+    include_reasoning: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    deadline: float | None = None
+    """Seconds from now."""
+    options: dict[str, Any] | None = None
+
+
+_FIELDS = ResponsesBody.__struct_fields__
+_AS_IN_CHAT = ("model", "temperature", "top_p", "parallel_tool_calls", *_FIELDS[_FIELDS.index("user") :])
+"""Parameters that a chat completion has by the same names."""
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "background": (False,),
+    "conversation": (),
+    "prompt": (),
+    "truncation": ("disabled",),
+    "service_tier": ("auto", "default"),
+    "context_management": ([],),
+    "moderation": (),
+}
+"""Parameters of OpenAI's that cannot be honoured → the values that ask for nothing (null always does)."""
+_NESTED: dict[str, type[msgspec.Struct]] = {
+    "reasoning": ReasoningOptions,
+    "text": TextOptions,
+    "stream_options": ResponseStreamOptions,
+}
+_WRITTEN = {
+    "response_format.json_schema.schema": "text.format.schema",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "tool_choice.function": "tool_choice",
+}
+"""What a chat completion calls it → what the client wrote; the most special names first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResponsesRequest:
+    """A checked request: a chat completion of one choice, and what is to be said of it."""
+
+    response_id: str
+    chat: ChatRequest
+    written: Mapping[str, str]
+    """As in `Answering`, for what goes wrong in the stages."""
+    stream: bool
+    store: bool
+    items: bytes
+    """The input, as a JSON list of items."""
+    asked: dict[str, Any]
+    """The fields of the answer that say what was asked for."""
+
+
+def responses_request(
+    values: dict[str, Any], earlier: list[Any], card: ModelCard, settings: ServerSettings
+) -> ResponsesRequest:
+    """`earlier`: the items of the conversation so far. Blocking (media). Raises `InvalidRequest`."""
+    body = parse_body(values, ResponsesBody, _UNSUPPORTED, _NESTED)
+    check_model(body.model, card, settings)
+    if "text" not in card.gives:
+        gives = ", ".join(sorted(card.gives))
+        raise Unsupported(f"model {shown(body.model)} gives no text (it gives {gives}), so no response", field="model")
+    _check(body)
+    items = [{"type": "message", "role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    if not items and not earlier:
+        raise InvalidRequest("input is empty; give a text or at least one item", field="input")
+    conversation = Conversation()
+    if body.instructions is not None:
+        conversation.system(body.instructions, "instructions")
+    for item in earlier:
+        conversation.item(item, "previous_response_id")
+    if isinstance(body.input, str):
+        conversation.user(body.input, "input")
+    else:
+        for index, item in enumerate(items):
+            conversation.item(item, f"input[{index}]")
+    tools, of_tools = chat_tools(body.tools, body.tool_choice)
+    written = {**conversation.written, **of_tools, **_WRITTEN}
+    try:
+        chat = chat_request(_chat_values(body, conversation, tools), card, settings)
+    except SegueError as error:
+        raise as_written(error, written) from error
+    response_id = f"resp_{uuid.uuid4().hex}"
+    requests = [msgspec.structs.replace(request, request_id=response_id) for request in chat.requests]
+    return ResponsesRequest(
+        response_id=response_id,
+        chat=replace(chat, completion_id=response_id, requests=requests),
+        written={path: _WRITTEN.get(said, said) for path, said in chat.written.items()} | written,
+        stream=bool(body.stream),
+        store=body.store is not False,
+        items=msgspec.json.encode(items),
+        asked=_asked(body),
+    )
+
+
+def _check(body: ResponsesBody) -> None:
+    for index, name in enumerate(body.include or []):
+        if name not in _INCLUDED:
+            raise Unsupported(
+                f"include[{index}] is {shown(name)}; this server has no such thing{nearest(name, _INCLUDED)}",
+                field=f"include[{index}]",
+            )
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options is given, but stream is not true", field="stream_options")
+    if body.text is not None and body.text.verbosity not in (None, "medium"):
+        raise Unsupported(
+            f"text.verbosity is {shown(body.text.verbosity)}; this server does not support that: leave it out",
+            field="text.verbosity",
+        )
+    for name in ("summary", "generate_summary"):
+        wanted = getattr(body.reasoning, name, None)
+        if wanted not in (None, "auto"):
+            raise Unsupported(
+                f"reasoning.{name} is {shown(wanted)}; thoughts come whole, they are not summarised: leave it out",
+                field=f"reasoning.{name}",
+            )
+
+
+def _chat_values(body: ResponsesBody, conversation: Conversation, tools: dict[str, Any]) -> dict[str, Any]:
+    """The body of the chat completion."""
+    values: dict[str, Any] = {name: getattr(body, name) for name in _AS_IN_CHAT}
+    values |= {"messages": conversation.messages, "max_completion_tokens": body.max_output_tokens, **tools}
+    if body.top_logprobs is not None or _LOGPROBS in (body.include or []):
+        values |= {"logprobs": True, "top_logprobs": body.top_logprobs}
+    if body.reasoning is not None:
+        values["reasoning_effort"] = body.reasoning.effort
+    if body.text is not None and body.text.format is not None:
+        values["response_format"] = _response_format(body.text.format)
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _response_format(form: dict[str, Any]) -> dict[str, Any]:
+    """A chat completion has the schema one level deeper."""
+    if form.get("type") != "json_schema":
+        return form
+    if not isinstance(form.get("schema"), dict):
+        raise InvalidRequest(
+            f"text.format.schema is {shown(form.get('schema'))}; it must be an object", field="text.format.schema"
+        )
+    return {"type": "json_schema", "json_schema": {name: form[name] for name in form if name != "type"}}
+
+
+def _asked(body: ResponsesBody) -> dict[str, Any]:
+    form = (body.text.format if body.text is not None else None) or {"type": "text"}
+    effort = body.reasoning.effort if body.reasoning is not None else None
+    return {
+        "background": False,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": effort, "summary": None},
+        "service_tier": "default",
+        "store": body.store is not False,
+        "temperature": body.temperature,
+        "text": {"format": form, "verbosity": "medium"},
+        "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+        "tools": body.tools or [],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": body.top_p,
+        "truncation": "disabled",
+        "user": body.user,
+    }

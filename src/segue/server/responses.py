@@ -1,0 +1,119 @@
+"""POST /v1/responses, GET, DELETE and cancel of /v1/responses/{response_id}: OpenAI's Responses API over chat."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from segue.media.sources import shown
+from segue.messages.deltas import Delta, Finished
+from segue.messages.errors import InvalidRequest, SegueError
+from segue.observe.metrics import ServerMetrics
+from segue.orchestrator.service import Service
+from segue.server.body import read_json
+from segue.server.disconnect import EventStream, while_connected
+from segue.server.errors import Unsupported, json_response
+from segue.server.events import named_events
+from segue.server.generations import run_generations
+from segue.server.response_request import ResponsesRequest, responses_request
+from segue.server.response_store import ResponseStore, Turn, items_so_far
+from segue.server.response_writer import ResponseWriter
+from segue.server.settings import ServerSettings
+
+_CHECKING_THREADS = 8
+
+
+def add_responses(app: FastAPI, service: Service, settings: ServerSettings, metrics: ServerMetrics) -> None:
+    """Add the endpoints."""
+    # threads of their own: a media host that answers slowly must not keep the codecs waiting
+    checking = ThreadPoolExecutor(_CHECKING_THREADS, thread_name_prefix="segue-response")
+    store = ResponseStore(settings.max_responses, settings.max_response_bytes)
+
+    @app.post("/v1/responses")
+    async def respond(request: Request) -> Response:
+        values = await read_json(request, settings)
+        previous = values.get("previous_response_id")
+        before = store.turn(previous) if isinstance(previous, str) else None
+
+        def checked() -> ResponsesRequest:
+            return responses_request(values, items_so_far(before), service.card, settings)
+
+        asked = await asyncio.get_running_loop().run_in_executor(checking, checked)
+        deltas = run_generations(service, asked.chat.requests, metrics, asked.written)
+        if asked.stream:
+            return EventStream(named_events(_events(asked, deltas, store, before)), settings.stall_seconds)
+        return json_response(await while_connected(request.receive, _whole(asked, deltas, store, before)))
+
+    @app.get("/v1/responses/{response_id}")
+    async def retrieve(response_id: str, request: Request) -> Response:
+        kept = store.response(response_id)
+        if request.query_params.get("stream", "false") != "false":
+            raise Unsupported("stream is true; events are not kept: leave it out to get the response", field="stream")
+        return Response(kept, media_type="application/json")
+
+    @app.delete("/v1/responses/{response_id}")
+    async def delete(response_id: str) -> Response:
+        store.forget(response_id)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
+
+    @app.post("/v1/responses/{response_id}/cancel")
+    async def cancel(response_id: str) -> Response:
+        store.response(response_id)
+        raise InvalidRequest(
+            f"response {shown(response_id)} was not made in the background, and has ended: close the connection to "
+            "cancel one that runs",
+            field="response_id",
+        )
+
+
+async def _whole(
+    asked: ResponsesRequest,
+    deltas: AsyncGenerator[tuple[int, Delta]],
+    store: ResponseStore,
+    before: Turn | None,
+) -> dict[str, Any]:
+    writer = ResponseWriter(asked)
+    async with aclosing(deltas):
+        async for _, delta in deltas:
+            writer.take(delta)
+    _keep(asked, writer, store, before)
+    return writer.response
+
+
+async def _events(
+    asked: ResponsesRequest,
+    deltas: AsyncGenerator[tuple[int, Delta]],
+    store: ResponseStore,
+    before: Turn | None,
+) -> AsyncGenerator[dict[str, object]]:
+    """Nothing is said before there is a delta, so that what is refused until then has a status of its own."""
+    writer = ResponseWriter(asked)
+    begun = False
+    async with aclosing(deltas):
+        try:
+            async for _, delta in deltas:
+                if not begun:
+                    begun = True
+                    for event in writer.begin():
+                        yield event
+                events = writer.take(delta)
+                if isinstance(delta, Finished):  # before the client hears of the end, and may go on from it
+                    _keep(asked, writer, store, before)
+                for event in events:
+                    yield event
+        except SegueError as error:
+            if not begun:
+                raise
+            for event in writer.fail(error):
+                yield event
+
+
+def _keep(asked: ResponsesRequest, writer: ResponseWriter, store: ResponseStore, before: Turn | None) -> None:
+    if asked.store:
+        store.keep(writer.response, asked.items, before)

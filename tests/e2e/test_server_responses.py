@@ -1,0 +1,84 @@
+"""The Responses API on a real model: what it says is what a chat completion of the same says."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from server_process import NAME, served, tiny_checkpoint
+
+from segue.media.encode import encode_png
+
+
+@pytest.fixture(scope="module")
+def omni(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    with (
+        served(tiny_checkpoint(tmp_path_factory), "--log-level", "warning") as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+def chat(client: openai.OpenAI, messages: Any) -> str:
+    reply = client.chat.completions.create(model=NAME, messages=messages, temperature=0, max_tokens=12)
+    return reply.choices[0].message.content or ""
+
+
+def test_a_conversation(omni: openai.OpenAI) -> None:
+    """Whole, streamed, and gone on from: the messages are those of a chat."""
+    said: list[dict[str, Any]] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is at sea?"},
+    ]
+    first = omni.responses.create(
+        model=NAME, input="What is at sea?", instructions="Be brief.", temperature=0, max_output_tokens=12, store=True
+    )
+    assert first.output_text == chat(omni, said) != ""
+    with omni.responses.stream(
+        model=NAME, input="What is at sea?", instructions="Be brief.", temperature=0, max_output_tokens=12
+    ) as stream:
+        events = list(stream)
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == first.output_text
+    second = omni.responses.create(
+        model=NAME,
+        input=[{"role": "user", "content": [{"type": "input_text", "text": "And on land?"}]}],
+        instructions="Be brief.",
+        previous_response_id=first.id,
+        temperature=0,
+        max_output_tokens=12,
+    )
+    said += [{"role": "assistant", "content": first.output_text}, {"role": "user", "content": "And on land?"}]
+    assert second.output_text == chat(omni, said)
+    assert second.usage is not None
+    assert first.usage is not None
+    assert second.usage.input_tokens > first.usage.input_tokens > 0
+
+
+def test_a_grammar_holds_the_reply(omni: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"at": {"enum": ["sea", "land"]}}, "required": ["at"]}
+    form: Any = {"type": "json_schema", "name": "where", "schema": {**schema, "additionalProperties": False}}
+    told = omni.responses.create(model=NAME, input="Where?", text={"format": form}, temperature=0)
+    assert json.loads(told.output_text)["at"] in ("sea", "land")
+
+
+def test_a_picture(omni: openai.OpenAI) -> None:
+    pixels = np.random.default_rng(3).integers(0, 256, (56, 56, 3), dtype=np.uint8)
+    url = "data:image/png;base64," + base64.b64encode(encode_png(pixels.tobytes(), 56, 56)).decode()
+    item: Any = {
+        "role": "user",
+        "content": [{"type": "input_text", "text": "What is this?"}, {"type": "input_image", "image_url": url}],
+    }
+    reply = omni.responses.create(model=NAME, input=[item], temperature=0, max_output_tokens=12)
+    parts = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": url}}]
+    assert reply.output_text == chat(omni, [{"role": "user", "content": parts}])
+    assert reply.usage is not None
+    assert reply.usage.input_tokens_details.to_dict()["image_tokens"] > 0
+    item["content"][1]["image_url"] = "data:image/png;base64,AAAA"
+    with pytest.raises(openai.BadRequestError) as caught:
+        omni.responses.create(model=NAME, input=[item], stream=True)
+    assert caught.value.param == "input[0].content[1]"
