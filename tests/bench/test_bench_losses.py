@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -12,15 +14,16 @@ from diffusers.quantizers.gguf.utils import GGUFParameter, dequantize_gguf_tenso
 from safetensors.torch import load_file
 
 from segue.bench.diffusion_sides import SegueDriver
-from segue.bench.diffusion_workload import PictureOutcome
+from segue.bench.diffusion_workload import Mix, PictureOutcome, PictureRequest, pictures
 from segue.bench.hardware import Machine
 from segue.bench.loss_files import RANK, rank_of, write_gguf, write_untrained_lora
-from segue.bench.loss_sides import FewSteps, faster_sides
-from segue.bench.losses import TOGETHER, LossResult, loss, markdown
+from segue.bench.loss_sides import FewSteps, Ways, faster_sides
+from segue.bench.losses import TOGETHER, LossResult, LossSide, loss, markdown, measured
 from segue.bench.main import parser
 from segue.bench.page import render
 from segue.bench.result_file import write_result
 from segue.engines.contract import LoadContext
+from segue.messages.errors import InvalidRequest
 from segue.models.diffusion.gguf_files import read_gguf
 from segue.models.flux import tiny as flux
 from segue.models.stable_diffusion_3 import tiny as stable_diffusion_3
@@ -42,6 +45,65 @@ def test_errors_and_speeds() -> None:
     assert figures.mean_difference == pytest.approx(0.1)
     same = loss(exact, exact)
     assert (same.psnr, same.lowest_psnr, same.speed) == (None, None, 1.0)
+
+
+@dataclass
+class Painter:
+    """A side without a model: a picture is of one colour but for one pixel. `serving`: the names of those that are."""
+
+    name: str
+    colour: int
+    serving: list[str]
+    most: list[int]
+    """The largest number of them at once, so far."""
+    refuses: bool = False
+    startup: float = 0.0
+
+    async def start(self) -> None:
+        self.serving.append(self.name)
+        self.most[0] = max(self.most[0], len(self.serving))
+
+    async def take_over(self, together: int) -> None:
+        assert self.name in self.serving
+
+    async def hand_over(self) -> None:
+        pass
+
+    async def stop(self) -> None:
+        self.serving.remove(self.name)
+
+    async def run(self, request: PictureRequest) -> PictureOutcome:
+        if self.refuses:
+            raise InvalidRequest("not made of blocks")
+        picture = np.full((request.size, request.size, 3), self.colour)
+        picture[0, 0] = 0
+        return outcome(request.index, 1.0, picture)
+
+
+def test_two_models_are_in_memory_at_once_and_no_more() -> None:
+    serving, most = [], [0]
+    names = {"exact": 100, "cache": 110, "other cache": 110, "int8": 120, "int4": 130, "fp8": 140}
+    sides = {name: Painter(name, colour, serving, most) for name, colour in names.items()}
+    sides["other cache"].refuses = sides["int4"].refuses = True
+    same, own = ([sides[name] for name in some] for some in (["cache", "other cache"], ["int8", "int4", "fp8"]))
+    for way in same:  # these are the exact one's
+        way.serving, way.most = ["cache", "other cache"], [0]
+    warm, *asked = (pictures(Mix((2,), (1,)), 8, start, 2, 1.0, seed=0) for start in (0, 2, 4))
+
+    async def all_of_it() -> tuple[dict[str, LossSide], list[str]]:
+        await sides["exact"].start()
+        ways = Ways(same, own, ["GGUF: needs the package gguf"])
+        return await measured(sides["exact"], ways, warm[0], asked, lambda line: None)
+
+    made, refused = asyncio.run(all_of_it())
+    assert list(made) == ["exact", "cache", "int8", "fp8", TOGETHER]
+    assert made["exact"].psnr is made[TOGETHER].psnr is None
+    for name in ("cache", "int8", "fp8"):
+        assert made[name].largest_difference == pytest.approx((names[name] - 100) / 255)
+    assert refused == [
+        "GGUF: needs the package gguf", "other cache: not made of blocks", "int4: not made of blocks",
+    ]  # fmt: skip
+    assert (serving, most) == (["exact"], [2])
 
 
 def test_a_result_is_read_again(tmp_path: Path) -> None:
@@ -80,17 +142,16 @@ def test_the_sides(tmp_path: Path) -> None:
     """Every way is there; a distilled model's guidance is no second row, so it has no interval."""
     flux.make(tmp_path / "flux")
     exact = SegueDriver(tmp_path / "flux", "FluxPipeline", "float32", {})
-    sides, refused = faster_sides(exact, [("taylorseer", None)], 4.0, FewSteps(3, None), tmp_path)
+    ways = faster_sides(exact, [("taylorseer", None)], 4.0, FewSteps(3, None), tmp_path)
     kinds = ["int8", "int4", "fp8", "GGUF Q8_0", "GGUF Q4_0"]
-    assert [side.name for side in sides] == [
-        f"segue, {name}" for name in ("taylorseer", *kinds, "3 steps with untrained LoRA")
-    ]
-    assert refused == []
+    assert [side.name for side in ways.same] == ["segue, taylorseer"]
+    assert [side.name for side in ways.own] == [f"segue, {name}" for name in (*kinds, "3 steps with untrained LoRA")]
+    assert ways.refused == []
     stable_diffusion_3.make(tmp_path / "sd3")
     exact = SegueDriver(tmp_path / "sd3", "StableDiffusion3Pipeline", "float32", {})
-    sides, _ = faster_sides(exact, [], 4.0, FewSteps(3, tmp_path / "untrained.safetensors"), tmp_path)
-    assert [side.name for side in sides[:1]] == ["segue, guidance_interval 0.2-0.8"]
-    assert sides[-1].name == "segue, 3 steps with LoRA"
+    ways = faster_sides(exact, [], 4.0, FewSteps(3, tmp_path / "untrained.safetensors"), tmp_path)
+    assert [side.name for side in ways.same] == ["segue, guidance_interval 0.2-0.8"]
+    assert ways.own[-1].name == "segue, 3 steps with LoRA"
 
 
 def test_the_files(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 import row_rank_fake
 import torch
@@ -21,11 +22,14 @@ from segue.engines.diffusion.ranks import RowLeader
 from segue.messages.errors import StageFailed
 from segue.parallel.group import ReplicaBroken
 from segue.parallel.orders import Crew
-from segue.parallel.ways import meet
+from segue.parallel.row_orders import Begin, Fared, Feed, Predict, decode_fared, encode_row_order
+from segue.parallel.ways import Ways, meet
 
 
 @contextmanager
-def pair(meeting: Path, more: int, taken: int = 0, *, ends: int = 0, says: str = "") -> Iterator[RowLeader]:
+def following(
+    meeting: Path, more: int, taken: int = 0, *, ends: int = 0, says: str = ""
+) -> Iterator[tuple[Ways, Crew]]:
     """`more` and `taken`: of the follower's memory; `ends`: its exit status, and what it `says` then."""
     near, far = socket.socketpair()
     command = [sys.executable, row_rank_fake.__file__, str(far.fileno()), str(meeting), str(more), str(taken)]
@@ -33,14 +37,21 @@ def pair(meeting: Path, more: int, taken: int = 0, *, ends: int = 0, says: str =
     far.close()
     crew = Crew([near])
     ways = meet(0, SHAPE, meeting, CPU)
-    leader = RowLeader(exchanging(ways), ways, crew)
-    leader.serve()
     try:
-        yield leader
+        yield ways, crew
     finally:
         crew.close()
         _, heard = follower.communicate(timeout=240)
         assert (follower.returncode, says in heard) == (ends, True), heard
+
+
+@contextmanager
+def pair(meeting: Path, more: int, taken: int = 0, *, ends: int = 0, says: str = "") -> Iterator[RowLeader]:
+    """As `following`."""
+    with following(meeting, more, taken, ends=ends, says=says) as (ways, crew):
+        leader = RowLeader(exchanging(ways), ways, crew)
+        leader.serve()
+        yield leader
 
 
 def assert_true(outputs: list[StageOutput]) -> None:
@@ -65,6 +76,24 @@ def test_what_never_fits_fails_alone(tmp_path: Path) -> None:
         assert not leader.inner.calls, "nobody begins"
     assert {one.request_id for one in outputs if isinstance(one.error, StageFailed)} == {ask.name for ask in ASKS}
     assert all("does not fit into the memory that is free" in str(one.error) for one in outputs)
+
+
+def test_what_the_latents_take_is_counted(tmp_path: Path) -> None:
+    """Of a call that is named and not made: a row would fit, but not beside the latents."""
+    with following(tmp_path / "meeting", more=ROW + ROW // 2) as (_, crew):
+        [ask, _] = ASKS
+        request = msgspec.Raw(msgspec.msgpack.encode(ask.request()))
+        for order in (Begin(request), Feed(ask.name, "input", {}, True)):
+            crew.send(encode_row_order(order))
+
+        def fared(numbers: int) -> Fared:
+            crew.send(encode_row_order(Predict([(ask.name, 0, 0, 0)], False, [1, numbers], "float32")))
+            return decode_fared(crew.next_answer((), None)[1])
+
+        assert not fared(4).kind
+        assert fared(ROW // 4).no_memory
+        assert fared(ROW).no_memory, "the latents themselves"
+        assert not fared(4).kind, "nothing of them is kept"
 
 
 def test_in_the_middle_of_a_call_it_ends_the_replica(tmp_path: Path) -> None:

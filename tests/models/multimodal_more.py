@@ -4,29 +4,42 @@ from __future__ import annotations
 
 from typing import Any
 
-from multimodal_others import CLIP_TOWER, HALF, LLAVA_PROCESSOR, SIGHT, TEXT_CONFIG, TILES
+from multimodal_parts import (
+    AREA,
+    CLIP_TOWER,
+    CROP,
+    GOT_PIXELS,
+    HALF,
+    KIMI_TOWER,
+    LLAVA_PROCESSOR,
+    LLAVA_TEMPLATE,
+    MERGED,
+    PIXTRAL,
+    PIXTRAL_PIXELS,
+    PLAIN,
+    QWEN,
+    QWEN3,
+    QWEN3_TOWER,
+    QWEN_IDS,
+    QWEN_TOWER,
+    SAM,
+    SIGHT,
+    SIGLIP,
+    SQUARE,
+    TEXT_CONFIG,
+    THREE_AXES,
+    TILES,
+    TURNS,
+    WINDOWED,
+    token_id,
+)
 
-from segue.models.multimodal_lm.tiny_config import SMALL
-from segue.models.tiny.files import BASE_VOCAB
-
-_QWEN = SMALL["qwen2.5-vl"]
-_QWEN3 = SMALL["qwen3-vl"]
-_QWEN_IDS = {key: _QWEN.id_of(token) for key, token in _QWEN.ids.items()}
-_IMAGE_AND_VIDEO = {key: _QWEN_IDS[key] for key in ("image_token_id", "video_token_id")}
-_LLAVA_TEMPLATE = SMALL["llava-onevision"].template
-_QWEN_TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64, "depth": 2}
-_QWEN_PIXELS = {**_QWEN.files["preprocessor_config.json"], "max_pixels": 28 * 28 * 64}
-_QWEN_PARTS = {"special": _QWEN.special, "template": _QWEN.template}
-_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
-_SIGLIP = {**SIGHT, "model_type": "siglip_vision_model", "vision_use_head": False}
-_TURNS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-_GLM = (*_TURNS, "<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>")
+_IMAGE_AND_VIDEO = {key: QWEN_IDS[key] for key in ("image_token_id", "video_token_id")}
+_QWEN_PIXELS = {**QWEN.files["preprocessor_config.json"], "max_pixels": 28 * 28 * 64}
+_QWEN_PARTS = {"special": QWEN.special, "template": QWEN.template}
+_GLM = (*TURNS, "<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>")
 _GLM += ("<|begin_of_video|>", "<|end_of_video|>")
 _MOE = {"moe_intermediate_size": 48, "num_experts_per_tok": 2}
-
-
-def _id(tokens: tuple[str, ...], token: str) -> int:
-    return BASE_VOCAB + tokens.index(token)
 
 
 def _glm(kind: str, text: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -42,10 +55,9 @@ def _glm(kind: str, text: dict[str, Any] | None = None) -> dict[str, Any]:
     pixels = {"size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 128}, "patch_size": 14, **HALF}
     return {
         "config": {
-            "vision_config": {**_QWEN_TOWER, "image_size": 56},
+            "vision_config": {**QWEN_TOWER, "image_size": 56},
             "text_config": {
-                **{key: value for key, value in TEXT_CONFIG.items() if key != "model_type"},
-                "head_dim": 16,
+                **PLAIN,
                 "rope_parameters": {
                     "rope_type": "default",
                     "rope_theta": 1e4,
@@ -54,39 +66,30 @@ def _glm(kind: str, text: dict[str, Any] | None = None) -> dict[str, Any]:
                 },
                 **(text or {}),
             },
-            **{key: _id(_GLM, token) for key, token in names.items()},
+            **{key: token_id(_GLM, token) for key, token in names.items()},
         },
         "processor": {"processor_class": f"{part}Processor"},
         "pixels": {"image_processor_type": f"{part}ImageProcessor", **pixels},
         "frames": {"video_processor_type": f"{part}VideoProcessor", **pixels},
         "special": _GLM,
-        "template": _QWEN.template.replace(
+        "template": QWEN.template.replace(
             "<|vision_start|><|image_pad|><|vision_end|>", "<|begin_of_image|><|image|><|end_of_image|>"
         ).replace("<|vision_start|><|video_pad|><|vision_end|>", "<|begin_of_video|><|video|><|end_of_video|>"),
     }
 
 
-_AYA = (*_TURNS, "<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "<|IMG_LINE_BREAK|>")
+_AYA = (*TURNS, "<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "<|IMG_LINE_BREAK|>")
 _AYA += ("TILE_GLOBAL", *(f"TILE_{number}" for number in range(1, 5)))
 _COHERE_TEXT = {
     **TEXT_CONFIG,
     "model_type": "cohere2",
-    "sliding_window": 24,
-    "layer_types": ["sliding_attention", "full_attention"],
+    **WINDOWED,
     "logit_scale": 0.25,
 }
-_GOT_PIXELS = {
-    "image_processor_type": "GotOcr2ImageProcessor",
-    "size": {"height": 56, "width": 56},
-    "crop_to_patches": True,
-    "min_patches": 1,
-    "max_patches": 4,
-    **HALF,
-}
-_OVIS = (*_TURNS, "<image>", "<IMG_ATOM>", "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
-_HUNYUAN = (*_TURNS, "<img>", "<img_start>", "<img_end>", "<img_line>")
-_KIMI = (*_TURNS, "<|media_pad|>", "<|media_begin|>", "<|media_end|>", "<|media_content|>", "<|video|>")
-_LIGHT = (*_TURNS, "<image>", "<row>", "<end>")
+_OVIS = (*TURNS, "<image>", "<IMG_ATOM>", "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
+_HUNYUAN = (*TURNS, "<img>", "<img_start>", "<img_end>", "<img_line>")
+_KIMI = (*TURNS, "<|media_pad|>", "<|media_begin|>", "<|media_end|>", "<|media_content|>", "<|video|>")
+_LIGHT = (*TURNS, "<image>", "<row>", "<end>")
 
 MORE: dict[str, dict[str, Any]] = {
     "vipllava": {
@@ -94,9 +97,7 @@ MORE: dict[str, dict[str, Any]] = {
         "processor": {"processor_class": "LlavaProcessor", **LLAVA_PROCESSOR},
         "pixels": {
             "image_processor_type": "CLIPImageProcessor",
-            "size": {"shortest_edge": 56},
-            "crop_size": {"height": 56, "width": 56},
-            **HALF,
+            **CROP,
         },
     },
     "llava_next_video": {
@@ -112,22 +113,18 @@ MORE: dict[str, dict[str, Any]] = {
         "pixels": {
             "image_processor_type": "LlavaNextImageProcessor",
             "image_grid_pinpoints": TILES,
-            "size": {"shortest_edge": 56},
-            "crop_size": {"height": 56, "width": 56},
-            **HALF,
+            **CROP,
         },
         "frames": {
             "video_processor_type": "LlavaNextVideoVideoProcessor",
-            "size": {"shortest_edge": 56},
-            "crop_size": {"height": 56, "width": 56},
-            **HALF,
+            **CROP,
         },
     },
     "aya_vision": {
         "config": {
-            "vision_config": _SIGLIP,
+            "vision_config": SIGLIP,
             "text_config": _COHERE_TEXT,
-            "image_token_index": _id(_AYA, "<|IMG_PATCH|>"),
+            "image_token_index": token_id(_AYA, "<|IMG_PATCH|>"),
             "downsample_factor": 2,
         },
         "processor": {
@@ -137,28 +134,27 @@ MORE: dict[str, dict[str, Any]] = {
             "downsample_factor": 2,
             "image_token": "<image>",
         },
-        "pixels": _GOT_PIXELS,
+        "pixels": GOT_PIXELS,
         "special": _AYA,
     },
     "cohere2_vision": {
         "config": {
-            "vision_config": _SIGLIP,
+            "vision_config": SIGLIP,
             "text_config": _COHERE_TEXT,
-            "image_token_id": _id(_AYA, "<|IMG_PATCH|>"),
+            "image_token_id": token_id(_AYA, "<|IMG_PATCH|>"),
             "downsample_factor": 2,
             "alignment_intermediate_size": 96,
         },
         "processor": {"processor_class": "Cohere2VisionProcessor"},
         "pixels": {
             "image_processor_type": "Cohere2VisionImageProcessor",
-            "size": {"height": 56, "width": 56},
             "patch_size": 2,
             "downsample_factor": 2,
             "max_patches": 4,
-            **HALF,
+            **SQUARE,
         },
         "special": _AYA,
-        "template": _LLAVA_TEMPLATE.replace("<image>", "<|IMG_PATCH|>"),
+        "template": LLAVA_TEMPLATE.replace("<image>", "<|IMG_PATCH|>"),
         "tokens": {
             "boi_token": "<|START_OF_IMG|>",
             "eoi_token": "<|END_OF_IMG|>",
@@ -172,30 +168,29 @@ MORE: dict[str, dict[str, Any]] = {
     "glm4v_moe": _glm("glm4v_moe", {**_MOE, "n_routed_experts": 4, "first_k_dense_replace": 1}),
     "qwen3_vl_moe": {
         "config": {
-            "vision_config": {**_QWEN_TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+            "vision_config": QWEN3_TOWER,
             "text_config": {
-                **{key: value for key, value in TEXT_CONFIG.items() if key != "model_type"},
-                **_QWEN3.text,
+                **PLAIN,
+                **QWEN3.text,
                 **_MOE,
                 "num_experts": 4,
                 "tie_word_embeddings": False,
             },
-            **_QWEN_IDS,
+            **QWEN_IDS,
         },
         "processor": {"processor_class": "Qwen3VLProcessor"},
-        "pixels": _QWEN3.files["preprocessor_config.json"],
-        "frames": _QWEN3.files["video_preprocessor_config.json"],
-        "special": _QWEN3.special,
-        "template": _QWEN3.template,
+        "pixels": QWEN3.files["preprocessor_config.json"],
+        "frames": QWEN3.files["video_preprocessor_config.json"],
+        "special": QWEN3.special,
+        "template": QWEN3.template,
     },
     "exaone4_5": {
         "config": {
-            "vision_config": {**_QWEN_TOWER, "num_key_value_heads": 1, "fullatt_block_indexes": [1]},
+            "vision_config": {**QWEN_TOWER, "num_key_value_heads": 1, "fullatt_block_indexes": [1]},
             "text_config": {
                 **TEXT_CONFIG,
                 "model_type": "exaone4",
-                "sliding_window": 24,
-                "layer_types": ["sliding_attention", "full_attention"],
+                **WINDOWED,
             },
             **_IMAGE_AND_VIDEO,
         },
@@ -206,7 +201,7 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "hyperclovax_vision_v2": {
         "config": {
-            "vision_config": {**_QWEN_TOWER, "model_type": "qwen2_5_vl_vision", "fullatt_block_indexes": [1]},
+            "vision_config": {**QWEN_TOWER, "model_type": "qwen2_5_vl_vision", "fullatt_block_indexes": [1]},
             "text_config": {**TEXT_CONFIG, "model_type": "hyperclovax"},
             **_IMAGE_AND_VIDEO,
         },
@@ -240,19 +235,17 @@ MORE: dict[str, dict[str, Any]] = {
         "config": {
             "vision_config": {**SIGHT, "model_type": "paddleocr_vl_vision"},
             "text_config": {
-                **{key: value for key, value in TEXT_CONFIG.items() if key != "model_type"},
-                **_MROPE,
+                **PLAIN,
+                "rope_parameters": THREE_AXES,
                 "tie_word_embeddings": False,
             },
-            **_QWEN_IDS,
+            **QWEN_IDS,
         },
         "processor": {"processor_class": "PaddleOCRVLProcessor"},
         "pixels": {
             "image_processor_type": "PaddleOCRVLImageProcessor",
-            "patch_size": 14,
-            "size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 64},
-            "merge_size": 2,
-            **HALF,
+            "size": AREA,
+            **MERGED,
         },
         **_QWEN_PARTS,
         "tokens": {"image_token": "<|image_pad|>"},
@@ -261,8 +254,8 @@ MORE: dict[str, dict[str, Any]] = {
         "config": {
             "vision_config": {**SIGHT, "vocab_size": 32, "hidden_stride": 2, "num_visual_indicator_tokens": 5},
             "text_config": {**TEXT_CONFIG, "model_type": "qwen2"},
-            "image_token_id": _id(_OVIS, "<IMG_ATOM>"),
-            "visual_indicator_token_ids": [_id(_OVIS, token) for token in _OVIS[5:]],
+            "image_token_id": token_id(_OVIS, "<IMG_ATOM>"),
+            "visual_indicator_token_ids": [token_id(_OVIS, token) for token in _OVIS[5:]],
             "vocab_size": 672,
             "hidden_size": 64,
         },
@@ -285,8 +278,8 @@ MORE: dict[str, dict[str, Any]] = {
             "image_seq_length": 4,
         },
         "processor": {"processor_class": "QianfanOCRProcessor", "image_seq_length": 4},
-        "pixels": _GOT_PIXELS,
-        "special": (*_TURNS, "<IMG>", "<img>", "</img>", "<image>"),
+        "pixels": GOT_PIXELS,
+        "special": (*TURNS, "<IMG>", "<img>", "</img>", "<image>"),
         "tokens": {
             "start_image_token": "<img>",
             "end_image_token": "</img>",
@@ -295,18 +288,13 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "lighton_ocr": {
         "config": {
-            "vision_config": {**SIGHT, "model_type": "pixtral", "image_size": 112, "head_dim": 16},
+            "vision_config": PIXTRAL,
             "text_config": {**TEXT_CONFIG, "model_type": "qwen3"},
-            "image_token_id": _id(_LIGHT, "<image>"),
+            "image_token_id": token_id(_LIGHT, "<image>"),
             "spatial_merge_size": 2,
         },
         "processor": {"processor_class": "LightOnOcrProcessor", "patch_size": 14, "spatial_merge_size": 2},
-        "pixels": {
-            "image_processor_type": "PixtralImageProcessor",
-            "size": {"longest_edge": 112},
-            "patch_size": 28,
-            **HALF,
-        },
+        "pixels": PIXTRAL_PIXELS,
         "special": _LIGHT,
         "tokens": {"image_token": "<image>", "image_break_token": "<row>", "image_end_token": "<end>"},
     },
@@ -321,37 +309,27 @@ MORE: dict[str, dict[str, Any]] = {
                 "min_image_size": 56,
             },
             "text_config": {
-                **{key: value for key, value in TEXT_CONFIG.items() if key != "model_type"},
+                **PLAIN,
                 "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2, 2]},
             },
-            "image_token_id": _id(_HUNYUAN, "<img>"),
-            "im_start_id": _id(_HUNYUAN, "<img_start>"),
-            "im_end_id": _id(_HUNYUAN, "<img_end>"),
-            "im_newline_id": _id(_HUNYUAN, "<img_line>"),
+            "image_token_id": token_id(_HUNYUAN, "<img>"),
+            "im_start_id": token_id(_HUNYUAN, "<img_start>"),
+            "im_end_id": token_id(_HUNYUAN, "<img_end>"),
+            "im_newline_id": token_id(_HUNYUAN, "<img_line>"),
         },
         "processor": {"processor_class": "HunYuanVLProcessor"},
         "pixels": {
             "image_processor_type": "HunYuanVLImageProcessor",
-            "patch_size": 14,
-            "size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 64},
-            "merge_size": 2,
-            **HALF,
+            "size": AREA,
+            **MERGED,
         },
         "special": _HUNYUAN,
-        "template": _LLAVA_TEMPLATE.replace("<image>", "<img_start><img><img_end>"),
+        "template": LLAVA_TEMPLATE.replace("<image>", "<img_start><img><img_end>"),
         "tokens": {"image_token": "<img>", "image_start_token": "<img_start>", "image_end_token": "<img_end>"},
     },
     "kimi_k25": {
         "config": {
-            "vision_config": {
-                "patch_size": 14,
-                "pos_emb_height": 8,
-                "pos_emb_width": 8,
-                "num_attention_heads": 2,
-                "num_hidden_layers": 2,
-                "hidden_size": 32,
-                "intermediate_size": 64,
-            },
+            "vision_config": KIMI_TOWER,
             "text_config": {
                 **TEXT_CONFIG,
                 "model_type": "deepseek_v3",
@@ -368,29 +346,19 @@ MORE: dict[str, dict[str, Any]] = {
                 "first_k_dense_replace": 1,
             },
             "projection_hidden_size": 32,
-            "image_token_id": _id(_KIMI, "<|media_pad|>"),
-            "video_token_id": _id(_KIMI, "<|video|>"),
+            "image_token_id": token_id(_KIMI, "<|media_pad|>"),
+            "video_token_id": token_id(_KIMI, "<|video|>"),
         },
         "processor": {"processor_class": "Kimi_K25Processor"},
         "pixels": {"image_processor_type": "Kimi_K25ImageProcessor", "patch_size": 14, **HALF},
         "frames": {"video_processor_type": "Kimi_K25VideoProcessor", "patch_size": 14, **HALF},
         "special": _KIMI,
-        "template": _LLAVA_TEMPLATE.replace("<image>", "<|media_pad|>").replace("<video>", "<|video|>"),
+        "template": LLAVA_TEMPLATE.replace("<image>", "<|media_pad|>").replace("<video>", "<|video|>"),
         "tokens": {"image_token": "<|media_pad|>", "video_token": "<|video|>"},
     },
     "got_ocr2": {
         "config": {
-            "vision_config": {
-                "hidden_size": 32,
-                "output_channels": 16,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "image_size": 256,
-                "patch_size": 16,
-                "window_size": 4,
-                "global_attn_indexes": [1],
-                "mlp_dim": 64,
-            },
+            "vision_config": {**SAM, "image_size": 256, "patch_size": 16},
             "text_config": {**TEXT_CONFIG, "model_type": "qwen2"},
             "image_token_index": 643,
             "image_seq_length": 16,
@@ -402,21 +370,20 @@ MORE: dict[str, dict[str, Any]] = {
             "crop_to_patches": False,
             **HALF,
         },
-        "special": (*_TURNS, "<imgpad>", "<img>", "</img>"),
-        "template": _LLAVA_TEMPLATE.replace("<image>", "<imgpad>"),
+        "special": (*TURNS, "<imgpad>", "<img>", "</img>"),
+        "template": LLAVA_TEMPLATE.replace("<image>", "<imgpad>"),
     },
     "deepseek_vl": {
         "config": {
-            "vision_config": {**_SIGLIP, "image_size": 56},
+            "vision_config": {**SIGLIP, "image_size": 56},
             "text_config": TEXT_CONFIG,
             "image_token_id": 643,
         },
         "processor": {"processor_class": "DeepseekVLProcessor", "num_image_tokens": 16},
         "pixels": {
             "image_processor_type": "DeepseekVLImageProcessor",
-            "size": {"height": 56, "width": 56},
             "min_size": 14,
-            **HALF,
+            **SQUARE,
         },
         "tokens": {"image_token": "<image>"},
     },
@@ -443,9 +410,8 @@ MORE: dict[str, dict[str, Any]] = {
         "processor": {"processor_class": "JanusProcessor", "num_image_tokens": 16},
         "pixels": {
             "image_processor_type": "JanusImageProcessor",
-            "size": {"height": 56, "width": 56},
             "min_size": 14,
-            **HALF,
+            **SQUARE,
         },
         "tokens": {"image_token": "<image>", "boi_token": "<row>", "eoi_token": "<end>"},
     },

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from multimodal_others import CLIP_TOWER, HALF, LLAVA_PROCESSOR, SIGHT, TEXT_CONFIG, TILES
+from multimodal_parts import (
+    CLIP_TOWER,
+    CROP,
+    HALF,
+    LLAVA_PROCESSOR,
+    PLAIN,
+    SAM,
+    SIGHT,
+    SIGLIP,
+    SQUARE,
+    TEXT_CONFIG,
+    TILES,
+    TURNS,
+    token_id,
+)
 
-from segue.models.multimodal_lm.tiny_config import SMALL
 from segue.models.tiny.files import BASE_VOCAB
 
-_CROP = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}, **HALF}
-_TURNS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-_SIGLIP = {**SIGHT, "model_type": "siglip_vision_model", "vision_use_head": False}
-_LLAVA_TEMPLATE = SMALL["llava-onevision"].template
-_PLAIN = {key: value for key, value in TEXT_CONFIG.items() if key != "model_type"}
-_DOCLING = (*_TURNS, "<image>", "<fake_token_around_image>", "<global-img>")
+_DOCLING = (*TURNS, "<image>", "<fake_token_around_image>", "<global-img>")
 _DOCLING += tuple(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2))
 
 
@@ -24,10 +32,6 @@ _GRANITE = {
     "attention_multiplier": 0.25,
     "pad_token_id": BASE_VOCAB,
 }
-
-
-def _id(tokens: tuple[str, ...], token: str) -> int:
-    return BASE_VOCAB + tokens.index(token)
 
 
 NEWER: dict[str, dict[str, Any]] = {
@@ -71,8 +75,8 @@ NEWER: dict[str, dict[str, Any]] = {
             "vision_feature_select_strategy": "default",
         },
         "processor": {"processor_class": "VideoLlavaProcessor", "video_token": "<video>", **LLAVA_PROCESSOR},
-        "pixels": {"image_processor_type": "VideoLlavaImageProcessor", **_CROP},
-        "frames": {"video_processor_type": "VideoLlavaVideoProcessor", **_CROP},
+        "pixels": {"image_processor_type": "VideoLlavaImageProcessor", **CROP},
+        "frames": {"video_processor_type": "VideoLlavaVideoProcessor", **CROP},
     },
     "granite_docling": {
         "config": {
@@ -82,23 +86,22 @@ NEWER: dict[str, dict[str, Any]] = {
                 "scale_factor": 2,
                 "deepstack_visual_indexes": [0],
             },
-            "text_config": {**_PLAIN, **_GRANITE},
-            "image_token_id": _id(_DOCLING, "<image>"),
+            "text_config": {**PLAIN, **_GRANITE},
+            "image_token_id": token_id(_DOCLING, "<image>"),
         },
         "processor": {"processor_class": "GraniteDoclingProcessor", "image_seq_len": 4},
         "pixels": {
             "image_processor_type": "GraniteDoclingImageProcessor",
-            "size": {"height": 56, "width": 56},
             "max_patches": 4,
-            **HALF,
+            **SQUARE,
         },
         "special": _DOCLING,
         "tokens": {"image_token": "<image>"},
     },
     "granite4_vision": {
         "config": {
-            "vision_config": {**_SIGLIP, "hidden_size": 64, "num_attention_heads": 1, "patch_size": 7},
-            "text_config": {**_PLAIN, "attention_multiplier": 0.25},
+            "vision_config": {**SIGLIP, "hidden_size": 64, "num_attention_heads": 1, "patch_size": 7},
+            "text_config": {**PLAIN, "attention_multiplier": 0.25},
             "image_token_index": 643,
             "image_grid_pinpoints": TILES,
             "vision_feature_select_strategy": "full",
@@ -113,17 +116,17 @@ NEWER: dict[str, dict[str, Any]] = {
             "vision_feature_select_strategy": "full",
             "downsample_rate": "1/2",
         },
-        "pixels": {"image_processor_type": "LlavaNextImageProcessor", "image_grid_pinpoints": TILES, **_CROP},
+        "pixels": {"image_processor_type": "LlavaNextImageProcessor", "image_grid_pinpoints": TILES, **CROP},
     },
     "shieldgemma2": {
         "config": {
-            "vision_config": _SIGLIP,
-            "text_config": {**_PLAIN, "sliding_window": 24},
+            "vision_config": SIGLIP,
+            "text_config": {**PLAIN, "sliding_window": 24},
             "image_token_index": 643,
             "mm_tokens_per_image": 4,
         },
         "processor": {"processor_class": "ShieldGemma2Processor", "image_seq_length": 4},
-        "pixels": {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 56, "width": 56}, **HALF},
+        "pixels": {"image_processor_type": "Gemma3ImageProcessor", **SQUARE},
         "tokens": {
             "image_token": "<image>",
             "boi_token": "<img>",
@@ -132,18 +135,8 @@ NEWER: dict[str, dict[str, Any]] = {
     },
     "deepseek_vl_hybrid": {
         "config": {
-            "vision_config": {**_SIGLIP, "image_size": 56},
-            "high_res_vision_config": {
-                "hidden_size": 32,
-                "output_channels": 16,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "image_size": 128,
-                "patch_size": 16,
-                "window_size": 4,
-                "global_attn_indexes": [1],
-                "mlp_dim": 64,
-            },
+            "vision_config": {**SIGLIP, "image_size": 56},
+            "high_res_vision_config": {**SAM, "image_size": 128, "patch_size": 16},
             "image_token_id": 643,
         },
         "processor": {"processor_class": "DeepseekVLHybridProcessor", "num_image_tokens": 16},
@@ -211,8 +204,7 @@ NEWER: dict[str, dict[str, Any]] = {
         "pixels": {"image_processor_type": "PerceptionLMImageProcessor", "tile_size": 56, "max_num_tiles": 4, **HALF},
         "frames": {
             "video_processor_type": "PerceptionLMVideoProcessor",
-            "size": {"height": 56, "width": 56},
-            **HALF,
+            **SQUARE,
         },
         "tokens": {"image_token": "<image>", "video_token": "<video>"},
     },

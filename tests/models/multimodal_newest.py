@@ -5,46 +5,50 @@ from __future__ import annotations
 from typing import Any
 
 from multimodal_more import MORE
-from multimodal_others import HALF, SIGHT, TEXT_CONFIG
+from multimodal_parts import (
+    AREA,
+    HALF,
+    KIMI_TOWER,
+    LLAVA_TEMPLATE,
+    MERGED,
+    PLAIN,
+    QWEN,
+    QWEN3,
+    QWEN3_TOWER,
+    QWEN_IDS,
+    QWEN_TOWER,
+    SAM,
+    SIGHT,
+    SIGLIP,
+    SQUARE,
+    TEXT_CONFIG,
+    THREE_AXES,
+    TURNS,
+    WINDOWED,
+    token_id,
+)
 from multimodal_sounds import SOUND
 
-from segue.models.multimodal_lm.tiny_config import SMALL
 from segue.models.tiny.files import BASE_VOCAB
 
-_QWEN = SMALL["qwen2.5-vl"]
-_QWEN3 = SMALL["qwen3-vl"]
-_TURNS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-_PLAIN = {key: value for key, value in TEXT_CONFIG.items() if key != "model_type"}
-_LLAVA_TEMPLATE = SMALL["llava-onevision"].template
-_QWEN_IDS = {key: _QWEN.id_of(token) for key, token in _QWEN.ids.items()}
-_TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64, "depth": 2}
-_THREE_TOWER = {**_TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
-_PIXELS = {"patch_size": 14, "merge_size": 2, **HALF}
-_STEP = (*_TURNS, "<im_patch>", "<patch_start>", "<patch_end>", "<patch_newline>", "<im_start>", "<im_end>")
-_PASS = (*_TURNS, "<|IMAGE_PAD|>", "<|VIDEO_PAD|>", "<|VISION_START|>", "<|VISION_END|>")
-_MINI = (*_TURNS, "]<]image[>[", "]<]video[>[", "]<]start of image[>[", "]<]end of image[>[")
+_STEP = (*TURNS, "<im_patch>", "<patch_start>", "<patch_end>", "<patch_newline>", "<im_start>", "<im_end>")
+_PASS = (*TURNS, "<|IMAGE_PAD|>", "<|VIDEO_PAD|>", "<|VISION_START|>", "<|VISION_END|>")
+_MINI = (*TURNS, "]<]image[>[", "]<]video[>[", "]<]start of image[>[", "]<]end of image[>[")
 _MINI += ("]<]start of video[>[", "]<]end of video[>[")
-_MUSE = (*_TURNS, "<|patch|>", "<|image_start|>", "<|image_end|>", "<|video|>", "<|vid_frame_separator|>")
+_MUSE = (*TURNS, "<|patch|>", "<|image_start|>", "<|image_end|>", "<|video|>", "<|vid_frame_separator|>")
 _MUSE += ("<|vid_start|>", "<|vid_end|>", "<|audio|>", "<|soft_audio_start|>", "<|soft_audio_end|>")
-_GEMMA = (*_TURNS, "<img>", "<img_start>", "<img_end>", "<|video|>", "<sound>", "<sound_start>", "<sound_end>")
-_ERNIE = (*_TURNS, "<img>", "<img_start>", "<img_end>", "<clip>", "<clip_start>", "<clip_end>")
-
-
-def _id(tokens: tuple[str, ...], token: str) -> int:
-    return BASE_VOCAB + tokens.index(token)
-
-
+_GEMMA = (*TURNS, "<img>", "<img_start>", "<img_end>", "<|video|>", "<sound>", "<sound_start>", "<sound_end>")
+_ERNIE = (*TURNS, "<img>", "<img_start>", "<img_end>", "<clip>", "<clip_start>", "<clip_end>")
 _TEXT_PART = "{%- for part in message.content | selectattr('type', 'equalto', 'text') %}"
 
 
 def _placing(image: str, video: str = "", audio: str = "") -> str:
     """The template with other placeholders."""
     sound = _TEXT_PART.replace("'text'", "'audio'") + f"{{{{- '{audio}' }}}}{{%- endfor %}}\n"
-    template = _LLAVA_TEMPLATE.replace("<image>", image).replace("<video>", video)
+    template = LLAVA_TEMPLATE.replace("<image>", image).replace("<video>", video)
     return template.replace(_TEXT_PART, sound + _TEXT_PART) if audio else template
 
 
-_SIGLIP = {**SIGHT, "model_type": "siglip_vision_model", "vision_use_head": False}
 _BARE = """\
 {%- for message in messages %}
 {%- for part in message.content | selectattr('type', 'equalto', 'image') %}{{- '<image>' }}{%- endfor %}
@@ -53,18 +57,9 @@ _BARE = """\
 """
 """No turns: PaliGemma's checkpoints have no template."""
 
-_MUSE_SIGHT = {
-    "patch_size": 14,
-    "pos_emb_height": 8,
-    "pos_emb_width": 8,
-    "num_attention_heads": 2,
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "max_position_embeddings": 64,
-}
-_MUSE_TEXT = {**_PLAIN, "sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
-_MUSE_IDS = {"image_token_id": _id(_MUSE, "<|patch|>"), "video_token_id": _id(_MUSE, "<|video|>")}
+_MUSE_SIGHT = {**KIMI_TOWER, "max_position_embeddings": 64}
+_MUSE_TEXT = {**PLAIN, **WINDOWED}
+_MUSE_IDS = {"image_token_id": token_id(_MUSE, "<|patch|>"), "video_token_id": token_id(_MUSE, "<|video|>")}
 _MUSE_SIZES = {"out_hidden_size": 128, "projector_hidden_size": 32}
 
 NEWEST: dict[str, dict[str, Any]] = {
@@ -81,60 +76,56 @@ NEWEST: dict[str, dict[str, Any]] = {
     "cosmos3_omni": {
         **MORE["qwen3_vl_moe"],
         "config": {
-            "vision_config": _THREE_TOWER,
-            "text_config": {**_PLAIN, **_QWEN3.text, "tie_word_embeddings": False},
-            **_QWEN_IDS,
+            "vision_config": QWEN3_TOWER,
+            "text_config": {**PLAIN, **QWEN3.text, "tie_word_embeddings": False},
+            **QWEN_IDS,
         },
     },
     "cosmos3_edge": {
         "config": {
             "vision_config": {**SIGHT, "num_patches": 16},
             "text_config": {
-                **_PLAIN,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+                **PLAIN,
+                "rope_parameters": THREE_AXES,
             },
             "projector_hidden_size": 32,
-            **_QWEN_IDS,
+            **QWEN_IDS,
         },
         "asks": {"return_mm_token_type_ids": True},
         "processor": {"processor_class": "Cosmos3EdgeProcessor"},
         "pixels": {
             "image_processor_type": "Cosmos3EdgeImageProcessor",
-            "size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 64},
-            **_PIXELS,
+            "size": AREA,
+            **MERGED,
         },
         "frames": {
             "video_processor_type": "Cosmos3EdgeVideoProcessor",
             "return_metadata": True,
-            "size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 64},
-            **_PIXELS,
+            "size": AREA,
+            **MERGED,
         },
-        "special": _QWEN.special,
-        "template": _QWEN.template,
+        "special": QWEN.special,
+        "template": QWEN.template,
     },
     "cohere_compass": {
         "config": {
-            "vision_config": _THREE_TOWER,
+            "vision_config": QWEN3_TOWER,
             "text_config": {
-                **_PLAIN,
-                "sliding_window": 24,
-                "layer_types": ["sliding_attention", "full_attention"],
-                "rope_parameters": {
-                    kind: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-                    for kind in ("sliding_attention", "full_attention")
-                },
+                **PLAIN,
+                **WINDOWED,
+                "rope_parameters": dict.fromkeys(("sliding_attention", "full_attention"), THREE_AXES),
                 "logit_scale": 0.25,
                 "pad_token_id": BASE_VOCAB,
             },
-            "image_token_id": _id(_PASS, "<|IMAGE_PAD|>"),
-            "video_token_id": _id(_PASS, "<|VIDEO_PAD|>"),
-            "vision_start_token_id": _id(_PASS, "<|VISION_START|>"),
-            "vision_end_token_id": _id(_PASS, "<|VISION_END|>"),
+            "image_token_id": token_id(_PASS, "<|IMAGE_PAD|>"),
+            "video_token_id": token_id(_PASS, "<|VIDEO_PAD|>"),
+            "vision_start_token_id": token_id(_PASS, "<|VISION_START|>"),
+            "vision_end_token_id": token_id(_PASS, "<|VISION_END|>"),
         },
         "processor": {"processor_class": "CohereCompassProcessor"},
-        "pixels": {**_QWEN3.files["preprocessor_config.json"], "image_processor_type": "CohereCompassImageProcessor"},
+        "pixels": {**QWEN3.files["preprocessor_config.json"], "image_processor_type": "CohereCompassImageProcessor"},
         "frames": {
-            **_QWEN3.files["video_preprocessor_config.json"],
+            **QWEN3.files["video_preprocessor_config.json"],
             "video_processor_type": "CohereCompassVideoProcessor",
         },
         "special": _PASS,
@@ -142,33 +133,33 @@ NEWEST: dict[str, dict[str, Any]] = {
     },
     "ernie4_5_vl_moe": {
         "config": {
-            "vision_config": {**{key: value for key, value in _TOWER.items() if key != "out_hidden_size"}},
+            "vision_config": {**{key: value for key, value in QWEN_TOWER.items() if key != "out_hidden_size"}},
             "text_config": {
-                **_PLAIN,
+                **PLAIN,
                 "moe_intermediate_size": [48, 32],
                 "moe_k": 2,
                 "moe_num_experts": 4,
                 "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]},
                 "mlp_layer_types": ["dense", "sparse"],
             },
-            "image_start_token_id": _id(_ERNIE, "<img_start>"),
-            "image_end_token_id": _id(_ERNIE, "<img_end>"),
-            "image_token_id": _id(_ERNIE, "<img>"),
-            "video_start_token_id": _id(_ERNIE, "<clip_start>"),
-            "video_end_token_id": _id(_ERNIE, "<clip_end>"),
-            "video_token_id": _id(_ERNIE, "<clip>"),
+            "image_start_token_id": token_id(_ERNIE, "<img_start>"),
+            "image_end_token_id": token_id(_ERNIE, "<img_end>"),
+            "image_token_id": token_id(_ERNIE, "<img>"),
+            "video_start_token_id": token_id(_ERNIE, "<clip_start>"),
+            "video_end_token_id": token_id(_ERNIE, "<clip_end>"),
+            "video_token_id": token_id(_ERNIE, "<clip>"),
         },
         "processor": {"processor_class": "Ernie4_5_VLMoeProcessor"},
         "pixels": {
             "image_processor_type": "Ernie4_5_VLMoeImageProcessor",
-            "size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 64},
-            **_PIXELS,
+            "size": AREA,
+            **MERGED,
         },
         "frames": {
             "video_processor_type": "Ernie4_5_VLMoeVideoProcessor",
-            "size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 64},
+            "size": AREA,
             "draw_on_frames": False,
-            **_PIXELS,
+            **MERGED,
         },
         "special": _ERNIE,
         "template": _placing("<img_start><img><img_end>", "<clip_start><clip><clip_end>"),
@@ -185,7 +176,7 @@ NEWEST: dict[str, dict[str, Any]] = {
         "config": {
             "vision_config": {**SIGHT, "image_size": 112, "max_position_embeddings": 64},
             "text_config": {
-                **_PLAIN,
+                **PLAIN,
                 "pad_token_id": BASE_VOCAB,
                 "num_experts_per_tok": 2,
                 "num_local_experts": 4,
@@ -196,7 +187,7 @@ NEWEST: dict[str, dict[str, Any]] = {
                 "layer_types": ["full_attention", "sliding_attention"],
                 "mlp_layer_types": ["dense", "sparse"],
             },
-            "image_token_id": _id(_STEP, "<im_patch>"),
+            "image_token_id": token_id(_STEP, "<im_patch>"),
         },
         "processor": {"processor_class": "Step3p7Processor"},
         "pixels": {
@@ -211,17 +202,7 @@ NEWEST: dict[str, dict[str, Any]] = {
     "deepseek_ocr2": {
         "config": {
             "vision_config": {
-                "sam_config": {
-                    "hidden_size": 32,
-                    "output_channels": 16,
-                    "num_hidden_layers": 2,
-                    "num_attention_heads": 2,
-                    "image_size": 1024,
-                    "window_size": 4,
-                    "global_attn_indexes": [1],
-                    "mlp_dim": 64,
-                    "downsample_channels": [16, 32],
-                },
+                "sam_config": {**SAM, "image_size": 1024, "downsample_channels": [16, 32]},
                 "encoder_config": {
                     "hidden_size": 32,
                     "intermediate_size": 64,
@@ -231,7 +212,7 @@ NEWEST: dict[str, dict[str, Any]] = {
                 },
             },
             "text_config": {
-                **{key: value for key, value in _PLAIN.items() if key != "head_dim"},
+                **{key: value for key, value in PLAIN.items() if key != "head_dim"},
                 "n_group": 1,
                 "topk_group": 1,
                 "n_routed_experts": 4,
@@ -294,7 +275,7 @@ NEWEST: dict[str, dict[str, Any]] = {
         "config": {
             "vision_config": {**SIGHT, "image_size": 112},
             "text_config": {
-                **_PLAIN,
+                **PLAIN,
                 "num_experts_per_tok": 2,
                 "num_local_experts": 4,
                 "dense_intermediate_size": 96,
@@ -304,18 +285,18 @@ NEWEST: dict[str, dict[str, Any]] = {
                 "index_head_dim": 16,
             },
             "projector_hidden_size": 32,
-            "image_token_index": _id(_MINI, "]<]image[>["),
-            "video_token_index": _id(_MINI, "]<]video[>["),
+            "image_token_index": token_id(_MINI, "]<]image[>["),
+            "video_token_index": token_id(_MINI, "]<]video[>["),
         },
         "processor": {"processor_class": "MiniMaxM3VLProcessor"},
         "pixels": {
             "image_processor_type": "MiniMaxM3VLImageProcessor",
-            **_PIXELS,
+            **MERGED,
         },
         "frames": {
             "video_processor_type": "MiniMaxM3VLVideoProcessor",
             "fps": 2.0,
-            **_PIXELS,
+            **MERGED,
         },
         "special": _MINI,
         "template": _placing("]<]image[>[", "]<]video[>["),
@@ -325,14 +306,14 @@ NEWEST: dict[str, dict[str, Any]] = {
         "processor": {"processor_class": "MuseGlimmerProcessor"},
         "pixels": {
             "image_processor_type": "MuseGlimmerImageProcessor",
-            "size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 64},
-            **_PIXELS,
+            "size": AREA,
+            **MERGED,
         },
         "frames": {
             "video_processor_type": "MuseGlimmerVideoProcessor",
             "return_metadata": True,
-            "size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 64},
-            **_PIXELS,
+            "size": AREA,
+            **MERGED,
         },
         "special": _MUSE,
         "template": _placing("<|patch|>", "<|video|>"),
@@ -353,21 +334,21 @@ NEWEST: dict[str, dict[str, Any]] = {
                 "out_hidden_size": 64,
             },
             **_MUSE_IDS,
-            "audio_token_id": _id(_MUSE, "<|audio|>"),
+            "audio_token_id": token_id(_MUSE, "<|audio|>"),
             **_MUSE_SIZES,
         },
         "processor": {"processor_class": "MuseSparkProcessor"},
         "pixels": {
             "image_processor_type": "MuseGlimmerImageProcessor",
             "sampling_rate": 16_000,
-            "size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 64},
-            **_PIXELS,
+            "size": AREA,
+            **MERGED,
         },
         "frames": {
             "video_processor_type": "MuseGlimmerVideoProcessor",
             "return_metadata": True,
-            "size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 64},
-            **_PIXELS,
+            "size": AREA,
+            **MERGED,
         },
         "special": _MUSE,
         "template": _placing("<|patch|>", "<|video|>", "<|audio|>"),
@@ -376,17 +357,16 @@ NEWEST: dict[str, dict[str, Any]] = {
 
 PALIGEMMA: dict[str, Any] = {
     "config": {
-        "vision_config": {**_SIGLIP, "projection_dim": 64},
-        "text_config": {**_PLAIN, "model_type": "gemma", "pad_token_id": BASE_VOCAB},
+        "vision_config": {**SIGLIP, "projection_dim": 64},
+        "text_config": {**PLAIN, "model_type": "gemma", "pad_token_id": BASE_VOCAB},
         "image_token_index": 643,
         "projection_dim": 64,
     },
     "processor": {"processor_class": "PaliGemmaProcessor"},
     "pixels": {
         "image_processor_type": "SiglipImageProcessor",
-        "size": {"height": 56, "width": 56},
         "image_seq_length": 16,
-        **HALF,
+        **SQUARE,
     },
     "tokens": {"image_token": "<image>", "bos_token": "<|im_start|>"},
     "template": _BARE,

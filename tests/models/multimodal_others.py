@@ -6,48 +6,34 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from multimodal_parts import (
+    CLIP_TOWER,
+    CROP,
+    GOT_PIXELS,
+    HALF,
+    LLAVA_PROCESSOR,
+    LLAVA_TEMPLATE,
+    PIXTRAL,
+    PIXTRAL_PIXELS,
+    QWEN,
+    QWEN_IDS,
+    SIGHT,
+    TEXT_CONFIG,
+    TILES,
+    TURNS,
+    token_id,
+)
 
 from segue.models.library import AutoConfig, AutoModelForMultimodalLM, GenerationConfig
-from segue.models.multimodal_lm.tiny_config import SMALL
 from segue.models.tiny.files import BASE_VOCAB, added_tokens, speakable, train_tokenizer, write_json
 from segue.models.tiny.weights import prefer, randomise
 
-_QWEN = SMALL["qwen2.5-vl"]
 _SPECIAL = (
-    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>", "<video>", "<row>", "<end>", "<fake>", "<global>"),
-    *("<img>", "</img>"),
+    *TURNS,
+    *("<image>", "<video>", "<row>", "<end>", "<fake>", "<global>", "<img>", "</img>"),
 )
-_IMAGE = BASE_VOCAB + _SPECIAL.index("<image>")
+_IMAGE = token_id(_SPECIAL, "<image>")
 _PAD, _END = BASE_VOCAB, BASE_VOCAB + 2
-TEXT_CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 672,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 2048,
-}
-SIGHT = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 56,
-    "patch_size": 14,
-}
-CLIP_TOWER = {**SIGHT, "model_type": "clip_vision_model", "projection_dim": 32}
-HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
-_CROP = {"do_resize": True, "size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}, **HALF}
-LLAVA_PROCESSOR = {
-    "patch_size": 14,
-    "vision_feature_select_strategy": "default",
-    "image_token": "<image>",
-    "num_additional_image_tokens": 1,
-}
-TILES = [[56, 112], [112, 56], [112, 112]]
 
 OTHERS: dict[str, dict[str, Any]] = {
     "llava": {
@@ -58,7 +44,7 @@ OTHERS: dict[str, dict[str, Any]] = {
             "vision_feature_select_strategy": "default",
         },
         "processor": {"processor_class": "LlavaProcessor", **LLAVA_PROCESSOR},
-        "pixels": {"image_processor_type": "CLIPImageProcessor", **_CROP},
+        "pixels": {"image_processor_type": "CLIPImageProcessor", "do_resize": True, **CROP},
     },
     "llava_next": {
         "config": {
@@ -69,11 +55,16 @@ OTHERS: dict[str, dict[str, Any]] = {
             "vision_feature_select_strategy": "default",
         },
         "processor": {"processor_class": "LlavaNextProcessor", **LLAVA_PROCESSOR},
-        "pixels": {"image_processor_type": "LlavaNextImageProcessor", "image_grid_pinpoints": TILES, **_CROP},
+        "pixels": {
+            "image_processor_type": "LlavaNextImageProcessor",
+            "image_grid_pinpoints": TILES,
+            "do_resize": True,
+            **CROP,
+        },
     },
     "mistral3": {
         "config": {
-            "vision_config": {**SIGHT, "model_type": "pixtral", "image_size": 112, "head_dim": 16},
+            "vision_config": PIXTRAL,
             "text_config": {**TEXT_CONFIG, "model_type": "mistral"},
             "image_token_index": _IMAGE,
             "spatial_merge_size": 2,
@@ -87,12 +78,7 @@ OTHERS: dict[str, dict[str, Any]] = {
             "image_break_token": "<row>",
             "image_end_token": "<end>",
         },
-        "pixels": {
-            "image_processor_type": "PixtralImageProcessor",
-            "size": {"longest_edge": 112},
-            "patch_size": 28,
-            **HALF,
-        },
+        "pixels": PIXTRAL_PIXELS,
     },
     "idefics3": {
         "config": {
@@ -128,14 +114,7 @@ OTHERS: dict[str, dict[str, Any]] = {
             "downsample_ratio": 0.5,
         },
         "processor": {"processor_class": "InternVLProcessor", "image_seq_length": 4},
-        "pixels": {
-            "image_processor_type": "GotOcr2ImageProcessor",
-            "size": {"height": 56, "width": 56},
-            "crop_to_patches": True,
-            "min_patches": 1,
-            "max_patches": 4,
-            **HALF,
-        },
+        "pixels": GOT_PIXELS,
         "tokens": {
             "start_image_token": "<img>",
             "end_image_token": "</img>",
@@ -146,13 +125,13 @@ OTHERS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {
         "config": {
             "vision_config": {"depth": 2, "embed_dim": 32, "num_heads": 2, "hidden_size": 64, "mlp_ratio": 2},
-            "text_config": {**TEXT_CONFIG, "model_type": "qwen2_vl_text", **_QWEN.text},
-            **{key: _QWEN.id_of(token) for key, token in _QWEN.ids.items()},
+            "text_config": {**TEXT_CONFIG, "model_type": "qwen2_vl_text", **QWEN.text},
+            **QWEN_IDS,
         },
         "processor": {"processor_class": "Qwen2VLProcessor"},
-        "pixels": {**_QWEN.files["preprocessor_config.json"], "processor_class": "Qwen2VLProcessor"},
-        "special": _QWEN.special,
-        "template": _QWEN.template,
+        "pixels": {**QWEN.files["preprocessor_config.json"], "processor_class": "Qwen2VLProcessor"},
+        "special": QWEN.special,
+        "template": QWEN.template,
     },
 }
 
@@ -173,9 +152,7 @@ def make(name: str, directory: Path, made: dict[str, Any]) -> Path:
         **tokens,
     }
     write_json(directory, "tokenizer_config.json", named)
-    write_json(
-        directory, "chat_template.json", {"chat_template": made.get("template", SMALL["llava-onevision"].template)}
-    )
+    write_json(directory, "chat_template.json", {"chat_template": made.get("template", LLAVA_TEMPLATE)})
     write_json(directory, "processor_config.json", made["processor"])
     write_json(
         directory,

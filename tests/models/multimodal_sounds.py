@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from multimodal_others import TEXT_CONFIG
+from multimodal_parts import TEXT_CONFIG, TURNS
 
 from segue.models.multimodal_lm.tiny_config import SMALL
 
 _TEMPLATE = SMALL["qwen2-audio"].template.replace("<|audio_bos|><|AUDIO|><|audio_eos|>", "<sound>")
-_TURNS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _SOUND = 643
 _WHISPER = SMALL["qwen2-audio"].files["preprocessor_config.json"]
 _QWEN3 = {**TEXT_CONFIG, "model_type": "qwen3"}
@@ -30,7 +29,7 @@ SOUND: dict[str, dict[str, Any]] = {
         },
         "processor": {"processor_class": "GlmAsrProcessor", "audio_token": "<sound>"},
         "pixels": _WHISPER,
-        "special": (*_TURNS, "<sound>"),
+        "special": (*TURNS, "<sound>"),
         "template": _TEMPLATE,
     },
     "qwen3_asr": {
@@ -49,7 +48,7 @@ SOUND: dict[str, dict[str, Any]] = {
         },
         "processor": {"processor_class": "Qwen3ASRProcessor"},
         "pixels": {**_WHISPER, "feature_extractor_type": "Qwen3ASRFeatureExtractor"},
-        "special": (*_TURNS, "<sound>", "<|audio_start|>", "<|audio_end|>", "<timestamp>"),
+        "special": (*TURNS, "<sound>", "<|audio_start|>", "<|audio_end|>", "<timestamp>"),
         "template": _TEMPLATE.replace("<sound>", "<|audio_start|><sound><|audio_end|>"),
         "tokens": {
             "audio_token": "<sound>",
@@ -76,7 +75,7 @@ SOUND: dict[str, dict[str, Any]] = {
             "audio_eos_token": "<|audio_end|>",
         },
         "pixels": {"feature_extractor_type": "MossTranscribeDiarizeFeatureExtractor"},
-        "special": (*_TURNS, "<sound>", "<|audio_start|>", "<|audio_end|>"),
+        "special": (*TURNS, "<sound>", "<|audio_start|>", "<|audio_end|>"),
         "template": _TEMPLATE.replace("<sound>", "<|audio_start|><sound><|audio_end|>"),
     },
 }

@@ -64,29 +64,40 @@ class FewStepsDriver:
         return await self._segue.make(changed(asked, **self._changes), request)
 
 
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """What there is to measure; nothing of it is started."""
+
+    same: list[PictureDriver]
+    """Of the exact Segue, asked for something else."""
+    own: list[PictureDriver]
+    """Each with weights of its own."""
+    refused: list[str]
+    """What cannot be measured, with the reason."""
+
+
 def faster_sides(
     exact: SegueDriver, caches: Sequence[tuple[str, float | None]], guidance: float, few: FewSteps, files: Path
-) -> tuple[list[PictureDriver], list[str]]:
-    """All of them, not started, and what cannot be measured, with the reason. `files`: a directory to write to."""
+) -> Ways:
+    """All of them. `files`: a directory to write to."""
     network = exact.model_dir / ("transformer" if "transformer" in read_config(exact.model_dir) else "unet")
     distilled = bool(read_config(network).get("guidance_embeds"))
-    made: list[PictureDriver] = [cached(exact, *cache) for cache in caches]
-    refused = []
+    same: list[PictureDriver] = [cached(exact, *cache) for cache in caches]
     if guidance > 1 and not distilled:
-        made.append(
-            ChangedDriver(f"guidance_interval {INTERVAL[0]:g}-{INTERVAL[1]:g}", exact, guidance_interval=INTERVAL)
-        )
-    made += [exact.with_denoiser(kind, {"quantization": kind}) for kind in QUANTIZATIONS]
+        interval = f"guidance_interval {INTERVAL[0]:g}-{INTERVAL[1]:g}"
+        same.append(ChangedDriver(interval, exact, guidance_interval=INTERVAL))
+    own: list[PictureDriver] = [exact.with_denoiser(kind, {"quantization": kind}) for kind in QUANTIZATIONS]
+    refused = []
     if find_spec("gguf") is None:
         refused.append(f"{SEGUE}, GGUF: needs the package gguf")
     else:
         for kind in GGUF_TYPES:
             file = files / f"{kind}.gguf"
             write_gguf(network, file, kind)
-            made.append(exact.with_denoiser(f"GGUF {kind}", {"gguf": str(file)}))
+            own.append(exact.with_denoiser(f"GGUF {kind}", {"gguf": str(file)}))
     adapter = few.adapter
     if adapter is None:
         adapter = files / "untrained.safetensors"
         write_untrained_lora(network, adapter)
-    made.append(FewStepsDriver(exact, few, adapter, distilled))
-    return made, refused
+    own.append(FewStepsDriver(exact, few, adapter, distilled))
+    return Ways(same, own, refused)

@@ -19,13 +19,14 @@ from segue.bench.diffusion_workload import (
     CACHED,
     Mix,
     PictureOutcome,
+    PictureRequest,
     largest_difference,
     mean_difference,
     pictures,
 )
 from segue.bench.hardware import Machine, machine
 from segue.bench.load import LoadSlice, ask, closed, in_turn
-from segue.bench.loss_sides import FewSteps, faster_sides
+from segue.bench.loss_sides import FewSteps, Ways, faster_sides
 from segue.bench.report import table
 from segue.bench.result_file import VERSION
 from segue.bench.stats import mean
@@ -62,7 +63,7 @@ class LossSide(msgspec.Struct, kw_only=True):
     seconds: float
     """Mean until a picture is there, one client."""
     speed: float
-    """The exact side's seconds over these."""
+    """The exact side's seconds, measured beside it, over these."""
     psnr: float | None
     """Peak signal-to-noise ratio against the exact pictures in dB, all their values together; None: they are equal."""
     lowest_psnr: float | None
@@ -94,37 +95,17 @@ class LossResult(msgspec.Struct, kw_only=True):
 
 
 async def run(bench: LossBench) -> LossResult:
-    """Start a Segue for each kind of weights, measure all ways in turn, stop them."""
+    """Start a Segue, measure all ways against it, stop it."""
     found, pipeline = machine(), read_config(bench.model_dir)["_class_name"]
     exact = SegueDriver(bench.model_dir, pipeline, bench.dtype, bench.config)
-    [warm] = pictures(_WARM, bench.size, 10**6, 1, bench.guidance, bench.seed)
-    drivers: list[PictureDriver] = [exact]
+    warm, asked = requests_of(bench)
     async with AsyncExitStack() as stack:
         files = Path(stack.enter_context(TemporaryDirectory()))
         stack.push_async_callback(exact.stop)
         await exact.start()
         await ask(exact, warm)
-        faster, refused = faster_sides(exact, bench.step_caches, bench.guidance, bench.few_steps, files)
-        for driver in faster:
-            bench.say(f"starting {driver.name}")
-            stack.push_async_callback(driver.stop)
-            try:
-                await driver.start()
-                await ask(driver, warm)
-            except (ConfigError, InvalidRequest) as error:
-                refused.append(f"{driver.name}: {error}")
-            else:
-                drivers.append(driver)
-        count = bench.requests
-        asked = [
-            pictures(CACHED, bench.size, number * count, count, bench.guidance, bench.seed)
-            for number in range(bench.rounds)
-        ]
-        slices = await in_turn(drivers, asked, closed(1), 1, bench.say, _told)
-        together = await in_turn([exact], asked, closed(_BATCH), _BATCH, lambda line: None, _told)
-    made = {driver.name: _outcomes(slices, driver.name) for driver in drivers}
-    sides = {name: loss(outcomes, made[exact.name]) for name, outcomes in made.items()}
-    sides[TOGETHER] = loss(_outcomes(together, exact.name), made[exact.name])
+        ways = faster_sides(exact, bench.step_caches, bench.guidance, bench.few_steps, files)
+        sides, refused = await measured(exact, ways, warm, asked, bench.say)
     return LossResult(
         finished=datetime.now(UTC).isoformat(timespec="seconds"),
         machine=found,
@@ -139,6 +120,60 @@ async def run(bench: LossBench) -> LossResult:
         sides=sides,
         refused=refused,
     )
+
+
+def requests_of(bench: LossBench) -> tuple[PictureRequest, list[list[PictureRequest]]]:
+    """One to warm a side up, and those of each round."""
+    [warm] = pictures(_WARM, bench.size, 10**6, 1, bench.guidance, bench.seed)
+    count = bench.requests
+    return warm, [
+        pictures(CACHED, bench.size, number * count, count, bench.guidance, bench.seed)
+        for number in range(bench.rounds)
+    ]
+
+
+async def measured(
+    exact: PictureDriver,
+    ways: Ways,
+    warm: PictureRequest,
+    asked: Sequence[Sequence[PictureRequest]],
+    say: Callable[[str], None],
+) -> tuple[dict[str, LossSide], list[str]]:
+    """All ways in turn with `exact`, which serves, and what could not be measured.
+
+    Of those with weights of their own one is there at a time, so that two models are in memory and no more; each has
+    `exact` beside it, since a slow minute of the machine must fall on both.
+    """
+    refused = list(ways.refused)
+    made: dict[str, LossSide] = {}
+
+    async def beside(faster: Sequence[PictureDriver]) -> list[PictureOutcome]:
+        slices = await in_turn([exact, *faster], asked, closed(1), 1, say, _told)
+        outcomes = {driver.name: _outcomes(slices, driver.name) for driver in (exact, *faster)}
+        for name, theirs in outcomes.items():
+            made.setdefault(name, loss(theirs, outcomes[exact.name]))
+        return outcomes[exact.name]
+
+    async def serves(way: PictureDriver) -> bool:
+        try:
+            await way.start()
+            await ask(way, warm)
+        except (ConfigError, InvalidRequest) as error:
+            refused.append(f"{way.name}: {error}")
+            return False
+        return True
+
+    alone = await beside([way for way in ways.same if await serves(way)])
+    for way in ways.own:
+        say(f"starting {way.name}")
+        try:
+            if await serves(way):
+                await beside([way])
+        finally:
+            await way.stop()
+    together = await in_turn([exact], asked, closed(_BATCH), _BATCH, lambda line: None, _told)
+    made[TOGETHER] = loss(_outcomes(together, exact.name), alone)
+    return made, refused
 
 
 def loss(outcomes: Sequence[PictureOutcome], exact: Sequence[PictureOutcome]) -> LossSide:

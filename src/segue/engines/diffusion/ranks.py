@@ -164,10 +164,10 @@ class RowLeader:
             made = predict(rows)
             self._dtype = made[0].dtype
             return made
+        latents = torch.cat([row.sample.latents for row in rows])  # first: it is not to be had of what rows need
         if self._divided and not self._reserve.had(own):
             raise torch.OutOfMemoryError(NO_MEMORY.message)
         named = [(row.sample.request_id, row.sample.index, row.branch, row.sample.step) for row in rows]
-        latents = torch.cat([row.sample.latents for row in rows])
         self._tell(Predict(named, behind_first, list(latents.shape), dtype_name(latents.dtype)))
         if self._divided:
             before = self._heard(Fared())

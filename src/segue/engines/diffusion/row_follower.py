@@ -63,6 +63,8 @@ class _Follower:
     trials: Iterator[Sample] | None = None
     named: Predict | None = None
     """The last call."""
+    latents: torch.Tensor | None = None
+    """Where the leader's latents of it are to come."""
     made: Sequence[torch.Tensor] = ()
     """What this rank predicted in it."""
     failed: bool = False
@@ -99,8 +101,9 @@ class _Follower:
                 sample = next(self.trials)
                 self.samples[sample.request_id, sample.index] = sample
             case Predict():
-                self.named = order
+                self.named, self.latents, self.made = order, None, ()
                 if self.ways.network is None:
+                    self.latents = self.room(order)
                     self.predict(order)
                 else:
                     self.say(self.ready(order))
@@ -156,22 +159,28 @@ class _Follower:
         ]
 
     def ready(self, order: Predict) -> Fared:
-        """Whether this rank can begin its part of a call."""
+        """Whether this rank can begin its part of a call: it has the memory for the latents from then on, and could
+        have that for its rows."""
         self.failed = False
         try:
+            self.latents = self.room(order)
             rows = [self.row(*order.rows[place]) for place in self.own(order)]
             return Fared() if self.reserve.had(rows) else NO_MEMORY
         except Exception as error:
             self.note(error)
             return told(error)
 
+    def room(self, order: Predict) -> torch.Tensor:
+        """For the latents of a call: [rows, …]."""
+        return torch.empty(order.shape, dtype=dtype_of(order.dtype), device=self.ways.everyone.device)
+
     def predict(self, order: Predict) -> None:
         """Raises `ReplicaBroken` where memory is over while others are in the middle of the same rows."""
-        self.made, failure = (), None
-        latents = torch.empty(order.shape, dtype=dtype_of(order.dtype), device=self.ways.everyone.device)
-        self.ways.everyone.broadcast(latents)
+        failure = None
+        assert self.latents is not None, "a call begins when there is memory for it"
+        self.ways.everyone.broadcast(self.latents)
         try:
-            self.made = self.computed(order, latents)
+            self.made = self.computed(order, self.latents)
         except Exception as error:
             failure = error
             self.note(error)
@@ -196,9 +205,8 @@ class _Follower:
         assert self.named is not None, "what is gathered was computed"
         if self.ways.heads is None:
             return
-        order = self.named
-        latents = torch.empty(order.shape, dtype=dtype_of(order.dtype), device=self.ways.everyone.device)
-        gathered([branch for _, _, branch, _ in order.rows], self.made, self.ways, latents)
+        assert self.latents is not None, "they are as predictions are"
+        gathered([branch for _, _, branch, _ in self.named.rows], self.made, self.ways, self.latents)
 
     def row(self, request_id: str, index: int, branch: int, step: int, latents: torch.Tensor | None = None) -> Row:
         """Raises what this rank could not make the sample for."""

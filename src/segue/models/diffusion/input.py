@@ -227,9 +227,10 @@ class DiffusionInput(InputStage):
             self._check_multiple("num_frames", params.num_frames, self.rules.frame_step, 1)
 
     def _check_size(self, params: DiffusionParams) -> None:
+        """What is too large is said before what would be a right size near it: that one would be too large as well."""
         height, width = params.height or 0, params.width or 0
-        for name, value in (("height", height), ("width", width)):
-            self._check_multiple(name, value, self.rules.multiple, 0)
+        sides = (("height", height), ("width", width))
+        for name, value in sides:
             if self.rules.largest_side is not None and value > self.rules.largest_side:
                 raise TooLarge(f"{name} is {value}; this model makes at most {self.rules.largest_side}", field=name)
         most = self._limits.max_output_pixels
@@ -240,6 +241,8 @@ class DiffusionInput(InputStage):
                 f"{fits[0]} x {fits[1]}",
                 field="height" if height >= width else "width",
             )
+        for name, value in sides:
+            self._check_multiple(name, value, self.rules.multiple, 0)
 
     def _check_multiple(self, name: str, value: int, multiple: int, offset: int) -> None:
         if (value - offset) % multiple == 0:
