@@ -52,6 +52,30 @@ STATES: dict[str, dict[str, Any]] = {
             **_IDS,
         },
     },
+    "lfm3_vl": {
+        **_QWEN3,
+        "config": {
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "layer_types": ["conv", "conv", "full_attention"],
+            },
+            "text_config": {
+                **TEXT_CONFIG,
+                "model_type": "lfm3",
+                "num_hidden_layers": 4,
+                "sliding_window": 16,
+                "layer_types": ["conv", "full_attention", "conv", "sliding_attention"],
+                "pad_token_id": BASE_VOCAB,
+            },
+            "projector_hidden_size": 32,
+            **_IDS,
+        },
+        "processor": {"processor_class": "Lfm3VlProcessor"},
+    },
     "lfm2_vl": {
         "config": {
             "vision_config": {**SIGHT, "model_type": "siglip2_vision_model", "num_patches": 16},

@@ -144,14 +144,14 @@ def test_steps_launched_ahead(some: Path) -> None:
 
 def test_prompts_with_a_common_beginning(some: Path) -> None:
     """Together, in pieces, launched ahead; then again, and with the replies before them."""
-    common = PROMPTS[-1][:45]
-    given = [[*common, *prompt] for prompt in PROMPTS[:8]] + [common, common[:24], common]
-    replies = generate(some, given, TOKENS)
-    given += [[*prompt, *reply, 7, 9] for prompt, reply in zip(given[:4], replies, strict=False)]
-    expected = replies + generate(some, given[len(replies) :], TOKENS)
     adapter = load(some)
     assert adapter.kv.states is not None
-    for sizes in ({}, {"max_tokens_per_step": 13}, {"prefix_states": 2}, {"ahead": True}, {"num_blocks": 20}):
+    common = PROMPTS[-1][:45]
+    given = [[*common, *prompt] for prompt in PROMPTS[:4]] + [common, common[:24], common]
+    replies = generate(some, given, TOKENS)
+    given += [[*prompt, *reply, 7, 9] for prompt, reply in zip(given[:2], replies, strict=False)]
+    expected = replies + generate(some, given[len(replies) :], TOKENS)
+    for sizes in ({"max_tokens_per_step": 13, "ahead": True}, {"prefix_states": 2}, {"num_blocks": 16}):
         drive = Drive(adapter, **{"max_batch": 4, "prefix_states": 30, **sizes})
         for again in range(2):
             for number, prompt in enumerate(given):
