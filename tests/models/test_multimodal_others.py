@@ -12,6 +12,7 @@ from multimodal_newer import NEWER
 from multimodal_newest import NEWEST
 from multimodal_others import OTHERS, make
 from multimodal_sounds import SOUND
+from multimodal_states import STATES
 
 from segue.messages.errors import ConfigError
 
@@ -32,7 +33,7 @@ REFUSED = {
     "ernie4_5_vl_moe": "image and video come under one name",
     "granite4_vision": "gives its decoder 'deepstack_features' along with media",
 }
-_ALL = {**OTHERS, **SOUND, **MORE, **NEWER, **NEWEST}
+_ALL = {**OTHERS, **SOUND, **MORE, **NEWER, **NEWEST, **STATES}
 SERVED = {kind: made for kind, made in _ALL.items() if kind not in REFUSED}
 
 
@@ -58,7 +59,7 @@ def test_replies_are_those_of_generate(kind: str, tmp_path: Path) -> None:
         media = [tuple((medium, seed + other) for medium, seed in case.media) for other in (12, 29, 53)]
         others = (processed(tmp_path, Case(case.name, case.text, these), **asked) for these in media)
         assert any(answer(tmp_path, given) != expected[case.name] for given in others), case.name
-    run = Run(stages, max_tokens_per_step=19)
+    run = Run(stages, max_tokens_per_step=19, prefix_states=64)
     assert run(cases) == expected
     assert run(cases) == expected
     assert all(run.cached.values())

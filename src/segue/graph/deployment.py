@@ -22,6 +22,7 @@ text such as `64MiB` and `1GB`.
         block_size: 16                    # tokens per block of the KV cache
         kv_blocks: null                   # null: what memory_share holds
         prefix_caching: true
+        prefix_states: null               # states of prompts' beginnings; null: as many as max_batch
         deterministic: false              # the same logits to the bit whatever the batch
         max_logprobs: 20                  # most tokens a request may ask logprobs of in one place; -1: any number
         attention: auto                   # auto, torch, cpu, triton, flex, flashinfer, flash_attn
@@ -134,6 +135,8 @@ class StagePlan:
     kv_blocks: int | None = None
     """None: what `memory_bytes` holds."""
     prefix_caching: bool = True
+    prefix_states: int | None = None
+    """Of a model that keeps states: how many of prompts' beginnings are kept; None: `max_batch`, or what fits."""
     deterministic: bool = False
     """The same logits to the bit whatever the batch."""
     max_logprobs: int = 20

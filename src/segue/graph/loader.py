@@ -152,6 +152,7 @@ def _stage(stage: Stage, written: Written, where: Place) -> StagePlan:
         block_size=section.integer("block_size", 16),
         kv_blocks=section.integer("kv_blocks", None),
         prefix_caching=section.flag("prefix_caching", True),
+        prefix_states=section.integer("prefix_states", None, least=0),
         deterministic=section.flag("deterministic", False),
         max_logprobs=section.integer("max_logprobs", 20, least=-1),
         scheduling=section.choice("scheduling", "priority", SCHEDULINGS),

@@ -20,6 +20,7 @@ AUTOREGRESSIVE_KEYS = (
     "block_size",
     "kv_blocks",
     "prefix_caching",
+    "prefix_states",
     "max_logprobs",
     "scheduling",
     "attention",

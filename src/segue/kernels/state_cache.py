@@ -106,6 +106,9 @@ class GroupCache(_StateCache):
         """Keep the states as they are now."""
         for key, states in self._held.items():
             self._store.write(key, self._group.slots, states)
+            if self._group.kept is not None:
+                rows, slots = self._group.kept
+                self._store.write(key, slots, states.index_select(0, rows))
 
     def _get(self, key: StateKey) -> torch.Tensor | None:
         if key not in self._held:

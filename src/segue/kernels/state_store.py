@@ -87,6 +87,8 @@ class Stretch(NamedTuple):
     slot: int
     start: int
     stop: int
+    keep: int | None = None
+    """A slot that has the state after these tokens, too, from this step on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,8 @@ class StateGroup:
     """[sequences] long"""
     fresh: bool
     """They begin here: what their slots hold is another's."""
+    kept: tuple[torch.Tensor, torch.Tensor] | None = None
+    """[n] which of its sequences, and [n] the slots that their states are written to, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +115,33 @@ class StateStep:
 
 
 def state_step(store: StateStore, stretches: Sequence[Stretch]) -> StateStep:
-    """Plan a step. `stretches`: in the order of the flat batch; neighbours that are alike share a call."""
+    """Plan a step. `stretches`: in the order of the flat batch; neighbours that are alike share a call. Those of one
+    sequence follow each other, and are computed one after the other."""
+    parts: list[tuple[int, Stretch]] = []
+    for stretch in stretches:
+        follows = bool(parts) and parts[-1][1].slot == stretch.slot
+        parts.append((parts[-1][0] + 1 if follows else 0, stretch))
     groups: list[StateGroup] = []
     begin = 0
-    for (tokens, fresh), alike in groupby(stretches, key=lambda one: (one.stop - one.start, one.start == 0)):
+    for (_, tokens, fresh), members in groupby(parts, key=_alike):
         assert fresh or tokens == 1 or store.layout.continues, "several tokens that would forget the state before them"
-        slots = np.array([one.slot for one in alike], dtype=np.int64)
-        end = begin + tokens * len(slots)
-        groups.append(StateGroup(begin, end, upload(slots, store.device), fresh))
+        alike = [stretch for _, stretch in members]
+        end = begin + tokens * len(alike)
+        slots = upload(np.array([one.slot for one in alike], dtype=np.int64), store.device)
+        groups.append(StateGroup(begin, end, slots, fresh, _kept(store, alike)))
         begin = end
     return StateStep(store, groups)
+
+
+def _alike(part: tuple[int, Stretch]) -> tuple[int, int, bool]:
+    """(which part of its sequence, tokens, whether it begins here): equal for those that share a call."""
+    number, stretch = part
+    return number, stretch.stop - stretch.start, stretch.start == 0
+
+
+def _kept(store: StateStore, alike: Sequence[Stretch]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    pairs = [(row, one.keep) for row, one in enumerate(alike) if one.keep is not None]
+    if not pairs:
+        return None
+    rows, slots = upload(np.array(pairs, dtype=np.int64).T.copy(), store.device)
+    return rows, slots

@@ -21,7 +21,7 @@ from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.autoregressive.grammar import Grammars
 from segue.engines.autoregressive.grammar_process import CompilerHome
 from segue.engines.autoregressive.invariant import whole_kv
-from segue.engines.autoregressive.memory import blocks_for, state_bytes, stored_as
+from segue.engines.autoregressive.memory import blocks_for, prefix_states, state_bytes, stored_as
 from segue.engines.autoregressive.ranks import Leader
 from segue.engines.autoregressive.speculation.contract import OpenTarget
 from segue.engines.contract import Adapter, AdapterFactory, Engine, LoadContext
@@ -179,7 +179,8 @@ def _engine(
     match plan.engine:
         case "autoregressive":
             drafter = load_drafter(plan, adapter, context)
-            num_blocks = _kv_blocks(plan, adapter, drafter)
+            states = _prefix_states(plan, adapter, drafter)
+            num_blocks = _kv_blocks(plan, adapter, drafter, states)
             speculation = None
             if drafter is not None and plan.speculation is not None:
                 groups = adapter.kv.layout(adapter.max_model_len).groups
@@ -193,6 +194,7 @@ def _engine(
                     max_tokens_per_step=plan.max_tokens_per_step,
                     prefill_chunk=plan.prefill_chunk,
                     prefix_caching=plan.prefix_caching,
+                    prefix_states=states,
                     deterministic=plan.deterministic,
                     max_logprobs=plan.max_logprobs,
                     scheduling=plan.scheduling,
@@ -216,8 +218,21 @@ def _engine(
             raise ConfigError(f"stage {plan.name!r}: there is no {other} engine in this version", stage=plan.name)
 
 
-def _kv_blocks(plan: StagePlan, adapter: AutoregressiveAdapter, drafter: LoadedDrafter | None) -> int:
-    """What the deployment says; else what its memory holds beside the weights, but no more than can ever be used.
+def _cache_bytes(plan: StagePlan, adapter: AutoregressiveAdapter, drafter: LoadedDrafter | None) -> int:
+    """What the stage's memory leaves for caches, beside the weights: nothing, or less, where these take it all."""
+    weights = adapter.weight_bytes + (drafter.weight_bytes if drafter is not None else 0)
+    return int((plan.memory_bytes - weights) * CACHE_SHARE)
+
+
+def _prefix_states(plan: StagePlan, adapter: AutoregressiveAdapter, drafter: LoadedDrafter | None) -> int:
+    """How many states of prefixes are kept."""
+    budget = _cache_bytes(plan, adapter, drafter) if plan.memory_bytes else None
+    return prefix_states(adapter.kv, plan.max_batch, plan.prefix_states, budget, caching=plan.prefix_caching)
+
+
+def _kv_blocks(plan: StagePlan, adapter: AutoregressiveAdapter, drafter: LoadedDrafter | None, snapshots: int) -> int:
+    """What the deployment says; else what its memory holds beside the weights and all states, but no more than can ever
+    be used.
 
     A drafter with a cache of its own has room for as many tokens.
     """
@@ -228,24 +243,25 @@ def _kv_blocks(plan: StagePlan, adapter: AutoregressiveAdapter, drafter: LoadedD
     most = layout.groups * plan.max_batch * -(-adapter.max_model_len // plan.block_size)
     if not plan.memory_bytes:
         return most
-    weights = adapter.weight_bytes + (drafter.weight_bytes if drafter is not None else 0)
-    room = plan.memory_bytes - weights
+    room = _cache_bytes(plan, adapter, drafter)
     if room <= 0:
+        weights = adapter.weight_bytes + (drafter.weight_bytes if drafter is not None else 0)
         raise ConfigError(
             f"stage {plan.name!r}: its weights take {weights} bytes, its memory_share is "
             f"{plan.memory_share} ({plan.memory_bytes} bytes); nothing is left for the KV cache",
             field=f"stages.{plan.name}.memory_share",
         )
-    states = state_bytes(spec, plan.max_batch)
-    if states >= room * CACHE_SHARE:
+    states = state_bytes(spec, plan.max_batch, snapshots)
+    if states >= room:
+        lower = "max_batch" if plan.prefix_states is None else "max_batch or prefix_states"
         raise ConfigError(
-            f"stage {plan.name!r}: max_batch is {plan.max_batch}, and the states of so many sequences take {states} "
-            f"bytes; {int(room * CACHE_SHARE)} bytes are left for them and the KV cache; give a lower max_batch",
+            f"stage {plan.name!r}: max_batch is {plan.max_batch}, and the states of so many sequences and of "
+            f"{snapshots} prefixes take {states} bytes; {room} bytes are left for them and the KV cache; give a "
+            f"lower {lower}",
             field=f"stages.{plan.name}.max_batch",
         )
     beside = drafter.bytes_per_block(plan.block_size) if drafter is not None else 0
-    budget = int(room * CACHE_SHARE) - states
-    return blocks_for(budget, spec, layout, plan.block_size, beside, most=most)
+    return blocks_for(room - states, spec, layout, plan.block_size, beside, most=most)
 
 
 def _device_memory(spec: WorkerSpec, plans: list[StagePlan]) -> DeviceMemory | None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 from segue.engines.autoregressive.blocks import BlockPool, common, find_hit, visible
 from segue.engines.autoregressive.jobs import Job, Limits, Run
 from segue.engines.autoregressive.ledger import Ledger, missing
 from segue.engines.autoregressive.mutual import around, fitting, whole
 from segue.engines.autoregressive.policies import Accounts
+from segue.engines.autoregressive.snapshots import Snapshots, keep_for, places
 
 _ENOUGH = sys.maxsize
 
@@ -25,8 +28,10 @@ def admit_waiting(
     accounts: Accounts | None,
     launched: Seq[Run],
     slots: int | None,
+    snapshots: Snapshots | None,
 ) -> list[Run]:
-    """Runs of waiting sequences that fit as a whole; paused running ones give way to them."""
+    """Runs of waiting sequences that fit as a whole; paused running ones give way to them. Where states are kept for
+    others, `runs` keep what those need who wait for them."""
     admitted: list[Run] = []
     if not waiting:
         return admitted
@@ -56,8 +61,10 @@ def admit_waiting(
             break
         # at least one token is always computed: the logits of the last one are wanted
         chain = [] if job.fresh else job.hashes[: (job.ready - 1) // limits.block_size]
-        length, hit = _hit(job, chain, pool, limits)
-        coming = _in_flight(job, chain, length, [*launched, *runs, *admitted], limits)
+        length, hit = _hit(job, chain, pool, limits, snapshots)
+        coming = alike = _in_flight(job, chain, length, [*launched, *runs, *admitted], limits)
+        if snapshots is not None and alike > length:
+            coming = _kept(job, chain, length, launched, (runs, admitted), limits)
         if coming > length:
             # somebody computes its next block in this very step: it waits, and its place is kept for it
             needed = missing(limits, job, visible(limits.windows, coming, limits.block_size))
@@ -88,16 +95,25 @@ def admit_waiting(
         budget -= tokens
         room -= job.width
         seats -= job.width
-        admitted.append(Run(job, start, tokens, new, hit))
+        run = Run(job, start, tokens, new, hit)
+        if snapshots is not None:
+            wanted = max(alike, snapshots.met(chain)) * limits.block_size
+            keep = places(job, run.start, run.stop, wanted, limits.block_size)
+            run = replace(run, wanted=wanted, keep=keep)
+        admitted.append(run)
         last = job
     return admitted
 
 
-def _hit(job: Job, chain: Seq[bytes], pool: BlockPool, limits: Limits) -> tuple[int, tuple[tuple[int, ...], ...]]:
-    """`find_hit`, and what is computed after it begins inside no span."""
+def _hit(
+    job: Job, chain: Seq[bytes], pool: BlockPool, limits: Limits, snapshots: Snapshots | None
+) -> tuple[int, tuple[tuple[int, ...], ...]]:
+    """`find_hit` where there is a state, too, if one is needed, and what is computed after it begins inside no span."""
     while True:
         length, hit = find_hit(pool, chain, limits.windows, limits.block_size)
         usable = _uncut(job, length, limits)
+        if snapshots is not None:
+            usable = snapshots.longest(chain[:usable])
         if usable == length:
             return length, hit
         chain = chain[:usable]
@@ -118,11 +134,31 @@ def _in_flight(job: Job, chain: Seq[bytes], length: int, runs: Seq[Run], limits:
     the wait ends; one that is paused, preempted or passed over is not in `runs`, and then the block is computed a
     second time.
     """
-    most = length
-    if length < len(chain):
-        for run in runs:
-            theirs = run.job.hashes
-            ahead = run.start < (length + 1) * limits.block_size <= len(theirs) * limits.block_size
-            if ahead and run.job.rank < job.rank and theirs[length] == chain[length]:
-                most = max(most, _uncut(job, common(theirs, chain), limits))
-    return most
+    return max((blocks for _, blocks in _alike(job, chain, length, runs, limits)), default=length)
+
+
+def _alike(job: Job, chain: Seq[bytes], length: int, runs: Seq[Run], limits: Limits) -> Iterator[tuple[int, int]]:
+    """Places of the runs of those who compute block `length` of its chain now, and how many blocks of it they will
+    have."""
+    if length == len(chain):
+        return
+    for place, run in enumerate(runs):
+        theirs = run.job.hashes
+        ahead = run.start < (length + 1) * limits.block_size <= len(theirs) * limits.block_size
+        if ahead and run.job.rank < job.rank and theirs[length] == chain[length]:
+            yield place, _uncut(job, common(theirs, chain), limits)
+
+
+def _kept(
+    job: Job, chain: Seq[bytes], length: int, launched: Seq[Run], deciding: Seq[list[Run]], limits: Limits
+) -> int:
+    """`_in_flight` with their states. Those that are not launched keep theirs where they part from it."""
+    size = limits.block_size
+    borders = [length * size]
+    for place, blocks in _alike(job, chain, length, launched, limits):
+        borders += [border for border in launched[place].job.held if border <= blocks * size]
+    for runs in deciding:
+        for place, blocks in _alike(job, chain, length, runs, limits):
+            runs[place] = keep_for(runs[place], blocks * size)
+            borders += [border for border in runs[place].keep if border <= blocks * size]
+    return max(borders) // size

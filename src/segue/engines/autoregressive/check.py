@@ -132,7 +132,7 @@ def _run_flat(
         stretches = [Stretch(which, part.start, part.stop) for which, part in parts]
         hidden = _forward(
             adapter,
-            [(sequences[which], start, stop) for which, start, stop in stretches],
+            [(sequences[which], start, stop) for which, start, stop, _ in stretches],
             paged,
             None if states is None else state_step(states, stretches),
         )

@@ -23,6 +23,8 @@ class AutoregressiveConfig:
     prefill_chunk: int | None = None
     """Most prompt tokens in a step in which other requests decode; None: what `max_tokens_per_step` leaves."""
     prefix_caching: bool = True
+    prefix_states: int | None = None
+    """States of prefixes that are kept, of a decoder that keeps states; None: as many as `max_batch`."""
     deterministic: bool = False
     """The same logits to the bit whatever the batch (`invariant`)."""
     max_logprobs: int = 20
@@ -42,6 +44,8 @@ class AutoregressiveConfig:
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1", field=name)
+        if self.prefix_states is not None and self.prefix_states < 0:
+            raise ConfigError(f"prefix_states is {self.prefix_states}; it must be at least 0", field="prefix_states")
         if self.prefill_chunk is not None and self.prefill_chunk < 1:
             raise ConfigError(f"prefill_chunk is {self.prefill_chunk}; it must be at least 1", field="prefill_chunk")
         if self.deterministic and self.attention not in ("auto", "torch"):

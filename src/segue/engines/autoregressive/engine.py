@@ -21,7 +21,7 @@ from segue.engines.autoregressive.invariant import InvariantAdapter, check_invar
 from segue.engines.autoregressive.jobs import Job, Limits, Run
 from segue.engines.autoregressive.launch import Flight, Landed, Launcher, Ran
 from segue.engines.autoregressive.logprobs import check_logprobs
-from segue.engines.autoregressive.memory import stored_as
+from segue.engines.autoregressive.memory import prefix_states, stored_as
 from segue.engines.autoregressive.mutual import longest_of
 from segue.engines.autoregressive.outputs import accept, announce, give_rows, nothing_left
 from segue.engines.autoregressive.picks import Pick
@@ -30,6 +30,7 @@ from segue.engines.autoregressive.roster import Roster
 from segue.engines.autoregressive.scheduler import Scheduler
 from segue.engines.autoregressive.sequence import Sequence
 from segue.engines.autoregressive.slots import StateSlots
+from segue.engines.autoregressive.snapshots import Snapshots
 from segue.engines.autoregressive.speculation.speculation import NO_SPECULATION, Speculation
 from segue.engines.autoregressive.warm_up import warm_up
 from segue.engines.contract import Payload, StageOutput, StageRequest
@@ -96,16 +97,21 @@ class AutoregressiveEngine:
             config.block_size, config.max_batch, config.max_tokens_per_step, layout.windows, config.prefill_chunk
         )
         slots = None if kept is None else StateSlots(config.max_batch)
-        self._states = None if kept is None or slots is None else StateStore(kept, slots.total, adapter.device)
-        self._scheduler = Scheduler(self._pool, limits, Accounts() if config.scheduling == "fair" else None, slots)
+        snapshots, self._states = None, None
+        if kept is not None and slots is not None:
+            count = prefix_states(spec, config.max_batch, config.prefix_states, None, caching=config.prefix_caching)
+            snapshots = Snapshots(slots.total, count) if count else None
+            self._states = StateStore(kept, slots.total + count, adapter.device)
+        accounts = Accounts() if config.scheduling == "fair" else None
+        self._scheduler = Scheduler(self._pool, limits, accounts, slots, snapshots)
         self._entire = kept is not None and not kept.continues
         most = adapter.max_model_len
         self._longest = limits.longest(config.num_blocks, most, most if self._entire else 1)
         graphs = None
         if recorded and not isinstance(backend, NativeAttention):
             graphs = recorded_decodes(adapter, self._store, self._longest, config.max_batch)
-        # a state is that of a whole prefix, and is not kept for each of its blocks
-        self._share_size = config.block_size if config.prefix_caching and kept is None else 0
+        shares = config.prefix_caching if kept is None else snapshots is not None
+        self._share_size = config.block_size if shares else 0
         self._launcher = Launcher(adapter, self._store, graphs, self._share_size, self._states)
         # what a drafter guesses hangs on the tokens before, and on their states
         self._ahead = speculation is None and (adapter.device.type != "cpu" if ahead is None else ahead)
@@ -215,6 +221,7 @@ class AutoregressiveEngine:
             "batch": self._batch,
             "blocks_used": self._pool.used,
             "blocks": self._pool.total,
+            "prefix_states": 0 if scheduler.snapshots is None else scheduler.snapshots.kept,
             "kv_waste": scheduler.waste(),
             "preemptions_total": scheduler.preemptions,
             "recorded_steps_total": self._launcher.recorded_steps,

@@ -23,7 +23,8 @@ class Table:
 @dataclass(slots=True, eq=False)
 class Job:
     """A sequence as the scheduler sees it. The engine owns `length`, `ready`, `drafts`, `hashes`, `fresh`, `mutual`,
-    `entire` and `paused`; the scheduler owns `computed`, `launched`, `tables`, `slot`, `forked` and `running`."""
+    `entire` and `paused`; the scheduler owns `computed`, `launched`, `tables`, `slot`, `wanted`, `held`, `newest`,
+    `forked` and `running`."""
 
     key: str
     rank: Rank
@@ -51,6 +52,12 @@ class Job:
     does not go on from several tokens (`StateLayout.continues`)."""
     slot: int | None = None
     """Where its state is, while it runs, of a decoder that keeps any."""
+    wanted: int = 0
+    """A border of its blocks up to which others began alike: its state there is kept (`snapshots`). 0: none."""
+    held: dict[int, int] = field(default_factory=dict)
+    """By border: the slot that its state there is written to by a step that has not landed."""
+    newest: bytes | None = None
+    """Under which its state was kept last while it generated: given up for the next such one."""
     paused: bool = False
     running: bool = False
     tenant: str = ""
@@ -177,6 +184,10 @@ class Run:
     """Others hold the blocks that its first token goes to: it gets its own, with the same content."""
     drafts: int = 0
     """How many of `tokens` are drafts: the last ones."""
+    wanted: int = 0
+    """`Job.wanted` of a sequence that is admitted."""
+    keep: tuple[int, ...] = ()
+    """Borders of blocks on its way, or its end, at which its state is kept, in order."""
 
     @property
     def stop(self) -> int:

@@ -113,7 +113,7 @@ class Launcher:
     def run(self, scheduled: list[Scheduled], attention: PagedStep | HybridStep, newest: Newest | None) -> Ran:
         """Forward, logits, draws. `newest`: tokens of the step before, where that has not landed."""
         adapter = self._adapter
-        states = None if self._states is None else state_step(self._states, [_stretch(run) for _, run in scheduled])
+        states = None if self._states is None else state_step(self._states, _stretches([run for _, run in scheduled]))
         embeds, batch = flat_batch(adapter, scheduled, attention, newest, states)
         recorded = None if self.graphs is None else self.graphs.run(embeds, batch)
         self.recorded_steps += recorded is not None
@@ -163,6 +163,13 @@ def _parts(run: Run, group: int, back: LookBack, block_size: int) -> list[Part]:
     return within_chunks(part, back, before, block_size)
 
 
-def _stretch(run: Run) -> Stretch:
-    assert run.job.slot is not None
-    return Stretch(run.job.slot, run.start, run.stop)
+def _stretches(runs: Seq[Run]) -> list[Stretch]:
+    """The runs, cut where their states are kept."""
+    stretches = []
+    for run in runs:
+        assert run.job.slot is not None
+        start = run.start
+        for place in sorted({*(place for place in run.keep if place in run.job.held), run.stop}):
+            stretches.append(Stretch(run.job.slot, start, place, run.job.held.get(place)))
+            start = place
+    return stretches

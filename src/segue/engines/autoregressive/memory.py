@@ -37,9 +37,21 @@ def blocks_for(
     return min(most, budget * layout.groups // least)
 
 
-def state_bytes(spec: KVSpec, max_batch: int) -> int:
-    """Bytes of the states of so many running sequences."""
-    return 0 if spec.states is None else StateSlots(max_batch).total * spec.states.slot_bytes
+def state_bytes(spec: KVSpec, max_batch: int, snapshots: int = 0) -> int:
+    """Bytes of the states of so many running sequences, and of so many prefixes."""
+    return 0 if spec.states is None else (StateSlots(max_batch).total + snapshots) * spec.states.slot_bytes
+
+
+def prefix_states(spec: KVSpec, max_batch: int, wanted: int | None, budget: int | None, *, caching: bool) -> int:
+    """States of prefixes that are kept: none where a sequence's does not go on from several tokens. Where it is not
+    said how many are `wanted`, they take at most a quarter of what those of running sequences leave of `budget`
+    bytes."""
+    if spec.states is None or not spec.states.continues or not caching:
+        return 0
+    if wanted is not None:
+        return wanted
+    left = sys.maxsize if budget is None else max(0, budget - state_bytes(spec, max_batch))
+    return min(max_batch, left // 4 // spec.states.slot_bytes)
 
 
 def stored_as(spec: KVSpec, kv_dtype: str) -> KVSpec:

@@ -33,6 +33,7 @@ from segue.engines.autoregressive.continuing import continue_running
 from segue.engines.autoregressive.jobs import Decision, Job, Limits, Run
 from segue.engines.autoregressive.ledger import Ledger, missing
 from segue.engines.autoregressive.policies import Accounts
+from segue.engines.autoregressive.snapshots import Snapshots, places
 
 
 def schedule(
@@ -43,15 +44,22 @@ def schedule(
     accounts: Accounts | None = None,
     launched: Seq[Run] = (),
     slots: int | None = None,
+    snapshots: Snapshots | None = None,
 ) -> Decision:
     """The next step. `running` and `waiting` are sorted by rank; nothing is changed. `accounts`: waiting ones are
     admitted in fair shares, else by rank. `launched`: runs whose blocks are being computed and not yet published.
-    `slots`: how many sequences more can have a state; None: they have none."""
+    `slots`: how many sequences more can have a state; None: they have none. `snapshots`: of prefixes, where states are
+    kept for others."""
     ledger = Ledger(pool)
     preempted: list[Job] = []
     runs = continue_running(running, ledger, limits, preempted)
+    if snapshots is not None:
+        size = limits.block_size
+        runs = [replace(run, keep=places(run.job, run.start, run.stop, run.job.wanted, size)) for run in runs]
     if not preempted:
-        runs += admit_waiting(running, waiting, runs, ledger, limits, pool, preempted, accounts, launched, slots)
+        runs += admit_waiting(
+            running, waiting, runs, ledger, limits, pool, preempted, accounts, launched, slots, snapshots
+        )
     if not preempted and any(run.job.drafts for run in runs):
         runs = _widen(running, runs, ledger, limits)
     return Decision(tuple(preempted), tuple(runs))

@@ -10,19 +10,26 @@ from segue.engines.autoregressive.jobs import Decision, Job, Limits, Run, Table
 from segue.engines.autoregressive.policies import Accounts, Rank
 from segue.engines.autoregressive.schedule import schedule
 from segue.engines.autoregressive.slots import StateSlots
+from segue.engines.autoregressive.snapshots import Snapshots
 
 
 class Scheduler:
     """The two queues, the pool and the accounts; changes them as a `Decision` says."""
 
     def __init__(
-        self, pool: BlockPool, limits: Limits, accounts: Accounts | None = None, slots: StateSlots | None = None
+        self,
+        pool: BlockPool,
+        limits: Limits,
+        accounts: Accounts | None = None,
+        slots: StateSlots | None = None,
+        snapshots: Snapshots | None = None,
     ) -> None:
-        """`slots`: of a decoder that keeps states."""
+        """`slots`: of a decoder that keeps states; `snapshots`: where it keeps some of prefixes."""
         self.pool = pool
         self.limits = limits
         self.accounts = accounts
         self.slots = slots
+        self.snapshots = snapshots
         self.running: list[Job] = []
         self.waiting: list[Job] = []
         self.leaving: list[Job] = []
@@ -39,7 +46,9 @@ class Scheduler:
         if self.accounts is not None:
             self.accounts.notice(self.waiting, self.running)
         slots = None if self.slots is None else self.slots.available
-        return schedule(self.running, self.waiting, self.pool, self.limits, self.accounts, launched, slots)
+        return schedule(
+            self.running, self.waiting, self.pool, self.limits, self.accounts, launched, slots, self.snapshots
+        )
 
     def expect(self, run: Run) -> None:
         """Decide as if a launched run had landed."""
@@ -90,6 +99,9 @@ class Scheduler:
                 run.job.running = True
                 if self.slots is not None:
                     run.job.slot = self.slots.take()
+                    if self.snapshots is not None and length:
+                        self.slots.copy(self.snapshots.use(run.job.hashes[length - 1]), run.job.slot)
+                run.job.wanted = run.wanted
                 if self.accounts is not None:
                     self.accounts.admit(run.job)
                 self.query_tokens += run.job.length
@@ -98,6 +110,7 @@ class Scheduler:
                 insort(self.running, run.job, key=_rank)
         copies = []
         for run in decision.runs:
+            self._hold(run)
             if run.copy:
                 for table, tail in zip(run.job.tables, self.limits.tails(run.job), strict=True):
                     self.pool.release([tail])
@@ -109,6 +122,34 @@ class Scheduler:
                     last = table.blocks[-1] if table.blocks else None
                     table.blocks += self.pool.allocate(run.allocate, last)
         return copies
+
+    def _hold(self, run: Run) -> None:
+        """Slots for the states that it keeps, where there are any, and nobody has kept the same."""
+        for place in run.keep:
+            assert self.snapshots is not None
+            index = place // self.limits.block_size - 1
+            known = index < len(run.job.hashes) and self.snapshots.has(run.job.hashes[index])
+            slot = None if known else self.snapshots.reserve()
+            if slot is not None:
+                run.job.held[place] = slot
+
+    def _keep(self, snapshots: Snapshots, job: Job, computed: int, *, publish: bool) -> None:
+        """Let others find the states of what is computed now."""
+        size = self.limits.block_size
+        for place in sorted(job.held):
+            if computed < place <= job.launched:
+                continue  # of a step that has not landed
+            slot, index = job.held.pop(place), place // size - 1
+            if place > computed or not publish or index >= len(job.hashes):
+                snapshots.give(slot)
+                continue
+            # behind a chunk of a prompt: nobody is known to want it
+            passing = computed < job.length - 1 and place != job.wanted
+            if snapshots.publish(job.hashes[index], slot, passing=passing) and computed - job.computed == 1:
+                # it generates: what it kept last is a prefix of this
+                if job.newest is not None:
+                    snapshots.discard(job.newest, unused=True)
+                job.newest = job.hashes[index]
 
     def fork(self, job: Job, child: Job) -> None:
         """`child` runs from now on, with all that `job` has in the cache."""
@@ -143,6 +184,9 @@ class Scheduler:
         if self.accounts is not None:
             # the token drawn in this step counts, be it appended already or not
             self.accounts.generated(job, computed + (computed >= job.length - 1))
+        if self.snapshots is not None:
+            self.snapshots.note(job.hashes[index] for index in full)
+            self._keep(self.snapshots, job, computed, publish=publish)
         job.computed = computed
         for group, (table, window) in enumerate(zip(job.tables, self.limits.windows, strict=True)):
             for index in full:
@@ -170,7 +214,11 @@ class Scheduler:
             self.pool.release(table.blocks)
         if self.slots is not None and job.slot is not None:
             self.slots.give(job.slot)
-        job.slot = None
+        job.slot = job.newest = None
+        if self.snapshots is not None:
+            for slot in job.held.values():
+                self.snapshots.give(slot)
+        job.held = {}
         job.tables = []
         job.computed = 0
         job.forked = False
@@ -195,12 +243,20 @@ class Scheduler:
             slots = [job.slot for job in [*self.running, *self.leaving] if job.slot is not None]
             assert len(slots) == len(self.running) + len(self.leaving), "a running sequence has no state"
             self.slots.audit(slots)
+        if self.snapshots is not None:
+            jobs = [*self.running, *self.leaving]
+            self.snapshots.audit(slot for job in jobs for slot in job.held.values())
+            for job in jobs:
+                assert all(job.computed < place <= job.launched for place in job.held), (
+                    f"{job.key} holds slots for states that no step writes: {job.held}"
+                )
         for job in self.leaving:
             assert job.launched, f"{job.key} is over and keeps blocks that nobody writes to"
         for job in self.waiting:
             assert not job.running, f"{job.key} waits and runs"
             assert not job.tables, f"{job.key} waits and holds blocks"
             assert job.slot is None, f"{job.key} waits and has a state"
+            assert not job.held, f"{job.key} waits and keeps states"
             assert job.computed == 0, f"{job.key} waits and has {job.computed} tokens in the cache"
         for job in self.running:
             assert job.running, f"{job.key} runs and does not know"

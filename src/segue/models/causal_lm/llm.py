@@ -9,13 +9,12 @@ import torch
 from segue.engines.autoregressive.contract import Fed, FlatBatch, KVSpec, Prompt
 from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.kernels.lora import Lora
-from segue.messages.errors import ConfigError
 from segue.messages.sampling import SamplingParams
 from segue.models.decoder import PagedDecoder, context_length
 from segue.models.generation import default_sampling, end_tokens, generation_of
 from segue.models.lora import named_adapter, with_adapter
 from segue.models.pretrained import load_config, load_model
-from segue.models.states import keeps_states
+from segue.models.states import check_divisible
 from segue.models.tokenizer import decode, load_tokenizer
 from segue.models.vocabulary import vocabulary_of
 
@@ -30,12 +29,8 @@ class LLM:
     def __init__(self, ctx: LoadContext) -> None:
         """Raises `ConfigError` for a checkpoint that cannot be read, or a model that cannot be served."""
         config = load_config(ctx)
-        if ctx.group is not None and keeps_states(config.get_text_config(decoder=True)):
-            raise ConfigError(
-                f"{type(config).__name__}: its layers keep a state per sequence, which is not divided; tensor_parallel "
-                "must be 1",
-                field="tensor_parallel",
-            )
+        if ctx.group is not None:
+            check_divisible(config)
         self.max_model_len: int = context_length(config, ctx.max_model_len)
         self._decoder = PagedDecoder(
             load_model(ctx, config), quantization=ctx.quantization, lora=ctx.lora, fused=ctx.fused and ctx.group is None
