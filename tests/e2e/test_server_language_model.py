@@ -161,10 +161,12 @@ def test_a_response_of_calls(http: httpx.Client) -> None:
         assert streamed.type == "function_call"
         assert "".join(deltas) == streamed.arguments
         answer: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "a ship"}
-        after = client.responses.create(model=name, input=[answer], previous_response_id=whole.id, max_output_tokens=4)
+        after = client.responses.create(
+            model=name, input=[answer], tools=[tool], previous_response_id=whole.id, max_output_tokens=4
+        )
         assert after.usage is not None
         assert whole.usage is not None
-        assert after.usage.input_tokens > whole.usage.input_tokens + whole.usage.output_tokens
+        assert after.usage.input_tokens > whole.usage.input_tokens
 
 
 def test_the_dialect_is_the_family_s(checkpoint: Path) -> None:

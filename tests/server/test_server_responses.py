@@ -12,14 +12,18 @@ import msgspec
 import openai
 import pytest
 from fake_service import FakeService, Gate, Live, finished, live, sent, speak
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from segue.media.encode import encode_png
 from segue.messages.deltas import Delta, TextDelta, TokenLogprobs, TopToken
-from segue.messages.errors import InvalidRequest, StageFailed
+from segue.messages.errors import InvalidRequest, SegueError, StageFailed
 from segue.messages.request import MediaPart, Request, TextPart
 from segue.models.chat_template import ChatTemplate
 from segue.models.dialects.dialect import CALL_FORMATS, Dialect
 from segue.models.dialects.reasoning import THINK
+from segue.server.response_request import ResponsesBody, responses_request
+from segue.server.response_writer import ResponseWriter
 from segue.server.settings import ServerSettings
 
 NAME = "fake-omni"
@@ -445,6 +449,8 @@ def test_the_oldest_make_room() -> None:
         ({"temperature": "hot"}, "temperature", "temperature is 'hot'"),
         ({"temperature": -1}, "temperature", "temperature is -1"),
         ({"top_logprobs": 21}, "top_logprobs", "from 0 to 20"),
+        ({"input": [{"role": "user", "content": "a", "id": 10**30}]}, "input", "a number that is too large"),
+        ({"tools": [{**WAIT, "parameters": {"maximum": 10**30}}]}, "tools", "a number that is too large"),
         ({"messages": []}, "messages", "unknown parameter"),
         ({"stream_options": {"include_obfuscation": False}}, "stream_options", "stream is not true"),
         ({"model": "other"}, "model", "is not served here"),
@@ -452,8 +458,9 @@ def test_the_oldest_make_room() -> None:
     ],
 )
 def test_what_is_wrong_is_named(server: Live, fields: dict[str, Any], field: str, text: str) -> None:
-    body = {"model": NAME, "input": "a", **fields}
-    answer = httpx.post(f"{server.url}/v1/responses", json=body, timeout=120)
+    body = json.dumps({"model": NAME, "input": "a", **fields})
+    head = {"Content-Type": "application/json"}
+    answer = httpx.post(f"{server.url}/v1/responses", content=body, headers=head, timeout=120)
     assert answer.status_code == (404 if field in ("model", "previous_response_id") else 400), answer.text
     error = answer.json()["error"]
     assert (error["param"], text in error["message"]) == (field, True), error
@@ -465,6 +472,54 @@ def test_a_model_without_text() -> None:
     with live(service) as server:
         answer = httpx.post(f"{server.url}/v1/responses", json={"model": NAME, "input": "a"}, timeout=120)
         assert "gives no text (it gives image)" in answer.json()["error"]["message"]
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.just(10**30) | st.floats(-9, 9) | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=4,
+)
+_NAMES = (
+    "type", "role", "content", "text", "name", "arguments", "call_id", "output", "summary", "image_url", "file_id",
+    "input_audio", "detail", "format", "mode", "tools", "schema", "effort", "parameters",
+)  # fmt: skip
+_WORDS = (
+    "message", "user", "assistant", "reasoning", "function_call", "function_call_output", "input_text", "input_image",
+    "input_audio", "refusal", "function", "allowed_tools", "json_schema", "auto", "look",
+)  # fmt: skip
+_VALUE = st.sampled_from(_WORDS) | _JSON
+_OBJECT = st.dictionaries(
+    st.sampled_from(_NAMES),
+    _VALUE | st.lists(st.dictionaries(st.sampled_from(_NAMES), _VALUE, max_size=3), max_size=2),
+    max_size=5,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from(ResponsesBody.__struct_fields__),
+        _JSON | _OBJECT | st.lists(_OBJECT | _JSON, max_size=3) | st.sampled_from(_WORDS),
+        max_size=3,
+    ),
+    st.lists(_OBJECT, max_size=4),
+)
+def test_no_body_makes_a_500(body: dict[str, Any], items: list[dict[str, Any]]) -> None:
+    """What is taken can be answered; all else is refused with a reason."""
+    card = msgspec.structs.replace(FakeService().card, dialect=QWEN)
+    refusal: SegueError | None = None
+    try:
+        asked = responses_request({"model": NAME, "input": items, **body}, [], card, ServerSettings())
+    except SegueError as error:
+        refusal = error
+    if refusal is not None:
+        assert refusal.message
+        assert 400 <= refusal.status < 500
+        return
+    writer = ResponseWriter(asked)
+    writer.take(TextDelta("thinker", "A ship.", [1]))
+    writer.take(finished())
+    assert msgspec.json.decode(msgspec.json.encode(writer.response))["status"] == "completed"
 
 
 @pytest.mark.parametrize("stream", [False, True])

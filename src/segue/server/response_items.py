@@ -48,11 +48,11 @@ class Conversation:
 
     def system(self, text: str, at: str) -> None:
         """Instructions."""
-        self._add({"role": "system", "content": text}, at)
+        self._bare("system", text, at)
 
     def user(self, text: str, at: str) -> None:
         """A bare text."""
-        self._add({"role": "user", "content": text}, at)
+        self._bare("user", text, at)
 
     def item(self, item: object, at: str) -> None:
         """Raises `InvalidRequest` naming what is wrong; what a chat completion checks by itself is left to it."""
@@ -73,6 +73,10 @@ class Conversation:
             message = {"role": "tool", "tool_call_id": item.get("call_id")}
             self._add(message, at)
             message["content"] = self._content(item.get("output"), f"{at}.output")
+
+    def _bare(self, role: str, text: str, at: str) -> None:
+        self._parts[f"{self._place(len(self.messages))}.content"] = at
+        self._add({"role": role, "content": text}, at)
 
     def _add(self, message: dict[str, Any], at: str, *, opened: bool = False) -> dict[str, Any]:
         self._whole[self._place(len(self.messages))] = at

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from segue.media.sources import shown
+from segue.messages.carried import check_carried
 from segue.messages.errors import InvalidRequest, SegueError, nearest
 from segue.orchestrator.service import ModelCard
 from segue.server.chat_request import ChatRequest, chat_request
@@ -148,6 +149,9 @@ def responses_request(
         gives = ", ".join(sorted(card.gives))
         raise Unsupported(f"model {shown(body.model)} gives no text (it gives {gives}), so no response", field="model")
     _check(body)
+    asked = _asked(body)
+    for name, value in (*asked.items(), ("input", body.input)):
+        check_carried(value, name)
     items = [{"type": "message", "role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     if not items and not earlier:
         raise InvalidRequest("input is empty; give a text or at least one item", field="input")
@@ -176,7 +180,7 @@ def responses_request(
         stream=bool(body.stream),
         store=body.store is not False,
         items=msgspec.json.encode(items),
-        asked=_asked(body),
+        asked=asked,
     )
 
 
