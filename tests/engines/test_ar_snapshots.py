@@ -46,7 +46,7 @@ class Model:
         for source, target in scheduler.slots.take_copies():
             self.memory[target] = before[source]
         for run in decision.runs:
-            text, slot = self.texts[run.job], run.job.slot
+            text, slot = self.texts[run.job] + "d" * run.drafts, run.job.slot
             assert slot is not None
             assert run.start == 0 or self.memory[slot] == text[: run.start], "it goes on from another's state"
             self.memory[slot] = text[: run.stop]
@@ -57,13 +57,17 @@ class Model:
         scheduler.launched(decision.runs)
         return decision
 
-    def land(self, decision: Decision, *, broken: bool = False, letter: str = "a") -> None:
+    def land(self, decision: Decision, *, broken: bool = False, letter: str = "a", accepted: int = 0) -> None:
+        """`accepted`: of the drafts of each, where it has so many."""
         self.scheduler.landed(decision.runs)
         for run in decision.runs:
             if run.job in self.texts:
-                if run.stop == run.job.length:
-                    self._append(run.job, letter)
-                self.scheduler.advance(run.job, run.stop, publish=not broken)
+                computed = run.stop
+                if run.stop - run.drafts == run.job.length:
+                    self._append(run.job, "d" * min(accepted, run.drafts) + letter)
+                    computed = run.job.length - 1
+                run.job.drafts = 0
+                self.scheduler.advance(run.job, computed, publish=not broken)
         self.scheduler.settle()
         self.scheduler.audit()
 
@@ -86,10 +90,10 @@ class Model:
 
 
 def make(
-    num_blocks: int = 100, *, sequences: int = 4, kept: int = 4, max_tokens: int = 100, windows=(None,)
+    num_blocks: int = 100, *, sequences: int = 4, kept: int = 4, max_tokens: int = 100, windows=(None,), drafts=False
 ) -> tuple[Model, Snapshots]:
     slots = StateSlots(sequences)
-    snapshots = Snapshots(slots.total, kept)
+    snapshots = Snapshots(slots.total, kept + drafts * sequences)
     limits = Limits(SIZE, sequences, max_tokens, windows)
     return Model(Scheduler(BlockPool(num_blocks), limits, None, slots, snapshots)), snapshots
 
@@ -108,6 +112,7 @@ prompts = st.lists(st.sampled_from(["aaaa", "bbbb", "ab", "a"]), min_size=1, max
             st.tuples(st.just("add"), prompts),
             st.tuples(st.sampled_from(["remove", "pause"]), st.integers(0, 9)),
             st.tuples(st.sampled_from(["step", "step", "broken", "while launched"]), st.sampled_from("ab")),
+            st.tuples(st.just("draft"), st.integers(0, 3)),
         ),
         max_size=40,
     ),
@@ -119,7 +124,8 @@ prompts = st.lists(st.sampled_from(["aaaa", "bbbb", "ab", "a"]), min_size=1, max
 )
 def test_whoever_goes_on_finds_its_own_tokens(actions, spare, sequences, kept, max_tokens, windows):
     need = Limits(SIZE, sequences, max_tokens, windows).need(64)
-    model, snapshots = make(need + spare, sequences=sequences, kept=kept, max_tokens=max_tokens, windows=windows)
+    sizes = {"sequences": sequences, "kept": kept, "max_tokens": max_tokens, "windows": windows}
+    model, snapshots = make(need + spare, **sizes, drafts=True)
     for serial, (action, given_) in enumerate(actions):
         live = list(model.texts)
         match action:
@@ -132,6 +138,10 @@ def test_whoever_goes_on_finds_its_own_tokens(actions, spare, sequences, kept, m
                 job.paused = not job.paused
             case "step" | "broken":
                 model.land(model.launch(), broken=action == "broken", letter=given_)
+            case "draft":
+                for job in live:
+                    job.drafts = 3 * (job.running and job.computed == job.length - 1)
+                model.land(model.launch(), accepted=given_)
             case "while launched":
                 decision = model.launch()
                 for run in decision.runs[:1]:
@@ -141,7 +151,7 @@ def test_whoever_goes_on_finds_its_own_tokens(actions, spare, sequences, kept, m
                 pass
         model.scheduler.settle()
         model.scheduler.audit()
-        assert snapshots.kept <= kept
+        assert snapshots.kept <= snapshots.total
         for job in [job for job, text in model.texts.items() if len(text) >= 50]:
             model.remove(job)
     for job in list(model.texts):
@@ -212,6 +222,34 @@ def test_after_a_preemption_it_goes_on():
     model.remove(high)
     assert starts(model.step()) == {"low": 12}
     assert model.scheduler.preemptions == 1
+
+
+@pytest.mark.parametrize(("accepted", "start", "kept"), [(0, 7, 2), (1, 7, 2), (3, 10, 1)])
+def test_behind_a_rejected_draft_it_goes_on_from_before_them(accepted, start, kept):
+    model, snapshots = make(drafts=True)
+    job = model.add("one", "x" * 6, 0)
+    model.step()
+    job.drafts = 3
+    decision = model.launch()
+    assert [(run.start, run.stop, run.keep) for run in decision.runs] == [(6, 10, (7,))]
+    model.land(decision, accepted=accepted)
+    assert len(model.texts[job]) == 7 + accepted + 1
+    assert starts(model.step()) == {"one": start}
+    assert snapshots.kept == kept
+
+
+def test_what_restarts_gives_all_back():
+    model, snapshots = make(drafts=True)
+    job = model.add("one", "x" * 6, 0)
+    model.step()
+    job.drafts = 3
+    decision = model.launch()
+    model.scheduler.landed(decision.runs)
+    model.scheduler.restart(job)
+    job.drafts = 0
+    model.scheduler.audit()
+    assert (model.scheduler.pool.used, snapshots.kept) == (0, 1)
+    assert starts(model.step()) == {"one": 4}
 
 
 def test_the_least_recently_used_goes_first():

@@ -84,13 +84,18 @@ def test_cut_or_whole(sequences: list[tuple[list[int], int, bool]], random: Any)
             torch.testing.assert_close(held, whole(texts[number])[border - 1])
 
 
-def test_alike_neighbours_share_a_call() -> None:
+def test_what_is_alike_shares_a_call() -> None:
     store = StateStore(LAYOUT, 8, torch.device("cpu"))
-    groups = state_step(store, [Stretch(3, 7, 8), Stretch(1, 4, 5, 6), Stretch(2, 0, 4), Stretch(2, 4, 8)]).groups
+    first = [Stretch(3, 7, 8), Stretch(1, 4, 5, 6), Stretch(2, 0, 4), Stretch(2, 4, 6)]
+    step = state_step(store, [*first, Stretch(4, 0, 4), Stretch(4, 4, 6)])
+    groups = step.groups
+    assert step.tokens == 14
     assert [(group.begin, group.end, group.slots.tolist(), group.fresh) for group in groups] == [
         (0, 2, [3, 1], False),
-        (2, 6, [2], True),
-        (6, 10, [2], False),
+        (2, 10, [2, 4], True),
+        (6, 10, [2, 4], False),
     ]
+    rows = [group.rows if group.rows is None else group.rows.tolist() for group in groups]
+    assert rows == [None, [2, 3, 4, 5, 8, 9, 10, 11], [6, 7, 12, 13]]
     kept = [group.kept and [part.tolist() for part in group.kept] for group in groups]
     assert kept == [[[1], [6]], None, None]

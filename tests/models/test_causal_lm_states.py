@@ -16,6 +16,8 @@ from segue.engines.autoregressive.check import check_attention
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.autoregressive.memory import prefix_states, state_bytes
+from segue.engines.autoregressive.speculation.ngram import NgramDrafter
+from segue.engines.autoregressive.speculation.speculation import Speculation
 from segue.engines.contract import StageRequest
 from segue.graph.lora import LoraPlan
 from segue.messages.errors import ConfigError, InvalidRequest
@@ -74,9 +76,10 @@ def some(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 class Drive:
     """An engine, and what came out of it by request and output."""
 
-    def __init__(self, adapter: Any, *, ahead: bool | None = None, **config: Any) -> None:
+    def __init__(self, adapter: Any, *, ahead: bool | None = None, drafter: Any = None, **config: Any) -> None:
+        speculation = None if drafter is None else Speculation(drafter, 4, adaptive=False)
         sizes = AutoregressiveConfig(**{"num_blocks": 128, "block_size": 8, "max_batch": 8, **config})
-        self.engine = AutoregressiveEngine(adapter, sizes, ahead=ahead)
+        self.engine = AutoregressiveEngine(adapter, sizes, speculation=speculation, ahead=ahead)
         self.answers: dict[tuple[str, int], list[int]] = {}
 
     def add(self, name: str, prompt: list[int], *, seed: int = 0, **sampling: Any) -> None:
@@ -167,6 +170,62 @@ def test_prompts_with_a_common_beginning(some: Path) -> None:
     answers = without.run()
     assert answers["one", 0] == answers["same", 0] == expected[0]
     assert without.engine.stats()["prefix_hit_tokens_total"] == 0
+
+
+class Knowing:
+    """Knows the answers; every `lie`-th of its guesses is wrong."""
+
+    def __init__(self, known: list[list[int]], lie: int) -> None:
+        self.known, self.lie, self.said = known, lie, 0
+
+    def rows(self, hidden: torch.Tensor) -> None:
+        return None
+
+    def observe(self, computed: Any) -> None:
+        raise AssertionError("it wants no rows")
+
+    def propose(self, wanted: Any) -> list[list[int]]:
+        return [self._guess(entry) for entry in wanted]
+
+    def _guess(self, entry: Any) -> list[int]:
+        place = len(entry.ids)
+        future = next((known[place:] for known in self.known if known[:place] == list(entry.ids)), [])
+        guesses = []
+        for token in future[: entry.most]:
+            self.said += 1
+            guesses.append((token + 1) % 600 if self.said % self.lie == 0 else token)
+        return guesses
+
+    def forget(self, key: str) -> None:
+        pass
+
+    def audit(self) -> None:
+        pass
+
+
+def test_drafts_that_are_rejected_leave_no_trace(some: Path) -> None:
+    adapter = load(some)
+    assert adapter.kv.states is not None
+    if not adapter.kv.states.continues:
+        with pytest.raises(ConfigError, match="does not go on from several tokens") as caught:
+            Drive(adapter, drafter=NgramDrafter(1, 3))
+        assert caught.value.field == "speculation"
+        return
+    given = [*PROMPTS[4:20:2], [11, 12, 13] * 8]
+    expected = generate(some, given, TOKENS)
+    known = [[*prompt, *reply] for prompt, reply in zip(given, expected, strict=True)]
+    tight = {"num_blocks": 14, "max_tokens_per_step": 40}
+    for drafter in (Knowing(known, 3), Knowing(known, 10**9), NgramDrafter(1, 3)):
+        for sizes in ({}, {"prefix_caching": False, "max_batch": 2}, {"prefix_states": 1, **tight}):
+            drive = Drive(adapter, drafter=drafter, **sizes)
+            for number, prompt in enumerate(given):
+                drive.add(f"{number}", prompt)
+            answers = drive.run()
+            assert [answers[f"{number}", 0] for number in range(len(given))] == expected, sizes
+            stats = drive.engine.stats()
+            if isinstance(drafter, Knowing):
+                accepted, drafted = (stats[f"spec_{name}_tokens_total"] for name in ("accepted", "draft"))
+                assert (0 < accepted < drafted) if drafter.lie == 3 else (0 < accepted == drafted)
 
 
 def test_a_state_of_others_would_be_seen(some: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.contract import LoadContext, StageRequest
 from segue.graph.deployment import Hardware, StagePlan
 from segue.graph.loader import load_plan
+from segue.kernels.state_store import StateLayout
 from segue.messages.errors import ConfigError
 from segue.messages.request import Request
 from segue.messages.sampling import FALLBACK, SamplingParams
@@ -183,6 +185,14 @@ def test_sizes_are_compared_where_there_are_no_tokenizers(checkpoints, tmp_path)
     adapter.vocab_size += 1
     with pytest.raises(ConfigError, match=r"has 672 tokens; the model has 673"):
         load_drafter(stage(method="draft", model=str(tmp_path / "two")), adapter, context(tmp_path / "one"))
+
+
+def test_models_that_keep_a_state_copy_what_was_there(checkpoints):
+    adapter = LLM(context(checkpoints / "qwen3"))
+    adapter.kv = replace(adapter.kv, states=StateLayout((), continues=True))
+    assert load_drafter(stage(method="ngram"), adapter, context(checkpoints / "qwen3"))
+    with pytest.raises(ConfigError, match="is 'mtp'; for a model whose layers keep a state per sequence it must be ng"):
+        load_drafter(stage(method="mtp"), adapter, context(checkpoints / "qwen3"))
 
 
 def test_driven_stages_have_no_drafter(checkpoints):

@@ -133,8 +133,8 @@ class Mixer(nn.Module):
             return self.inner(*given, **named)
         named.pop("paged", None)  # of attention
         step = cache.step
-        tokens = step.groups[-1].end
-        parts = []
+        tokens = step.tokens
+        whole: torch.Tensor | None = None
         for group in step.groups:
             own = GroupCache(step.store, group)
             rows = len(group.slots)
@@ -143,10 +143,21 @@ class Mixer(nn.Module):
                 if value is cache:
                     return own
                 if isinstance(value, torch.Tensor) and value.shape[:2] == (1, tokens):
-                    return value[0, group.begin : group.end].unflatten(0, (rows, -1))
+                    flat = value[0]
+                    own_rows = flat[group.begin : group.end] if group.rows is None else flat[group.rows]
+                    return own_rows.unflatten(0, (rows, -1))
                 return value
 
             out = self.inner(*map(cut, given), **{name: cut(value) for name, value in named.items()})
             own.put_back()
-            parts.append(out.flatten(0, 1))
-        return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
+            part = out.flatten(0, 1)
+            if len(step.groups) == 1:
+                return part[None]
+            if whole is None:
+                whole = part.new_empty(tokens, *part.shape[1:])
+            if group.rows is None:
+                whole[group.begin : group.end] = part
+            else:
+                whole[group.rows] = part
+        assert whole is not None, "a step without tokens"
+        return whole[None]

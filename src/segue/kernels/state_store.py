@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -97,13 +96,15 @@ class StateGroup:
 
     begin: int
     end: int
-    """Their range of flat tokens."""
+    """Their range of flat tokens, where `rows` does not say which they are."""
     slots: torch.Tensor
     """[sequences] long"""
     fresh: bool
     """They begin here: what their slots hold is another's."""
     kept: tuple[torch.Tensor, torch.Tensor] | None = None
     """[n] which of its sequences, and [n] the slots that their states are written to, too."""
+    rows: torch.Tensor | None = None
+    """[sequences * tokens] long: their places among the flat tokens, where these do not follow each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,31 +113,37 @@ class StateStep:
 
     store: StateStore
     groups: list[StateGroup]
+    tokens: int
+    """Flat ones, over all groups."""
 
 
 def state_step(store: StateStore, stretches: Sequence[Stretch]) -> StateStep:
-    """Plan a step. `stretches`: in the order of the flat batch; neighbours that are alike share a call. Those of one
-    sequence follow each other, and are computed one after the other."""
-    parts: list[tuple[int, Stretch]] = []
-    for stretch in stretches:
-        follows = bool(parts) and parts[-1][1].slot == stretch.slot
-        parts.append((parts[-1][0] + 1 if follows else 0, stretch))
-    groups: list[StateGroup] = []
-    begin = 0
-    for (_, tokens, fresh), members in groupby(parts, key=_alike):
-        assert fresh or tokens == 1 or store.layout.continues, "several tokens that would forget the state before them"
-        alike = [stretch for _, stretch in members]
-        end = begin + tokens * len(alike)
-        slots = upload(np.array([one.slot for one in alike], dtype=np.int64), store.device)
-        groups.append(StateGroup(begin, end, slots, fresh, _kept(store, alike)))
-        begin = end
-    return StateStep(store, groups)
+    """Plan a step. `stretches`: in the order of the flat batch. Those of one sequence follow each other, and are
+    computed one after the other; what is alike is computed in one call."""
+    alike: dict[tuple[int, int, bool], list[tuple[int, Stretch]]] = {}
+    begin = part = 0
+    before: Stretch | None = None
+    for one in stretches:
+        part = part + 1 if before is not None and before.slot == one.slot else 0
+        alike.setdefault((part, one.stop - one.start, one.start == 0), []).append((begin, one))
+        begin, before = begin + one.stop - one.start, one
+    # a part of a sequence comes after the one before it
+    order = sorted(alike, key=lambda key: key[0])
+    return StateStep(store, [_group(store, alike[key], key[1]) for key in order], begin)
 
 
-def _alike(part: tuple[int, Stretch]) -> tuple[int, int, bool]:
-    """(which part of its sequence, tokens, whether it begins here): equal for those that share a call."""
-    number, stretch = part
-    return number, stretch.stop - stretch.start, stretch.start == 0
+def _group(store: StateStore, members: Sequence[tuple[int, Stretch]], tokens: int) -> StateGroup:
+    """`members`: the first flat token of each, and its stretch."""
+    alike = [stretch for _, stretch in members]
+    fresh = alike[0].start == 0
+    assert fresh or tokens == 1 or store.layout.continues, "several tokens that would forget the state before them"
+    begins = np.array([begin for begin, _ in members], dtype=np.int64)
+    begin, end = int(begins[0]), int(begins[0]) + tokens * len(alike)
+    rows = None
+    if np.any(begins != np.arange(begin, end, tokens)):
+        rows = upload((begins[:, None] + np.arange(tokens)).ravel(), store.device)
+    slots = upload(np.array([one.slot for one in alike], dtype=np.int64), store.device)
+    return StateGroup(begin, end, slots, fresh, _kept(store, alike), rows)
 
 
 def _kept(store: StateStore, alike: Sequence[Stretch]) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -21,7 +21,7 @@ from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.autoregressive.grammar import Grammars
 from segue.engines.autoregressive.grammar_process import CompilerHome
 from segue.engines.autoregressive.invariant import whole_kv
-from segue.engines.autoregressive.memory import blocks_for, prefix_states, state_bytes, stored_as
+from segue.engines.autoregressive.memory import blocks_for, drafting_states, prefix_states, state_bytes, stored_as
 from segue.engines.autoregressive.ranks import Leader
 from segue.engines.autoregressive.speculation.contract import OpenTarget
 from segue.engines.contract import Adapter, AdapterFactory, Engine, LoadContext
@@ -251,7 +251,7 @@ def _kv_blocks(plan: StagePlan, adapter: AutoregressiveAdapter, drafter: LoadedD
             f"{plan.memory_share} ({plan.memory_bytes} bytes); nothing is left for the KV cache",
             field=f"stages.{plan.name}.memory_share",
         )
-    states = state_bytes(spec, plan.max_batch, snapshots)
+    states = state_bytes(spec, plan.max_batch, snapshots + drafting_states(plan.max_batch, drafter is not None))
     if states >= room:
         lower = "max_batch" if plan.prefix_states is None else "max_batch or prefix_states"
         raise ConfigError(

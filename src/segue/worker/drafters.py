@@ -68,6 +68,12 @@ def load_drafter(stage: StagePlan, target: AutoregressiveAdapter, context: LoadC
             f"tensor_parallel is {stage.tensor_parallel}, it must be one of {', '.join(_DIVIDED)}",
             field=f"stages.{stage.name}.speculation.method",
         )
+    if target.kv.states is not None and plan.method != "ngram":
+        raise ConfigError(
+            f"stage {stage.name!r}: speculation.method is {plan.method!r}; for a model whose layers keep a state per "
+            "sequence it must be ngram",
+            field=f"stages.{stage.name}.speculation.method",
+        )
     try:
         match plan.method:
             case "ngram":

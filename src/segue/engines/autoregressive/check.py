@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from segue.engines.autoregressive.contract import AutoregressiveAdapter, FlatBatch, KVSpec
+from segue.engines.autoregressive.speculation.speculation import Speculation
 from segue.kernels.look_back import Chunked, LookBack, check_chunks, first_seen
 from segue.kernels.paged_attention import LibraryRecord, library_attention
 from segue.kernels.paged_step import AttentionBackend, HybridStep, PagedStep, paged_step
 from segue.kernels.part import Part, step_order, within_chunks
-from segue.kernels.state_store import StateStep, StateStore, Stretch, state_step
+from segue.kernels.state_store import StateLayout, StateStep, StateStore, Stretch, state_step
 from segue.messages.errors import ConfigError
 
 _LENGTHS = (21, 40)
@@ -73,13 +74,16 @@ def check_mutual_served(
         raise ConfigError(f"{both} attention {kernel!r} cannot do; use triton, flex or torch", field="attention")
 
 
-def check_states_served(*, deterministic: bool, speculation: bool) -> None:
+def check_states_served(kept: StateLayout, deterministic: bool, speculation: Speculation | None) -> None:
     """Raise `ConfigError` where the deployment asks for what cannot be done with layers that keep a state."""
-    kept = "this model's layers keep a state per sequence, which"
+    what = "this model's layers keep a state per sequence, which"
     if deterministic:
-        raise ConfigError(f"{kept} deterministic cannot do: its tiles are of attention", field="deterministic")
-    if speculation:
-        raise ConfigError(f"{kept} speculation cannot do: a rejected draft would be in it", field="speculation")
+        raise ConfigError(f"{what} deterministic cannot do: its tiles are of attention", field="deterministic")
+    if speculation is not None and not kept.continues:
+        raise ConfigError(
+            f"{what} does not go on from several tokens; so there is no speculation: drafts are several",
+            field="speculation",
+        )
 
 
 def _ids(length: int, adapter: AutoregressiveAdapter) -> torch.Tensor:

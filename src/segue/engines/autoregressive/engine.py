@@ -21,7 +21,7 @@ from segue.engines.autoregressive.invariant import InvariantAdapter, check_invar
 from segue.engines.autoregressive.jobs import Job, Limits, Run
 from segue.engines.autoregressive.launch import Flight, Landed, Launcher, Ran
 from segue.engines.autoregressive.logprobs import check_logprobs
-from segue.engines.autoregressive.memory import prefix_states, stored_as
+from segue.engines.autoregressive.memory import drafting_states, prefix_states, stored_as
 from segue.engines.autoregressive.mutual import longest_of
 from segue.engines.autoregressive.outputs import accept, announce, give_rows, nothing_left
 from segue.engines.autoregressive.picks import Pick
@@ -60,7 +60,7 @@ class AutoregressiveEngine:
         before the one before it has landed, where that can be; None: on devices that run beside the host.
         """
         if adapter.kv.states is not None:
-            check_states_served(deterministic=config.deterministic, speculation=speculation is not None)
+            check_states_served(adapter.kv.states, config.deterministic, speculation)
         kernel = "torch" if config.deterministic else config.attention
         backend = attention_backend(kernel, adapter.device, config.block_size)
         if config.kv_dtype != "auto" and backend is not None and not backend.widens:
@@ -97,9 +97,11 @@ class AutoregressiveEngine:
             config.block_size, config.max_batch, config.max_tokens_per_step, layout.windows, config.prefill_chunk
         )
         slots = None if kept is None else StateSlots(config.max_batch)
-        snapshots, self._states = None, None
+        snapshots, self._states, shares = None, None, config.prefix_caching
         if kept is not None and slots is not None:
             count = prefix_states(spec, config.max_batch, config.prefix_states, None, caching=config.prefix_caching)
+            shares = count > 0
+            count += drafting_states(config.max_batch, speculation is not None)
             snapshots = Snapshots(slots.total, count) if count else None
             self._states = StateStore(kept, slots.total + count, adapter.device)
         accounts = Accounts() if config.scheduling == "fair" else None
@@ -110,7 +112,6 @@ class AutoregressiveEngine:
         graphs = None
         if recorded and not isinstance(backend, NativeAttention):
             graphs = recorded_decodes(adapter, self._store, self._longest, config.max_batch)
-        shares = config.prefix_caching if kept is None else snapshots is not None
         self._share_size = config.block_size if shares else 0
         self._launcher = Launcher(adapter, self._store, graphs, self._share_size, self._states)
         # what a drafter guesses hangs on the tokens before, and on their states
@@ -402,7 +403,10 @@ class AutoregressiveEngine:
         next step computes the tokens again, without drafts. `rows`: of the flat batch."""
         for group in attention.groups if isinstance(attention, HybridStep) else [attention]:
             self._store.scrub_slots(group.slots[rows])
-        self._scheduler.advance(sequence.job, run.start, publish=False)
+        if sequence.job.slot is None:
+            self._scheduler.advance(sequence.job, run.start, publish=False)
+        else:  # its state may hold it, too
+            self._scheduler.restart(sequence.job)
         sequence.propose([])
         sequence.wary = True
 

@@ -23,8 +23,8 @@ class Table:
 @dataclass(slots=True, eq=False)
 class Job:
     """A sequence as the scheduler sees it. The engine owns `length`, `ready`, `drafts`, `hashes`, `fresh`, `mutual`,
-    `entire` and `paused`; the scheduler owns `computed`, `launched`, `tables`, `slot`, `wanted`, `held`, `newest`,
-    `forked` and `running`."""
+    `entire` and `paused`; the scheduler owns `computed`, `launched`, `tables`, `slot`, `wanted`, `held`, `guessed`,
+    `newest`, `forked` and `running`."""
 
     key: str
     rank: Rank
@@ -56,6 +56,8 @@ class Job:
     """A border of its blocks up to which others began alike: its state there is kept (`snapshots`). 0: none."""
     held: dict[int, int] = field(default_factory=dict)
     """By border: the slot that its state there is written to by a step that has not landed."""
+    guessed: tuple[int, int] | None = None
+    """The range of the drafts in a step that has not landed, of a sequence with a state."""
     newest: bytes | None = None
     """Under which its state was kept last while it generated: given up for the next such one."""
     paused: bool = False

@@ -54,6 +54,11 @@ def prefix_states(spec: KVSpec, max_batch: int, wanted: int | None, budget: int 
     return min(max_batch, left // 4 // spec.states.slot_bytes)
 
 
+def drafting_states(max_batch: int, drafts: bool) -> int:
+    """States that sequences go on from where a draft is rejected."""
+    return max_batch if drafts else 0
+
+
 def stored_as(spec: KVSpec, kv_dtype: str) -> KVSpec:
     """The cache as a deployment wants it kept: `auto` or `fp8`."""
     return replace(spec, stored=torch.float8_e4m3fn) if kv_dtype == "fp8" else spec

@@ -61,12 +61,13 @@ def schedule(
             running, waiting, runs, ledger, limits, pool, preempted, accounts, launched, slots, snapshots
         )
     if not preempted and any(run.job.drafts for run in runs):
-        runs = _widen(running, runs, ledger, limits)
+        runs = _widen(running, runs, ledger, limits, keeps=snapshots is not None)
     return Decision(tuple(preempted), tuple(runs))
 
 
-def _widen(running: Seq[Job], runs: Seq[Run], ledger: Ledger, limits: Limits) -> list[Run]:
-    """The runs, with drafts where they fit into what is left: blocks that prefills will still take are not for them."""
+def _widen(running: Seq[Job], runs: Seq[Run], ledger: Ledger, limits: Limits, *, keeps: bool) -> list[Run]:
+    """The runs, with drafts where they fit into what is left: blocks that prefills will still take are not for them.
+    `keeps`: the state before drafts is kept, to go on from where one is rejected."""
     planned = {id(run.job): run.allocate for run in runs}
     under_way = [(job, [len(table.blocks) for table in job.tables]) for job in running if not job.paused]
     under_way += [(run.job, [len(blocks) for blocks in run.hit]) for run in runs if not run.job.running]
@@ -86,6 +87,7 @@ def _widen(running: Seq[Job], runs: Seq[Run], ledger: Ledger, limits: Limits) ->
             new = max(0, limits.blocks(run.stop + drafts) - end)
             budget -= drafts
             spare -= new
-            run = replace(run, tokens=run.tokens + drafts, allocate=run.allocate + new, drafts=drafts)
+            keep = tuple(sorted({*run.keep, run.stop})) if keeps else run.keep
+            run = replace(run, tokens=run.tokens + drafts, allocate=run.allocate + new, drafts=drafts, keep=keep)
         widened.append(run)
     return widened

@@ -84,10 +84,7 @@ class Scheduler:
         """
         for job in decision.preempt:
             assert not job.launched, f"{job.key} is preempted while it is computed"
-            self._release(job)
-            self.running.remove(job)
-            job.running = False
-            self.add(job)
+            self.restart(job)
             self.preemptions += 1
         for run in decision.runs:
             if not run.job.running:
@@ -110,6 +107,8 @@ class Scheduler:
                 insort(self.running, run.job, key=_rank)
         copies = []
         for run in decision.runs:
+            self._hold_before_drafts(run)
+        for run in decision.runs:
             self._hold(run)
             if run.copy:
                 for table, tail in zip(run.job.tables, self.limits.tails(run.job), strict=True):
@@ -123,9 +122,20 @@ class Scheduler:
                     table.blocks += self.pool.allocate(run.allocate, last)
         return copies
 
+    def _hold_before_drafts(self, run: Run) -> None:
+        """A slot for the state that it goes on from where a draft is rejected: first of all, so that there is one."""
+        if run.drafts and self.snapshots is not None:
+            place = run.stop - run.drafts
+            slot = self.snapshots.reserve()
+            assert slot is not None, "drafts, and no room for the state before them"
+            run.job.held[place] = slot
+            run.job.guessed = (place, run.stop)
+
     def _hold(self, run: Run) -> None:
         """Slots for the states that it keeps, where there are any, and nobody has kept the same."""
         for place in run.keep:
+            if place in run.job.held:
+                continue
             assert self.snapshots is not None
             index = place // self.limits.block_size - 1
             known = index < len(run.job.hashes) and self.snapshots.has(run.job.hashes[index])
@@ -140,7 +150,7 @@ class Scheduler:
             if computed < place <= job.launched:
                 continue  # of a step that has not landed
             slot, index = job.held.pop(place), place // size - 1
-            if place > computed or not publish or index >= len(job.hashes):
+            if place % size or place > computed or not publish or index >= len(job.hashes):
                 snapshots.give(slot)
                 continue
             # behind a chunk of a prompt: nobody is known to want it
@@ -150,6 +160,13 @@ class Scheduler:
                 if job.newest is not None:
                     snapshots.discard(job.newest, unused=True)
                 job.newest = job.hashes[index]
+
+    def restart(self, job: Job) -> None:
+        """What it has computed is worth nothing: it waits to be computed again."""
+        self._release(job)
+        self.running.remove(job)
+        job.running = False
+        self.add(job)
 
     def fork(self, job: Job, child: Job) -> None:
         """`child` runs from now on, with all that `job` has in the cache."""
@@ -180,6 +197,12 @@ class Scheduler:
         """Tokens up to `computed` are in the cache now. `publish`: let others find the blocks that are full. Blocks
         that no later token sees are given back, and those that only rejected drafts had; none of a launched run."""
         size = self.limits.block_size
+        if job.guessed is not None and computed < job.guessed[1]:
+            # its state has seen a rejected draft: back to that before the drafts
+            computed = min(computed, job.guessed[0])
+            assert self.slots is not None
+            assert job.slot is not None
+            self.slots.copy(job.held[computed], job.slot)
         full = range(job.computed // size, min(computed // size, len(job.hashes))) if publish else range(0)
         if self.accounts is not None:
             # the token drawn in this step counts, be it appended already or not
@@ -187,6 +210,7 @@ class Scheduler:
         if self.snapshots is not None:
             self.snapshots.note(job.hashes[index] for index in full)
             self._keep(self.snapshots, job, computed, publish=publish)
+            job.guessed = None
         job.computed = computed
         for group, (table, window) in enumerate(zip(job.tables, self.limits.windows, strict=True)):
             for index in full:
@@ -219,6 +243,7 @@ class Scheduler:
             for slot in job.held.values():
                 self.snapshots.give(slot)
         job.held = {}
+        job.guessed = None
         job.tables = []
         job.computed = 0
         job.forked = False
