@@ -4,12 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-_STATE_SPACE = frozenset(
-    (
-        *("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "jamba", "bamba", "zamba", "zamba2", "falcon_h1"),
-        *("nemotron_h", "recurrent_gemma", "minimax", "qwen3_next", "lfm2", "lfm2_moe", "olmo_hybrid"),
-    )
-)
 _DRAFTERS = frozenset(("gemma4_assistant", "gemma4_unified_assistant"))
 _STATE = frozenset(("linear_attention", "conv", "mamba", "mamba2", "recurrent"))
 """Layer types of models that keep a state per sequence."""
@@ -42,15 +36,6 @@ def unserved(config: dict[str, Any]) -> str | None:
     if "auto_map" in config and config.get("model_type") is None:
         return "it is made of code of its own (auto_map), which is never run"
     return None
-
-
-def keeps_state(config: dict[str, Any]) -> str | None:
-    """What a config says of layers that keep a state per sequence."""
-    kind, layers = config.get("model_type"), sorted(_layer_types(config) & _STATE)
-    if not layers and kind not in _STATE_SPACE:
-        return None
-    what = f"it has layers of type {', '.join(layers)}" if layers else f"{kind} is a state-space or hybrid model"
-    return f"{what}: they keep a state per sequence, not keys and values"
 
 
 def _layer_types(config: dict[str, Any]) -> set[str]:

@@ -14,7 +14,7 @@ from segue.messages.errors import ConfigError
 from segue.models.chat_template import read_chat_template
 from segue.models.family import Family
 from segue.models.multimodal_lm.graph import graph, kinds_of
-from segue.models.unserved import keeps_state, unserved
+from segue.models.unserved import unserved
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 TINY = ("qwen2.5-vl", "qwen3-vl", "llava-onevision", "gemma3-vision", "qwen2-audio")
@@ -32,9 +32,8 @@ _REASONS = MappingProxyType(
         **dict.fromkeys(("kyutai_speech_to_text", "voxtral_realtime"), _BESIDE),
         **dict.fromkeys(("granite_speech", "granite_speech_plus"), _ADAPTER),
         **dict.fromkeys(("t5gemma2", "udop", "vision-encoder-decoder"), _TWO),
-        "nemotron_h_omni": "its decoder is a hybrid (nemotron_h), whose layers keep a state per sequence",
         "fuyu": "its patches have no encoder and are told apart by an index of their own",
-        "gemma3n": "its layers take the token ids again, besides their embedding",
+        "gemma3n": "tokens that end its media have rows made by its encoders of their ids, as no other text has",
         "vibevoice_asr": "noise is drawn for what it hears, so that a recording has no rows of its own",
         "diffusion_gemma": "it writes blocks of text by denoising them, not token by token",
         "pi0": "it gives actions of a robot, not text",
@@ -64,11 +63,7 @@ def claims(config: dict[str, Any], model_dir: Path) -> bool:
 
 def _unserved(config: dict[str, Any]) -> str | None:
     text = config.get("text_config")
-    text = text if isinstance(text, dict) else {}
-    reason = unserved(config) or unserved(text)
-    if reason is None and (kept := keeps_state(config) or keeps_state(text)):
-        return f"{kept}, which was compared without media only"
-    return reason
+    return unserved(config) or unserved(text if isinstance(text, dict) else {})
 
 
 def chats(model_dir: Path) -> bool:

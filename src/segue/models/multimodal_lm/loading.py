@@ -17,9 +17,11 @@ from torch import nn
 from segue.engines.contract import LoadContext
 from segue.messages.errors import ConfigError
 from segue.models.decoder import name_of
+from segue.models.interface import decoder_of
 from segue.models.library import VERSION, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 from segue.models.multimodal_lm.graph import kinds_of
 from segue.models.pretrained import load_config, load_model
+from segue.models.states import keeps_states
 
 DEEP_ARGUMENTS = frozenset(("visual_pos_masks", "deepstack_visual_embeds"))
 """How a decoder takes features for its first layers (Qwen3-VL)."""
@@ -37,7 +39,7 @@ def load_whole(ctx: LoadContext, config: PreTrainedConfig) -> PreTrainedModel:
     """All of the model; of several ranks, this one's part, and the whole embedding: the leader alone puts prompts
     together."""
     if ctx.group is not None:
-        _check_ranks(ctx)
+        _check_ranks(ctx, config)
     return load_model(ctx, config, AutoModelForMultimodalLM, whole_table=True)
 
 
@@ -82,7 +84,7 @@ def media_tokens(ctx: LoadContext) -> dict[str, int]:
 def inner_of(model: PreTrainedModel) -> str:
     """The dotted name of the module whose output the head takes: what holds encoders and decoder, or the decoder where
     the head is in there as well."""
-    decoder = name_of(model.get_decoder(), model)
+    decoder = name_of(decoder_of(model), model)
     parent, _, _ = decoder.rpartition(".")
     head = model.get_output_embeddings()
     if not parent or any(module is head for module in model.get_submodule(parent).modules()):
@@ -93,7 +95,7 @@ def inner_of(model: PreTrainedModel) -> str:
 def holder_of(model: PreTrainedModel) -> nn.Module:
     """The module whose forward encodes media and calls the decoder."""
     holds = model.get_submodule(inner_of(model))
-    return model if holds is model.get_decoder() else holds
+    return model if holds is decoder_of(model) else holds
 
 
 def rope_index_of(model: PreTrainedModel) -> RopeIndex | None:
@@ -128,9 +130,15 @@ def forget_embedding(model: PreTrainedModel) -> nn.Embedding:
     return embedding
 
 
-def _check_ranks(ctx: LoadContext) -> None:
+def _check_ranks(ctx: LoadContext, config: PreTrainedConfig) -> None:
+    if keeps_states(config.get_text_config(decoder=True)):
+        raise ConfigError(
+            f"{type(config).__name__}: its layers keep a state per sequence, which is not divided; tensor_parallel "
+            "must be 1",
+            field="tensor_parallel",
+        )
     model = empty_model(ctx)
-    if taken_by(model.get_decoder().forward, dict.fromkeys(DEEP_ARGUMENTS)):
+    if taken_by(decoder_of(model).forward, dict.fromkeys(DEEP_ARGUMENTS)):
         raise ConfigError(
             f"{type(model).__name__} cannot be run tensor parallel: its media have features for the first layers as "
             "well, which only the first rank is given; leave tensor_parallel out",
@@ -141,6 +149,9 @@ def _check_ranks(ctx: LoadContext) -> None:
 def _without_layers(config: PreTrainedConfig) -> PreTrainedConfig:
     text = config.get_text_config(decoder=True)
     text.num_hidden_layers = 0
+    for name in ("num_kv_shared_layers", "hidden_size_per_layer_input"):  # shared among them; tables of theirs
+        if name in text:
+            setattr(text, name, 0)
     if "layer_types" in text:
         text.layer_types = []
     return config
