@@ -119,9 +119,13 @@ def processed(directory: Path, case: Case, **asked: Any) -> dict[str, Any]:
 
 
 def answer(directory: Path, inputs: dict[str, Any], tokens: int = TOKENS) -> list[int]:
-    """The library's own, greedy."""
+    """The library's own, greedy. Llama 4's processor makes bfloat16, whatever the model is."""
+    given = {
+        name: value.to(torch.float32) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for name, value in inputs.items()
+    }
     with torch.inference_mode():
-        out = library_model(directory).generate(**inputs, do_sample=False, max_new_tokens=tokens)
+        out = library_model(directory).generate(**given, do_sample=False, max_new_tokens=tokens)
     return out[0, inputs["input_ids"].shape[1] :].tolist()
 
 

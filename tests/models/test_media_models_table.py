@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from multimodal_family import FAMILIES, context
 from test_multimodal_others import REFUSED, SERVED
+from test_multimodal_wide import WIDE
 
 from segue.messages.errors import ConfigError
 from segue.models.library import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
@@ -22,9 +23,8 @@ CLASSES: dict[str, str] = dict(AutoModelForMultimodalLM._model_mapping._model_ma
 BY_CONFIG = {
     "encoder-decoders": "encoder-decoder",
     "cross-attention": "cross-attention",
-    "a state per sequence": "a state per sequence",
     "attention of other kinds": "the engine does full, sliding and chunked attention",
-    "more than rows": "autoencoder|an index of their own|the token ids again|an adapter|along with every token|noise",
+    "more than rows": "autoencoder|an index of their own|made by its encoders|an adapter|along with every token|noise",
     "another output": "by denoising|actions|need a family of its own",
 }
 """Words of a row → what is said to one who starts such a model."""
@@ -67,7 +67,8 @@ def test_every_type_has_its_place() -> None:
 
 
 def test_those_served_are_those_compared() -> None:
-    assert set(row("served")) == {SMALL[name].model_type for name in FAMILIES} | SERVED.keys() | {"paligemma"}
+    wide = {kind for kind, _ in WIDE.values()}
+    assert set(row("served")) == {SMALL[name].model_type for name in FAMILIES} | SERVED.keys() | wide | {"paligemma"}
     assert set(row("processors that take no media as others do")) == REFUSED.keys()
 
 

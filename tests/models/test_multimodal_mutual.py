@@ -16,6 +16,7 @@ from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.autoregressive.jobs import Limits
 from segue.messages.errors import ConfigError
+from segue.models.library import PreTrainedConfig
 from segue.models.multimodal_lm import tiny
 from segue.models.multimodal_lm.encoder import Encoder
 from segue.models.multimodal_lm.mutual import MaskProbe, Sight, mutual_seen, runs
@@ -177,13 +178,29 @@ def test_masks_are_read_as_what_they_are() -> None:
     spans = {"full_attention": both[None, None], "sliding_attention": (both & near)[None, None]}
     assert found(spans, window=4) == pictures
     assert found(everything[None, None]) == Sight(frozenset({"image"}), whole=True)
+    some = {"full_attention": None, "sliding_attention": (both & near)[None, None]}
+    assert found(some, window=4) == Sight(pictures.kinds, types=frozenset({"sliding_attention"}))
+    beyond = {"full_attention": both[None, None], "sliding_attention": (near.tril() | both.triu(1))[None, None]}
+    assert found(beyond, window=4) == pictures
     with pytest.raises(ConfigError, match="in some of its layers only"):
-        found({"full_attention": None, "sliding_attention": (both & near)[None, None]}, window=4)
+        found({"full_attention": None, "sliding_attention": everything[None, None]}, window=4)
     joined = both.clone()
     joined[2:5, 7:10] = True  # pictures that see each other (Molmo 2)
     for other in (joined, both & near):
         with pytest.raises(ConfigError, match=r"Some of transformers .* masks of its own for media"):
             found(other[None, None])
+
+
+def test_the_layers_in_which_they_see_each_other() -> None:
+    config = PreTrainedConfig()
+    config.num_hidden_layers, config.layer_types = 3, ["sliding_attention", "full_attention", "sliding_attention"]
+    kinds, types = frozenset({"image"}), frozenset({"sliding_attention"})
+    assert Sight().layers(config) == frozenset()
+    assert Sight(kinds).layers(config) == {0, 1, 2}
+    assert Sight(kinds, types=types).layers(config) == {0, 2}
+    config.layer_types = None
+    with pytest.raises(ConfigError, match="its config does not say which"):
+        Sight(kinds, types=types).layers(config)
 
 
 def test_media_may_change_their_own_rows_only() -> None:

@@ -1,10 +1,10 @@
 """Which layers of a decoder share block tables, and which tensors of the store hold them.
 
-Layers that look back equally far form a *group*: a sequence has one block table per group, and a group of windowed
-layers gives back the blocks that lie wholly behind its window. All groups take their blocks from one pool of equal
-blocks: every group has (nearly) as many layers as the others, and the j-th layers of all groups share the j-th tensors
-of the store, where a block belongs to one group at a time. So room that one group does not need is there for the
-others, whatever the lengths of the sequences. (The idea is that of vLLM's hybrid KV cache manager.)
+Layers that look back equally far, and ahead alike, form a *group*: a sequence has one block table per group, and a
+group of windowed layers gives back the blocks that lie wholly behind its window. All groups take their blocks from one
+pool of equal blocks: every group has (nearly) as many layers as the others, and the j-th layers of all groups share the
+j-th tensors of the store, where a block belongs to one group at a time. So room that one group does not need is there
+for the others, whatever the lengths of the sequences. (The idea is that of vLLM's hybrid KV cache manager.)
 
     layers       0 window   1 full   2 window   3 full
     group          1          0         1         0
@@ -47,6 +47,8 @@ class KVLayout:
     """[layers]"""
     windows: tuple[LookBack, ...]
     """[groups] How far the layers of a group look back."""
+    ahead: tuple[bool, ...]
+    """[groups] Whether tokens that see each other in both directions (`Part.mutual`) do so in its layers."""
     group_of: tuple[int, ...]
     """[layers]"""
     tensor_of: tuple[int, ...]
@@ -79,31 +81,34 @@ def uniform(layers: int, kv_heads: int, head_dim: int) -> KVLayout:
     return lay_out([LayerShape(kv_heads, head_dim, head_dim)] * layers, [None] * layers)
 
 
-def lay_out(shapes: Sequence[LayerShape], windows: Sequence[LookBack]) -> KVLayout:
-    """The layout with the fewest groups that leaves at most an eighth of a block idle; full attention comes first."""
-    classes: dict[LookBack, list[int]] = {}
+def lay_out(shapes: Sequence[LayerShape], windows: Sequence[LookBack], ahead: frozenset[int] = frozenset()) -> KVLayout:
+    """The layout with the fewest groups that leaves at most an eighth of a block idle; full attention comes first.
+    `ahead`: the layers in which tokens may see each other in both directions."""
+    classes: dict[tuple[LookBack, bool], list[int]] = {}
     for layer, (shape, window) in enumerate(zip(shapes, windows, strict=True)):
         if shape != NOTHING:
-            classes.setdefault(window, []).append(layer)
+            classes.setdefault((window, layer in ahead), []).append(layer)
     if not classes:
-        return KVLayout(tuple(shapes), (1,), (0,) * len(shapes), (0,) * len(shapes))
+        return KVLayout(tuple(shapes), (1,), (False,), (0,) * len(shapes), (0,) * len(shapes))
     ordered = sorted(classes.items(), key=lambda entry: _place(entry[0]))
     size = _group_size([len(layers) for _, layers in ordered])
     group_of, tensor_of = [0] * len(shapes), [0] * len(shapes)
-    of_groups: list[LookBack] = []
-    for window, layers in ordered:
+    of_groups: list[tuple[LookBack, bool]] = []
+    for kind, layers in ordered:
         for place, layer in enumerate(layers):
             group_of[layer] = len(of_groups) + place // size
             tensor_of[layer] = place % size
-        of_groups += [window] * -(-len(layers) // size)
-    return KVLayout(tuple(shapes), tuple(of_groups), tuple(group_of), tuple(tensor_of))
+        of_groups += [kind] * -(-len(layers) // size)
+    backs, ahead_of = zip(*of_groups, strict=True)
+    return KVLayout(tuple(shapes), backs, ahead_of, tuple(group_of), tuple(tensor_of))
 
 
-def _place(back: LookBack) -> tuple[int, int]:
+def _place(kind: tuple[LookBack, bool]) -> tuple[int, int, bool]:
     """Full attention, windows, chunks."""
+    back, ahead = kind
     if isinstance(back, Chunked):
-        return 2, back.size
-    return (0, 0) if back is None else (1, back)
+        return 2, back.size, ahead
+    return (0, 0, ahead) if back is None else (1, back, ahead)
 
 
 def _group_size(counts: Sequence[int]) -> int:

@@ -29,8 +29,12 @@ class Video:
     """[samples] float32 mono: the audio track, where it was asked for and is there."""
 
 
-def decode_video(part: MediaPart, fps: float, limits: MediaLimits, audio_rate: int | None = None) -> Video:
+def decode_video(
+    part: MediaPart, fps: float, limits: MediaLimits, audio_rate: int | None = None, *, count: int | None = None
+) -> Video:
     """A part of kind `video` → its frames at `fps` per second, and its sound at `audio_rate` (None: not wanted).
+
+    `count`: so many frames, evenly over the clip, in place of `fps`, where the clip says how long it is.
 
     Frame i is the one shown at time i / fps. Raw frames whose rate is not known, or is not above `fps`, are taken as
     they are (`Video.fps` is then their own rate; `fps` where unknown). Raises `InvalidRequest` for what is no video,
@@ -38,17 +42,30 @@ def decode_video(part: MediaPart, fps: float, limits: MediaLimits, audio_rate: i
     """
     limits.check_bytes(part)
     if part.array is not None:
-        return _from_array(part, part.array, fps, limits)
+        return _from_array(part, part.array, fps, limits, count)
     with container(part) as opened:
         if not opened.streams.video:
             raise refuse(part, "the file has no video track; send e.g. MP4, WebM or Matroska")
+        seconds = _seconds(opened)
+        if count is not None and seconds is not None:
+            fps = count / seconds
         frames = _read_frames(part, opened, fps, limits)
+        if count is not None and seconds is not None:  # the file may be a frame longer or shorter than it says
+            frames = frames[np.arange(count).clip(max=len(frames) - 1)]
     audio = None
     if audio_rate is not None:
         with container(part) as opened:
             if opened.streams.audio:
                 audio = read_track(part, opened, audio_rate, limits)
     return Video(frames, fps, audio)
+
+
+def _seconds(opened: av.container.InputContainer) -> float | None:
+    """How long the video track is, as the file says; None where it does not."""
+    stream = opened.streams.video[0]
+    if stream.duration is not None and stream.time_base is not None:
+        return float(stream.duration * stream.time_base) or None
+    return opened.duration / av.time_base if opened.duration else None
 
 
 def _read_frames(part: MediaPart, opened: av.container.InputContainer, fps: float, limits: MediaLimits) -> Frames:
@@ -112,7 +129,7 @@ class _Sampler:
         self._frames.append(self._picture)
 
 
-def _from_array(part: MediaPart, info: ArrayInfo, fps: float, limits: MediaLimits) -> Video:
+def _from_array(part: MediaPart, info: ArrayInfo, fps: float, limits: MediaLimits, wanted: int | None) -> Video:
     array = raw_array(part, info)
     if array.dtype != np.uint8 or array.ndim != 4 or array.shape[3] != 3:
         raise refuse(part, f"a video of {array.dtype} {array.shape}; it must be uint8 (frames, height, width, 3)")
@@ -121,13 +138,15 @@ def _from_array(part: MediaPart, info: ArrayInfo, fps: float, limits: MediaLimit
     if info.rate is not None and not 0 < info.rate <= 1000:
         raise refuse(part, f"the video's rate is {info.rate!r}; it must be above 0 and at most 1000 frames per second")
     own = fps if info.rate is None else float(info.rate)
+    if wanted is not None:
+        fps = own * wanted / array.shape[0]
     if array.shape[0] / own > limits.max_video_seconds:
         raise over(part, "max_video_seconds", f"{array.shape[0] / own:.1f} seconds", limits.max_video_seconds)
-    if own > fps:
+    if own > fps or wanted is not None:
         count = max(1, int(np.ceil(array.shape[0] / own * fps - _LATE)))
         array = array[(np.arange(count) * own / fps + _LATE).astype(int)]
     _check_frames(part, array.shape[0], array.shape[0] * array.shape[1] * array.shape[2], limits)
-    return Video(array.copy(), min(own, fps))
+    return Video(array.copy(), min(own, fps) if wanted is None else fps)
 
 
 def _check_frames(part: MediaPart, frames: int, pixels: int, limits: MediaLimits) -> None:

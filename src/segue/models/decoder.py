@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,7 +34,7 @@ from segue.kernels.state_cache import StepCache
 from segue.messages.errors import ConfigError
 from segue.models.checkpoint import held_bytes
 from segue.models.interface import check_interface, check_takes, decoder_of
-from segue.models.layer_inputs import takes_ids_again
+from segue.models.layer_inputs import READ_AS, takes_ids_again
 from segue.models.library import PAGED, VERSION, Conv1D, ModelOutput, PreTrainedConfig, PreTrainedModel
 from segue.models.lora import LoraAdapters
 from segue.models.no_cache import NoCache, counts_by_cache
@@ -95,9 +96,10 @@ class PagedDecoder:
         quantization: str = "none",
         lora: LoraPlan | None = None,
         fused: bool = True,
+        read_as: Mapping[int, int] = READ_AS,
     ) -> None:
         """`fused`: layers with the same input are one product (`segue.kernels.fused_linear`), where there are no
-        adapters.
+        adapters. `read_as`: as in `takes_ids_again`.
 
         Raises `ConfigError` where the model is not one that can be served, naming it and the reason.
         """
@@ -130,7 +132,7 @@ class PagedDecoder:
         self.dtype: torch.dtype = self._embedding.weight.dtype
         self.vocab_size: int = config.vocab_size
         self._counts = counts_by_cache(config)
-        self._by_layer = takes_ids_again(decoder, config)
+        self._by_layer = takes_ids_again(decoder, config, read_as)
         self._coarse = quantization in _COARSE
         if fused:  # before the comparison: what rounds its inputs to 8 bits makes much of the least difference
             fuse_norms(decoder)

@@ -10,11 +10,13 @@ from segue.messages.errors import ConfigError
 from segue.models.library import VERSION, PreTrainedModel
 
 
-def decoder_of(model: PreTrainedModel) -> nn.Module:
-    """The library's `get_decoder()`; where that is the model itself (Llama 4), the one model in it."""
-    decoder = model.get_decoder()
-    inside = [child for child in model.children() if isinstance(child, PreTrainedModel)]
-    return inside[0] if decoder is model and len(inside) == 1 else decoder
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The library's `get_decoder()`; where the head is in there as well (Llama 4), the one model in it."""
+    decoder: PreTrainedModel = model.get_decoder()
+    inside = [child for child in decoder.children() if isinstance(child, PreTrainedModel)]
+    head = model.get_output_embeddings()
+    holds_head = head is not None and any(module is head for module in decoder.modules())
+    return inside[0] if holds_head and len(inside) == 1 else decoder
 
 
 def check_interface(model: PreTrainedModel, decoder: nn.Module, *, stateful: bool = False) -> None:

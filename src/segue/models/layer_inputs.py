@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,12 +16,25 @@ LayerInputs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """ids [1, tokens] and rows [1, tokens, H] → `per_layer_inputs` [1, tokens, layers, width] of the decoder's forward."""
 
 
-def takes_ids_again(decoder: nn.Module, config: PreTrainedConfig) -> LayerInputs | None:
-    """The decoder's own method for it; None for decoders that take nothing of the kind."""
+READ_AS: Mapping[int, int] = MappingProxyType({})
+"""No id is replaced."""
+
+
+def takes_ids_again(
+    decoder: nn.Module, config: PreTrainedConfig, read_as: Mapping[int, int] = READ_AS
+) -> LayerInputs | None:
+    """The decoder's own method for it; None for decoders that take nothing of the kind. `read_as`: id of a medium's
+    token → the id that layers are given in its place."""
     made: Any = getattr(decoder, "get_per_layer_inputs", None)
     taken = "per_layer_inputs" in inspect.signature(decoder.forward).parameters
     if made is None or not taken or not getattr(config, "hidden_size_per_layer_input", 0):
         return None
-    if "inputs_embeds" not in inspect.signature(made).parameters:
-        return lambda ids, rows: made(ids)
-    return lambda ids, rows: made(ids, rows)
+    whole = "inputs_embeds" in inspect.signature(made).parameters
+
+    def of_layers(ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        for token, other in read_as.items():
+            ids = ids.masked_fill(ids == token, other)
+        layers: torch.Tensor = made(ids, rows) if whole else made(ids)
+        return layers
+
+    return of_layers

@@ -29,6 +29,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as QUANTIZERS
 from transformers.utils import ModelOutput
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
+from transformers.video_processing_utils import BaseVideoProcessor
 
 from segue.kernels.paged_attention import NAME as PAGED
 
@@ -43,6 +44,7 @@ __all__ = [
     "AutoModelForSequenceClassification",
     "AutoProcessor",
     "AutoTokenizer",
+    "BaseVideoProcessor",
     "CacheLayerMixin",
     "Conv1D",
     "DynamicCache",

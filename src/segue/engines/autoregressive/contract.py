@@ -41,8 +41,8 @@ class KVSpec:
     """What makes its caches: `KVStore`, or one whose blocks are on several ranks."""
     stored: torch.dtype | None = None
     """What keys and values are stored in; None: in `dtype`, in which they are computed."""
-    mutual: bool = False
-    """Prompts may have tokens that see each other in both directions (`Prompt.mutual`)."""
+    mutual: frozenset[int] = frozenset()
+    """The layers in which tokens of a prompt may see each other in both directions (`Prompt.mutual`)."""
     coarse: bool = False
     """The decoder rounds to 8 or 16 bits inside, whatever `dtype` says."""
     states: StateLayout | None = None
@@ -68,7 +68,7 @@ class KVSpec:
             if any(isinstance(back, Chunked) for back in windows):  # a window is told to attention, a chunk is not
                 raise ConfigError("a decoder that captures rows needs a layer with full attention beside chunks")
             windows = [None] * self.layers
-        return lay_out(self.shapes or [shape] * self.layers, windows)
+        return lay_out(self.shapes or [shape] * self.layers, windows, self.mutual)
 
 
 def _reaches(back: LookBack, length: int) -> bool:
@@ -92,9 +92,9 @@ class Prompt:
     """[T] what each token *is*, for prefix caching, where ids do not say it (media content, upstream rows);
     None: the ids. An empty sequence means the prompt must not be shared."""
     mutual: Sequence[tuple[int, int]] = ()
-    """Ranges [start, stop) of tokens, in order, that see each other in both directions, in all layers; all others see
-    what is before them. `identity` of each token in one must tell the whole of it. Only where `KVSpec.mutual` says
-    so."""
+    """Ranges [start, stop) of tokens, in order, that see each other in both directions, in the layers of
+    `KVSpec.mutual`; all others see what is before them, and so do they in other layers. `identity` of each token in one
+    must tell the whole of it."""
     modality_tokens: dict[str, int] = field(default_factory=dict)
     """Prompt tokens per modality, for usage."""
     adapter: object | None = None

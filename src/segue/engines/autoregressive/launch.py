@@ -17,8 +17,8 @@ from segue.engines.autoregressive.jobs import Run
 from segue.engines.autoregressive.picks import Drawn, Pick, branched, targets
 from segue.engines.autoregressive.prompt_logprobs import gather_prompt_logprobs
 from segue.engines.autoregressive.roster import Roster
+from segue.kernels.kv_layout import KVLayout
 from segue.kernels.kv_store import KVStore
-from segue.kernels.look_back import LookBack
 from segue.kernels.paged_step import HybridStep, PagedStep, paged_step
 from segue.kernels.part import Part, step_order, within_chunks
 from segue.kernels.staging import Readback, upload
@@ -104,9 +104,10 @@ class Launcher:
         scheduled = [Scheduled(roster[run.job.key], run) for run in ordered]
         groups = [
             paged_step(
-                self._store, [part for run in ordered for part in _parts(run, group, back, self._store.block_size)]
+                self._store,
+                [part for run in ordered for part in _parts(run, group, self._store.layout, self._store.block_size)],
             )
-            for group, back in enumerate(self._store.layout.windows)
+            for group in range(self._store.layout.groups)
         ]
         return scheduled, groups[0] if len(groups) == 1 else HybridStep(groups, self._store.layout.group_of)
 
@@ -154,13 +155,14 @@ class Launcher:
         return drawn
 
 
-def _parts(run: Run, group: int, back: LookBack, block_size: int) -> list[Part]:
+def _parts(run: Run, group: int, layout: KVLayout, block_size: int) -> list[Part]:
     """The run as a group of layers sees it: counted from the first block it still has."""
     table = run.job.tables[group]
     before = table.first * block_size
-    mutual = [(start - before, stop - before) for start, stop in run.job.mutual if run.start <= start < run.stop]
+    spans = run.job.mutual if layout.ahead[group] else ()
+    mutual = [(start - before, stop - before) for start, stop in spans if run.start <= start < run.stop]
     part = Part(table.blocks, run.start - before, run.stop - before, mutual)
-    return within_chunks(part, back, before, block_size)
+    return within_chunks(part, layout.windows[group], before, block_size)
 
 
 def _stretches(runs: Seq[Run]) -> list[Stretch]:

@@ -20,6 +20,8 @@ from segue.engines.module.contract import Result, Work
 from segue.kernels.linear import pack_linears
 from segue.messages.errors import ConfigError, StageFailed
 from segue.models.encoder_cache import EncoderCache, cache_bytes
+from segue.models.interface import decoder_of
+from segue.models.layer_inputs import takes_ids_again
 from segue.models.library import VERSION
 from segue.models.multimodal_lm.loading import (
     DEEP_ARGUMENTS,
@@ -30,7 +32,7 @@ from segue.models.multimodal_lm.loading import (
     rope_index_of,
     taken_by,
 )
-from segue.models.multimodal_lm.mutual import FAILURES, MaskProbe, moved
+from segue.models.multimodal_lm.mutual import FAILURES, MaskProbe, is_causal, moved
 from segue.models.multimodal_lm.processor import Processor
 from segue.models.multimodal_lm.units import units_of
 
@@ -55,8 +57,11 @@ class Encoder:
         model = load_without_layers(ctx)
         self._kind = type(model).__name__
         self._own_positions = rope_index_of(model) is not None
-        self._decoder = model.get_decoder()
+        self._decoder = decoder_of(model)
         self._inner: nn.Module = holder_of(model)
+        self._harmless = _HARMLESS | DEEP_ARGUMENTS | {"attention_mask"}
+        if takes_ids_again(self._decoder, self._decoder.config):  # which the other stage looks at
+            self._harmless |= {"per_layer_inputs"}
         processor = Processor(ctx.model_dir, media_tokens(ctx))
         forget_embedding(model)
         pack_linears(self._inner, PATCHES)
@@ -131,13 +136,13 @@ class Encoder:
 
     def _check_given(self, given: dict[str, Any], positions: torch.Tensor, kind: str) -> None:
         """The decoder is given rows, and nothing that the language model's stage would not know."""
-        if given.get("attention_mask") is not None and kind not in self._mutual:
+        if kind not in self._mutual and not is_causal(given.get("attention_mask"), self._decoder.config):
             raise ConfigError(
                 f"{self._kind} of transformers {VERSION} cannot be served: it gives its decoder masks of its own for "
                 f"{kind}",
                 field="architectures",
             )
-        for name in sorted(given.keys() - _HARMLESS - DEEP_ARGUMENTS - {"attention_mask"}):
+        for name in sorted(given.keys() - self._harmless):
             if given[name] is not None and given[name] is not False:
                 raise ConfigError(
                     f"{self._kind} of transformers {VERSION} cannot be served: it gives its decoder {name!r} along "

@@ -10,11 +10,11 @@ from segue.graph.stage_graph import StageGraph
 def kinds_of(config: dict[str, Any]) -> tuple[str, ...]:
     """The kinds of media that a checkpoint's `config.json` has an encoder for."""
     kinds = []
-    if "vision_config" in config:
+    if config.get("vision_config") is not None:  # null in checkpoints of a type that has larger ones without
         kinds.append("image")
         if "video_token_id" in config or "video_token_index" in config:
             kinds.append("video")
-    if "audio_config" in config:
+    if config.get("audio_config") is not None:
         kinds.append("audio")
     return tuple(kinds)
 

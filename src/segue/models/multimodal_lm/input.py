@@ -174,7 +174,7 @@ class InputProcessor(InputStage):
         if part.kind == "image":
             return decode_image(part, self._limits)
         if part.kind == "video":
-            return decode_video(part, self._processor.fps, self._limits)
+            return decode_video(part, self._processor.fps, self._limits, count=self._processor.clip_frames)
         samples = decode_audio(part, self._processor.sampling_rate, self._limits)
         longest = self._processor.longest_audio
         if longest is not None and len(samples) > longest:

@@ -19,6 +19,7 @@ from segue.messages.errors import InvalidRequest, StageFailed
 from segue.messages.sampling import SamplingParams
 from segue.models.decoder import PagedDecoder, context_length
 from segue.models.generation import default_sampling, end_tokens, generation_of
+from segue.models.interface import decoder_of
 from segue.models.library import PreTrainedModel
 from segue.models.multimodal_lm.loading import (
     axes_of,
@@ -27,8 +28,9 @@ from segue.models.multimodal_lm.loading import (
     load_whole,
     media_tokens,
 )
-from segue.models.multimodal_lm.mutual import MaskProbe, Sight
+from segue.models.multimodal_lm.mutual import MaskProbe
 from segue.models.multimodal_lm.processor import Processor
+from segue.models.multimodal_lm.stand_ins import stand_ins
 from segue.models.pretrained import load_config
 from segue.models.tokenizer import decode, load_tokenizer
 from segue.models.vocabulary import vocabulary_of
@@ -67,12 +69,13 @@ class LLM:
         self.max_model_len: int = context_length(text, ctx.max_model_len)
         model = load_whole(ctx, config)
         self.axes = axes_of(model, text)
-        self._sight = _sight(ctx, model)
-        self._decoder = PagedDecoder(model, inner=inner_of(model), fused=ctx.fused)
+        probe = _probe(ctx, model)
+        self._sight = probe.sight()
+        self._decoder = PagedDecoder(model, inner=inner_of(model), fused=ctx.fused, read_as=stand_ins(probe))
         self._tokenizer = load_tokenizer(ctx.model_dir)
         self.vocabulary = vocabulary_of(self._tokenizer)
         self.device = self._decoder.device
-        self.kv: KVSpec = replace(self._decoder.kv, mutual=bool(self._sight.kinds))
+        self.kv: KVSpec = replace(self._decoder.kv, mutual=self._sight.layers(text))
         windows = self.kv.layout(max_model_len=self.max_model_len).windows
         spans = (window.size if isinstance(window, Chunked) else window for window in windows if window is not None)
         self._longest_whole: int = min(spans, default=self.max_model_len)
@@ -138,9 +141,10 @@ class LLM:
             counts["text"] -= len(own)
         positions = payload.get("positions")
         mutual = self._sight.spans(units, len(ids))
-        if self._sight.whole and len(ids) > self._longest_whole:  # they see each other beyond a window, too
+        together = max((stop - start for start, stop in mutual), default=0)
+        if together > self._longest_whole:  # they see each other beyond a window, too
             raise InvalidRequest(
-                f"all {len(ids)} tokens of the prompt see each other; this model's sliding windows take "
+                f"{together} tokens of the prompt see each other; this model's sliding windows take "
                 f"{self._longest_whole}",
                 field="messages",
             )
@@ -156,12 +160,11 @@ class LLM:
         )
 
 
-def _sight(ctx: LoadContext, model: PreTrainedModel) -> Sight:
-    """Which tokens of prompts see each other in both directions."""
-    decoder = model.get_decoder()
+def _probe(ctx: LoadContext, model: PreTrainedModel) -> MaskProbe:
+    decoder = decoder_of(model)
     dtype = model.get_input_embeddings().weight.dtype
     processor = Processor(ctx.model_dir, media_tokens(ctx))
-    return MaskProbe(type(model).__name__, holder_of(model), decoder, processor, model.device, dtype).sight()
+    return MaskProbe(type(model).__name__, holder_of(model), decoder, processor, model.device, dtype)
 
 
 def _identity(

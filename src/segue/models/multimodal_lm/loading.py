@@ -17,6 +17,7 @@ from torch import nn
 from segue.engines.contract import LoadContext
 from segue.messages.errors import ConfigError
 from segue.models.decoder import name_of
+from segue.models.interface import decoder_of
 from segue.models.library import VERSION, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 from segue.models.multimodal_lm.graph import kinds_of
 from segue.models.pretrained import load_config, load_model
@@ -84,7 +85,7 @@ def media_tokens(ctx: LoadContext) -> dict[str, int]:
 def inner_of(model: PreTrainedModel) -> str:
     """The dotted name of the module whose output the head takes: what holds encoders and decoder, or the decoder where
     the head is in there as well."""
-    decoder = name_of(model.get_decoder(), model)
+    decoder = name_of(decoder_of(model), model)
     parent, _, _ = decoder.rpartition(".")
     head = model.get_output_embeddings()
     if not parent or any(module is head for module in model.get_submodule(parent).modules()):
@@ -95,7 +96,7 @@ def inner_of(model: PreTrainedModel) -> str:
 def holder_of(model: PreTrainedModel) -> nn.Module:
     """The module whose forward encodes media and calls the decoder."""
     holds = model.get_submodule(inner_of(model))
-    return model if holds is model.get_decoder() else holds
+    return model if holds is decoder_of(model) else holds
 
 
 def rope_index_of(model: PreTrainedModel) -> RopeIndex | None:
@@ -132,7 +133,7 @@ def forget_embedding(model: PreTrainedModel) -> nn.Embedding:
 
 def _check_ranks(ctx: LoadContext) -> None:
     model = empty_model(ctx)
-    if taken_by(model.get_decoder().forward, dict.fromkeys(DEEP_ARGUMENTS)):
+    if taken_by(decoder_of(model).forward, dict.fromkeys(DEEP_ARGUMENTS)):
         raise ConfigError(
             f"{type(model).__name__} cannot be run tensor parallel: its media have features for the first layers as "
             "well, which only the first rank is given; leave tensor_parallel out",
@@ -143,6 +144,9 @@ def _check_ranks(ctx: LoadContext) -> None:
 def _without_layers(config: PreTrainedConfig) -> PreTrainedConfig:
     text = config.get_text_config(decoder=True)
     text.num_hidden_layers = 0
+    for name in ("num_kv_shared_layers", "hidden_size_per_layer_input"):  # shared among them; tables of theirs
+        if name in text:
+            setattr(text, name, 0)
     if "layer_types" in text:
         text.layer_types = []
     return config

@@ -19,11 +19,11 @@ import torch
 from torch import nn
 
 from segue.messages.errors import ConfigError
-from segue.models.library import VERSION, PreTrainedModel
+from segue.models.library import VERSION, PreTrainedConfig, PreTrainedModel
 from segue.models.multimodal_lm.loading import taken_by
 from segue.models.multimodal_lm.processor import TYPES, Processed, Processor
 
-_CAUSAL, _MEDIA, _WHOLE = "causal", "media", "whole"
+CAUSAL, MEDIA, WHOLE, OTHER = "causal", "media", "whole", "other"
 """What a mask was found to be."""
 
 
@@ -43,6 +43,24 @@ class Sight:
     """Of media: the tokens of each run of theirs."""
     whole: bool = False
     """All tokens of the prompt, text as well."""
+    types: frozenset[str] = frozenset()
+    """Of the layers in which they do; empty: in all."""
+
+    def layers(self, config: PreTrainedConfig) -> frozenset[int]:
+        """The layers of a decoder of this config in which they do. Raises `ConfigError` where it does not say."""
+        if not self.kinds:
+            return frozenset()
+        if not self.types:
+            return frozenset(range(config.num_hidden_layers))
+        types: list[str] = (config.layer_types if "layer_types" in config else None) or []
+        if not self.types <= set(types):
+            raise ConfigError(
+                f"{config.model_type} of transformers {VERSION} cannot be served: tokens of "
+                f"{', '.join(sorted(self.kinds))} see each other in both directions in layers of type "
+                f"{', '.join(sorted(self.types))}, and its config does not say which those are",
+                field="architectures",
+            )
+        return frozenset(layer for layer, name in enumerate(types) if name in self.types)
 
     def spans(self, units: Sequence[Mapping[str, Any]], length: int) -> list[tuple[int, int]]:
         """The ranges of tokens, in order, of a prompt of so many tokens with these units."""
@@ -67,26 +85,36 @@ class MaskProbe:
         """Which tokens see each other. Raises `ConfigError` for other masks, and for a model in which a medium is more
         than rows in the places of its tokens."""
         found = {kind: self._found(kind) for kind in self.processor.kinds}
-        seeing = frozenset(kind for kind, what in found.items() if what != _CAUSAL)
-        whole = _WHOLE in found.values()
-        if whole and set(found.values()) != {_WHOLE}:
-            raise self._unserved("all tokens of its prompts see each other for some kinds of media only")
-        return Sight(seeing, whole)
+        seeing = {kind: what for kind, what in found.items() if set(what.values()) != {CAUSAL}}
+        if not seeing:
+            return Sight()
+        whole = any(WHOLE in what.values() for what in seeing.values())
+        first, *others = seeing.values()
+        if any(other != first for other in others) or (whole and len(seeing) < len(found)):
+            raise self._unserved("tokens of one kind of its media see each other otherwise than those of another")
+        if len(set(first.values())) == 1:
+            return Sight(frozenset(seeing), whole)
+        if whole:
+            raise self._unserved("all tokens of its prompts see each other in some of its layers only")
+        return Sight(frozenset(seeing), types=frozenset(name for name, what in first.items() if what != CAUSAL))
 
-    def _found(self, kind: str) -> str:
+    def _found(self, kind: str) -> dict[str, str]:
+        """By type of layer ("": all), what its mask is."""
         text, media = self.processor.examples(kind)
         made = self.processor(text, {kind: media})
-        given = self._given(made, kind)
+        given = self.given(made, kind)
         self._check_rows(given["inputs_embeds"][0], made, kind)
         if not inspect.signature(self.inner.forward).parameters.keys() & set(TYPES):
-            return _CAUSAL
+            return {"": CAUSAL}
         both = mutual_seen(len(made.ids), runs(made.places(kind)))
         masks = given.get("attention_mask")
-        seen = [_seen(mask) for mask in (masks.values() if isinstance(masks, dict) else [masks])]
-        found = {_CAUSAL if mask is None else self._read(mask, both) for mask in seen}
-        if len(found) > 1:
-            raise self._unserved(f"tokens of {kind} see each other in both directions in some of its layers only")
-        return found.pop()
+        seen = {name: _seen(mask) for name, mask in (masks if isinstance(masks, dict) else {"": masks}).items()}
+        found = {name: read_mask(mask, both, self.decoder.config) for name, mask in seen.items()}
+        if OTHER in found.values():
+            raise self._unserved(
+                "it gives its decoder masks of its own for media, which are neither causal nor so within"
+            )
+        return found
 
     def _check_rows(self, rows: torch.Tensor, made: Processed, kind: str) -> None:
         """[T, H]: all tokens but a medium's have their embeddings; these are not numbers where it was forgotten."""
@@ -97,22 +125,8 @@ class MaskProbe:
         if not torch.allclose(rows[others.to(rows.device)], plain, rtol=1e-2, atol=1e-4, equal_nan=True):
             raise self._unserved(f"a medium ({kind}) changes the rows of other tokens than those in its places")
 
-    def _read(self, seen: torch.Tensor, both: torch.Tensor) -> str:
-        """Which tokens see each other by this mask."""
-        causal = torch.ones_like(both).tril()
-        config = self.decoder.config
-        window: int | None = config.sliding_window if "sliding_window" in config else None
-        for near in (torch.ones_like(both), *(() if window is None else (torch.ones_like(both).triu(1 - window),))):
-            if torch.equal(seen, causal & near):
-                return _CAUSAL
-            if torch.equal(seen, both & near):
-                return _MEDIA
-        if bool(seen.all()):
-            return _WHOLE
-        raise self._unserved("it gives its decoder masks of its own for media, which are neither causal nor so within")
-
     @torch.inference_mode()
-    def _given(self, made: Processed, kind: str) -> dict[str, Any]:
+    def given(self, made: Processed, kind: str) -> dict[str, Any]:
         """What the decoder is given of a text with media."""
         given: list[dict[str, Any]] = []
 
@@ -152,6 +166,30 @@ def mutual_seen(length: int, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
     for start, stop in spans:
         seen[start:stop, start:stop] = True
     return seen
+
+
+def is_causal(mask: torch.Tensor | dict[str, torch.Tensor | None] | None, config: PreTrainedConfig) -> bool:
+    """Whether masks of a prompt, by type of layer or one for all, leave all to the decoder, or are causal."""
+    for one in mask.values() if isinstance(mask, dict) else [mask]:
+        seen = _seen(one)
+        if one is not None and (seen is None or read_mask(seen, torch.ones_like(seen).tril(), config) != CAUSAL):
+            return False
+    return True
+
+
+def read_mask(seen: torch.Tensor | None, both: torch.Tensor, config: PreTrainedConfig) -> str:
+    """What a mask [T, T] is, where tokens of media would see each other by `both`; None: the decoder makes it."""
+    if seen is None:
+        return CAUSAL
+    window: int | None = config.sliding_window if "sliding_window" in config else None
+    for near in (torch.ones_like(both), *(() if window is None else (torch.ones_like(both).triu(1 - window),))):
+        if torch.equal(seen, near.tril()):
+            return CAUSAL
+        ahead = both.triu(1)
+        # alike where no medium is longer than the window, and longer ones are not taken
+        if torch.equal(seen, both & near) or torch.equal(seen, near.tril() | ahead | ahead.T):
+            return MEDIA
+    return WHOLE if bool(seen.all()) else OTHER
 
 
 def moved(value: Any, device: torch.device, dtype: torch.dtype) -> Any:

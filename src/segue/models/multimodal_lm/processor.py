@@ -22,6 +22,7 @@ from segue.messages.errors import ConfigError
 from segue.models.library import (
     VERSION,
     AutoProcessor,
+    BaseVideoProcessor,
     PreTrainedTokenizerBase,
     ProcessorMixin,
     WhisperFeatureExtractor,
@@ -131,6 +132,13 @@ class Processor:
         """Of the clips it takes, in frames per second."""
         return float(self._library.video_processor.fps or VIDEO_FPS)
 
+    @cached_property
+    def clip_frames(self) -> int | None:
+        """Frames of every clip, evenly over it, where the library's processor takes exactly so many (Gemma 4)."""
+        part = self._library.video_processor
+        even = type(part).sample_frames is BaseVideoProcessor.sample_frames
+        return part.num_frames if even and part.do_sample_frames and part.fps is None else None
+
     def settings(self, kind: str) -> dict[str, Any]:
         """The settings of the part that takes a kind, as its file has them."""
         part: Any = vars(self._library)[self._parts[kind]]
@@ -178,7 +186,7 @@ class Processor:
             return (0.1 * noise.standard_normal(self.sampling_rate)).astype(np.float32)
         if kind == "image":
             return noise.integers(0, 255, (56, 84, 3), dtype=np.uint8)
-        return Video(noise.integers(0, 255, (8, 56, 84, 3), dtype=np.uint8), self.fps)
+        return Video(noise.integers(0, 255, (self.clip_frames or 8, 56, 84, 3), dtype=np.uint8), self.fps)
 
     def examples(self, kind: str) -> tuple[str, list[Medium]]:
         """A text with places for small media of a kind, and these: two, or one where no more go into a prompt."""

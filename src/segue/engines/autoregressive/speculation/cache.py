@@ -36,7 +36,7 @@ def keeping(spec: KVSpec) -> KVLayout:
     `ConfigError` for layers that attend in chunks: a table need not begin with the sequence."""
     if any(isinstance(back, Chunked) for back in spec.windows):
         raise ConfigError("a model whose layers attend in chunks cannot draft", field="speculation")
-    return replace(spec, windows=(), capture_width=0).layout(0)
+    return replace(spec, windows=(), capture_width=0, mutual=frozenset()).layout(0)
 
 
 class DraftCache:

@@ -1,0 +1,49 @@
+"""Models of which more than a row per token reaches the decoder, or some layers do otherwise: Llama 4 (chunks), Gemma 4
+(ids again, pictures that see each other in some layers), Qwen3.5 and LFM2-VL (states). The replies of `generate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from multimodal_family import SOUNDS, TEXT, Case, Run, Stages, answer, processed
+from multimodal_gemma import GEMMA, GEMMA_4_LARGER
+from multimodal_hybrids import HYBRIDS
+from multimodal_llama import LLAMA
+from multimodal_others import make
+
+from segue.messages.errors import InvalidRequest
+
+TOKENS = 8
+TWO = Case("pictures", "how do these differ", (("image", 2), ("image", 3)))
+MORE = {"video": Case("clip", "what happens here", (("video", 5),)), "audio": SOUNDS[1]}
+WIDE: dict[str, tuple[str, dict[str, Any]]] = {
+    **{kind: (kind, made) for kind, made in {**LLAMA, **GEMMA, **HYBRIDS}.items()},
+    "gemma4, larger": ("gemma4", GEMMA_4_LARGER),
+}
+
+
+@pytest.mark.parametrize("name", sorted(WIDE))
+def test_replies_are_those_of_generate(name: str, tmp_path: Path) -> None:
+    kind, made = WIDE[name]
+    make(kind, tmp_path, made)
+    stages = Stages(tmp_path)
+    cases = [TEXT, TWO, *(case for medium, case in MORE.items() if medium in stages.input._processor.kinds)]
+    expected = {case.name: answer(tmp_path, processed(tmp_path, case), TOKENS) for case in cases}
+    assert len({tuple(reply) for reply in expected.values()}) == len(cases)
+    other = Case(TWO.name, TWO.text, (("image", 14), ("image", 33)))
+    assert answer(tmp_path, processed(tmp_path, other), TOKENS) != expected[TWO.name]
+    run = Run(stages, max_tokens_per_step=19)
+    assert run(cases, TOKENS) == expected
+    assert run([TWO], TOKENS) == {TWO.name: expected[TWO.name]}
+    assert bool(run.cached[TWO.name]) == (stages.llm.kv.states is None)
+
+
+def test_a_picture_of_more_tokens_than_a_window_is_refused(tmp_path: Path) -> None:
+    text = {**GEMMA_4_LARGER["config"]["text_config"], "sliding_window": 16}
+    made = {**GEMMA_4_LARGER, "config": {**GEMMA_4_LARGER["config"], "text_config": text}}
+    make("gemma4", tmp_path, made)
+    run = Run(Stages(tmp_path))
+    with pytest.raises(InvalidRequest, match=r"\d+ tokens of the prompt see each other; this model's sliding windows"):
+        run([TWO])
