@@ -42,6 +42,16 @@ def offload_here() -> None:
     tuning.offload = partial(tuning.offload, use_stream=False)
 
 
+def compile_eagerly() -> None:
+    """From now on compiled code is what was traced, without the minute that it takes to be made better."""
+
+    def eager(forward: Any, *, dynamic: bool) -> Any:
+        return torch._dynamo.optimize("eager", dynamic=dynamic)(forward)
+
+    torch.compile = eager
+    os.environ["CXX"] = "true"
+
+
 def denoiser(checkpoint: Path, keys: dict[str, Any], ways: Ways) -> DiffusionAdapter:
     """One rank's; `keys`: as above, `lora` as a mapping."""
     given = {key: value for key, value in keys.items() if key not in WAYS}
@@ -108,6 +118,8 @@ def main() -> None:
             os.close(int(end))
     if "offload" in keys:
         offload_here()
+    if "compile" in keys:
+        compile_eagerly()
     with socket.socket(fileno=int(given[rank - 1][0])) as orders:
         ways = meet(rank, shape_of(keys), meeting, CPU)
         follow_rows(denoiser(Path(given[rank - 1][1]), keys, ways), ways, orders)

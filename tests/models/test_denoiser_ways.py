@@ -13,7 +13,7 @@ import torch
 from diffusers.hooks import HookRegistry
 from diffusion_adapters import drawn, write
 from diffusion_chain import WITHIN, Chain, apart, pipeline_of
-from row_rank_process import joined, offload_here
+from row_rank_process import compile_eagerly, joined, offload_here
 
 from segue.graph.lora import LoraPlan
 from segue.models.diffusion import tuning
@@ -116,3 +116,26 @@ def test_weights_that_wait_elsewhere(
         hooks = [HookRegistry.check_if_exists_or_initialize(block).get_hook("group_offloading") for block in blocks]
     assert hooks
     assert None not in hooks
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"), [("qwen_image", {"sequence_parallel": 2}), ("flux", {"tensor_parallel": 2})]
+)
+def test_compiled_blocks(family: str, keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks may trace blocks as often as they like, and whenever: nothing that they exchange is traced."""
+    directory = tmp_path / family
+    import_module(f"segue.models.{family}.tiny").make(directory)
+    chain = Chain(directory)
+    # tokens that the ranks do not divide evenly: they ask each other for lengths
+    asked = {**ASKED, "height": 80, "width": 80}
+    expected = chain.run(asked)[0]
+    monkeypatch.setattr(torch, "compile", torch.compile)  # put back at the end
+    monkeypatch.setenv("CXX", "true")
+    compile_eagerly()
+    torch._dynamo.utils.counters.clear()
+    with joined(directory, tmp_path / "meeting", {**keys, "compile": True}) as leader:
+        monkeypatch.setitem(chain.adapters, "denoiser", leader)
+        assert apart(chain.run(asked)[0], expected.pixels) < WITHIN
+    traced = torch._dynamo.utils.counters
+    assert traced["stats"]["unique_graphs"] > 0
+    assert any("disable" in reason for reason in traced["graph_break"]), "code ends where ranks exchange something"

@@ -164,6 +164,3 @@ def test_what_cannot_be_divided_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has . heads, which 3 does not divide; tensor_parallel is 3") as caught:
         denoiser(tmp_path / "flux", {}, keys["ways"])
     assert caught.value.field == "stages.denoiser.tensor_parallel"
-    compiled = LoadContext(tmp_path / "sdxl", "denoiser", CPU, torch.float32, compile=True, **keys)
-    with pytest.raises(ConfigError, match="compile does not go with tensor_parallel"):
-        SdxlDenoiser(compiled)

@@ -144,7 +144,7 @@ def test_families_that_have_no_cache_in_diffusers(family: str, tmp_path: Path) -
 
 def test_an_unknown_name_is_refused(chain: Chain) -> None:
     with pytest.raises(
-        InvalidRequest, match="step_cache is 'first_blok'; it must be one of first_block, taylorseer, teacache"
+        InvalidRequest, match=r"step_cache is 'first_blok'; it must be one of first_block, taylorseer, teacache$"
     ):
         chain.run({**PLAIN, "step_cache": "first_blok"})
     with pytest.raises(InvalidRequest, match=r"step_cache_threshold is 0\.1, but step_cache is 'taylorseer'"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -35,12 +35,15 @@ def compile_layers(decoder: nn.Module, device: str) -> int:
     return len(layers)
 
 
-def compile_forwards(blocks: Sequence[nn.Module], device: str) -> int:
+def compile_forwards(blocks: Sequence[nn.Module], device: str, apart: Iterable[nn.Module] = ()) -> int:
     """Have the `forward` of every block compiled at its next call: what is later put around it (hooks) stays outside.
-    Numbers of rows and tokens are symbols. Returns how many there are; 0, with a line in the log, without a compiler.
+    Numbers of rows and tokens are symbols. `apart`: modules inside the blocks that run as they are, between pieces of
+    compiled code. Returns how many blocks there are; 0, with a line in the log, without a compiler.
     """
     if not _ready(device):
         return 0
+    for module in apart:
+        module.forward = torch.compiler.disable(module.forward)
     for block in blocks:
         block.forward = torch.compile(block.forward, dynamic=True)
     return len(blocks)

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from segue.messages.errors import InvalidRequest, nearest
+from segue.messages.errors import InvalidRequest
 from segue.messages.sampling import misfit
 
 
@@ -167,10 +167,7 @@ def check_diffusion(params: DiffusionParams) -> None:
 def _check_step_cache(params: DiffusionParams) -> None:
     name = params.step_cache
     if name is not None and name not in STEP_CACHES:
-        raise InvalidRequest(
-            f"step_cache is {name!r}; it must be one of {', '.join(STEP_CACHES)}{nearest(name, STEP_CACHES)}",
-            field="step_cache",
-        )
+        raise InvalidRequest(f"step_cache is {name!r}; it must be one of {', '.join(STEP_CACHES)}", field="step_cache")
     if params.step_cache_threshold is not None and name not in BLOCK_CACHES:
         raise InvalidRequest(
             f"step_cache_threshold is {params.step_cache_threshold}, but step_cache is {name!r}; it goes with "

@@ -5,7 +5,7 @@
 | `quantization` | no | linear layers inside the blocks (`segue.kernels.quantized`) |
 | `gguf` | the file is | weights of a GGUF file (`segue.models.diffusion.gguf_files`) |
 | `attention` | to rounding; `sage`: no | diffusers' attention dispatch |
-| `compile` | to rounding | the blocks, one by one |
+| `compile` | to rounding | the blocks, one by one, but for what ranks exchange in them |
 | `offload` | yes | weights wait in the host's memory (diffusers' group offloading), and come block by block |
 | `tensor_parallel` | to rounding | each rank has a part of the weights (`segue.models.diffusion.weight_ranks`) |
 | `sequence_parallel` | to rounding | each rank has a part of the tokens (`segue.models.diffusion.sequence`) |
@@ -42,6 +42,7 @@ from segue.models.diffusion.library import BLOCK_LISTS, Attention, AttentionModu
 from segue.models.diffusion.loading import load_component
 from segue.models.diffusion.sequence import check_sequence, divide_sequence
 from segue.models.diffusion.weight_ranks import divide_weights
+from segue.parallel.layers import RowParallel, SummedRMSNorm
 
 PLAIN_ATTENTION = ("auto", "native")
 """These take masks."""
@@ -54,7 +55,8 @@ def load_network(ctx: LoadContext, component: str, keep: Collection[str] = ()) -
     """A part of the checkpoint, on its device, as the deployment wants it. `keep`: linear layers whose weights the
     network looks at by itself. Raises `ConfigError` naming the key."""
     _check_lora(ctx)
-    _check_divided(ctx)
+    if ctx.sequence_parallel > 1:
+        check_sequence(ctx)
     check_gguf(ctx, component)
     if ctx.offload != "none":
         _check_offload(ctx)
@@ -71,6 +73,9 @@ def load_network(ctx: LoadContext, component: str, keep: Collection[str] = ()) -
         compile_attention(
             module for module in network.modules() if isinstance(module, Attention | AttentionModuleMixin)
         )
+    if ctx.compile:
+        blocks = _named_blocks(network, ctx, "compile")
+        compile_forwards(blocks, ctx.device.type, [module for module in network.modules() if _exchanges(module, ctx)])
     if ctx.sequence_parallel > 1:
         hook_blocks(network)  # within what divides and joins their tensors
         divide_sequence(network, ctx)
@@ -82,8 +87,6 @@ def load_network(ctx: LoadContext, component: str, keep: Collection[str] = ()) -
         fuse_after_first_call(network, keep)
     else:
         pack(network, keep, activations=ctx.lora is None)
-    if ctx.compile:
-        compile_forwards(_named_blocks(network, ctx, "compile"), ctx.device.type)
     if ctx.device.type == "cuda" and ctx.recorded and ctx.lora is None and ctx.offload == "none" and ctx.ways is None:
         network.forward = NetworkGraphs(network.forward, ctx.device, CudaRecorder(ctx.device))
     return network
@@ -159,6 +162,14 @@ def _takes_compiled_attention(ctx: LoadContext) -> bool:
     )
 
 
+def _exchanges(module: nn.Module, ctx: LoadContext) -> bool:
+    """Whether ranks wait for each other in it. Such must not be traced: what the library asks other ranks in attention
+    (their lengths) it asks while it is traced, and nobody says that they trace it as often, or at the same call."""
+    if isinstance(module, RowParallel | SummedRMSNorm):
+        return True
+    return ctx.sequence_parallel > 1 and isinstance(module, Attention | AttentionModuleMixin)
+
+
 def _set_attention(network: Any, ctx: LoadContext) -> None:
     field = f"stages.{ctx.stage}.attention"
     if ctx.device.type == "cpu" and ctx.attention not in PLAIN_ATTENTION:
@@ -180,19 +191,6 @@ def _check_lora(ctx: LoadContext) -> None:
             raise ConfigError(
                 f"stage {ctx.stage!r}: {key} does not go with lora; leave one out", field=f"stages.{ctx.stage}.{key}"
             )
-
-
-def _check_divided(ctx: LoadContext) -> None:
-    """Compiled code would have to trace what ranks exchange. Where they do not divide a sequence, the library asks for
-    lengths while it is traced, as often as that takes on a rank: some would wait for others for ever."""
-    for way, ranks in (("sequence_parallel", ctx.sequence_parallel), ("tensor_parallel", ctx.tensor_parallel)):
-        if ranks > 1 and ctx.compile:
-            raise ConfigError(
-                f"stage {ctx.stage!r}: compile does not go with {way}; leave one out",
-                field=f"stages.{ctx.stage}.compile",
-            )
-    if ctx.sequence_parallel > 1:
-        check_sequence(ctx)
 
 
 def _check_offload(ctx: LoadContext) -> None:
