@@ -45,9 +45,9 @@ def row(words: str) -> list[str]:
 
 
 def default(kind: str) -> dict[str, Any]:
-    """A `config.json` of a type, with the class that its checkpoints name."""
+    """A `config.json` of a type, with the class that its checkpoints name, and with the encoders it may leave out."""
     config: dict[str, Any] = AutoConfig.for_model(kind, architectures=[CLASSES[kind]]).to_dict()
-    return config
+    return {key: {} if key == "vision_config" and value is None else value for key, value in config.items()}
 
 
 def family_name(kind: str, directory: Path) -> str:

@@ -15,7 +15,7 @@ from multimodal_others import make
 
 from segue.messages.errors import InvalidRequest
 
-TOKENS = 8
+TOKENS = 12
 TWO = Case("pictures", "how do these differ", (("image", 2), ("image", 3)))
 MORE = {"video": Case("clip", "what happens here", (("video", 5),)), "audio": SOUNDS[1]}
 WIDE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -32,8 +32,8 @@ def test_replies_are_those_of_generate(name: str, tmp_path: Path) -> None:
     cases = [TEXT, TWO, *(case for medium, case in MORE.items() if medium in stages.input._processor.kinds)]
     expected = {case.name: answer(tmp_path, processed(tmp_path, case), TOKENS) for case in cases}
     assert len({tuple(reply) for reply in expected.values()}) == len(cases)
-    other = Case(TWO.name, TWO.text, (("image", 14), ("image", 33)))
-    assert answer(tmp_path, processed(tmp_path, other), TOKENS) != expected[TWO.name]
+    others = (Case(TWO.name, TWO.text, (("image", 2 + by), ("image", 3 + by))) for by in (12, 29, 53, 71, 97, 131))
+    assert any(answer(tmp_path, processed(tmp_path, other), TOKENS) != expected[TWO.name] for other in others)
     run = Run(stages, max_tokens_per_step=19)
     assert run(cases, TOKENS) == expected
     assert run([TWO], TOKENS) == {TWO.name: expected[TWO.name]}
