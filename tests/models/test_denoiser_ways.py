@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from diffusers.hooks import HookRegistry
 from diffusion_adapters import drawn, write
 from diffusion_chain import WITHIN, Chain, apart, pipeline_of
