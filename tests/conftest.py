@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from library_reference import Reference
@@ -18,10 +18,21 @@ if not Path("/dev/nvidiactl").exists():
     # read when Triton is imported, by whomever: without a GPU its kernels are interpreted
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-settings.register_profile("segue", deadline=None)  # a busy machine is no failure
+# A busy machine is no failure, and examples are the same in every run: what a change breaks is what its author sees.
+# `pytest --hypothesis-profile search` tries others each time.
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("search", PATIENT)
+settings.register_profile("segue", PATIENT, derandomize=True)
 settings.load_profile("segue")
 
 TOYS = str(Path(__file__).parent / "toys")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Before fixtures of any scope: what a test draws without a generator does not hang on the tests before it."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(scope="session")

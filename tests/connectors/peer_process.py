@@ -12,6 +12,7 @@ from typing import Any
 from connector_peer import receive, send
 
 from segue.connectors.shm import SharedMemoryConnector
+from shm_names import abandoned
 
 MIB = 1 << 20
 HERE = Path(__file__).parent
@@ -69,7 +70,8 @@ def wait_for_hang_ups(producer: SharedMemoryConnector) -> None:
 
 
 def names_left() -> set[str]:
-    """Files in /dev/shm, and sockets that bear this test's process number (another Segue may run on the machine)."""
+    """Files in /dev/shm that nobody uses, and sockets that bear this test's process number: another Segue may run
+    on the machine."""
     names = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()]
     sockets = {name for name in names if "segue-shm" in name and name.endswith(f"-{os.getpid()}")}
-    return {entry.name for entry in Path("/dev/shm").iterdir()} | sockets
+    return abandoned() | sockets

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from segue.kernels.torchvision_shim import ensure_torchvision
 
 ensure_torchvision()  # before the tests import transformers
 
+from server_process import Served  # noqa: E402
 from truth_system import System, Truth  # noqa: E402
 
 from library_reference import Reference  # noqa: E402
@@ -23,13 +25,15 @@ def truth(reference: Reference, assets: Path) -> Truth:
     return Truth(reference, assets)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The reference takes one core and leaves the others to the workers."""
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    """The reference takes one core and leaves the others to the workers; other folders find torch as it was."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    try:
+        return (yield)
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")
@@ -50,3 +54,10 @@ def system(request: pytest.FixtureRequest, tiny_dir: Path) -> Iterator[System]:
     system = System(tiny_dir, **deployment)
     yield system
     system.close()
+
+
+@pytest.fixture
+def client(server: Served) -> Iterator[openai.OpenAI]:
+    """The official client of a file's own server."""
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client

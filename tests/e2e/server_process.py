@@ -63,13 +63,17 @@ def segue(*arguments: str, timeout: float = 240, **variables: str) -> subprocess
     )
 
 
+def tiny(directory: Path, family: str, *more: str) -> Path:
+    """A checkpoint as `segue tiny` makes it, into `directory`."""
+    done = segue("tiny", family, str(directory), *more)
+    assert done.returncode == 0, done.stderr
+    return directory
+
+
 def tiny_checkpoint(factory: pytest.TempPathFactory) -> Path:
     """One for the whole run of the tests."""
     directory = factory.getbasetemp() / "tiny-for-servers"
-    if not directory.exists():
-        done = segue("tiny", "qwen2.5-omni", str(directory))
-        assert done.returncode == 0, done.stderr
-    return directory
+    return directory if directory.exists() else tiny(directory, "qwen2.5-omni")
 
 
 class Served:

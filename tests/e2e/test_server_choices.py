@@ -18,12 +18,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield server
 
 
-@pytest.fixture
-def client(server: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def test_streamed_choices_are_those_of_single_requests(client: openai.OpenAI) -> None:
     texts = ["", "", "", ""]
     pieces: list[int] = []

@@ -11,7 +11,7 @@ import numpy as np
 import openai
 import pytest
 from PIL import Image
-from server_process import NAME, Served, segue, served
+from server_process import NAME, Served, served, tiny
 
 FEW: dict[str, Any] = {"num_inference_steps": 2, "seed": 5, "true_cfg_scale": 1.0}
 ASKED: dict[str, Any] = {"model": NAME, "prompt": "make it green", "size": "64x64"}
@@ -27,17 +27,8 @@ def png(turned: int) -> bytes:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    directory = tmp_path_factory.mktemp("qwen-image-edit-plus")
-    made = segue("tiny", "qwen-image-edit-plus", str(directory))
-    assert made.returncode == 0, made.stderr
-    with served(directory) as server:
+    with served(tiny(tmp_path_factory.mktemp("qwen-image-edit-plus"), "qwen-image-edit-plus")) as server:
         yield server
-
-
-@pytest.fixture
-def client(server: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def edited(client: openai.OpenAI, images: list[bytes]) -> np.ndarray:

@@ -12,6 +12,8 @@ import psutil
 import pytest
 from server_process import Metrics, Served, body, ids_of, served, spoken, tiny_checkpoint
 
+from shm_names import abandoned
+
 CHAT = "/v1/chat/completions"
 STAGES = ("input", "encoder", "thinker", "talker", "vocoder")
 
@@ -123,7 +125,7 @@ def test_a_worker_that_hangs_is_replaced(tmp_path_factory: pytest.TempPathFactor
 
 def test_the_server_itself_killed_under_load_leaves_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
     with served(tiny_checkpoint(tmp_path_factory)) as own, ThreadPoolExecutor(4) as pool:
-        before = set(os.listdir("/dev/shm"))
+        before = abandoned()
         directory, family = own.runtime_dir(), own.family()
         answers = [pool.submit(ask, own, max_tokens=20_000, ignore_eos=True) for _ in range(4)]
         own.until(running)
@@ -131,6 +133,6 @@ def test_the_server_itself_killed_under_load_leaves_nothing(tmp_path_factory: py
         _, left = psutil.wait_procs(family, timeout=120)
         assert not left
         assert not directory.exists()
-        assert set(os.listdir("/dev/shm")) <= before
+        assert abandoned() <= before
         for answer in answers:
             assert isinstance(answer.exception(), httpx.TransportError)

@@ -12,7 +12,7 @@ import numpy as np
 import openai
 import pytest
 from PIL import Image
-from server_process import NAME, Served, pixels, segue, served
+from server_process import NAME, Served, pixels, served, tiny
 
 ASKED: dict[str, Any] = {"model": NAME, "prompt": "make it green"}
 FEW: dict[str, Any] = {"num_inference_steps": 3, "seed": 5, "max_sequence_length": 32}
@@ -35,18 +35,11 @@ def png(turned: int = 0, alpha: tuple[int, int] | None = None) -> bytes:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     directory: Path = tmp_path_factory.mktemp("kontext")
-    made = segue("tiny", "flux-kontext", str(directory / "model"))
-    assert made.returncode == 0, made.stderr
+    tiny(directory / "model", "flux-kontext")
     small = directory / "deployment.yaml"  # pictures are seen as they are, so that this takes seconds
     small.write_text("stages: {input: {options: {auto_resize: false}}}\n")
     with served(directory / "model", "--config", str(small)) as server:
         yield server
-
-
-@pytest.fixture
-def client(server: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def test_a_mask_keeps_the_rest(client: openai.OpenAI) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import openai
 import pytest
 from PIL import Image, ImageOps
-from server_process import NAME, Served, pixels, segue, served
+from server_process import NAME, Served, pixels, served, tiny
 from transformers import AutoTokenizer
 
 from segue.models.qwen_image.input import DROP, TEMPLATE
@@ -26,17 +26,8 @@ HELD = ("segue_requests", "segue_generations_in_flight", "segue_stage_requests",
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    directory = tmp_path_factory.mktemp("qwen-image")
-    made = segue("tiny", "qwen-image", str(directory))
-    assert made.returncode == 0, made.stderr
-    with served(directory) as server:
+    with served(tiny(tmp_path_factory.mktemp("qwen-image"), "qwen-image")) as server:
         yield server
-
-
-@pytest.fixture
-def client(server: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def test_pictures_whole_and_streamed(client: openai.OpenAI) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import openai
 import pytest
 from PIL import Image
-from server_process import NAME, Served, segue, served
+from server_process import NAME, Served, served, tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Sora API")
 
@@ -21,17 +21,8 @@ SMALL = {"num_frames": 9, "num_inference_steps": 2, "seed": 5}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    directory = tmp_path_factory.mktemp("wan")
-    made = segue("tiny", "wan", str(directory), "--size", "2.2-ti2v")
-    assert made.returncode == 0, made.stderr
-    with served(directory) as server:
+    with served(tiny(tmp_path_factory.mktemp("wan"), "wan", "--size", "2.2-ti2v")) as server:
         yield server
-
-
-@pytest.fixture
-def client(server: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def made(client: openai.OpenAI, **more: Any) -> np.ndarray:

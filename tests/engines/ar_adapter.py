@@ -234,6 +234,17 @@ def prompts(count: int, lengths: Iterable[int], seed: int = 1) -> list[list[int]
     ]
 
 
+def logprobs_of(model: PreTrainedModel, prompt: Sequence[int], ids: Sequence[int]) -> torch.Tensor:
+    """The library's log-probabilities [n] of the tokens of a continuation."""
+    model.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].float()
+    finally:
+        model.set_attn_implementation(NAME)
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+
+
 def generate(model: PreTrainedModel, prompt: Sequence[int], tokens: int, **options: Any) -> list[int]:
     """The library's own answer, greedy."""
     model.set_attn_implementation("eager")

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from ar_adapter import Driver, TinyAdapter, branch, generate, prompts, stage_request, tiny_model
+from ar_adapter import Driver, TinyAdapter, branch, generate, logprobs_of, prompts, stage_request, tiny_model
 from test_ar_windows import Windowed, tiny
 
 from segue.engines.autoregressive.config import AutoregressiveConfig
@@ -214,7 +214,9 @@ def test_scores_and_reasons(adapter):
     scores = [end.cumulative_logprob / len(end.token_ids) for end in ends]
     assert scores == sorted(scores, reverse=True)
     for end in ends:
-        assert end.cumulative_logprob == pytest.approx(logprob(adapter, PROMPTS[1], end.token_ids), abs=1e-4)
+        assert end.cumulative_logprob == pytest.approx(
+            float(logprobs_of(adapter.model, PROMPTS[1], end.token_ids).sum()), abs=1e-4
+        )
         stopped = end.token_ids[-1] in ENDS
         assert (end.finish_reason, end.stop_reason) == (("stop", end.token_ids[-1]) if stopped else ("length", None))
         shown = end.token_ids[:-1] if stopped else end.token_ids
@@ -222,17 +224,6 @@ def test_scores_and_reasons(adapter):
     first, *others = results["it"].outputs
     assert (first.prompt_tokens, first.token_ids) == (16, [])
     assert len(others) == 1, "nothing is given out before the end"
-
-
-def logprob(adapter, prompt, ids) -> float:
-    """Of a continuation, by the library."""
-    adapter.model.set_attn_implementation("eager")
-    try:
-        with torch.inference_mode():
-            logits = adapter.model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].float()
-    finally:
-        adapter.model.set_attn_implementation(NAME)
-    return float(logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None]).sum())
 
 
 def test_one_beam_is_greedy_decoding(adapter):

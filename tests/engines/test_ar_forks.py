@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from ar_adapter import ConditionedAdapter, Driver, TinyAdapter, branch, prompts, stage_request, tiny_model
+from ar_adapter import ConditionedAdapter, Driver, TinyAdapter, branch, logprobs_of, prompts, stage_request, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_ar_windows import Windowed, tiny
 
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.engine import AutoregressiveEngine
-from segue.kernels.paged_attention import NAME
 from segue.messages.errors import InvalidRequest, StageFailed
 from segue.messages.sampling import SamplingParams
 
@@ -91,8 +90,8 @@ def test_a_tenant_pays_for_the_prompt_once_and_for_every_token(adapter):
     for num_blocks in (160, 16):
         drive = driver(adapter, scheduling="fair", num_blocks=num_blocks)
         together(drive, PROMPTS[2:], 4)
-        assert drive.engine._scheduler.accounts is not None
-        [service] = drive.engine._scheduler.accounts.counters.values()
+        assert drive.engine.resources.scheduler.accounts is not None
+        [service] = drive.engine.resources.scheduler.accounts.counters.values()
         assert service == 33 + 2 * 4 * TOKENS
 
 
@@ -132,23 +131,12 @@ def test_outputs_end_by_themselves(adapter, expected):
 # --- best_of ---------------------------------------------------------------------------------------------------------
 
 
-def mean_logprob(adapter, prompt, ids) -> float:
-    """By the library."""
-    adapter.model.set_attn_implementation("eager")
-    try:
-        with torch.inference_mode():
-            logits = adapter.model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].float()
-    finally:
-        adapter.model.set_attn_implementation(NAME)
-    return float(logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None]).mean())
-
-
 @pytest.mark.parametrize("num_blocks", [160, 16])
 def test_the_best_of_many(adapter, expected, num_blocks):
     drive = driver(adapter, num_blocks=num_blocks)
     found = together(drive, PROMPTS, 3, best_of=8)
     for prompt, outputs, all_of_them in zip(PROMPTS, found, expected, strict=True):
-        ranked = sorted(all_of_them, key=lambda ids: -mean_logprob(adapter, prompt, ids))
+        ranked = sorted(all_of_them, key=lambda ids: -float(logprobs_of(adapter.model, prompt, ids).mean()))
         assert outputs == ranked[:3]
         assert outputs != all_of_them[:3]
     for number, prompt in enumerate(PROMPTS):
@@ -156,7 +144,7 @@ def test_the_best_of_many(adapter, expected, num_blocks):
         assert (first.prompt_tokens, first.token_ids) == (len(prompt), [])
         [last] = [out for out in others if out.token_ids]
         score = last.cumulative_logprob / len(last.token_ids)
-        assert score == pytest.approx(mean_logprob(adapter, prompt, last.token_ids), abs=1e-4)
+        assert score == pytest.approx(float(logprobs_of(adapter.model, prompt, last.token_ids).mean()), abs=1e-4)
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -225,7 +213,7 @@ def test_captured_rows_are_copied_with_their_block():
 def test_layers_with_windows(kind):
     """Each group of layers has its own table, and its own copy of the last block."""
     adapter = Windowed(tiny(kind))
-    small = driver(adapter).engine._scheduler.limits.need(33 + TOKENS)
+    small = driver(adapter).engine.resources.scheduler.limits.need(33 + TOKENS)
     for prompt in PROMPTS:
         answers = apart(adapter, prompt, 4)
         assert together(driver(adapter), [prompt], 4) == [answers]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import count
+
 import pytest
 import torch
 from ar_adapter import ConditionedAdapter, Driver, TinyAdapter, generate, prompts, stage_request, tiny_model
 
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.engine import AutoregressiveEngine
+from segue.engines.autoregressive.warm_up import SECONDS, warm_up
 from segue.messages.sampling import SamplingParams
 
 
@@ -24,9 +28,17 @@ def engine_of(adapter: TinyAdapter, **sizes: int) -> AutoregressiveEngine:
 
 def test_batches_up_to_the_largest_and_prompts_of_several_lengths_are_run(model) -> None:
     adapter = TinyAdapter(model)
-    engine_of(adapter, max_batch=6, max_tokens_per_step=100).warm_up()
-    assert sorted(adapter.forwards[:6]) == [1, 2, 4, 16, 32, 64]
+    config = AutoregressiveConfig(num_blocks=32, block_size=4, max_batch=6, max_tokens_per_step=100)
+    warm_up(adapter, config, clock=lambda: 0.0)
+    assert sorted(adapter.forwards) == [1, 2, 4, 16, 32, 64]
     assert adapter.forwards[:2] == [16, 1], "what every first request meets comes first"
+
+
+def test_a_slow_model_does_not_run_all_of_them(model) -> None:
+    adapter = TinyAdapter(model)
+    config = AutoregressiveConfig(num_blocks=32, block_size=4, max_batch=6, max_tokens_per_step=100)
+    warm_up(adapter, config, clock=partial(next, count(step=SECONDS / 2)))
+    assert adapter.forwards == [16, 1, 32]
 
 
 def test_nothing_is_left_behind(model) -> None:

@@ -165,7 +165,7 @@ def test_after_a_hit_in_the_middle_of_a_prompt(adapter):
 
 def test_when_old_blocks_were_evicted(adapter, expected):
     """A prefix whose blocks are partly gone is computed again, from where it is whole."""
-    drive = driver(adapter, num_blocks=driver(adapter).engine._scheduler.limits.need(110))
+    drive = driver(adapter, num_blocks=driver(adapter).engine.resources.scheduler.limits.need(110))
     for index in (5, 4, 5, 2, 5, 4):
         drive.results.clear()
         assert serve(drive, which=[index]) == [expected[index]]
@@ -174,7 +174,7 @@ def test_when_old_blocks_were_evicted(adapter, expected):
 @pytest.mark.parametrize("caching", [True, False])
 def test_after_preemption(adapter, expected, caching):
     """Some are held back in the middle of their output and lose their blocks to those that wait."""
-    limits = driver(adapter).engine._scheduler.limits
+    limits = driver(adapter).engine.resources.scheduler.limits
     sizes = {"num_blocks": limits.need(94) + len(limits.windows), "prefix_caching": caching, "max_tokens_per_step": 16}
     drive = driver(adapter, **sizes)
     for index in ALL:
@@ -194,13 +194,13 @@ def test_after_preemption(adapter, expected, caching):
 def test_blocks_stay_bounded_over_a_long_output(adapter):
     """What a windowed group holds does not grow; a full group holds everything."""
     drive = driver(adapter)
-    limits = drive.engine._scheduler.limits
+    limits = drive.engine.resources.scheduler.limits
     long = SamplingParams(temperature=0.0, max_tokens=180)
     drive.add(stage_request("long", sampling=long), PROMPTS[2])
     most = [0] * len(limits.windows)
     while drive.engine.has_work():
         drive.step()
-        for job in drive.engine._scheduler.running:
+        for job in drive.engine.resources.scheduler.running:
             most = [max(known, len(table.blocks)) for known, table in zip(most, job.tables, strict=True)]
     whole = limits.blocks(32 + 180 - 1)
     for window, held in zip(limits.windows, most, strict=True):

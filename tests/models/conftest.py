@@ -15,11 +15,17 @@ from rank_process import Second  # noqa: E402
 
 
 @pytest.fixture(scope="module")
-def second(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Second]:
-    """Another process that follows this one; each computes with one thread."""
+def one_thread() -> Iterator[None]:
+    """Of torch, until the module's tests are over."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def second(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Second]:
+    """Another process that follows this one; each computes with one thread."""
     process = Second(tmp_path_factory.mktemp("ranks"))
     yield process
     process.close()
-    torch.set_num_threads(threads)

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from segue.engines.autoregressive.ranks import Leader, follow
+from segue.engines.autoregressive.follower import follow
+from segue.engines.autoregressive.ranks import Leader
 from segue.engines.contract import LoadContext
 from segue.graph.lora import LoraPlan
 from segue.models.causal_lm.llm import LLM

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,8 @@ CASES: tuple[dict[str, Any], ...] = (
 
 
 @pytest.fixture(scope="module")
-def chain(qwen_image_dir: Path) -> Iterator[Chain]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield Chain(qwen_image_dir)
-    torch.set_num_threads(threads)
+def chain(one_thread: None, qwen_image_dir: Path) -> Chain:
+    return Chain(qwen_image_dir)
 
 
 def test_two_equal_one(chain: Chain, qwen_image_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import torch
 from multimodal_family import Case, Run, Stages, answer, context, processed, request_of, sent
 from torch import nn
 
+from segue.engines.autoregressive.check import check_mutual_served
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.autoregressive.jobs import Limits
@@ -98,18 +99,16 @@ def test_under_a_causal_mask_the_reply_is_another(gemma: Gemma) -> None:
     assert Run(causal)([DIFFER], TOKENS)["differ"] != gemma.expected["differ"]
 
 
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [({"deterministic": True}, r"deterministic cannot do"), ({"attention": "flash_attn"}, r"attention .* cannot do")],
-)
-def test_what_cannot_do_it_is_refused_at_load(gemma: Gemma, config: dict, reason: str, monkeypatch) -> None:
-    backend = SimpleNamespace(widens=False, recordable=False, mutual=False)
-    monkeypatch.setattr(
-        "segue.engines.autoregressive.engine.attention_backend",
-        lambda name, device, size: backend if name == "flash_attn" else None,
-    )
-    with pytest.raises(ConfigError, match=reason):
-        AutoregressiveEngine(gemma.stages.llm, AutoregressiveConfig(num_blocks=60, block_size=4, **config))
+def test_what_cannot_do_it_is_refused_at_load(gemma: Gemma) -> None:
+    config = AutoregressiveConfig(num_blocks=60, block_size=4, deterministic=True)
+    with pytest.raises(ConfigError, match="deterministic cannot do"):
+        AutoregressiveEngine(gemma.stages.llm, config)
+
+
+def test_a_kernel_that_cannot_do_it_is_refused() -> None:
+    backend = SimpleNamespace(mutual=False)
+    with pytest.raises(ConfigError, match=r"attention 'flash_attn' cannot do"):
+        check_mutual_served("flash_attn", backend, [None], deterministic=False)
 
 
 # --- what is read off the masks --------------------------------------------------------------------------------------

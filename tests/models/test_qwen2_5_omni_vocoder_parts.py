@@ -67,8 +67,7 @@ class Parts:
 
 
 @pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory) -> Parts:
-    torch.set_num_threads(1)
+def parts(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Parts:
     return Parts(tmp_path_factory.mktemp("tiny") / "model")
 
 

@@ -6,7 +6,6 @@ import asyncio
 import os
 import resource
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -55,44 +54,6 @@ def test_a_worker_that_hangs_is_killed_and_its_request_goes_on(toy_dir: Path, tm
             assert_right(await task, "hang")
             os.close(held)
             assert pid_of(omni.health(), "tone") != pid
-
-    run(body)
-
-
-def test_a_caller_that_holds_up_the_event_loop_costs_no_worker_its_life(toy_dir: Path, tmp_path: Path) -> None:
-    """The worker owes a sign of life when the loop stands still, and gives it: nobody is there to hear it in time."""
-
-    async def body() -> None:
-        gate = Gate(tmp_path)
-        async with AsyncOmni(toy_dir, config={"limits": {"hang_seconds": 4}}) as omni:
-            task = asyncio.create_task(collect(omni, both("stand still", hold=gate.option("tone", 5))))
-            held = await gate.reached()
-            [tone] = [replica for replica in omni.orchestrator.replicas.all if replica.group == ("tone",)]
-            while tone.pinged is None:
-                await asyncio.sleep(0)
-            pid = pid_of(omni.health(), "tone")
-            os.close(held)  # from now on it answers
-            time.sleep(6)  # the caller's own code
-            assert_right(await task, "stand still")
-            assert_right(await omni.generate(both("and go on")), "and go on")
-            assert pid_of(omni.health(), "tone") == pid
-
-    run(body)
-
-
-def test_an_idle_worker_that_is_stopped_is_left_alone(toy_dir: Path) -> None:
-    """For longer than a worker may be silent while it has something to do."""
-
-    async def body() -> None:
-        async with AsyncOmni(toy_dir, config={"limits": {"hang_seconds": 4, "max_retries": 20}}) as omni:
-            pid = pid_of(omni.health(), "tone")
-            os.kill(pid, signal.SIGSTOP)
-            stopped = time.monotonic()
-            while time.monotonic() - stopped < 6:
-                assert_right(await omni.generate("text only"), "text only")
-            os.kill(pid, signal.SIGCONT)
-            assert_right(await omni.generate(both("and speech")), "and speech")
-            assert pid_of(omni.health(), "tone") == pid
 
     run(body)
 

@@ -18,6 +18,7 @@ from segue.messages.errors import (
 from segue.messages.sampling import SamplingParams, StructuredOutput
 from segue.orchestrator.blocking import Omni
 from segue.orchestrator.omni import AsyncOmni
+from shm_names import abandoned
 
 pytestmark = pytest.mark.usefixtures("toy_path")
 
@@ -107,7 +108,7 @@ def test_a_broken_start_is_the_workers_own_error(system: System, toy_dir: Path) 
 
 def test_stopping_leaves_nothing_behind(system: System) -> None:
     async def body() -> None:
-        before = set(os.listdir("/dev/shm"))
+        before = abandoned()
         async with system.own() as omni:
             assert_right(await omni.generate(both("x")), "x")
             workers = [psutil.Process(pid_of(omni.health(), stage)) for stage in ("input", "counter", "tone")]
@@ -117,7 +118,7 @@ def test_stopping_leaves_nothing_behind(system: System) -> None:
             assert os.path.isdir(directory)
         assert not os.path.exists(directory)
         assert not [process for process in [server, *workers] if process.is_running()]
-        assert set(os.listdir("/dev/shm")) <= before
+        assert abandoned() <= before
 
     system.run(body)
 

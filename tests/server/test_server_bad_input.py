@@ -21,6 +21,8 @@ from segue.messages.request import Request
 from segue.server.settings import ServerSettings
 
 HELLO = [{"role": "user", "content": "Say hello"}]
+SHARED = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+"""One server for all examples."""
 
 
 @pytest.fixture(scope="module")
@@ -352,7 +354,7 @@ _SHAPED = {
 }
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(SHARED, max_examples=400)
 @given(
     body=st.fixed_dictionaries(
         {}, optional={name: _SHAPED.get(name, _JSON) | _JSON for name in _NAMES}
@@ -366,7 +368,7 @@ def test_no_body_makes_a_500(http: httpx.Client, body: dict[str, Any]) -> None:
         assert error_of(answer)["message"]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(SHARED, max_examples=150)
 @given(body=st.binary(max_size=200) | _JSON.map(lambda value: json.dumps(value).encode()))
 def test_no_bytes_make_a_500(http: httpx.Client, body: bytes) -> None:
     answer = http.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})

@@ -18,6 +18,8 @@ from segue.messages.errors import StageFailed
 from segue.messages.request import Request
 
 PATH = "/v1/completions"
+SHARED = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+"""One server for all examples."""
 
 
 def top(token: int, logprob: float, text: str, rank: int = 1) -> TopToken:
@@ -215,7 +217,7 @@ def test_streaming(client: openai.OpenAI) -> None:
     assert chunks[-1].usage.completion_tokens == 5
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(SHARED, max_examples=30)
 @given(
     prompt=st.sampled_from(["xy", [220, 221], ["x", "yz"], [[220], [221, 222]]]),
     n=st.integers(1, 3),
@@ -351,7 +353,7 @@ _FUZZED = {
 }
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(SHARED, max_examples=200)
 @given(path=st.sampled_from(sorted(_FUZZED)), data=st.data())
 def test_no_body_makes_a_500(running: Live, path: str, data: st.DataObject) -> None:
     running.service.script = speak

@@ -26,9 +26,10 @@ def server() -> Iterator[Live]:
 
 @pytest.fixture
 def impatient() -> Iterator[Live]:
+    """Patient enough for what is sent at once to come, on a machine that does other things as well."""
     service = FakeService()
     service.card.gives = frozenset({"text", "image"})
-    with live(service, ServerSettings(drain_seconds=1, max_body_bytes=1000, upload_seconds=0.05)) as server:
+    with live(service, ServerSettings(drain_seconds=1, max_body_bytes=1000, upload_seconds=1)) as server:
         yield server
 
 
@@ -85,7 +86,7 @@ def test_what_does_not_come_is_not_waited_for(impatient: Live, sent: bytes, part
         sock.sendall(sent)
         status, error = refusal(sock)
     assert (status, error["type"], error["code"]) == (408, "timeout_error", "request_timeout")
-    assert error["message"] == f"the {part} of the request did not come whole within 0.05 seconds (upload_seconds)"
+    assert error["message"] == f"the {part} of the request did not come whole within 1 seconds (upload_seconds)"
     assert impatient.service.requests == []
 
 

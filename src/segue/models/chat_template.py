@@ -96,6 +96,11 @@ def read_chat_template(model_dir: Path, special: SpecialTokens = ()) -> ChatTemp
     return None
 
 
+def chats(model_dir: Path) -> bool:
+    """The checkpoint has a chat template: a bare string is a user message then, else a prompt as it is."""
+    return read_chat_template(model_dir) is not None
+
+
 def _object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}

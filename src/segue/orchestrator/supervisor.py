@@ -34,6 +34,7 @@ from segue.messages.wire import (
     encode,
 )
 from segue.orchestrator.adapters import Adapters
+from segue.orchestrator.hangs import HangWatch
 from segue.orchestrator.placement import LocalPlacement
 from segue.orchestrator.replicas import Replica, Replicas
 
@@ -99,8 +100,6 @@ class Supervisor:
         self._inbox: zmq.asyncio.Socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._watch: asyncio.TimerHandle | None = None
-        self._watch_due = 0.0
-        """time.monotonic() of the next look at who hangs."""
         self._started: asyncio.Future[None] | None = None
         self._address = ""
 
@@ -128,8 +127,7 @@ class Supervisor:
         self._spawn_task(self._read(self._inbox))
         for replica in self.replicas.all:
             self._spawn(replica)
-        self._watch_due = time.monotonic()
-        self._watch_over()
+        self._watch_over(HangWatch(self._plan.limits.hang_seconds, time.monotonic()))
 
     async def close(self) -> None:
         """End every process."""
@@ -245,28 +243,18 @@ class Supervisor:
 
     # ── watching ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _watch_over(self) -> None:
+    def _watch_over(self, hangs: HangWatch) -> None:
         """Ask the workers that have something to do for a sign of life; kill those that have owed it for too long."""
-        limit, now = self._plan.limits.hang_seconds, time.monotonic()
-        # this is late where something held up the event loop (a caller's own code, or a machine that slept): nobody
-        # heard what workers said meanwhile
-        deaf = max(0.0, now - self._watch_due)
-        for replica in self.replicas.all:
-            if replica.state != "ready":
-                continue
-            if replica.pinged is not None:
-                replica.pinged += deaf
-            if replica.pinged is None:
-                if replica.requests:
-                    replica.pinged = now
-                    self.send(replica.address, Ping())
-            elif now - replica.pinged >= limit and replica.pid is not None:
-                log.error(
-                    "worker %s (pid %s) has not answered for %g s: killing it", replica.worker, replica.pid, limit
-                )
-                self._placement.kill(replica.pid)
-        self._watch_due = now + limit / 4
-        self._watch = self._loop.call_later(limit / 4, self._watch_over)
+        seen = hangs.look(self.replicas.all, time.monotonic())
+        for replica in seen.ask:
+            self.send(replica.address, Ping())
+        for replica in seen.kill:
+            assert replica.pid is not None, "who is not there is not killed"
+            log.error(
+                "worker %s (pid %s) has not answered for %g s: killing it", replica.worker, replica.pid, hangs.limit
+            )
+            self._placement.kill(replica.pid)
+        self._watch = self._loop.call_later(hangs.interval, self._watch_over, hangs)
 
     def _on_stats(self, message: Stats) -> None:
         if replica := self.replicas.by_worker(message.worker):

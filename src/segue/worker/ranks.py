@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from segue.engines.autoregressive.ranks import follow
+from segue.engines.autoregressive.follower import follow
 from segue.engines.contract import LoadContext
 from segue.engines.diffusion.row_follower import follow_rows
 from segue.graph.deployment import StagePlan

@@ -7,7 +7,7 @@ store of their own and draw from no generator, so nothing of them is left: no bl
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -29,10 +29,13 @@ _LONGEST_PROMPT = 256
 
 
 def warm_up(
-    adapter: AutoregressiveAdapter, config: AutoregressiveConfig, backend: AttentionBackend | None = None
+    adapter: AutoregressiveAdapter,
+    config: AutoregressiveConfig,
+    backend: AttentionBackend | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Prefill and decode, small batches first, with the picking of tokens."""
-    began = time.monotonic()
+    """Prefill and decode, small batches first, with the picking of tokens. `clock`: seconds."""
+    began = clock()
     # all layers in one group: windows change which blocks are read, not the shapes of the network
     layout = adapter.kv.layout(max_model_len=1)
     most = max(min(config.max_batch, config.max_tokens_per_step), 1)
@@ -56,7 +59,7 @@ def warm_up(
         else:
             parts = [Part(range(-(-tokens // size)), 0, tokens)]
         _step(adapter, store, parts, states)
-        if time.monotonic() - began > SECONDS:
+        if clock() - began > SECONDS:
             return
 
 

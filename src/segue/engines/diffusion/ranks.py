@@ -26,10 +26,11 @@ import torch
 from segue.engines.autoregressive.contract import LoraHost, TakesLora
 from segue.engines.contract import Payload, StageRequest
 from segue.engines.diffusion.contract import CachesBlocks, DiffusionAdapter, Row, Sample
+from segue.engines.diffusion.exchange import NO_MEMORY, STRAY, failure_of, gathered, told
 from segue.engines.diffusion.reserve import Reserve
 from segue.engines.diffusion.room import out_of_memory
 from segue.kernels.lora import Lora
-from segue.messages.errors import ConfigError, InvalidRequest, SegueError, StageFailed, error_from
+from segue.messages.errors import ConfigError
 from segue.parallel.group import ReplicaBroken
 from segue.parallel.orders import Crew, LoadAdapter, UnloadAdapter, dtype_name
 from segue.parallel.row_orders import (
@@ -47,9 +48,6 @@ from segue.parallel.row_orders import (
     encode_row_order,
 )
 from segue.parallel.ways import Ways
-
-STRAY = 30.0
-"""Seconds after which a rank that has failed, and hears nothing of the others, takes them to wait for it."""
 
 
 class _LedAdapters:
@@ -172,7 +170,7 @@ class RowLeader:
         if self._divided:
             before = self._heard(Fared())
             if any(one.kind for one in before):
-                raise _why(before)
+                raise failure_of(before)
             self._tell(Go())
         made, fared = self._computed(own, predict, latents)
         self._check(fared)
@@ -238,7 +236,7 @@ class RowLeader:
         """Raises why a call gave no predictions."""
         self._check_alike(fared, None)
         if any(one.kind for one in fared):
-            raise _why(fared)
+            raise failure_of(fared)
 
     def _check_alike(self, fared: Sequence[Fared], cause: Exception | None) -> None:
         """What all ranks of a part fail with alike, before they exchange anything more, is the failure of these rows;
@@ -261,49 +259,3 @@ class RowLeader:
             self._crew.send(encoded)
         except OSError as error:
             raise ReplicaBroken(f"a follower of this replica is gone: {error}") from error
-
-
-def told(failure: Exception | None) -> Fared:
-    """How a rank fared, as others hear it."""
-    if failure is None:
-        return Fared()
-    field = failure.field if isinstance(failure, SegueError) else None
-    return Fared(type(failure).__name__, str(failure), field, out_of_memory(failure))
-
-
-NO_MEMORY = Fared("OutOfMemoryError", "no memory for the rows of a call", no_memory=True)
-"""What a rank says before a call for which it has none."""
-
-
-def _why(fared: Sequence[Fared]) -> Exception:
-    """The failure of a call that some rank, but no other of its part, could not compute."""
-    ranks = [rank for rank, one in enumerate(fared) if one.no_memory]
-    if ranks:
-        return torch.OutOfMemoryError(f"out of memory on rank {', '.join(map(str, ranks))} of {len(fared)}")
-    rank, first = next((rank, one) for rank, one in enumerate(fared) if one.kind)
-    refusal = error_from(first.kind, first.message, field=first.field)
-    if isinstance(refusal, InvalidRequest):
-        return refusal
-    return StageFailed(f"rank {rank} could not compute its rows; its log says why")
-
-
-def gathered(
-    branches: Sequence[int], made: Sequence[torch.Tensor], ways: Ways, latents: torch.Tensor
-) -> list[torch.Tensor]:
-    """The predictions of all heads, float32, for the rows of a call, whose branches these are. `made`: this head's own,
-    in order; `latents`: [rows, …], as all predictions are."""
-    assert ways.heads is not None, "only heads have what is gathered"
-    places: list[list[int]] = [[] for _ in range(ways.shape.branches)]
-    for place, branch in enumerate(branches):
-        places[ways.owner(branch)].append(place)
-    most = max(map(len, places))
-    filled = latents.new_zeros(most, *latents.shape[1:], dtype=torch.float32)
-    for number, prediction in enumerate(made):
-        filled[number] = prediction[0]
-    everything = ways.heads.all_gather(filled)
-    answers = [latents[:0]] * len(branches)
-    for part, theirs in enumerate(places):
-        for number, place in enumerate(theirs):
-            at = part * most + number
-            answers[place] = everything[at : at + 1]
-    return answers

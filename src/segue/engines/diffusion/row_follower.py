@@ -14,7 +14,7 @@ import torch
 from segue.engines.autoregressive.contract import LoraHost, TakesLora
 from segue.engines.contract import StageRequest
 from segue.engines.diffusion.contract import CachesBlocks, DiffusionAdapter, Row, Sample
-from segue.engines.diffusion.ranks import NO_MEMORY, STRAY, gathered, told
+from segue.engines.diffusion.exchange import NO_MEMORY, STRAY, gathered, told
 from segue.engines.diffusion.reserve import Reserve
 from segue.engines.diffusion.room import out_of_memory
 from segue.messages.errors import SegueError, StageFailed

@@ -11,7 +11,7 @@ from typing import Any
 
 from segue.messages.errors import ConfigError
 from segue.models.causal_lm.graph import graph
-from segue.models.chat_template import read_chat_template
+from segue.models.chat_template import chats
 from segue.models.family import Family
 from segue.models.unserved import unserved
 
@@ -29,11 +29,6 @@ def claims(config: dict[str, Any], model_dir: Path) -> bool:
     if reason := unserved(config):
         raise ConfigError(f"{names[0]} cannot be served: {reason}", field="architectures")
     return True
-
-
-def chats(model_dir: Path) -> bool:
-    """The checkpoint has a chat template: a bare string is a user message then, else a prompt as it is."""
-    return read_chat_template(model_dir) is not None
 
 
 FAMILY = Family(

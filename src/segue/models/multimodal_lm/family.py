@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from segue.messages.errors import ConfigError
-from segue.models.chat_template import read_chat_template
+from segue.models.chat_template import chats
 from segue.models.family import Family
 from segue.models.multimodal_lm.graph import graph, kinds_of
 from segue.models.unserved import unserved
@@ -64,11 +64,6 @@ def claims(config: dict[str, Any], model_dir: Path) -> bool:
 def _unserved(config: dict[str, Any]) -> str | None:
     text = config.get("text_config")
     return unserved(config) or unserved(text if isinstance(text, dict) else {})
-
-
-def chats(model_dir: Path) -> bool:
-    """The checkpoint has a chat template: a bare string is a user message then, else a prompt as it is."""
-    return read_chat_template(model_dir) is not None
 
 
 FAMILY = Family(
