@@ -19,7 +19,7 @@ from segue.models.unserved import unserved
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 TINY = ("qwen2.5-vl", "qwen3-vl", "llava-onevision", "gemma3-vision", "qwen2-audio")
 """The families that `segue tiny` knows."""
-_SUFFIXES = ("ForConditionalGeneration", "ForCausalLM")
+_SUFFIXES = ("ForConditionalGeneration", "ForCausalLM", "NemotronH_Omni_Reasoning_V3")
 _CROSS = "its decoder looks at media by cross-attention, which is not in the engine"
 _TWO = "it is an encoder-decoder; there is no cross-attention in the engine"
 _CODES = "pictures are tokens of its vocabulary, made by an autoencoder, and not rows in the places of tokens"
