@@ -75,6 +75,8 @@ def test_needs_a_tokenizer(adapter):
         ({"anyOf": [{"type": "string"}, {"uniqueItems": True}]}, "anyOf[1].uniqueItems (not supported)"),
         ({"allOf": [{"minimum": 1}]}, None),
         ({"allOf": [{}, {}]}, "allOf (of more than one schema is not supported; merge them)"),
+        ({"items": {"anyOf": []}}, "items.anyOf (empty; give at least one)"),
+        ({"type": []}, "type (empty; give at least one)"),
         ({"$defs": {"a": {"if": {}}}}, "$defs.a.if (not supported)"),
         ({"$ref": "#/$defs/a", "$defs": {"a": {}}, "title": "x"}, None),
         ({"$ref": "https://example.org/a"}, "$ref (to another document is not supported; give it under $defs)"),

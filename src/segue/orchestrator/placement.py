@@ -51,11 +51,13 @@ class Placement(Protocol):
         """End whatever still runs."""
 
 
-_FAST = {
+_ENVIRONMENT = {
     "THP_MEM_ALLOC_ENABLE": "1",
     "MALLOC_MMAP_THRESHOLD_": str(64 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
     "GOMP_SPINCOUNT": "20000",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
+    "LRU_CACHE_CAPACITY": "256",
 }
 """Environment of workers, where the caller's own says nothing else; read when memory is allocated for the first time.
 
@@ -123,7 +125,7 @@ class LocalPlacement:
                 [sys.executable, "-m", "segue.worker", str(theirs.fileno()), self.runtime_dir, *self._preload],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                env={**_FAST, **os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                env={**_ENVIRONMENT, **os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             )
 
     def spawn(self, spec: WorkerSpec) -> None:

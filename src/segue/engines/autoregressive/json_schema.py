@@ -15,6 +15,8 @@ _NOTES = frozenset(
 """Keywords that may stand beside alternatives: they say nothing that the alternatives do not."""
 _ONE = ("items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems", "contains", "propertyNames")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_FILLED = ("anyOf", "oneOf", "allOf", "type")
+"""Lists that may not be empty: of no alternatives xgrammar makes a text of nothing, which is no JSON."""
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 
 
@@ -38,6 +40,9 @@ def _of_one(schema: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield keyword, "not supported"
     if schema.get("uniqueItems"):
         yield "uniqueItems", "not supported"
+    for keyword in _FILLED:
+        if schema.get(keyword) == []:
+            yield keyword, "empty; give at least one"
     if isinstance(all_of := schema.get("allOf"), list) and len(all_of) > 1:
         yield "allOf", "of more than one schema is not supported; merge them"
     if "pattern" in schema and ("minLength" in schema or "maxLength" in schema):
