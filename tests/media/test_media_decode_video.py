@@ -81,11 +81,11 @@ def test_each_sample_is_the_frame_then_on_the_screen() -> None:
 def test_so_many_frames_evenly_over_the_clip() -> None:
     steady = part(film([i / 10 for i in range(20)]))
     frames = np.repeat(np.arange(20, dtype=np.uint8) * 10, 4 * 6 * 3).reshape(20, 4, 6, 3)
-    for given in (steady, raw(frames, 10.0), raw(frames)):
+    for clip in (steady, raw(frames, 10.0), raw(frames)):
         for count, wanted in ((4, [0, 5, 10, 15]), (7, [0, 2, 5, 8, 11, 14, 17]), (40, [i // 2 for i in range(40)])):
-            video = decode_video(given, 2.0, LIMITS, count=count)
+            video = decode_video(clip, 2.0, LIMITS, count=count)
             assert [round(float(frame.mean()) / 10) for frame in video.frames] == wanted
-            assert video.fps == pytest.approx(count / 2 if given.array is None or given.array.rate else count / 10)
+            assert video.fps == pytest.approx(count / 2 if clip.array is None or clip.array.rate else count / 10)
 
 
 def test_one_frame_is_a_video() -> None:
