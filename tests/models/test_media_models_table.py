@@ -23,6 +23,7 @@ CLASSES: dict[str, str] = dict(AutoModelForMultimodalLM._model_mapping._model_ma
 BY_CONFIG = {
     "encoder-decoders": "encoder-decoder",
     "cross-attention": "cross-attention",
+    "a state per sequence": "a state per sequence",
     "attention of other kinds": "the engine does full, sliding and chunked attention",
     "more than rows": "autoencoder|an index of their own|made by its encoders|an adapter|along with every token|noise",
     "another output": "by denoising|actions|need a family of its own",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from multimodal_family import Case, Run, Stages, answer, context, processed, request_of, sent
+from multimodal_family import Case, Run, Stages, answer, processed, request_of, sent
 from torch import nn
 
 from segue.engines.autoregressive.check import check_mutual_served
@@ -19,7 +19,6 @@ from segue.engines.autoregressive.jobs import Limits
 from segue.messages.errors import ConfigError
 from segue.models.library import PreTrainedConfig
 from segue.models.multimodal_lm import tiny
-from segue.models.multimodal_lm.encoder import Encoder
 from segue.models.multimodal_lm.mutual import MaskProbe, Sight, mutual_seen, runs
 from segue.models.multimodal_lm.processor import Processed
 
@@ -179,8 +178,12 @@ def test_masks_are_read_as_what_they_are() -> None:
     assert found(everything[None, None]) == Sight(frozenset({"image"}), whole=True)
     some = {"full_attention": None, "sliding_attention": (both & near)[None, None]}
     assert found(some, window=4) == Sight(pictures.kinds, types=frozenset({"sliding_attention"}))
-    beyond = {"full_attention": both[None, None], "sliding_attention": (near.tril() | both.triu(1))[None, None]}
-    assert found(beyond, window=4) == pictures
+    assert found(both[None, None], window=3) == pictures
+    far = causal & torch.ones_like(causal).triu(-1)
+    for start, stop in SPANS:
+        far[start:stop, start:stop] = True
+    seen = found({"full_attention": both[None, None], "sliding_attention": far[None, None]}, window=2)
+    assert seen == Sight(pictures.kinds, beyond=True, types=frozenset({"full_attention", "sliding_attention"}))
     with pytest.raises(ConfigError, match="in some of its layers only"):
         found({"full_attention": None, "sliding_attention": everything[None, None]}, window=4)
     joined = both.clone()
@@ -217,11 +220,3 @@ def test_runs_are_those_of_places() -> None:
     assert runs([]) == []
     assert runs([3]) == [(3, 4)]
     assert runs([0, 1, 2, 5, 6, 9]) == [(0, 3), (5, 7), (9, 10)]
-
-
-def test_an_encoder_that_knows_of_no_such_tokens_refuses_masks_for_media(gemma: Gemma) -> None:
-    encoder = Encoder(context(gemma.directory, "encoder"))
-    encoder._mutual = frozenset()
-    [unit] = payload_of(gemma, Case("one", "what", (("image", 1),)))["media"]
-    with pytest.raises(ConfigError, match="masks of its own for image"):
-        encoder._encode([unit])

@@ -32,6 +32,7 @@ _REASONS = MappingProxyType(
         **dict.fromkeys(("kyutai_speech_to_text", "voxtral_realtime"), _BESIDE),
         **dict.fromkeys(("granite_speech", "granite_speech_plus"), _ADAPTER),
         **dict.fromkeys(("t5gemma2", "udop", "vision-encoder-decoder"), _TWO),
+        "nemotron_h_omni": "its decoder is a hybrid (nemotron_h), whose layers keep a state per sequence",
         "fuyu": "its patches have no encoder and are told apart by an index of their own",
         "gemma3n": "tokens that end its media have rows made by its encoders of their ids, as no other text has",
         "vibevoice_asr": "noise is drawn for what it hears, so that a recording has no rows of its own",

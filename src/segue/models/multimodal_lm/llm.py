@@ -142,7 +142,7 @@ class LLM:
         positions = payload.get("positions")
         mutual = self._sight.spans(units, len(ids))
         together = max((stop - start for start, stop in mutual), default=0)
-        if together > self._longest_whole:  # they see each other beyond a window, too
+        if (self._sight.whole or self._sight.beyond) and together > self._longest_whole:
             raise InvalidRequest(
                 f"{together} tokens of the prompt see each other; this model's sliding windows take "
                 f"{self._longest_whole}",

@@ -23,7 +23,7 @@ from segue.models.library import VERSION, PreTrainedConfig, PreTrainedModel
 from segue.models.multimodal_lm.loading import taken_by
 from segue.models.multimodal_lm.processor import TYPES, Processed, Processor
 
-CAUSAL, MEDIA, WHOLE, OTHER = "causal", "media", "whole", "other"
+CAUSAL, MEDIA, BEYOND, WHOLE, OTHER = "causal", "media", "beyond", "whole", "other"
 """What a mask was found to be."""
 
 
@@ -43,6 +43,8 @@ class Sight:
     """Of media: the tokens of each run of theirs."""
     whole: bool = False
     """All tokens of the prompt, text as well."""
+    beyond: bool = False
+    """They do so beyond a window, too: a medium that is longer than one is not taken."""
     types: frozenset[str] = frozenset()
     """Of the layers in which they do; empty: in all."""
 
@@ -93,10 +95,13 @@ class MaskProbe:
         if any(other != first for other in others) or (whole and len(seeing) < len(found)):
             raise self._unserved("tokens of one kind of its media see each other otherwise than those of another")
         if len(set(first.values())) == 1:
-            return Sight(frozenset(seeing), whole)
+            return Sight(frozenset(seeing), whole, BEYOND in first.values())
         if whole:
             raise self._unserved("all tokens of its prompts see each other in some of its layers only")
-        return Sight(frozenset(seeing), types=frozenset(name for name, what in first.items() if what != CAUSAL))
+        beyond = BEYOND in first.values()
+        return Sight(
+            frozenset(seeing), beyond=beyond, types=frozenset(name for name, what in first.items() if what != CAUSAL)
+        )
 
     def _found(self, kind: str) -> dict[str, str]:
         """By type of layer ("": all), what its mask is."""
@@ -185,10 +190,11 @@ def read_mask(seen: torch.Tensor | None, both: torch.Tensor, config: PreTrainedC
     for near in (torch.ones_like(both), *(() if window is None else (torch.ones_like(both).triu(1 - window),))):
         if torch.equal(seen, near.tril()):
             return CAUSAL
-        ahead = both.triu(1)
-        # alike where no medium is longer than the window, and longer ones are not taken
-        if torch.equal(seen, both & near) or torch.equal(seen, near.tril() | ahead | ahead.T):
+        if torch.equal(seen, both & near):
             return MEDIA
+        ahead = both.triu(1)
+        if torch.equal(seen, near.tril() | ahead | ahead.T):
+            return BEYOND
     return WHOLE if bool(seen.all()) else OTHER
 
 
