@@ -239,7 +239,7 @@ def test_a_state_of_others_would_be_seen(some: Path) -> None:
         drive = Drive(adapter)
         drive.add("first", PROMPTS[-1])
         drive.run()
-        store = drive.engine._states
+        store = drive.engine.resources.states
         assert store is not None
         if spoilt:
             for tensor in adapter.kv.states.tensors:
