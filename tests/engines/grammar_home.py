@@ -1,8 +1,9 @@
-"""A home of compilers: `python grammar_home.py FD` keeps one at the other end of a socket."""
+"""A home of compilers: `python grammar_home.py FD [deadly]` keeps one at the other end of a socket."""
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -10,21 +11,37 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from segue.engines.autoregressive.grammar_process import CompilerHome, keep_home
+from segue.engines.autoregressive.grammar_process import CompilerHome, Home, keep_home
+
+
+class Homes:
+    """Starts them. `deadly`: so many of the first are killed by each child that they fork for a grammar."""
+
+    def __init__(self, deadly: int = 0) -> None:
+        self._deadly = deadly
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> Home:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, __file__, str(theirs.fileno())]
+        if len(self.processes) < self._deadly:
+            command.append("deadly")
+        with theirs:
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        self.processes.append(process)
+        return Home(ours, process.wait)
 
 
 @contextmanager
-def home() -> Iterator[tuple[CompilerHome, subprocess.Popen[bytes]]]:
-    """And its process. It has ended when this does, and has been asked kindly."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        process = subprocess.Popen([sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()])
-    kept = CompilerHome(ours)
+def home(deadly: int = 0) -> Iterator[tuple[CompilerHome, list[subprocess.Popen[bytes]]]]:
+    """And its processes, the running one last. That one has ended when this does, and has been asked kindly."""
+    homes = Homes(deadly)
+    kept = CompilerHome(homes.start(), homes.start)
     try:
-        yield kept, process
+        yield kept, homes.processes
     finally:
         kept.close()
-        assert process.wait(timeout=240) == 0
+        assert homes.processes[-1].wait(timeout=240) == 0
 
 
 def children(process: subprocess.Popen[bytes]) -> list[int]:
@@ -32,6 +49,11 @@ def children(process: subprocess.Popen[bytes]) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
+def _kill_home() -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+    os._exit(0)
+
+
 if __name__ == "__main__":
-    keep_home(socket.socket(fileno=int(sys.argv[1])), lambda: None)
+    keep_home(socket.socket(fileno=int(sys.argv[1])), _kill_home if "deadly" in sys.argv else lambda: None)
     os._exit(0)

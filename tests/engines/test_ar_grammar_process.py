@@ -24,13 +24,12 @@ ENDLESS = "(" + "|".join(f"[ab]{{{count}}}" for count in range(1, 2500)) + ")*"
 
 @pytest.fixture(scope="module")
 def kept():
-    with home() as (compilers, process):
+    with home() as (compilers, [process]):
         yield compilers, process
 
 
 def compiler(compilers, seconds: float):
-    words = Words().token_bytes(range(110))
-    return compilers.compiler(XGrammar(words, [END]), words, seconds)
+    return compilers.compiler(XGrammar(Words().token_bytes(range(110)), [END]), seconds)
 
 
 def asked(expression: str, most: int = 40) -> SamplingParams:
@@ -105,10 +104,20 @@ def test_a_vocabulary_each(kept):
     compilers, _ = kept
     first = compiler(compilers, 60.0)
     backwards = [*Words().token_bytes([END]), *reversed(Words().token_bytes(range(1, len(WORDS))))]
-    second = compilers.compiler(XGrammar(backwards, [END]), backwards, 60.0)
+    second = compilers.compiler(XGrammar(backwards, [END]), 60.0)
     from xgrammar import GrammarMatcher
 
     for compile, words in ((first, Words().token_bytes(range(len(WORDS)))), (second, backwards)):
         matcher = GrammarMatcher(compile("regex", "z"))
         assert matcher.accept_token(words.index(b"z"))
         assert not GrammarMatcher(compile("regex", "z")).accept_token(words.index(b"y"))
+
+
+def test_what_ends_its_home_is_compiled_again_but_once():
+    with home(deadly=3) as (compilers, processes):
+        compile = compiler(compilers, 60.0)
+        with pytest.raises(StageFailed, match=r"has ended twice while it compiled the regex '\[a-f\]\{8\}'"):
+            compile("regex", "[a-f]{8}")
+        assert len(processes) == 2
+        assert compile("regex", "[0-9]{4}").memory_size_bytes
+        assert len(processes) == 4, "the third ended, too, and others go on"

@@ -146,3 +146,22 @@ def test_a_worker_wakes_up_when_a_grammar_is_there(system: System) -> None:
             assert caught.value.field == "sampling.counter.structured_outputs"
 
     system.run(body)
+
+
+def test_where_grammars_are_compiled_may_be_killed(system: System) -> None:
+    """While it is idle: it is reaped, and the next grammar is compiled in another."""
+    sampling = {"counter": SamplingParams(max_tokens=9, structured_outputs=StructuredOutput(regex="[a-d]{5}"))}
+
+    async def body() -> None:
+        async with system.shared() as omni:
+            worker = psutil.Process(pid_of(omni.health(), "counter"))
+            [home] = worker.children()
+            home.kill()
+            output = await omni.generate({**both("hello"), "modalities": ["text"], "sampling": sampling})
+            assert len(output.text) == 5
+            assert set(output.text) <= set("abcd")
+            await asyncio.to_thread(home.wait, 60)
+            [another] = worker.children()
+            assert another != home
+
+    system.run(body)

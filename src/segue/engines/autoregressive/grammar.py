@@ -282,9 +282,8 @@ class Grammars:
         with self._making:
             if self._compile is None:
                 assert self._vocabulary is not None
-                words = self._vocabulary.token_bytes(range(self._vocab_size))
-                own = XGrammar(words, self._ends)
-                self._compile = own if self._home is None else self._home.compiler(own, words, self._most_seconds)
+                own = XGrammar(self._vocabulary.token_bytes(range(self._vocab_size)), self._ends)
+                self._compile = own if self._home is None else self._home.compiler(own, self._most_seconds)
             return self._compile
 
     def _too_late(self, compilation: Compilation) -> None:

@@ -32,6 +32,11 @@ class XGrammar:
         self._vocab_size = len(words)
         self.ends = list(ends)
 
+    @property
+    def words(self) -> list[bytes]:
+        """The bytes of every token."""
+        return self._info.decoded_vocab
+
     def __call__(self, kind: str, source: str) -> Any:
         """(kind, source) → `xgrammar.CompiledGrammar`. Raises `InvalidRequest` for what is wrong with the source; what
         it says follows the name of the parameter."""
