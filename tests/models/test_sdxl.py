@@ -109,7 +109,7 @@ def test_in_a_batch(chain: Chain, theirs: list[list[torch.Tensor]], late: dict[i
 
 def test_every_scheduler(directory: Path, chain: Chain, pipelines: dict[bool, Any]) -> None:
     """All in one batch: those that scale what the network sees, those that add noise, those that call it twice."""
-    known = [name for name in Schedulers(directory).known if name != "EDMEulerScheduler"]
+    known = Schedulers(directory).known
     assert {"DDIMScheduler", "EulerAncestralDiscreteScheduler", "HeunDiscreteScheduler"} <= set(known)
     short = {"num_inference_steps": 4, "num_images_per_prompt": 2}
     ddim = {"scheduler": "DDIMScheduler", "eta": 0.5}
@@ -212,12 +212,19 @@ def test_previews_show_what_a_prediction_points_at(chain: Chain, kind: str, sche
         ({"height": 100}, "height", "96 or 104"),
         ({"width": 4096, "height": 4096}, "height", "2048 x 2048"),
         ({"scheduler": "EulerDiscrete"}, "scheduler", "did you mean 'EulerDiscreteScheduler'"),
-        ({"scheduler": "EDMEulerScheduler"}, "scheduler", "not made of"),
+        ({"scheduler": "EDMEulerScheduler"}, "scheduler", "is not sampled with; known: DDIM"),
         ({"scheduler": "PNDMScheduler"}, "num_inference_steps", "PNDMScheduler cannot"),
         ({"scheduler": "HeunDiscreteScheduler", "sigmas": [3.0, 1.0]}, "sigmas", "Heun"),
         ({"scheduler": "EulerDiscreteScheduler", "sigmas": [3.0]}, "sigmas", "makes no step of that"),
         ({"scheduler": "UniPCMultistepScheduler", "sigmas": [3.0, 1.0]}, "sigmas", "UniPCMultistepScheduler cannot"),
-        ({"sigmas": [1.0] * 201}, "sigmas", "at most 200"),
+        ({"sigmas": [float(level) for level in range(201, 0, -1)]}, "sigmas", "at most 200"),
+        ({"sigmas": []}, "sigmas", "begins above 0"),
+        ({"sigmas": [0.0, 1.0]}, "sigmas", r"\[0.0, 1.0\]; it must be a list of noise levels that begins above 0"),
+        ({"sigmas": [1.0, 3.0]}, "sigmas", "falls"),
+        ({"sigmas": [1.0, 1.0]}, "sigmas", "falls"),
+        ({"sigmas": [1.0, -1.0]}, "sigmas", "from 0 to 10000"),
+        ({"sigmas": [float("inf"), 1.0]}, "sigmas", "from 0 to 10000"),
+        ({"sigmas": [3.0, float("nan"), 1.0]}, "sigmas", "from 0 to 10000"),
         ({"sigmas": [1e300, 1.0]}, "sigmas", "from 0 to 10000"),
         ({"guidance_scale": 1e38}, "guidance_scale", "from 0 to 10000"),
         ({"true_cfg_scale": 3.0}, "true_cfg_scale", "takes no true_cfg_scale"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -55,7 +56,7 @@ class DiffusionParams(msgspec.Struct, kw_only=True, frozen=True):
     guidance_interval: tuple[float, float] | None = None
     """(from, to) in shares of the steps, e.g. (0.1, 0.8): outside it, the guidance branch is not computed. A loss."""
     sigmas: list[float] | None = None
-    """Noise levels instead of `num_inference_steps`, where the scheduler takes them."""
+    """Noise levels instead of `num_inference_steps`, where the scheduler takes them; falling."""
     scheduler: str | None = None
     """Class name of one of diffusers' schedulers, instead of the checkpoint's."""
     strength: float | None = None
@@ -157,8 +158,10 @@ def check_diffusion(params: DiffusionParams) -> None:
         if not 0 <= begin <= end <= 1:
             raise _wrong("guidance_interval", params.guidance_interval, "(from, to) with 0 <= from <= to <= 1")
     if params.sigmas is not None:
-        if not params.sigmas or not all(0 <= sigma <= _MOST for sigma in params.sigmas):
-            raise _wrong("sigmas", params.sigmas, f"a list of noise levels from 0 to {_MOST}")
+        falling = all(higher > lower >= 0 for higher, lower in pairwise(params.sigmas))
+        if not (params.sigmas and 0 < params.sigmas[0] <= _MOST and falling):
+            right = f"a list of noise levels that begins above 0 and falls, each from 0 to {_MOST}"
+            raise _wrong("sigmas", params.sigmas, right)
         if params.num_inference_steps not in (None, len(params.sigmas)):
             right = f"left out beside sigmas, or their number, {len(params.sigmas)}"
             raise _wrong("num_inference_steps", params.num_inference_steps, right)

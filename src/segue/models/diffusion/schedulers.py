@@ -35,14 +35,17 @@ class Schedulers:
         self._kinds = {
             one.__name__: one
             for one in (kind, *compatible)
-            if issubclass(one, SchedulerMixin) and (one is kind or self._understood_by(one))
+            if issubclass(one, SchedulerMixin) and (one is kind or self._serves(one))
         }
         self.known: tuple[str, ...] = tuple(sorted(self._kinds))
 
-    def _understood_by(self, kind: type[SchedulerMixin]) -> bool:
-        """Not all that diffusers lists as compatible can step along the velocities of a flow."""
-        flows = self.config.get("prediction_type") == "flow_prediction"
-        return not flows or "use_flow_sigmas" in inspect.signature(kind).parameters
+    def _serves(self, kind: type[SchedulerMixin]) -> bool:
+        """Not all that diffusers lists as compatible can step along the velocities of a flow, or has a table of
+        variances: that of EDM needs noise levels that such a checkpoint does not say."""
+        taken = inspect.signature(kind).parameters.keys()
+        if self.config.get("prediction_type") == "flow_prediction" and "use_flow_sigmas" not in taken:
+            return False
+        return taken >= _BETAS or not self.config.keys() >= _BETAS
 
     def check(self, name: str | None) -> None:
         """Raise `InvalidRequest` for a scheduler that diffusers does not list as compatible with the checkpoint's, or
