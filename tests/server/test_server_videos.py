@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import shutil
+import stat
 import subprocess
 import sys
 import threading
@@ -363,6 +364,24 @@ def test_what_is_half_written_is_not_there(tmp_path: Path) -> None:
     assert not list(jobs.glob("*/*.part"))
 
 
+def test_nobody_else_may_read_them(tmp_path: Path) -> None:
+    def mode(path: Path) -> int:
+        return stat.S_IMODE(path.stat().st_mode)
+
+    jobs, before = tmp_path / "jobs", os.umask(0)
+    try:
+        with serving(jobs) as server, client_of(server.url) as http:
+            folder = jobs / ended(http, created(http)["id"])["id"]
+    finally:
+        os.umask(before)
+    assert (mode(jobs), mode(folder)) == (0o700, 0o700)
+    files = ("job.json", "request", "thumbnail.webp", "video.mp4")
+    assert {path.name: mode(path) for path in folder.iterdir()} == dict.fromkeys(files, 0o600)
+    folder.chmod(0o755)  # of an earlier server
+    VideoStore(jobs, max_jobs=1, max_bytes=1).close()
+    assert mode(folder) == 0o700
+
+
 def test_a_directory_is_one_server_s(tmp_path: Path) -> None:
     with serving(tmp_path), pytest.raises(ConfigError, match="in use by another server"):
         VideoStore(tmp_path, max_jobs=1, max_bytes=1)
@@ -422,7 +441,13 @@ def test_a_full_disk(tmp_path: Path) -> None:
         assert "too large" in video["error"]["message"]
         assert http.get(f"{URL}/{video['id']}/content").status_code == 404
         assert not list((tmp_path / video["id"]).glob("*.mp4*"))
+        door = tmp_path / "door"
+        waits = created(http, prompt=f"wait for {door}")["id"]
+        until(http, waits, lambda video: video["status"] == "in_progress")
         resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        door.touch()
+        assert ended(http, waits)["status"] == "failed"
+        assert not list((tmp_path / waits).glob("*.part"))
         refused = http.post(URL, json={"prompt": "x"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (507, "storage_full")
         resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

@@ -2,7 +2,8 @@
 
 One folder per job: `job.json` (what is known of it), `request` (what runs, its seed and pictures included) and, once it
 is done, `video.mp4` and `thumbnail.webp`. A folder is written whole under a name with a dot and then renamed, a file as
-`….part`; so what has its right name is whole, whenever the power went off.
+`….part`; so what has its right name is whole, whenever the power went off. Nobody but the server's user can read them:
+they hold what clients asked for.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ VIDEO, THUMBNAIL = "video.mp4", "thumbnail.webp"
 MAX_ATTEMPTS = 3
 """Starts of a job; it may be what brings the server down."""
 _JOB, _REQUEST, _PART = "job.json", "request", ".part"
+_PRIVATE, _PRIVATE_FILE = 0o700, 0o600
 _ID = re.compile(r"video_[0-9a-f]{32}")
 _LEFTOVER = re.compile(r"\.(?:new|gone)-video_[0-9a-f]{32}")
 
@@ -80,7 +82,7 @@ class VideoStore:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            directory.mkdir(_PRIVATE, parents=True, exist_ok=True)
             self._held = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(
@@ -133,7 +135,7 @@ class VideoStore:
             job.nbytes = len(data)
             new = self._directory / f".new-{job.id}"
             try:
-                new.mkdir()
+                new.mkdir(_PRIVATE)
                 _write(new / _REQUEST, data)
                 _write(new / _JOB, msgspec.json.encode(job))
                 new.rename(self._directory / job.id)
@@ -147,8 +149,12 @@ class VideoStore:
         with self._lock:
             if job.id in self._jobs:
                 part = self.part(job, _JOB)
-                _write(part, msgspec.json.encode(job))
-                part.rename(self.path(job, _JOB))
+                try:
+                    _write(part, msgspec.json.encode(job))
+                    part.rename(self.path(job, _JOB))
+                except OSError:
+                    part.unlink(missing_ok=True)
+                    raise
 
     def complete(self, job: Job) -> None:
         """The parts are whole: give them their names, and let the job be completed. Raises `OSError`, `StorageFull`."""
@@ -157,6 +163,7 @@ class VideoStore:
         with self._lock:
             self._make_room(nbytes)
         for part in parts:
+            part.chmod(_PRIVATE_FILE)
             part.rename(part.with_suffix(""))
         done = msgspec.structs.replace(
             job, status="completed", progress=100, completed=time.time(), nbytes=job.nbytes + nbytes
@@ -213,6 +220,8 @@ class VideoStore:
             if _LEFTOVER.fullmatch(folder.name):
                 shutil.rmtree(folder, ignore_errors=True)
             elif _ID.fullmatch(folder.name):
+                with suppress(PermissionError):  # of another user, who has let us in
+                    folder.chmod(_PRIVATE)
                 for part in folder.glob(f"*{_PART}"):
                     part.unlink(missing_ok=True)
                 try:
@@ -238,7 +247,7 @@ class VideoStore:
 
 def _write(path: Path, data: bytes) -> None:
     """All of it, down to the disk."""
-    with open(path, "wb") as file:
+    with open(path, "wb", opener=lambda name, flags: os.open(name, flags, _PRIVATE_FILE)) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
