@@ -78,9 +78,12 @@ def test_a_missing_file_is_named(copy: Path) -> None:
         load(copy)
 
 
-def test_a_file_that_is_none_is_an_error(copy: Path) -> None:
-    (copy / "model-00002-of-00003.safetensors").write_bytes(b"nothing")
-    with pytest.raises(ConfigError, match="cannot be loaded"):
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_shard_that_is_cut_off_is_named(copy: Path, share: float) -> None:
+    shard = copy / "model-00002-of-00003.safetensors"
+    data = shard.read_bytes()
+    shard.write_bytes(data[: int(len(data) * share)])
+    with pytest.raises(ConfigError, match=r"model-00002-of-00003\.safetensors: the weights cannot be loaded"):
         load(copy)
 
 

@@ -71,6 +71,15 @@ def test_a_tensor_that_is_missing_is_named(copy: Path) -> None:
         load_component(context(copy), "transformer")
 
 
+@pytest.mark.parametrize("part", ["transformer", "text_encoder"])
+def test_a_file_that_is_cut_off_is_named(copy: Path, part: str) -> None:
+    path = sorted((copy / part).glob("*.safetensors"))[-1]
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+    with pytest.raises(ConfigError, match=rf"{part}/{path.name}"):
+        load_component(context(copy), part)
+
+
 def test_schedulers_are_those_that_diffusers_lists(copy: Path) -> None:
     diffusers.EulerDiscreteScheduler(beta_start=0.001).save_pretrained(copy / "scheduler")
     edit(copy / PIPELINE, scheduler=["diffusers", "EulerDiscreteScheduler"])

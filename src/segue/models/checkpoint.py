@@ -126,6 +126,19 @@ def _index(directory: Path) -> dict[str, str]:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
 
 
+def culprit(directory: Path, error: Exception) -> Path:
+    """What of a directory the library could not load. Errors of safetensors name no file: it is the first that cannot
+    be opened."""
+    if isinstance(error, SafetensorError):
+        for path in sorted(directory.glob("*.safetensors")):
+            try:
+                with safe_open(path, framework="pt"):
+                    continue
+            except (OSError, SafetensorError):
+                return path
+    return directory
+
+
 def fill_random(module: torch.nn.Module, *, device: torch.device, dtype: torch.dtype, seed: int) -> None:
     """Give a module built on the meta device random parameters, made on `device`.
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 from segue.engines.contract import LoadContext
 from segue.messages.errors import ConfigError, nearest
-from segue.models.checkpoint import load_module
+from segue.models.checkpoint import culprit, load_module
 from segue.models.library import (
     QUANTIZERS,
     VERSION,
@@ -138,7 +138,8 @@ def _read(
                 **where,
             )
     except (*_UNREADABLE, RuntimeError, SafetensorError, ImportError) as error:  # a quantised format needs its package
-        raise ConfigError(f"{ctx.model_dir}: the weights cannot be loaded: {error}", field="model") from error
+        at = culprit(ctx.model_dir, error)
+        raise ConfigError(f"{at}: the weights cannot be loaded: {error}", field="model") from error
     missing = sorted(name for name in info["missing_keys"] if not name.startswith(unused))
     if missing:  # the library would go on with random ones
         raise ConfigError(

@@ -12,7 +12,7 @@ from torch import nn
 from segue.engines.contract import LoadContext
 from segue.kernels.linear import pack_linears
 from segue.messages.errors import ConfigError, nearest
-from segue.models.checkpoint import load_module
+from segue.models.checkpoint import culprit, load_module
 from segue.models.diffusion.library import (
     LIBRARIES,
     VERSION,
@@ -111,7 +111,8 @@ def _read(kind: Any, directory: Path, dtype: torch.dtype, device: torch.device) 
                 directory, local_files_only=True, use_safetensors=True, output_loading_info=True, dtype=dtype
             )
     except UNREADABLE as error:
-        raise ConfigError(f"{directory}: the weights cannot be loaded: {error}", field="model") from error
+        at = culprit(directory, error)
+        raise ConfigError(f"{at}: the weights cannot be loaded: {error}", field="model") from error
     missing = sorted(info["missing_keys"])
     if missing:  # the library would go on with random ones
         raise ConfigError(
