@@ -215,6 +215,7 @@ def test_a_run_that_is_stopped_leaves_the_levels_it_has_done(
         baselines=["one"],
         vllm=None,
         vllm_cache_gib=1,
+        vllm_dtype="float32",
         preload=None,
         threads=1,
         dtype="float32",

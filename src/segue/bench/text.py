@@ -45,6 +45,8 @@ class TextBench:
     vllm: Path | None
     """Its Python."""
     vllm_cache_gib: int
+    vllm_dtype: str
+    """To compute in; the others compute in `dtype`."""
     preload: Path | None
     threads: int
     dtype: str
@@ -223,9 +225,10 @@ def _sides(bench: TextBench) -> Sides:
 
     vllm = None
     if bench.vllm is not None:
-        command = vllm_command(bench.vllm, bench.model_dir, bench.dtype, max_batch=batch, max_model_len=longest)
+        name = VLLM if bench.vllm_dtype == bench.dtype else f"{VLLM} in {bench.vllm_dtype}"
+        command = vllm_command(bench.vllm, bench.model_dir, bench.vllm_dtype, max_batch=batch, max_model_len=longest)
         environment = {**common, **vllm_environment(bench.threads, bench.vllm_cache_gib)}
-        vllm = HttpDriver(VLLM, command, environment, bench.out / "vllm.log")
+        vllm = HttpDriver(name, command, environment, bench.out / "vllm.log")
     options = Options(model_dir=str(bench.model_dir), dtype=bench.dtype, threads=bench.threads)
     process = ReferenceProcess(options, common)
     references = {way: ReferenceDriver(way, process) for way in bench.baselines}

@@ -48,6 +48,9 @@ def add_text(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     text.add_argument("--vllm-python", type=Path, help="python of an environment with vLLM's CPU build; takes part")
     text.add_argument("--vllm-cache-gib", type=count, default=4, help="vLLM's KV cache (default: 4)")
+    text.add_argument(
+        "--vllm-dtype", choices=["float32", "bfloat16"], help="vLLM computes in that (default: as --dtype)"
+    )
     text.add_argument("--preload", type=Path, help="library preloaded on every side, e.g. libiomp5.so or an allocator")
     cores = len(os.sched_getaffinity(0))
     text.add_argument("--threads", type=count, default=cores, help="CPU threads of every side (default: all cores)")
@@ -113,6 +116,7 @@ def _text(arguments: argparse.Namespace) -> int:
         baselines=arguments.baseline,
         vllm=arguments.vllm_python,
         vllm_cache_gib=arguments.vllm_cache_gib,
+        vllm_dtype=arguments.vllm_dtype or arguments.dtype,
         preload=arguments.preload,
         threads=arguments.threads,
         dtype=arguments.dtype,

@@ -16,7 +16,7 @@
                                    second */
 #define TILE_FEW 4       /* tiles of rows; where there are no more, weights are read once, in their order */
 #define TILE_LARGE (1 << 20) /* bytes of sums that would not stay in a cache anyway */
-#define TILE_AHEAD 1    /* steps of a panel that are fetched before they are needed */
+#define TILE_AHEAD 3    /* lines of the next weights that are fetched with each part of a step */
 
 struct tile_shapes {
     uint8_t palette, start, reserved[14];
@@ -65,21 +65,19 @@ static void part_rows(const float *x, size_t x_row, size_t count, size_t rows, s
         }
 }
 
-/* The weights of a step, a third of them, `TILE_AHEAD` steps before they are needed. */
-#define FETCH(third)                                                                                                   \
-    if (cold)                                                                                                          \
-        for (size_t line = 0; line < STEP / 2 * TILE_PANEL / 3; line += 16)                                            \
-            __builtin_prefetch(w + (TILE_AHEAD * 3 + third) * (STEP / 2 * TILE_PANEL / 3) + line);
 #define PART(part, tile)                                                                                               \
     _tile_loadd(tile, x + part * rows * STEP, STEP * sizeof(uint16_t));                                                \
-    FETCH(part)                                                                                                        \
+    for (size_t line = 0; line < lines; line++, ahead += 16)                                                           \
+        __builtin_prefetch(ahead);                                                                                     \
     _tile_dpbf16ps(0, tile, 3);                                                                                        \
     _tile_dpbf16ps(1, tile, 4);                                                                                        \
     _tile_dpbf16ps(2, tile, 5);
 
-/* y = on + x w: rows of one tile with `steps` of a panel; `cold`: its weights are not in a cache. */
-static inline __attribute__((always_inline)) void tile_panel(int cold, const uint16_t *x, size_t rows, size_t steps,
-                                                             const float *w, const float *on, size_t on_row, float *y)
+/* y = on + x w: rows of one tile with `steps` of a panel. From `ahead` on, `lines` of a cache are fetched with each part
+ * of a step. */
+static inline __attribute__((always_inline)) void tile_panel(const uint16_t *x, size_t rows, size_t steps, const float *w,
+                                                             const float *on, size_t on_row, float *y, size_t lines,
+                                                             const float *ahead)
 {
     _tile_loadd(0, on, on_row * sizeof(float));
     _tile_loadd(1, on + 16, on_row * sizeof(float));
@@ -95,16 +93,19 @@ static inline __attribute__((always_inline)) void tile_panel(int cold, const uin
     _tile_stored(2, y + 32, TILE_PANEL * sizeof(float));
 }
 
+/* The weights come from memory: a step of them is fetched with each. */
 static void cold_panel(const uint16_t *x, size_t rows, size_t steps, const float *w, const float *on, size_t on_row,
-                       float *y)
+                       float *y, const float *ahead)
 {
-    tile_panel(1, x, rows, steps, w, on, on_row, y);
+    (void)ahead;
+    tile_panel(x, rows, steps, w, on, on_row, y, STEP / 2 * TILE_PANEL / 16 / PARTS, w + STEP / 2 * TILE_PANEL);
 }
 
+/* The weights are in a cache; meanwhile others are fetched. */
 static void warm_panel(const uint16_t *x, size_t rows, size_t steps, const float *w, const float *on, size_t on_row,
-                       float *y)
+                       float *y, const float *ahead)
 {
-    tile_panel(0, x, rows, steps, w, on, on_row, y);
+    tile_panel(x, rows, steps, w, on, on_row, y, TILE_AHEAD, ahead);
 }
 
 /* The sums of a panel's rows to where they belong; `stream`: past the caches. */
@@ -171,9 +172,11 @@ static int tiled_product(const float *x, size_t rows, size_t inputs, const float
                     const float *const weight = w + (column * inputs + (from + k) * TILE_PANEL) / 2;
                     for (size_t group = 0; group < groups; group++) {
                         float *const sum = sums + group * each * TILE_PANEL;
-                        (group ? warm_panel : cold_panel)(parts + (group * some + k) * each * PARTS, each, depth / STEP,
-                                                          weight, from + k ? sum : bias + column,
-                                                          from + k ? TILE_PANEL : 0, sum);
+                        const float *const next = weight + depth / 2 * TILE_PANEL;
+                        (group ? warm_panel : cold_panel)(
+                            parts + (group * some + k) * each * PARTS, each, depth / STEP, weight,
+                            from + k ? sum : bias + column, from + k ? TILE_PANEL : 0, sum,
+                            next + (group - 1) * (depth / STEP) * PARTS * TILE_AHEAD * 16);
                     }
                 }
                 for (size_t sum = 0; gelu && from + some == inputs && sum < here * TILE_PANEL; sum += TILE_PANEL)
