@@ -29,6 +29,8 @@ def checkpoint(tmp_path: Path) -> Path:
         ({"video_token_id": 3}, {"text", "image", "video"}),
         ({"video_token_index": 3, "audio_config": {}}, {"text", "image", "video", "audio"}),
         ({"architectures": ["SeesForCausalLM"]}, {"text", "image"}),
+        ({"text_config": {"layer_types": ["linear_attention", "full_attention"]}}, {"text", "image"}),
+        ({"text_config": {"model_type": "lfm2"}}, {"text", "image"}),
     ],
 )
 def test_what_nobody_names_is_taken(checkpoint: Path, more: dict[str, Any], takes: set[str]) -> None:
@@ -50,8 +52,7 @@ def test_one_that_only_hears(checkpoint: Path) -> None:
     [
         ({"model_type": "mllama"}, "cross-attention"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
-        ({"text_config": {"layer_types": ["linear_attention", "full_attention"]}}, "layers of type linear_attention"),
-        ({"text_config": {"model_type": "lfm2"}}, "state-space or hybrid"),
+        ({"text_config": {"layer_types": ["indexed_attention", "full_attention"]}}, "layers of type indexed_attention"),
     ],
 )
 def test_what_is_known_not_to_work_is_refused_with_the_reason(
