@@ -105,6 +105,9 @@ def test_every_endpoint_is_in_the_document(http: httpx.Client) -> None:
     for path, operations in document["paths"].items():
         for method in operations:
             answer = http.request(method, path.replace("{name}", "fake-omni"), json={})
+            if "{response_id}" in path:
+                assert "{response_id}" in answer.json()["error"]["message"], "one that is not known"
+                continue
             assert answer.status_code not in (404, 405), path
     schemas = document["components"]["schemas"]
 

@@ -59,7 +59,7 @@ class Conversation:
         if not isinstance(item, dict):
             raise InvalidRequest(f"{at} is {shown(item)}; it must be an item: an object with a type", field=at)
         kind = item.get("type", "message" if "role" in item else None)
-        if kind not in _KEYS:
+        if not isinstance(kind, str) or kind not in _KEYS:
             hint = nearest(kind, _KEYS) if isinstance(kind, str) else f"; known: {', '.join(_KEYS)}"
             raise Unsupported(f"{at}.type is {shown(kind)}, no item this server takes{hint}", field=f"{at}.type")
         check_names(item, _KEYS[kind], at)
