@@ -148,7 +148,12 @@ class RequestBooks:
         return [journal.get(index, []) for index in range(max(journal, default=-1) + 1)]
 
     def complete(self) -> bool:
-        """True when every stage the client sees is done."""
+        """True when every stage is done. Chunks go from worker to worker, and books by another way: the last stage may
+        be done before those above it have told of their last ids."""
+        return all(self.stages[stage.name].done for stage in self.walk.stages)
+
+    def given(self) -> bool:
+        """True when the client has all that it asked for."""
         return all(self.stages[stage.name].done for stage in self.walk.stages if stage.to_client)
 
     def finished(self) -> Finished:

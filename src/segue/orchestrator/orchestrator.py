@@ -338,7 +338,9 @@ class Orchestrator:
         alive = self.replicas.alive()
         for books in list(self.requests.values()):
             placed = {name: book for name, book in books.stages.items() if book.worker}
-            if stages_to_rerun(placed, alive) - books.waiting:
+            if books.given() and not books.workers() <= alive:
+                self._end(books, None)  # what the dead had to tell is lost, and nothing of it is missing to the client
+            elif stages_to_rerun(placed, alive) - books.waiting:
                 self._lost(books, set(), what, counted=bool(books.blamed - alive))
                 books.blamed &= alive
             elif books.waiting:

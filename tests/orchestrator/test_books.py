@@ -1,0 +1,48 @@
+"""When a request is over: stages tell of their ends in whatever order."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+
+from segue.graph.stage_graph import Walk
+from segue.graph.walk import WalkStage
+from segue.messages.request import Request
+from segue.messages.wire import Emission, OutputEnd, StageDone
+from segue.orchestrator.books import RequestBooks
+from segue.orchestrator.recovery import StageBook
+
+NAMES = ("thinker", "talker", "vocoder")
+GIVES = ({"text"}, set(), {"audio"})
+
+
+def books() -> RequestBooks:
+    walk = Walk(
+        tuple(
+            WalkStage(name, frozenset(NAMES[max(0, at - 1) : at]), frozenset(NAMES[at + 1 : at + 2]), frozenset(gives))
+            for at, (name, gives) in enumerate(zip(NAMES, GIVES, strict=True))
+        )
+    )
+    made = RequestBooks(Request(request_id="r"), walk, "thinker")
+    made.stages = {
+        stage.name: StageBook(tuple(stage.upstreams), tuple(stage.downstreams), worker=stage.name, attempt=1)
+        for stage in walk.stages
+    }
+    return made
+
+
+@pytest.mark.parametrize("order", list(permutations(NAMES)), ids=" ".join)
+def test_ids_of_a_stage_that_is_heard_of_last_are_not_lost(order: tuple[str, ...]) -> None:
+    """Its chunks reached the one below it by another way, which may be done before it."""
+    request = books()
+    for count, stage in enumerate(order):
+        assert not request.complete()
+        assert request.given() == {"thinker", "vocoder"}.issubset(order[:count])
+        request.took(Emission("r", stage, 1, token_ids=[count]))
+        ends = [OutputEnd(0, "stop")] if stage == "thinker" else []
+        request.ended(StageDone(stage, "r", stage, 1, ends, 0.0, 0.0, 0.0, 0.0))
+    assert request.complete()
+    finished = request.finished()
+    assert finished.token_ids == {stage: [count] for count, stage in enumerate(order)}
+    assert {stage for stage, *_ in finished.metrics.spans} == set(NAMES)
