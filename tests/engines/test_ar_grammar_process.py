@@ -121,3 +121,11 @@ def test_what_ends_its_home_is_compiled_again_but_once():
         assert len(processes) == 2
         assert compile("regex", "[0-9]{4}").memory_size_bytes
         assert len(processes) == 4, "the third ended, too, and others go on"
+
+
+def test_words_of_a_vocabulary_can_be_sent_whatever_their_length() -> None:
+    """The library gives long ones as a class of its own."""
+    words = [b"a" * length for length in range(1, 30)]
+    given = XGrammar(words, [0]).words
+    assert given == words
+    assert {type(word) for word in given} == {bytes}

@@ -35,7 +35,7 @@ class XGrammar:
     @property
     def words(self) -> list[bytes]:
         """The bytes of every token."""
-        return self._info.decoded_vocab
+        return [bytes(word) for word in self._info.decoded_vocab]  # what the library gives may be a class of its own
 
     def __call__(self, kind: str, source: str) -> Any:
         """(kind, source) → `xgrammar.CompiledGrammar`. Raises `InvalidRequest` for what is wrong with the source; what
