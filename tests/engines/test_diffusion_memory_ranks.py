@@ -28,9 +28,9 @@ from segue.parallel.ways import Ways, meet
 
 @contextmanager
 def following(
-    meeting: Path, more: int, taken: int = 0, *, ends: int = 0, says: str = ""
+    meeting: Path, more: int, taken: int = 0, *, fails: bool = False, says: str = ""
 ) -> Iterator[tuple[Ways, Crew]]:
-    """`more` and `taken`: of the follower's memory; `ends`: its exit status, and what it `says` then."""
+    """`more` and `taken`: of the follower's memory; `fails`: whether it ends as one that failed, and what it `says` then."""
     near, far = socket.socketpair()
     command = [sys.executable, row_rank_fake.__file__, str(far.fileno()), str(meeting), str(more), str(taken)]
     follower = subprocess.Popen(command, pass_fds=[far.fileno()], stderr=subprocess.PIPE, text=True)
@@ -42,13 +42,14 @@ def following(
     finally:
         crew.close()
         _, heard = follower.communicate(timeout=240)
-        assert (follower.returncode, says in heard) == (ends, True), heard
+        # threads of the library's may abort a process that ends without memory
+        assert (follower.returncode != 0, says in heard) == (fails, True), heard
 
 
 @contextmanager
-def pair(meeting: Path, more: int, taken: int = 0, *, ends: int = 0, says: str = "") -> Iterator[RowLeader]:
+def pair(meeting: Path, more: int, taken: int = 0, *, fails: bool = False, says: str = "") -> Iterator[RowLeader]:
     """As `following`."""
-    with following(meeting, more, taken, ends=ends, says=says) as (ways, crew):
+    with following(meeting, more, taken, fails=fails, says=says) as (ways, crew):
         leader = RowLeader(exchanging(ways), ways, crew)
         leader.serve()
         yield leader
@@ -100,7 +101,7 @@ def test_in_the_middle_of_a_call_it_ends_the_replica(tmp_path: Path) -> None:
     """The leader waits for the other at that moment."""
     says = "rank 1 ran out of memory in the middle of a call"
     with (
-        pair(tmp_path / "meeting", more=4 * ROW, taken=64 * ROW, ends=1, says=says) as leader,
+        pair(tmp_path / "meeting", more=4 * ROW, taken=64 * ROW, fails=True, says=says) as leader,
         pytest.raises(ReplicaBroken, match=r"a follower does not answer .*closed its end"),
     ):
         made(DiffusionEngine(leader), ASKS[0])
