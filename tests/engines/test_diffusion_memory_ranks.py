@@ -30,7 +30,7 @@ from segue.parallel.ways import Ways, meet
 def following(
     meeting: Path, more: int, taken: int = 0, *, fails: bool = False, says: str = ""
 ) -> Iterator[tuple[Ways, Crew]]:
-    """`more` and `taken`: of the follower's memory; `fails`: whether it ends as one that failed, and what it `says` then."""
+    """`more` and `taken`: of the follower's memory; `fails`: whether it ends so, and what it `says` then."""
     near, far = socket.socketpair()
     command = [sys.executable, row_rank_fake.__file__, str(far.fileno()), str(meeting), str(more), str(taken)]
     follower = subprocess.Popen(command, pass_fds=[far.fileno()], stderr=subprocess.PIPE, text=True)
