@@ -216,6 +216,7 @@ def test_a_run_that_is_stopped_leaves_the_levels_it_has_done(
         vllm=None,
         vllm_cache_gib=1,
         vllm_dtype="float32",
+        quantized=["int8"],
         preload=None,
         threads=1,
         dtype="float32",
@@ -229,12 +230,13 @@ def test_a_run_that_is_stopped_leaves_the_levels_it_has_done(
         keep=keep,
         say=lambda line: None,
     )
-    sides = Sides(Breaks("segue"), Side("segue with prefix cache"), None, {"one": Side("b")})
+    sides = Sides(Breaks("segue"), Side("segue with prefix cache"), None, {"one": Side("b")}, [Side("segue int8")])
     empty = msgspec.structs.replace(result(), finished="", scenarios=[], intrusion={}, crowds={})
     with pytest.raises(RuntimeError, match="it broke"):
         asyncio.run(measure(empty, levels(bench, sides, empty), bench.keep))
-    assert [(one.done, one.planned) for one in kept] == [(number, 8) for number in range(1, 8)]
+    assert [(one.done, one.planned) for one in kept] == [(number, 9) for number in range(1, 8)]
     assert [len(one.scenarios) for one in kept] == [1, 2, 3, 4, 4, 4, 4]
+    assert list(kept[0].scenarios[0].sides) == ["segue", "segue int8", "b"]
     assert [len(one.crowds) for one in kept] == [0, 0, 0, 0, 1, 2, 3]
     assert kept[-1].intrusion == {}
     for one in kept:
@@ -243,7 +245,7 @@ def test_a_run_that_is_stopped_leaves_the_levels_it_has_done(
     plot(kept[0], tmp_path / "text.png")
     assert page.main([str(path)]) == 0
     printed = capsys.readouterr().out
-    assert "Unfinished: 7 of 8 levels." in printed
+    assert "Unfinished: 7 of 9 levels." in printed
     assert "#### 4/2, 2 clients" in printed
 
 

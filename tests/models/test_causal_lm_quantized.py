@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,28 @@ from causal_lm_family import Served, load, make, prompts
 from lora_files import make_adapter, merge
 from segue.engines.autoregressive.contract import FlatBatch
 from segue.graph.lora import LoraPlan
+from segue.kernels.eight_bits import eight_bits
 from segue.kernels.kv_layout import uniform
 from segue.kernels.kv_store import KVStore
+from segue.kernels.native import BYTES, ROUNDED, library
 from segue.kernels.paged_step import paged_step
 from segue.kernels.part import Part
-from segue.kernels.quantized import GROUP, Int4Linear, Int8Linear, StoredLinear, eight_bits, four_bits, quantize_linears
+from segue.kernels.quantized import (
+    GROUP,
+    QUANTIZED,
+    Bfloat16Linear,
+    Int4Linear,
+    Int8Linear,
+    StoredLinear,
+    four_bits,
+    quantize_linears,
+)
+from segue.kernels.rounded_linear import RoundedLinear
 from segue.messages.errors import ConfigError
 from segue.models.causal_lm.llm import LLM
 
 KINDS = ("llama", "gpt2", "qwen3-moe")
-WITHIN = {"int8": 0.3, "fp8": 0.4, "int4": 0.65}
+WITHIN = {"bfloat16": 0.05, "int8": 0.3, "fp8": 0.4, "int4": 0.65}
 """Of tiny random models, which make ten times as much of an error as a single product has: the difference of all logits
 of a text over the logits, as norms."""
 PROMPTS = prompts()[:20]
@@ -68,7 +81,7 @@ def test_close_to_the_exact_model(directory: Path) -> None:
         errors[kind] = apart(logits_of(small), logits_of(exact))
         assert 1e-4 < errors[kind] < within
         assert small.weight_bytes < exact.weight_bytes
-    assert errors["int8"] < errors["fp8"] < errors["int4"]
+    assert errors["bfloat16"] < errors["int8"] < errors["fp8"] < errors["int4"]
 
 
 @pytest.mark.parametrize("kind", WITHIN)
@@ -120,12 +133,23 @@ def weights(rows: int = 96, columns: int = 128) -> tuple[torch.Tensor, torch.Ten
 
 @pytest.mark.parametrize(
     ("kind", "within"),
-    [("int8", 0.03), ("int4", 0.1), ("stored int8", 0.01), ("stored fp8", 0.04), ("stored int4", 0.1)],
+    [
+        *(("bytes", 0.03), ("halves", 0.01), ("int8", 0.03), ("bfloat16", 0.01), ("int4", 0.1)),
+        *(("stored int8", 0.01), ("stored fp8", 0.04), ("stored int4", 0.1)),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products(kind: str, within: float, dtype: torch.dtype) -> None:
     weight, bias = (tensor.to(dtype) for tensor in weights())
-    layers: dict[str, Any] = {"int8": Int8Linear, "int4": Int4Linear}
+    if kind in ("bytes", "halves") and library() is None:
+        pytest.skip("the kernels were not compiled, or not for this CPU")
+    layers: dict[str, Any] = {
+        "bytes": partial(RoundedLinear, kind=BYTES),
+        "halves": partial(RoundedLinear, kind=ROUNDED),
+        "int8": Int8Linear,
+        "bfloat16": Bfloat16Linear,
+        "int4": Int4Linear,
+    }
     name, _, stored = kind.partition(" ")
     layer = StoredLinear(weight, bias, stored) if name == "stored" else layers[name](weight, bias)
     x = torch.randn(2, 9, 128, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -179,7 +203,7 @@ def test_odd_shapes_stay_as_they_are() -> None:
         return (module.weight, module.bias) if type(module) is torch.nn.Linear else None
 
     assert quantize_linears(net, "int8", plain) == 1
-    assert [type(layer) for layer in net] == [Int8Linear, torch.nn.Linear, torch.nn.Linear]
+    assert [isinstance(layer, QUANTIZED) for layer in net] == [True, False, False]
 
 
 # ── checkpoints that are quantised ─────────────────────────────────────────────────────────────────────────────────

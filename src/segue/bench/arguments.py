@@ -20,14 +20,14 @@ def counts(text: str) -> list[int]:
     return [count(part.strip()) for part in text.split(",")]
 
 
-def some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """Baselines by name, with commas between them, or `none`."""
+def some_of(known: Sequence[str], what: str = "baseline") -> Callable[[str], list[str]]:
+    """Several by name, with commas between them, or `none`; `what` each of them is."""
 
     def parsed(text: str) -> list[str]:
         names = [] if text == "none" else [part.strip() for part in text.split(",")]
         for name in names:
             if name not in known:
-                raise argparse.ArgumentTypeError(f"there is no baseline {name!r}{nearest(name, (*known, 'none'))}")
+                raise argparse.ArgumentTypeError(f"there is no {what} {name!r}{nearest(name, (*known, 'none'))}")
         return names
 
     return parsed

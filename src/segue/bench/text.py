@@ -47,6 +47,8 @@ class TextBench:
     vllm_cache_gib: int
     vllm_dtype: str
     """To compute in; the others compute in `dtype`."""
+    quantized: Sequence[str]
+    """Kinds of `quantization` with which Segue takes part besides."""
     preload: Path | None
     threads: int
     dtype: str
@@ -74,12 +76,13 @@ class Sides:
     cached: TextDriver
     vllm: TextDriver | None
     references: Mapping[str, TextDriver]
+    quantized: Sequence[TextDriver] = ()
     index: int = 0
     started: dict[str, float] = field(default_factory=dict)
 
     @property
     def servers(self) -> list[TextDriver]:
-        return [self.segue, *([self.vllm] if self.vllm is not None else [])]
+        return [self.segue, *self.quantized, *([self.vllm] if self.vllm is not None else [])]
 
     def everyone(self, clients: int) -> list[TextDriver]:
         """With one client a static batch is one request: it is left out."""
@@ -215,9 +218,13 @@ def _sides(bench: TextBench) -> Sides:
     if bench.preload is not None:
         common["LD_PRELOAD"] = str(bench.preload)
 
-    def served(name: str, *, cache: bool) -> HttpDriver:
+    def served(name: str, *, cache: bool, quantization: str = "none") -> HttpDriver:
         deployment = segue_deployment(
-            threads=bench.threads, max_batch=batch, max_model_len=longest, prefix_caching=cache
+            threads=bench.threads,
+            max_batch=batch,
+            max_model_len=longest,
+            prefix_caching=cache,
+            quantization=quantization,
         )
         path = bench.out / f"{name.replace(' ', '-')}.yaml"
         path.write_text(json.dumps(deployment))  # YAML as well
@@ -232,7 +239,8 @@ def _sides(bench: TextBench) -> Sides:
     options = Options(model_dir=str(bench.model_dir), dtype=bench.dtype, threads=bench.threads)
     process = ReferenceProcess(options, common)
     references = {way: ReferenceDriver(way, process) for way in bench.baselines}
-    return Sides(served(SEGUE, cache=False), served(CACHED, cache=True), vllm, references)
+    quantized = [served(f"{SEGUE} {kind}", cache=False, quantization=kind) for kind in bench.quantized]
+    return Sides(served(SEGUE, cache=False), served(CACHED, cache=True), vllm, references, quantized)
 
 
 def _settings(bench: TextBench) -> TextSettings:

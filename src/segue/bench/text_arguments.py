@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from segue.bench.arguments import count, counts, some_of
 from segue.cli_parser import Parser
+from segue.graph.deployment import QUANTIZATIONS
 from segue.messages.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ PRESETS = {
 }
 """Family, size, and the type that the weights are kept in on the disk: bfloat16 is what models are published in."""
 BASELINES = ("one", "static", "continuous")
+KINDS = tuple(kind for kind in QUANTIZATIONS if kind != "none")
 NEEDS = ("httpx", "matplotlib", "psutil")
 
 
@@ -50,6 +52,12 @@ def add_text(commands: argparse._SubParsersAction[Parser]) -> None:
     text.add_argument("--vllm-cache-gib", type=count, default=4, help="vLLM's KV cache (default: 4)")
     text.add_argument(
         "--vllm-dtype", choices=["float32", "bfloat16"], help="vLLM computes in that (default: as --dtype)"
+    )
+    text.add_argument(
+        "--quantized",
+        type=some_of(KINDS, "quantization"),
+        default=[],
+        help=f"Segue besides with such weights, of {','.join(KINDS)}",
     )
     text.add_argument("--preload", type=Path, help="library preloaded on every side, e.g. libiomp5.so or an allocator")
     cores = len(os.sched_getaffinity(0))
@@ -117,6 +125,7 @@ def _text(arguments: argparse.Namespace) -> int:
         vllm=arguments.vllm_python,
         vllm_cache_gib=arguments.vllm_cache_gib,
         vllm_dtype=arguments.vllm_dtype or arguments.dtype,
+        quantized=arguments.quantized,
         preload=arguments.preload,
         threads=arguments.threads,
         dtype=arguments.dtype,

@@ -164,13 +164,16 @@ def segue_command(model: Path, dtype: str, deployment: Path) -> list[str]:
     return [*command, "--dtype", dtype, "--config", str(deployment), "--host", "127.0.0.1"]
 
 
-def segue_deployment(*, threads: int, max_batch: int, max_model_len: int, prefix_caching: bool) -> dict[str, Any]:
+def segue_deployment(
+    *, threads: int, max_batch: int, max_model_len: int, prefix_caching: bool, quantization: str = "none"
+) -> dict[str, Any]:
     """What the benchmark sets for the language model; everything else is the default."""
     stage = {
         "threads": threads,
         "max_batch": max_batch,
         "max_model_len": max_model_len,
         "prefix_caching": prefix_caching,
+        "quantization": quantization,
     }
     return {"stages": {"llm": stage}}
 

@@ -29,7 +29,7 @@ text such as `64MiB` and `1GB`.
         enforce_eager: false              # true: no CUDA graphs
         compile: false                    # torch.compile for the layers of the decoder (of the denoiser: its blocks)
         tensor_parallel: 1                # processes per replica, each with a part of the weights
-        quantization: none                # int8, int4, fp8: what weights are made into when they are loaded
+        quantization: none                # bfloat16 (on a CPU), int8, int4, fp8: what weights are made into when loaded
         kv_dtype: auto                    # fp8: keys and values in 8 bits
         lora: {adapters: {poet: /srv/poet}, max_rank: 64, max_adapters: 16}   # {} or more: the stage takes adapters
         scheduling: priority              # priority (then arrival), fcfs (arrival), fair (equal shares between tenants)
@@ -88,7 +88,7 @@ SEQUENCE_MODES = ("ulysses", "ring")
 be said with a number."""
 SCHEDULINGS = ("priority", "fcfs", "fair")
 """Who runs first in an autoregressive stage."""
-QUANTIZATIONS = ("none", "int8", "int4", "fp8")
+QUANTIZATIONS = ("none", "bfloat16", "int8", "int4", "fp8")
 """What the weights of a stage's linear layers are made into when it loads."""
 KV_DTYPES = ("auto", "fp8")
 """What keys and values are stored in; `auto`: what they are computed in."""

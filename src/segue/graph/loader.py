@@ -164,7 +164,7 @@ def _stage(stage: Stage, written: Written, where: Place) -> StagePlan:
         sequence_parallel=ways.get("sequence_parallel", 1),
         sequence_ring=_ring(section, ways.get("sequence_parallel", 1)),
         speculation=speculation_of(section) if autoregressive else None,
-        quantization=section.choice("quantization", "none", QUANTIZATIONS) if stage.engine != "module" else "none",
+        quantization=_quantization(section, device) if stage.engine != "module" else "none",
         gguf=_gguf(section) if stage.engine == "diffusion" else {},
         offload=section.choice("offload", "none", OFFLOADS) if stage.engine == "diffusion" else "none",
         kv_dtype=section.choice("kv_dtype", "auto", KV_DTYPES) if autoregressive else "auto",
@@ -180,6 +180,18 @@ def _attention(section: Section, engine: str) -> str:
     if "attention" not in section.values and value in others:
         return str(value) if value in names else "auto"
     return section.choice("attention", "auto", names)
+
+
+def _quantization(section: Section, device: str) -> str:
+    kind = section.choice("quantization", "none", QUANTIZATIONS)
+    if kind == "bfloat16" and device != CPU:
+        path, _ = section.find("quantization")
+        raise ConfigError(
+            f"{path} is 'bfloat16', which is for stages on a CPU; on a GPU that is what `dtype: bfloat16` is, or "
+            "quantization must be int8, int4 or fp8",
+            field=path,
+        )
+    return kind
 
 
 def _ring(section: Section, ranks: int) -> int:

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from segue.kernels.native import halves_are_tiled, library, product
+from segue.kernels.native import FLOATS, HALVES, halves_are_tiled, library, product
 
 DECODE_ROWS = 8
 """Rows per call of a decoder on a CPU, most of the time: what its weights are laid out for."""
@@ -98,12 +98,16 @@ def laid_out(weight: torch.Tensor, bias: torch.Tensor | None, rows: int) -> tupl
     halves = _halves(weight)
     if many and halves is None:
         return torch.ops.mkldnn._reorder_linear_weight(weight, rows), bias
-    weight = weight.contiguous() if halves is None else halves
-    outputs, inputs = weight.shape
-    panels = -(-outputs // compiled.panel)
-    padded = weight.new_zeros(panels * compiled.panel) if bias is None else _padded(bias, panels * compiled.panel)
-    whole = weight if outputs == len(padded) else _padded(weight, len(padded))
-    return whole.view(panels, compiled.panel, inputs).transpose(1, 2).contiguous(), padded
+    return in_panels(weight.contiguous() if halves is None else halves, bias, compiled.panel)
+
+
+def in_panels(words: torch.Tensor, bias: torch.Tensor | None, panel: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Words of 32 bits [out, n] and bias [out] → (panels [panels, n, panel], their bias [panels * panel]), float32."""
+    outputs, count = words.shape
+    panels = -(-outputs // panel)
+    padded = words.new_zeros(panels * panel) if bias is None else _padded(bias, panels * panel)
+    whole = words if outputs == len(padded) else _padded(words, len(padded))
+    return whole.view(panels, panel, count).transpose(1, 2).contiguous(), padded
 
 
 def _halves(weight: torch.Tensor) -> torch.Tensor | None:
@@ -130,7 +134,8 @@ def packed_product(
     rows = x.numel() // inputs
     if not weight.is_mkldnn:
         assert bias is not None
-        made = product(x.reshape(rows, inputs), weight, bias, out_features, gelu == "tanh")
+        kind = HALVES if weight.shape[1] * 2 == inputs else FLOATS
+        made = product(x.reshape(rows, inputs), weight, bias, out_features, kind, gelu=gelu == "tanh")
         made = functional.gelu(made) if gelu == "none" else made
         return made.view(*x.shape[:-1], out_features)
     if gelu is not None:

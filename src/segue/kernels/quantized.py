@@ -1,8 +1,11 @@
-"""Linear layers with weights in 8 or 4 bits, made from plain ones when a model loads.
+"""Linear layers with weights in 16, 8 or 4 bits, made from plain ones when a model loads.
 
 | | weights | activations | where |
 |---|---|---|---|
-| `Int8Linear` | int8, a scale per output | int8, a scale per token | CPU (fbgemm) |
+| `RoundedLinear` | int8, a scale per output | int8, a scale per token | CPU (compiled kernels) |
+| `RoundedLinear` | bfloat16 | bfloat16 | CPU (compiled kernels) |
+| `Int8Linear` | int8, a scale per output | int8, a scale per token | CPU without them (fbgemm) |
+| `Bfloat16Linear` | bfloat16 | bfloat16 | CPU without them (oneDNN) |
 | `Int4Linear` | 4 bits, scale and offset per 32 inputs | bfloat16 | CPU |
 | `StoredLinear` | int8, float8_e4m3fn or 4 bits | as they come | anywhere: weights are widened at every call |
 
@@ -18,12 +21,15 @@ import torch
 from torch import nn
 from torch.nn.functional import linear as product
 
+from segue.kernels.eight_bits import eight_bits
+from segue.kernels.native import BYTES, ROUNDED, library
+from segue.kernels.rounded_linear import MOST_INPUTS, RoundedLinear
+
 GROUP = 32
 """Inputs that share scale and offset in 4 bits."""
 _ROWS = 16
 """Outputs are laid out in multiples of so many."""
 _ACTIVATION = 127
-_WEIGHT = 127
 _FP8_MAX = 448.0
 """Of float8_e4m3fn (Micikevicius et al., FP8 Formats for Deep Learning, 2022)."""
 
@@ -65,19 +71,29 @@ class Int8Linear(nn.Module):
         return y.to(x.dtype)
 
 
-def eight_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[outputs, inputs] → (whole numbers [outputs, inputs] int8, scale [outputs]).
+class Bfloat16Linear(nn.Module):
+    """Products in bfloat16; what is between them stays as it is."""
 
-    A processor without VNNI sums products of two neighbouring inputs in 16 bits: `255 * 128` fits, two times
-    `255 * 127` does not. So a scale is no finer than such pairs allow, on any processor: answers are the same on all.
-    """
-    weight = weight.detach().float()
-    pairs = weight.unflatten(1, (-1, 2))
-    largest = torch.stack(
-        [weight.abs().amax(1), pairs.clamp_min(0).sum(-1).amax(1), pairs.clamp_max(0).sum(-1).neg().amax(1)]
-    )
-    scale = largest.amax(0).clamp_min_(1e-12) / _WEIGHT
-    return (weight / scale[:, None]).round_().to(torch.int8), scale
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """weight [out_features, in_features]."""
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.weight_dtype = weight.dtype
+        self.register_buffer("held", weight.detach().bfloat16())
+        self.register_buffer("bias", None if bias is None else bias.detach())
+
+    held: torch.Tensor
+    bias: torch.Tensor | None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[out_features, in_features], as wide as it was."""
+        return self.held.to(self.weight_dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] → [..., out_features]."""
+        y = product(x.bfloat16(), self.held).to(x.dtype)
+        return y if self.bias is None else y + self.bias
 
 
 class Int4Linear(nn.Module):
@@ -164,7 +180,7 @@ def four_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
     return numbers.to(torch.uint8).flatten(1), scale, low + 8 * scale
 
 
-QUANTIZED = (Int8Linear, Int4Linear, StoredLinear)
+QUANTIZED = (RoundedLinear, Int8Linear, Bfloat16Linear, Int4Linear, StoredLinear)
 
 
 def quantize_linears(
@@ -189,12 +205,14 @@ def quantize_linears(
 
 
 def _made(kind: str, weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Module:
-    on_cpu = weight.device.type == "cpu"
-    if kind == "int8" and on_cpu:
-        return Int8Linear(weight, bias)
-    if kind == "int4" and on_cpu:
+    if weight.device.type != "cpu" or kind == "fp8":
+        return StoredLinear(weight, bias, kind)
+    if kind == "int4":
         return Int4Linear(weight, bias)
-    return StoredLinear(weight, bias, kind)
+    compiled = library() is not None and weight.shape[1] <= MOST_INPUTS
+    if kind == "bfloat16":
+        return RoundedLinear(weight, bias, ROUNDED) if compiled else Bfloat16Linear(weight, bias)
+    return RoundedLinear(weight, bias, BYTES) if compiled else Int8Linear(weight, bias)
 
 
 def packed_bytes(module: nn.Module) -> int:

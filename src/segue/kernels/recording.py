@@ -42,7 +42,7 @@ _DIMENSIONS = 4
 _ALIGNED = 64
 _PRODUCT, _WRITE, _ATTEND, _NORM, _GATE, _EACH = range(6)
 _POINTERS = {
-    _PRODUCT: (0, 3, 5, 6),
+    _PRODUCT: (0, 3, 5, 6, 9),
     _WRITE: (0, 3, 6, 9, 12),
     _ATTEND: (2,),
     _NORM: (0, 3, 4),

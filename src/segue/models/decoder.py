@@ -43,10 +43,11 @@ from segue.models.states import attending, divide, find_states, keeps_states
 _PROBE = 24
 """Tokens of the comparison at load."""
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
-"""Largest difference over largest logit; 16-bit types: 0.05; activations rounded to 8 bits: 0.3."""
+"""Largest difference over largest logit; other types as `_ROUGH`; activations rounded: 0.3."""
+_ROUGH = 0.05
 UNBOUNDED = 8192
 """Tokens of a sequence where neither the config nor the deployment says how many."""
-_COARSE = ("int8", "int4")
+_COARSE = ("bfloat16", "int8", "int4")
 """Quantisations that round what goes into a layer, too."""
 
 
@@ -118,11 +119,6 @@ class PagedDecoder:
             raise ConfigError(
                 f"{self._kind} takes no LoRA adapters: its layers keep a state per sequence", field="lora"
             )
-        if quantization != "none" and not quantize_linears(decoder, quantization, _plain_linear):
-            raise ConfigError(
-                f"quantization is {quantization!r}, but {self._kind} has no linear layer that can be made into that",
-                field="quantization",
-            )
         self.model = decoder
         self._embedding = model.get_input_embeddings()
         own = name_of(decoder, model)
@@ -134,10 +130,19 @@ class PagedDecoder:
         self._counts = counts_by_cache(config)
         self._by_layer = takes_ids_again(decoder, config, read_as)
         self._coarse = quantization in _COARSE
-        if fused:  # before the comparison: what rounds its inputs to 8 bits makes much of the least difference
+        if fused:
             fuse_norms(decoder)
         theirs = self._theirs(model, inner, fused and lora is None)
         self._counted = theirs.counted
+        if quantization != "none":  # products made of several layers, too
+            self._agree(self._library_logits(model), theirs.logits, _TOLERANCE.get(self.dtype, _ROUGH))
+            if not quantize_linears(decoder, quantization, _plain_linear):
+                raise ConfigError(
+                    f"quantization is {quantization!r}, but {self._kind} has no linear layer that can be made into "
+                    "that",
+                    field="quantization",
+                )
+            theirs.logits = self._library_logits(model)
         keep = _beside(model, own, inner) | theirs.bypassed
         states = None
         if stateful:
@@ -216,6 +221,12 @@ class PagedDecoder:
             fuse_gates(self.model)
         return _Theirs(logits, record, counted, made[0], read)
 
+    @torch.inference_mode()
+    def _library_logits(self, model: PreTrainedModel) -> torch.Tensor:
+        """Those of the short text [tokens, vocab], of the library's forward over layers as they are by now."""
+        with library_attention():
+            return self._whole(model, counted=self._counted)[0]
+
     def _whole(self, model: PreTrainedModel, *, counted: bool) -> tuple[torch.Tensor, int]:
         """(logits [tokens, vocab] of the short text, calls of attention)."""
         with attention_calls(None, counted=counted) as calls:
@@ -231,8 +242,10 @@ class PagedDecoder:
                 ours = self.logits(self.forward(self.embed(ids), FlatBatch(ids, None, positions, None)))
         except (TypeError, AttributeError) as error:
             raise self._unserved(error) from error
+        self._agree(ours, theirs, 0.3 if self._coarse else _TOLERANCE.get(self.dtype, _ROUGH))
+
+    def _agree(self, ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> None:
         difference = float((ours - theirs).abs().max() / theirs.abs().max())
-        tolerance = 0.3 if self._coarse else _TOLERANCE.get(self.dtype, 0.05)
         if not difference <= tolerance:
             raise ConfigError(
                 f"{self._kind} cannot be served: its logits from token ids differ from those from embeddings by "

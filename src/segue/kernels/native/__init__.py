@@ -1,4 +1,4 @@
-"""Compiled kernels for a CPU in float32: products of few rows, attention, norms.
+"""Compiled kernels for a CPU in float32: products, attention, norms.
 
 `kernels.c` is compiled when the package is installed, where there is a compiler for it; where there is none, or the CPU
 is another, `library` is None and torch's own operators do the same.
@@ -103,17 +103,19 @@ class Library(NamedTuple):
     gate: Callable[..., None]
     replay: Callable[..., None]
     number: int
-    """Of the instruction set, the first argument of all of them: `NARROW`, `WIDE` or `TILED`."""
+    """Of the instruction set, the first argument of all of them: `NARROW` to `TILED`."""
     lanes: int
     """Floats in a vector."""
     panel: int
     """Outputs that lie together in a laid out weight."""
     full_scratch: Callable[[int, int], int]
     """Floats that each thread of `full_attention` needs, by the dimensions of keys and of values."""
+    product_scratch: Callable[[int, int, int, int], int]
+    """Floats that `product` needs besides, by set, kind, rows and inputs."""
 
 
 _ARGUMENTS: dict[str, list[Any]] = {
-    "product": [_int, _pointer, _long, _long, _pointer, _int, _pointer, _pointer, _long, _int, _int],
+    "product": [_int, _pointer, _long, _long, _pointer, _int, _pointer, _pointer, _long, _int, _pointer, _int],
     "write": [
         *(_pointer, _long, _long, _pointer, _long, _long),
         *(_pointer, _long, _long, _pointer, _long, _long),
@@ -126,9 +128,14 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "gate": [_int, _pointer, _pointer, _long, _long, _int],
     "replay": [_int, _pointer, _long, _int],
 }
-NARROW, WIDE, TILED = range(3)
-"""AVX2; AVX-512; and with tiles of bfloat16 (AMX), of which products with weights of halves are made."""
-_VERSION = 6
+NARROW, WIDE, WIDE_BYTES, WIDE_PAIRS, TILED = range(5)
+"""AVX2; AVX-512; with sums of products of bytes (VNNI); with those of pairs of bfloat16 (BF16); and with tiles of them
+(AMX), of which products with weights of halves are made."""
+FLOATS, HALVES, ROUNDED, BYTES = range(4)
+"""What the weights of a product are, and what becomes of its activations: float32; bfloat16, two to a word; the same,
+with activations rounded to bfloat16; bytes with a scale per output, with activations rounded to bytes with a scale per
+row."""
+_VERSION = 7
 """`segue_version` of kernels.c."""
 
 
@@ -151,8 +158,9 @@ def libraries() -> list[Library]:
         calls[name] = functions[f"segue_{name}"]
         calls[name].argtypes, calls[name].restype = arguments, None
     functions.segue_panel.argtypes = [_int]
-    scratch = functions.segue_full_scratch
-    scratch.argtypes, scratch.restype = [_long, _long], _long
+    full_scratch, product_scratch = functions.segue_full_scratch, functions.segue_product_scratch
+    full_scratch.argtypes, full_scratch.restype = [_long, _long], _long
+    product_scratch.argtypes, product_scratch.restype = [_int, _int, _long, _long], _long
     last = functions.segue_set()
     return [
         Library(
@@ -160,7 +168,8 @@ def libraries() -> list[Library]:
             number=number,
             lanes=8 if number == NARROW else 16,
             panel=functions.segue_panel(number),
-            full_scratch=scratch,
+            full_scratch=full_scratch,
+            product_scratch=product_scratch,
         )
         for number in range(last, -1, -1)
     ]
@@ -179,23 +188,28 @@ def halves_are_tiled(inputs: int) -> bool:
 
 
 def product(
-    x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor, outputs: int, gelu: bool = False
+    x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor, outputs: int, kind: int, *, gelu: bool = False
 ) -> torch.Tensor:
-    """x [rows, in], panels [panels, in, panel] or, of halves, [panels, in / 2, panel], bias [panels * panel] → [rows,
-    outputs], float32 on a CPU; `gelu`: of that, its approximation with tanh.
+    """x [rows, inputs] times `panels` of a kind plus bias [panels * panel] → [rows, outputs], float32 on a CPU; `gelu`:
+    of that, its approximation with tanh.
 
-    A row's result does not depend on those beside it. As many threads as torch has.
+    Panels are [panels, in, panel]; of halves [panels, in / 2, panel]; of bytes [panels, 2 + in / 4, panel], the first
+    two rows being what sums start with and scales. A row's result does not depend on those beside it. As many threads
+    as torch has.
     """
     compiled = library()
     assert compiled is not None
     rows, inputs = x.shape
-    halves = panels.shape[1] * 2 == inputs
-    if x.dtype != torch.float32 or not (halves or panels.shape[1] == inputs):
-        raise RuntimeError(f"a product of {x.dtype} {list(x.shape)} with float32 panels {list(panels.shape)}")
+    deep = {FLOATS: inputs, HALVES: inputs / 2, ROUNDED: inputs / 2, BYTES: inputs / 4 + 2}[kind]
+    if x.dtype != torch.float32 or panels.shape[1] != deep:
+        raise RuntimeError(f"a product of {x.dtype} {list(x.shape)} with panels {list(panels.shape)} of kind {kind}")
     x = x.contiguous()
     y = x.new_empty(rows, outputs)
+    scratch = None
+    if kind in (ROUNDED, BYTES):
+        scratch = x.new_empty(compiled.product_scratch(compiled.number, kind, rows, inputs))
     compiled.product(
-        *(compiled.number, x.data_ptr(), rows, inputs, panels.data_ptr(), halves, bias.data_ptr(), y.data_ptr()),
-        *(outputs, gelu, torch.get_num_threads()),
+        *(compiled.number, x.data_ptr(), rows, inputs, panels.data_ptr(), kind, bias.data_ptr(), y.data_ptr()),
+        *(outputs, gelu, 0 if scratch is None else scratch.data_ptr(), torch.get_num_threads()),
     )
     return y

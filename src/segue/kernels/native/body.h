@@ -438,3 +438,13 @@ static void NAME(gelu)(float *x, size_t width)
         STORE(x + i, given / (NAME(exponential)(u) + 1.0f));
     }
 }
+
+/* y = x, rounded to 16 bits each: what pairs of halves stand for where the CPU does not multiply them. */
+static void NAME(halved)(const float *x, size_t count, float *y)
+{
+    const word *const from = (const word *)x;
+    for (size_t i = 0; i < count; i++) {
+        const uint32_t nearest = (from[i] + 0x7fff + (from[i] >> 16 & 1)) & 0xffff0000;
+        ((word *)y)[i] = (from[i] & 0x7fffffff) > 0x7f800000 ? from[i] | 0x400000 : nearest;
+    }
+}

@@ -31,6 +31,7 @@
 #define QUERIES 6     /* that see it together */
 #define MOST_ROWS 384 /* that share its layout, at most; a multiple of QUERIES */
 
+typedef uint32_t word __attribute__((may_alias));
 typedef float four __attribute__((vector_size(16)));
 typedef float loose_four __attribute__((vector_size(16), aligned(4), may_alias));
 typedef int four_bits __attribute__((vector_size(16)));
@@ -116,18 +117,78 @@ struct full_attention {
 #undef TOGETHER
 #pragma GCC pop_options
 
+/* Products of bytes, by what adds up their products. */
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,prefer-vector-width=512")
+#define SET vnni
+#define LANES 16
+#define COLUMNS 3
+#define ROWS 8
+#define ADDED(sum, x, w) ((NAME(sums))_mm512_dpbusd_epi32((__m512i)(sum), (__m512i)(x), (__m512i)(w)))
+#include "bytes.h"
+#undef ADDED
+#undef SET
+#pragma GCC pop_options
+
+/* Pairs of products are summed in 16 bits here, which quantised weights are made to fit. */
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512")
+#define SET wide_bytes
+#define ADDED(sum, x, w)                                                                                               \
+    ((sum) + (NAME(sums))_mm512_madd_epi16(_mm512_maddubs_epi16((__m512i)(x), (__m512i)(w)), _mm512_set1_epi16(1)))
+#include "bytes.h"
+#undef ADDED
+#undef SET
+#undef LANES
+#undef COLUMNS
+#undef ROWS
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#define SET narrow_bytes
+#define LANES 8
+#define COLUMNS 2
+#define ROWS 4
+#define ADDED(sum, x, w)                                                                                               \
+    ((sum) + (NAME(sums))_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)(x), (__m256i)(w)), _mm256_set1_epi16(1)))
+#include "bytes.h"
+#undef ADDED
+#undef SET
+#undef LANES
+#undef COLUMNS
+#undef ROWS
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512")
+#include "pairs.h"
+#pragma GCC pop_options
+
 #define AMX (__linux__ && (__clang_major__ >= 12 || (!__clang__ && __GNUC__ >= 11))) /* compilers that know them */
 #if AMX
 #pragma GCC push_options
-#pragma GCC target("amx-tile,amx-bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
+#pragma GCC target("amx-tile,amx-bf16,avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
 #include "tiles.h"
 #pragma GCC pop_options
 #endif
+
+/* What the weights of a product are, and what becomes of its activations. */
+enum {
+    FLOATS,
+    HALVES,  /* weights of 16 bits */
+    ROUNDED, /* weights of 16 bits; activations are rounded to as many */
+    BYTES,   /* weights of 8 bits, as bytes.h has them; activations are rounded to as many */
+};
 
 /* The instruction set in use. */
 struct set {
     size_t panel;
     int tiles; /* whether products with halves are made of tiles */
+    /* of rounded activations: pairs of halves, or NULL where floats stand for them */
+    void (*pairs)(const word *, size_t, size_t, const float *, const float *, float *, size_t);
+    void (*bytes)(const int32_t *, size_t, size_t, const float *, const int32_t *, const float *, float *, size_t);
+    float (*to_bytes)(const float *, size_t, uint8_t *);
     void (*product)(const float *, size_t, size_t, const float *, int, const float *, float *, size_t);
     void (*span)(const struct attention *, const float *, const float *, const float *, const int32_t *, size_t, size_t,
                  float *, float *, float *);
@@ -137,15 +198,24 @@ struct set {
     void (*modulate)(const float *, const float *, const float *, float, float *, size_t);
     void (*rows)(const struct full_attention *, size_t, size_t, size_t, size_t, float *);
     void (*row)(int64_t, float *, int64_t, const float *, int64_t, const float *, int64_t, int64_t);
+    void (*halved)(const float *, size_t, float *);
 };
-#define OF(set) panel_##set, span_##set, norm_##set, gate_##set, gelu_##set, modulate_##set, rows_##set, row_##set
-enum { NARROW, WIDE, TILED };
-static const struct set sets[] = {{16, 0, OF(narrow)}, {48, 0, OF(wide)}, {48, 1, OF(wide)}};
+#define OF(set)                                                                                                        \
+    panel_##set, span_##set, norm_##set, gate_##set, gelu_##set, modulate_##set, rows_##set, row_##set, halved_##set
+#define BYTES_OF(set) panel_##set, rounded_##set
+enum { NARROW, WIDE, WIDE_BYTES, WIDE_PAIRS, TILED };
+static const struct set sets[] = {
+    {16, 0, NULL, BYTES_OF(narrow_bytes), OF(narrow)},
+    {48, 0, NULL, BYTES_OF(wide_bytes), OF(wide)},
+    {48, 0, NULL, BYTES_OF(vnni), OF(wide)},
+    {48, 0, pairs_panel, BYTES_OF(vnni), OF(wide)},
+    {48, 1, pairs_panel, BYTES_OF(vnni), OF(wide)},
+};
 
 /* Counted up with every change of what is called from outside. */
 int segue_version(void)
 {
-    return 6;
+    return 7;
 }
 
 /* The last set that this machine has; -1: none of them. */
@@ -157,11 +227,15 @@ int segue_set(void)
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
         !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
         return NARROW;
+    if (!__builtin_cpu_supports("avx512vnni"))
+        return WIDE;
+    if (!__builtin_cpu_supports("avx512bf16"))
+        return WIDE_BYTES;
 #if AMX
     if (tiles_allowed())
         return TILED;
 #endif
-    return WIDE;
+    return WIDE_PAIRS;
 }
 
 /* Outputs of a product that lie together in a panel of its weight. */
@@ -170,42 +244,119 @@ int segue_panel(int set)
     return (int)sets[set].panel;
 }
 
+/* A product, as it is asked for. */
+struct product {
+    const struct set *set;
+    int kind, gelu;
+    size_t inputs, outputs;
+    const float *w, *bias;
+    float *y;
+};
+
+/* Rows of one panel, given as `kind` has them: from `x` on, `words` each, what a byte of each is worth in `sizes`. */
+static void rows_of_panel(const struct product *of, const word *x, size_t rows, size_t words, const float *sizes,
+                          const float *w, const float *bias, float *y, size_t y_row)
+{
+    const struct set *const set = of->set;
+    if (of->kind == BYTES)
+        set->bytes((const int32_t *)x, rows, words, sizes, (const int32_t *)w, bias, y, y_row);
+    else if (of->kind == ROUNDED && set->pairs)
+        set->pairs(x, rows, words, w, bias, y, y_row);
+    else
+        set->product((const float *)x, rows, of->inputs, w, of->kind != FLOATS, bias, y, y_row);
+}
+
+/* The same into the rows of y from `begin` on, the last panel of which may be narrower. */
+static void one_panel(const struct product *of, size_t panel, const word *x, size_t begin, size_t rows, size_t words,
+                      const float *sizes)
+{
+    const size_t width = of->set->panel, first = panel * width;
+    const size_t count = of->outputs - first < width ? of->outputs - first : width;
+    const size_t deep = of->kind == FLOATS ? of->inputs : of->kind == BYTES ? of->inputs / 4 + 2 : of->inputs / 2;
+    const float *const w = of->w + first * deep, *const bias = of->bias + first;
+    float *const y = of->y + begin * of->outputs + first;
+    if (count == width) {
+        rows_of_panel(of, x, rows, words, sizes, w, bias, y, of->outputs);
+        for (size_t row = 0; of->gelu && row < rows; row++)
+            of->set->gelu(y + row * of->outputs, width);
+        return;
+    }
+    float whole[8 * 48];
+    for (size_t row = 0; row < rows; row += 8) {
+        const size_t some = rows - row < 8 ? rows - row : 8;
+        rows_of_panel(of, x + row * words, some, words, sizes + row, w, bias, whole, width);
+        for (size_t i = 0; i < some; i++) {
+            if (of->gelu)
+                of->set->gelu(whole + i * width, width);
+            memcpy(y + (row + i) * of->outputs, whole + i * width, count * sizeof(float));
+        }
+    }
+}
+
+/* Words of a row whose activations are rounded. */
+static size_t rounded_words(const struct set *set, int kind, size_t inputs)
+{
+    return kind == BYTES ? inputs / 4 : set->pairs ? inputs / 2 : inputs;
+}
+
+/* Floats that a product needs besides. */
+int64_t segue_product_scratch(int number, int kind, int64_t rows, int64_t inputs)
+{
+    if (kind < ROUNDED)
+        return 0;
+    return (rows < BLOCK ? rows : BLOCK) * (1 + (int64_t)rounded_words(sets + number, kind, inputs));
+}
+
+/* Blocks of rows are rounded, and then multiplied with every panel. */
+static void rounded_product(const struct product *of, const float *x, size_t rows, float *scratch, int threads)
+{
+    const struct set *const set = of->set;
+    const size_t panels = (of->outputs + set->panel - 1) / set->panel, words = rounded_words(set, of->kind, of->inputs);
+    float *const sizes = scratch;
+    word *const given = (word *)(scratch + (rows < BLOCK ? rows : BLOCK));
+#pragma omp parallel num_threads(threads) if (rows * of->inputs * of->outputs > 1 << 15)
+    for (size_t begin = 0; begin < rows; begin += BLOCK) {
+        const size_t here = rows - begin < BLOCK ? rows - begin : BLOCK;
+#pragma omp for schedule(static)
+        for (size_t row = 0; row < here; row++) {
+            const float *const from = x + (begin + row) * of->inputs;
+            if (of->kind == BYTES)
+                sizes[row] = set->to_bytes(from, of->inputs, (uint8_t *)(given + row * words));
+            else if (set->pairs)
+                to_pairs(from, of->inputs, given + row * words);
+            else
+                set->halved(from, of->inputs, (float *)(given + row * words));
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (size_t panel = 0; panel < panels; panel++)
+            one_panel(of, panel, given, begin, here, words, sizes);
+    }
+}
+
 /* y[rows, outputs] = x[rows, inputs] w + bias; w [panels, inputs, panel], padded with zeros, or, of halves, [panels,
- * inputs / 2, panel] words of two; bias [panels * panel]; `gelu`: y = gelu(x w + bias), by
- * tanh. Rows go in blocks, so that those that every panel is multiplied with stay in a cache. */
-void segue_product(int number, const float *x, int64_t rows, int64_t inputs, const float *w, int halves,
-                   const float *bias, float *y, int64_t outputs, int gelu, int threads)
+ * inputs / 2, panel] words of two, of bytes, [panels, 2 + inputs / 4, panel]; bias [panels * panel]; `gelu`: y = gelu(x w
+ * + bias), by tanh. Rows go in blocks, so that those that every panel is multiplied with stay in a cache. `scratch`: as
+ * long as segue_product_scratch says. */
+void segue_product(int number, const float *x, int64_t rows, int64_t inputs, const float *w, int kind,
+                   const float *bias, float *y, int64_t outputs, int gelu, float *scratch, int threads)
 {
     const struct set *const set = sets + number;
 #if AMX
-    if (halves && set->tiles && inputs % STEP == 0 &&
-        tiled_product(x, rows, inputs, w, bias, gelu, y, outputs, threads))
+    if ((kind == HALVES || kind == ROUNDED) && set->tiles && inputs % STEP == 0 &&
+        tiled_product(x, rows, inputs, w, bias, kind == ROUNDED, gelu, y, outputs, threads))
         return;
 #endif
-    const int64_t width = (int64_t)set->panel, panels = (outputs + width - 1) / width;
-    const int64_t tasks = (rows + BLOCK - 1) / BLOCK * panels, deep = halves ? inputs / 2 : inputs;
+    const struct product of = {set, kind, gelu, inputs, outputs, w, bias, y};
+    if (kind >= ROUNDED) {
+        rounded_product(&of, x, rows, scratch, threads);
+        return;
+    }
+    const int64_t panels = (outputs + (int64_t)set->panel - 1) / (int64_t)set->panel;
+    const int64_t tasks = (rows + BLOCK - 1) / BLOCK * panels;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (rows * inputs * outputs > 1 << 15)
     for (int64_t task = 0; task < tasks; task++) {
         const int64_t begin = task / panels * BLOCK, here = rows - begin < BLOCK ? rows - begin : BLOCK;
-        const int64_t first = task % panels * width, count = outputs - first < width ? outputs - first : width;
-        const float *const given = x + begin * inputs, *const weight = w + first * deep, *const on = bias + first;
-        float *const to = y + begin * outputs + first;
-        if (count == width) {
-            set->product(given, here, inputs, weight, halves, on, to, outputs);
-            for (int64_t row = 0; gelu && row < here; row++)
-                set->gelu(to + row * outputs, (size_t)width);
-            continue;
-        }
-        float whole[8 * 48];
-        for (int64_t row = 0; row < here; row += 8) {
-            const int64_t some = here - row < 8 ? here - row : 8;
-            set->product(given + row * inputs, some, inputs, weight, halves, on, whole, width);
-            for (int64_t i = 0; i < some; i++) {
-                if (gelu)
-                    set->gelu(whole + i * width, (size_t)width);
-                memcpy(to + (row + i) * outputs, whole + i * width, count * sizeof(float));
-            }
-        }
+        one_panel(&of, task % panels, (const word *)(x + begin * inputs), begin, here, inputs, NULL);
     }
 }
 
@@ -372,7 +523,7 @@ void segue_replay(int number, const struct call *calls, int64_t count, int threa
         const int64_t *const of = call->of;
         switch (call->kind) {
         case PRODUCT:
-            segue_product(number, AT(0), of[1], of[2], AT(3), (int)of[4], AT(5), AT(6), of[7], (int)of[8], threads);
+            segue_product(number, AT(0), of[1], of[2], AT(3), (int)of[4], AT(5), AT(6), of[7], (int)of[8], AT(9), threads);
             break;
         case WRITE:
             segue_write(AT(0), of[1], of[2], AT(3), of[4], of[5], AT(6), of[7], of[8], AT(9), of[10], of[11], AT(12),

@@ -16,7 +16,7 @@
                                    second */
 #define TILE_FEW 4       /* tiles of rows; where there are no more, weights are read once, in their order */
 #define TILE_LARGE (1 << 20) /* bytes of sums that would not stay in a cache anyway */
-#define TILE_AHEAD 3    /* lines of the next weights that are fetched with each part of a step */
+#define TILE_AHEAD 9    /* lines of the next weights that are fetched with each step */
 
 struct tile_shapes {
     uint8_t palette, start, reserved[14];
@@ -35,22 +35,27 @@ static void shape_tiles(int rows)
     _tile_loadconfig(&shapes);
 }
 
-/* The parts of `count` rows, and of zeros behind them: x[count, inputs] as [inputs / STEP, PARTS, rows, STEP]. */
-static void part_rows(const float *x, size_t x_row, size_t count, size_t rows, size_t inputs, uint16_t *to)
+/* The `parts` of `count` rows, and of zeros behind them: x[count, inputs] as [inputs / STEP, parts, rows, STEP]. A single
+ * part is the float rounded to 16 bits; of several, each has the digits that those before it have not. */
+static void part_rows(const float *x, size_t x_row, size_t count, size_t rows, size_t inputs, size_t parts, uint16_t *to)
 {
     const __m512i upper = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27,
                                            25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
     const __m512i mask = _mm512_set1_epi32((int)0xffff0000), quiet = _mm512_set1_epi32(0x00400000);
     for (size_t row = 0; row < rows; row++)
         for (size_t k = 0; k < inputs; k += STEP) {
-            uint16_t *const tile = to + (k / STEP * PARTS * rows + row) * STEP;
+            uint16_t *const tile = to + (k / STEP * parts * rows + row) * STEP;
             if (row >= count) {
-                for (size_t part = 0; part < PARTS; part++)
+                for (size_t part = 0; part < parts; part++)
                     _mm512_storeu_si512(tile + part * rows * STEP, _mm512_setzero_si512());
                 continue;
             }
             __m512 a = _mm512_loadu_ps(x + row * x_row + k), b = _mm512_loadu_ps(x + row * x_row + k + 16);
-            for (size_t part = 0; part < PARTS; part++) {
+            if (parts == 1) {
+                _mm512_storeu_si512(tile, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+                continue;
+            }
+            for (size_t part = 0; part < parts; part++) {
                 __m512i high_a = _mm512_and_si512(_mm512_castps_si512(a), mask);
                 __m512i high_b = _mm512_and_si512(_mm512_castps_si512(b), mask);
                 /* a NaN stays one, whatever its bits; nothing is left of it, nor of what is infinite */
@@ -67,45 +72,50 @@ static void part_rows(const float *x, size_t x_row, size_t count, size_t rows, s
 
 #define PART(part, tile)                                                                                               \
     _tile_loadd(tile, x + part * rows * STEP, STEP * sizeof(uint16_t));                                                \
-    for (size_t line = 0; line < lines; line++, ahead += 16)                                                           \
+    for (size_t line = 0; line < lines / parts; line++, ahead += 16)                                                   \
         __builtin_prefetch(ahead);                                                                                     \
     _tile_dpbf16ps(0, tile, 3);                                                                                        \
     _tile_dpbf16ps(1, tile, 4);                                                                                        \
     _tile_dpbf16ps(2, tile, 5);
 
-/* y = on + x w: rows of one tile with `steps` of a panel. From `ahead` on, `lines` of a cache are fetched with each part
- * of a step. */
-static inline __attribute__((always_inline)) void tile_panel(const uint16_t *x, size_t rows, size_t steps, const float *w,
-                                                             const float *on, size_t on_row, float *y, size_t lines,
-                                                             const float *ahead)
+/* y = on + x w: rows of one tile with `steps` of a panel. From `ahead` on, `lines` of a cache are fetched with each
+ * step. `parts` and `lines` are constants. */
+static inline __attribute__((always_inline)) void tile_panel(const uint16_t *x, size_t rows, size_t steps, size_t parts,
+                                                             const float *w, const float *on, size_t on_row, float *y,
+                                                             size_t lines, const float *ahead)
 {
     _tile_loadd(0, on, on_row * sizeof(float));
     _tile_loadd(1, on + 16, on_row * sizeof(float));
     _tile_loadd(2, on + 32, on_row * sizeof(float));
-    for (size_t step = 0; step < steps; step++, w += STEP / 2 * TILE_PANEL, x += PARTS * rows * STEP) {
+    for (size_t step = 0; step < steps; step++, w += STEP / 2 * TILE_PANEL, x += parts * rows * STEP) {
         _tile_loadd(3, w, TILE_PANEL * sizeof(float));
         _tile_loadd(4, w + 16, TILE_PANEL * sizeof(float));
         _tile_loadd(5, w + 32, TILE_PANEL * sizeof(float));
-        PART(0, 6) PART(1, 7) PART(2, 6)
+        PART(0, 6)
+        if (parts == PARTS) {
+            PART(1, 7)
+            PART(2, 6)
+        }
     }
     _tile_stored(0, y, TILE_PANEL * sizeof(float));
     _tile_stored(1, y + 16, TILE_PANEL * sizeof(float));
     _tile_stored(2, y + 32, TILE_PANEL * sizeof(float));
 }
 
-/* The weights come from memory: a step of them is fetched with each. */
-static void cold_panel(const uint16_t *x, size_t rows, size_t steps, const float *w, const float *on, size_t on_row,
-                       float *y, const float *ahead)
+/* `cold`: the weights come from memory, and a step of them is fetched with each. Else they are in a cache; meanwhile those
+ * from `ahead` on are fetched. */
+static void some_panel(const uint16_t *x, size_t rows, size_t steps, size_t parts, int cold, const float *w,
+                       const float *on, size_t on_row, float *y, const float *ahead)
 {
-    (void)ahead;
-    tile_panel(x, rows, steps, w, on, on_row, y, STEP / 2 * TILE_PANEL / 16 / PARTS, w + STEP / 2 * TILE_PANEL);
-}
-
-/* The weights are in a cache; meanwhile others are fetched. */
-static void warm_panel(const uint16_t *x, size_t rows, size_t steps, const float *w, const float *on, size_t on_row,
-                       float *y, const float *ahead)
-{
-    tile_panel(x, rows, steps, w, on, on_row, y, TILE_AHEAD, ahead);
+    const size_t words = STEP / 2 * TILE_PANEL;
+    if (parts == 1 && cold)
+        tile_panel(x, rows, steps, 1, w, on, on_row, y, words / 16, w + words);
+    else if (parts == 1)
+        tile_panel(x, rows, steps, 1, w, on, on_row, y, TILE_AHEAD, ahead);
+    else if (cold)
+        tile_panel(x, rows, steps, PARTS, w, on, on_row, y, words / 16, w + words);
+    else
+        tile_panel(x, rows, steps, PARTS, w, on, on_row, y, TILE_AHEAD, ahead);
 }
 
 /* The sums of a panel's rows to where they belong; `stream`: past the caches. */
@@ -132,23 +142,24 @@ static uint16_t *parts_of(size_t bytes)
     return memory;
 }
 
-/* As segue_product, with halves, where STEP divides `inputs`. A row's result does not depend on those beside it. 0 where
+/* As segue_product, with halves, where STEP divides `inputs`; `round`: activations to 16 bits. A row's result does not depend on those beside it. 0 where
  * there is no memory. */
-static int tiled_product(const float *x, size_t rows, size_t inputs, const float *w, const float *bias, int gelu, float *y,
-                         size_t outputs, int threads)
+static int tiled_product(const float *x, size_t rows, size_t inputs, const float *w, const float *bias, int round, int gelu,
+                         float *y, size_t outputs, int threads)
 {
     const int stream = rows * outputs * sizeof(float) > TILE_LARGE && outputs % 16 == 0 && (uintptr_t)y % 64 == 0;
+    const size_t parts = round ? 1 : PARTS;
     const size_t panels = (outputs + TILE_PANEL - 1) / TILE_PANEL;
     const size_t most = rows < TILE_BLOCK ? (rows + GROUP - 1) / GROUP * GROUP : TILE_BLOCK;
-    const size_t bytes = most * inputs * PARTS * sizeof(uint16_t);
-    uint16_t *const parts = parts_of(most > GROUP && bytes > TILE_PARTS ? TILE_PARTS : bytes);
-    if (!parts)
+    const size_t bytes = most * inputs * parts * sizeof(uint16_t);
+    uint16_t *const given = parts_of(most > GROUP && bytes > TILE_PARTS ? TILE_PARTS : bytes);
+    if (!given)
         return 0;
 #pragma omp parallel num_threads(threads) if (rows * inputs * outputs > 1 << 15)
     for (size_t begin = 0; begin < rows; begin += TILE_BLOCK) {
         const size_t here = rows - begin < TILE_BLOCK ? rows - begin : TILE_BLOCK;
         const size_t groups = (here + GROUP - 1) / GROUP, each = (here + groups - 1) / groups;
-        const size_t fit = TILE_PARTS / (groups * each * PARTS * sizeof(uint16_t)) / TILE_STRETCH * TILE_STRETCH;
+        const size_t fit = TILE_PARTS / (groups * each * parts * sizeof(uint16_t)) / TILE_STRETCH * TILE_STRETCH;
         const size_t deep = groups == 1 || fit >= inputs ? inputs : fit;
         const size_t stretch = groups <= TILE_FEW ? deep : TILE_STRETCH;
         shape_tiles((int)each);
@@ -157,7 +168,8 @@ static int tiled_product(const float *x, size_t rows, size_t inputs, const float
 #pragma omp for schedule(static)
             for (size_t group = 0; group < groups; group++) {
                 const size_t first = group * each, count = here - first < each ? here - first : each;
-                part_rows(x + (begin + first) * inputs + from, inputs, count, each, some, parts + first * some * PARTS);
+                part_rows(x + (begin + first) * inputs + from, inputs, count, each, some, parts,
+                          given + first * some * parts);
             }
 #pragma omp for schedule(dynamic, 1)
             for (size_t panel = 0; panel < panels; panel++) {
@@ -173,10 +185,9 @@ static int tiled_product(const float *x, size_t rows, size_t inputs, const float
                     for (size_t group = 0; group < groups; group++) {
                         float *const sum = sums + group * each * TILE_PANEL;
                         const float *const next = weight + depth / 2 * TILE_PANEL;
-                        (group ? warm_panel : cold_panel)(
-                            parts + (group * some + k) * each * PARTS, each, depth / STEP, weight,
-                            from + k ? sum : bias + column, from + k ? TILE_PANEL : 0, sum,
-                            next + (group - 1) * (depth / STEP) * PARTS * TILE_AHEAD * 16);
+                        some_panel(given + (group * some + k) * each * parts, each, depth / STEP, parts, !group, weight,
+                                   from + k ? sum : bias + column, from + k ? TILE_PANEL : 0, sum,
+                                   next + (group - 1) * (depth / STEP) * TILE_AHEAD * 16);
                     }
                 }
                 for (size_t sum = 0; gelu && from + some == inputs && sum < here * TILE_PANEL; sum += TILE_PANEL)
