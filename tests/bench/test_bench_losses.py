@@ -143,7 +143,8 @@ def test_the_sides(tmp_path: Path) -> None:
     flux.make(tmp_path / "flux")
     exact = SegueDriver(tmp_path / "flux", "FluxPipeline", "float32", {})
     ways = faster_sides(exact, [("taylorseer", None)], 4.0, FewSteps(3, None), tmp_path)
-    kinds = ["int8", "int4", "fp8", "GGUF Q8_0", "GGUF Q4_0"]
+    whole = [] if torch.cuda.is_available() else ["bfloat16"]
+    kinds = [*whole, "int8", "int4", "fp8", "GGUF Q8_0", "GGUF Q4_0"]
     assert [side.name for side in ways.same] == ["segue, taylorseer"]
     assert [side.name for side in ways.own] == [f"segue, {name}" for name in (*kinds, "3 steps with untrained LoRA")]
     assert ways.refused == []

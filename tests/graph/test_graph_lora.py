@@ -51,13 +51,29 @@ def test_adapters_of_the_file_and_of_the_caller() -> None:
         ({"lora": {"adapters": {"a": "/a", "b": "/b"}, "max_adapters": 1}}, "at least 2, the number of adapters"),
         ({"lora": {"max_rank": 0}}, "stages.llm.lora.max_rank is 0"),
         ({"lora": {}, "deterministic": True}, "stages.llm.lora is set and so is deterministic"),
-        ({"quantization": "int9"}, "stages.llm.quantization is 'int9'; it must be one of none, int8, int4, fp8"),
+        (
+            {"quantization": "int9"},
+            "stages.llm.quantization is 'int9'; it must be one of none, bfloat16, int8, int4, fp8",
+        ),
         ({"kv_dtype": "int8"}, "stages.llm.kv_dtype is 'int8'; it must be one of auto, fp8"),
     ],
 )
 def test_what_cannot_be(stage: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         lora(stage)
+
+
+def test_bfloat16_is_a_quantization_of_the_cpu() -> None:
+    g = StageGraph("words")
+    g.stage("llm", "autoregressive", takes={"text"}, gives={"text"})
+    plan = load_plan(g, {"defaults": {"quantization": "bfloat16"}}, hardware=MACHINE)
+    assert plan.stages["llm"].quantization == "bfloat16"
+    with pytest.raises(ConfigError, match=r"stages.llm.quantization is 'bfloat16', which is for stages on a CPU"):
+        load_plan(
+            g,
+            {"stages": {"llm": {"devices": "cuda:0", "quantization": "bfloat16"}}},
+            hardware=Hardware(2, 1 << 34, (1 << 36,)),
+        )
 
 
 def test_a_denoiser_can_have_adapters() -> None:

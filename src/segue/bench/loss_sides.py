@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
 from segue.bench.diffusion_sides import SEGUE, ChangedDriver, PictureDriver, SegueDriver, cached, changed
 from segue.bench.diffusion_workload import PictureOutcome, PictureRequest
@@ -86,7 +87,8 @@ def faster_sides(
     if guidance > 1 and not distilled:
         interval = f"guidance_interval {INTERVAL[0]:g}-{INTERVAL[1]:g}"
         same.append(ChangedDriver(interval, exact, guidance_interval=INTERVAL))
-    own: list[PictureDriver] = [exact.with_denoiser(kind, {"quantization": kind}) for kind in QUANTIZATIONS]
+    kinds = QUANTIZATIONS if torch.cuda.is_available() else ("bfloat16", *QUANTIZATIONS)  # on a GPU that is a dtype
+    own: list[PictureDriver] = [exact.with_denoiser(kind, {"quantization": kind}) for kind in kinds]
     refused = []
     if find_spec("gguf") is None:
         refused.append(f"{SEGUE}, GGUF: needs the package gguf")
