@@ -21,7 +21,7 @@ from segue.server.middleware import Door
 from segue.server.models import add_models
 from segue.server.openapi import add_openapi
 from segue.server.page import add_page
-from segue.server.responses import add_responses
+from segue.server.responses import Responses, add_responses
 from segue.server.scores import add_scores
 from segue.server.settings import ServerSettings
 from segue.server.tokenize import add_tokenize
@@ -35,18 +35,19 @@ def create_app(service: Service, settings: ServerSettings | None = None) -> Fast
     """
     settings = settings or ServerSettings()
     own = ServerMetrics()
+    responses = Responses(service, settings, own)
     videos = Videos(service, settings, own) if "video" in service.card.gives else None
 
     @asynccontextmanager
     async def running(app: FastAPI) -> AsyncGenerator[None]:
-        async with videos.running() if videos is not None else nullcontext():
+        async with videos.running() if videos is not None else nullcontext(), responses.background.running():
             yield
 
     app = FastAPI(
         title="Segue", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=running
     )
     add_chat_completions(app, service, settings, own)
-    add_responses(app, service, settings, own)
+    add_responses(app, service, settings, own, responses)
     add_completions(app, service, settings, own)
     add_tokenize(app, service, settings)
     add_embeddings(app, service, settings, own)
