@@ -82,3 +82,30 @@ def test_a_picture(omni: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         omni.responses.create(model=NAME, input=[item], stream=True)
     assert caught.value.param == "input[0].content[1]"
+
+
+def test_in_the_background(omni: openai.OpenAI) -> None:
+    """What is made while nobody waits is what is said to who waits; who comes back misses no event."""
+    asked: Any = {"model": NAME, "input": "What is at sea?", "temperature": 0, "max_output_tokens": 12}
+    whole = omni.responses.create(**asked)
+    made = omni.responses.create(**asked, background=True)
+    assert made.status == "queued"
+    while made.status in ("queued", "in_progress"):
+        made = omni.responses.retrieve(made.id)
+    assert made.output_text == whole.output_text
+    assert made.usage is not None
+    assert whole.usage is not None
+    assert made.usage.total_tokens == whole.usage.total_tokens
+    with omni.responses.create(**asked, background=True, stream=True) as stream:
+        first = [next(stream) for _ in range(4)]
+    name = first[0].response.id  # type: ignore[union-attr]
+    rest = list(omni.responses.retrieve(name, stream=True, starting_after=first[-1].sequence_number))
+    events = [*first, *rest]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+    long = {**asked, "max_output_tokens": 20_000, "extra_body": {"ignore_eos": True}}
+    with omni.responses.create(**long, background=True, stream=True) as stream:
+        name = next(stream).response.id  # type: ignore[union-attr]
+        assert omni.responses.cancel(name).status == "cancelled"
+        assert [event.type for event in stream][-1] == "response.cancelled"
+    assert [item.type for item in omni.responses.input_items.list(name)] == ["message"]

@@ -51,7 +51,7 @@ _POST: dict[str, tuple[type[msgspec.Struct] | None, str, bool]] = {
     "/v1/images/generations": (ImageBody, "Pictures of a prompt, whole or streamed.", True),
     "/v1/images/edits": (EditBody, "Pictures made of others, whole or streamed.", True),
     "/v1/videos": (VideoBody, "Begin to make a video.", False),
-    "/v1/responses/{response_id}/cancel": (None, "Why a response cannot be cancelled: it has ended.", False),
+    "/v1/responses/{response_id}/cancel": (None, "End a response that is made in the background.", False),
     "/tokenize": (TokenizeBody, "A prompt or messages as token ids.", False),
     "/detokenize": (DetokenizeBody, "The text of token ids.", False),
     "/v1/load_lora_adapter": (LoadLoraBody, "Load a LoRA adapter.", False),
@@ -61,7 +61,8 @@ _POST: dict[str, tuple[type[msgspec.Struct] | None, str, bool]] = {
 _GET = {
     "/v1/models": ("application/json", "What is served."),
     "/v1/models/{name}": ("application/json", "One model."),
-    "/v1/responses/{response_id}": ("application/json", "A response that is kept."),
+    "/v1/responses/{response_id}": ("application/json", "A response that is kept, or its events."),
+    "/v1/responses/{response_id}/input_items": ("application/json", "The items that a response answers."),
     "/v1/videos": ("application/json", "The videos of this server, made or being made."),
     "/v1/videos/{video_id}": ("application/json", "How a video stands."),
     "/v1/videos/{video_id}/content": ("video/mp4", "The file of a video."),
@@ -112,7 +113,13 @@ def _get(path: str, media: str, about: str) -> dict[str, Any]:
     return operation
 
 
-_QUERIES = {"/v1/videos": ("after", "limit", "order"), "/v1/videos/{video_id}/content": ("variant",)}
+_PAGE = ("after", "limit", "order")
+_QUERIES = {
+    "/v1/responses/{response_id}": ("stream", "starting_after"),
+    "/v1/responses/{response_id}/input_items": _PAGE,
+    "/v1/videos": _PAGE,
+    "/v1/videos/{video_id}/content": ("variant",),
+}
 _DELETE = {
     "/v1/responses/{response_id}": "Forget a response.",
     "/v1/videos/{video_id}": "End and forget a video.",
