@@ -44,6 +44,7 @@ from segue.server.chat_request import ChatBody, chat_request
 from segue.server.completion_request import CompletionBody
 from segue.server.image_request import EditBody, ImageBody, PaintingBody
 from segue.server.parameters import CommonBody
+from segue.server.pooling import ClassifyBody, PoolingBody
 from segue.server.response_request import ResponsesBody
 from segue.server.score_request import RerankBody, ScoreBody
 from segue.server.settings import ServerSettings
@@ -342,6 +343,13 @@ def test_every_parameter_of_responses_is_documented() -> None:
 def test_every_parameter_of_scores_is_documented() -> None:
     listed = [name for row in rows(DOCS / "api.md", "## Scores") for name in names(row[0])]
     assert set(listed) == {*ScoreBody.__struct_fields__, *RerankBody.__struct_fields__}
+
+
+def test_every_parameter_of_classes_is_documented() -> None:
+    listed = [name for row in rows(DOCS / "api.md", "## Classes") for name in names(row[0])]
+    assert sorted(listed) == sorted(ClassifyBody.__struct_fields__)
+    of_pooling = [name for row in rows(DOCS / "api.md", "### Pooling") for name in names(row[0])]
+    assert sorted(of_pooling) == sorted(set(PoolingBody.__struct_fields__) - set(ClassifyBody.__struct_fields__))
 
 
 def test_every_parameter_of_pictures_is_documented() -> None:

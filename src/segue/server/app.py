@@ -21,6 +21,7 @@ from segue.server.middleware import Door
 from segue.server.models import add_models
 from segue.server.openapi import add_openapi
 from segue.server.page import add_page
+from segue.server.pooling import add_pooling
 from segue.server.responses import Responses, add_responses
 from segue.server.scores import add_scores
 from segue.server.settings import ServerSettings
@@ -51,6 +52,7 @@ def create_app(service: Service, settings: ServerSettings | None = None) -> Fast
     add_completions(app, service, settings, own)
     add_tokenize(app, service, settings)
     add_embeddings(app, service, settings, own)
+    add_pooling(app, service, settings, own)
     add_scores(app, service, settings, own)
     add_images(app, service, settings, own)
     add_videos(app, service, settings, videos)

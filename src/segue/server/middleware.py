@@ -20,7 +20,7 @@ from segue.server.errors import Unauthorized, error_response
 
 _log = logging.getLogger("segue.access")
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
-_PROTECTED = ("/v1/", "/v2/", "/score", "/rerank", "/tokenize", "/detokenize")
+_PROTECTED = ("/v1/", "/v2/", "/score", "/rerank", "/classify", "/pooling", "/tokenize", "/detokenize")
 """Beginnings of paths: what makes the stages work or tells of the model (`/tokenizer_info` is among them)."""
 _POLLED = frozenset({"/health", "/metrics"})
 """Asked for every few seconds by machines: not worth a line each."""

@@ -16,6 +16,7 @@ from segue.server.embeddings import EmbeddingsBody
 from segue.server.errors import json_response
 from segue.server.image_request import EditBody, ImageBody
 from segue.server.lora import LoadLoraBody, UnloadLoraBody
+from segue.server.pooling import ClassifyBody, PoolingBody
 from segue.server.response_request import ResponsesBody
 from segue.server.score_request import RerankBody, ScoreBody
 from segue.server.tokenize import DetokenizeBody, TokenizeBody
@@ -44,6 +45,8 @@ _POST: dict[str, tuple[type[msgspec.Struct] | None, str, bool]] = {
     "/v1/responses": (ResponsesBody, "An answer to items of a conversation, whole or streamed.", True),
     "/v1/completions": (CompletionBody, "What a prompt goes on with, whole or streamed.", True),
     "/v1/embeddings": (EmbeddingsBody, "The vectors of texts.", False),
+    **dict.fromkeys(("/v1/classify", "/classify"), (ClassifyBody, "What texts are, by the model's classes.", False)),
+    **dict.fromkeys(("/v1/pooling", "/pooling"), (PoolingBody, "The vectors or classes of texts.", False)),
     **dict.fromkeys(("/v1/score", "/score"), (ScoreBody, "How well texts fit each other.", False)),
     **dict.fromkeys(
         ("/v1/rerank", "/v2/rerank", "/rerank"), (RerankBody, "Documents, those that fit a query best first.", False)
