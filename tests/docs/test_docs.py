@@ -43,6 +43,7 @@ from segue.server import errors as server_errors
 from segue.server.chat_request import ChatBody, chat_request
 from segue.server.completion_request import CompletionBody
 from segue.server.image_request import EditBody, ImageBody, PaintingBody
+from segue.server.message_request import MessagesBody
 from segue.server.parameters import CommonBody
 from segue.server.pooling import ClassifyBody, PoolingBody
 from segue.server.response_request import ResponsesBody
@@ -338,6 +339,11 @@ def test_every_parameter_of_completions_is_documented() -> None:
 def test_every_parameter_of_responses_is_documented() -> None:
     listed = [name for row in rows(DOCS / "api.md", "## Responses") for name in names(row[0])]
     assert sorted(listed) == sorted(ResponsesBody.__struct_fields__)
+
+
+def test_every_parameter_of_messages_is_documented() -> None:
+    listed = [name for row in rows(DOCS / "api.md", "## Anthropic's messages") for name in names(row[0])]
+    assert sorted(listed) == sorted(MessagesBody.__struct_fields__)
 
 
 def test_every_parameter_of_scores_is_documented() -> None:

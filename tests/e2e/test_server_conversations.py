@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -57,6 +58,33 @@ def test_a_conversation(omni: openai.OpenAI) -> None:
     assert second.usage is not None
     assert first.usage is not None
     assert second.usage.input_tokens > first.usage.input_tokens > 0
+
+
+def test_as_anthropic_has_it(omni: openai.OpenAI) -> None:
+    """The same words as a chat completion's, whole and streamed; and as many tokens as were counted."""
+    asked = {
+        "model": NAME,
+        "max_tokens": 12,
+        "temperature": 0,
+        "system": "Be brief.",
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "What is at sea?"}]}],
+    }
+    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is at sea?"}]
+    url = str(omni.base_url).rstrip("/") + "/messages"
+    whole = httpx.post(url, json=asked, timeout=240).json()
+    assert [block["text"] for block in whole["content"]] == [chat(omni, said)]
+    usage = whole["usage"]
+    counted = httpx.post(
+        f"{url}/count_tokens", json={name: asked[name] for name in ("model", "system", "messages")}, timeout=240
+    ).json()
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == counted["input_tokens"]
+    lines = httpx.post(url, json={**asked, "stream": True}, timeout=240).text.splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    assert events[0]["message"]["usage"]["input_tokens"] == counted["input_tokens"]
+    texts = [event["delta"]["text"] for event in events if event["type"] == "content_block_delta"]
+    assert "".join(texts) == whole["content"][0]["text"]
+    assert events[-2]["usage"]["output_tokens"] == usage["output_tokens"]
+    assert (whole["stop_reason"], events[-2]["delta"]["stop_reason"]) == ("max_tokens", "max_tokens")
 
 
 def test_a_grammar_holds_the_reply(omni: openai.OpenAI) -> None:

@@ -16,6 +16,7 @@ from segue.server.errors import install_error_handlers
 from segue.server.health import add_health
 from segue.server.images import add_images
 from segue.server.lora import add_lora
+from segue.server.messages import add_messages
 from segue.server.metrics import add_metrics
 from segue.server.middleware import Door
 from segue.server.models import add_models
@@ -49,6 +50,7 @@ def create_app(service: Service, settings: ServerSettings | None = None) -> Fast
     )
     add_chat_completions(app, service, settings, own)
     add_responses(app, service, settings, own, responses)
+    add_messages(app, service, settings, own)
     add_completions(app, service, settings, own)
     add_tokenize(app, service, settings)
     add_embeddings(app, service, settings, own)

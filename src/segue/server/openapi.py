@@ -16,6 +16,7 @@ from segue.server.embeddings import EmbeddingsBody
 from segue.server.errors import json_response
 from segue.server.image_request import EditBody, ImageBody
 from segue.server.lora import LoadLoraBody, UnloadLoraBody
+from segue.server.message_request import CountBody, MessagesBody
 from segue.server.pooling import ClassifyBody, PoolingBody
 from segue.server.response_request import ResponsesBody
 from segue.server.score_request import RerankBody, ScoreBody
@@ -43,6 +44,8 @@ class ErrorAnswer(msgspec.Struct, kw_only=True):
 _POST: dict[str, tuple[type[msgspec.Struct] | None, str, bool]] = {
     "/v1/chat/completions": (ChatBody, "An answer to messages, whole or streamed.", True),
     "/v1/responses": (ResponsesBody, "An answer to items of a conversation, whole or streamed.", True),
+    "/v1/messages": (MessagesBody, "An answer to messages, as Anthropic has it, whole or streamed.", True),
+    "/v1/messages/count_tokens": (CountBody, "How many tokens messages are.", False),
     "/v1/completions": (CompletionBody, "What a prompt goes on with, whole or streamed.", True),
     "/v1/embeddings": (EmbeddingsBody, "The vectors of texts.", False),
     **dict.fromkeys(("/v1/classify", "/classify"), (ClassifyBody, "What texts are, by the model's classes.", False)),
