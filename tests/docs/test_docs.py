@@ -54,7 +54,7 @@ from segue.server.video_request import VideoBody
 DOCS = ROOT / "docs"
 MODEL = "out/qwen2.5-omni-tiny"
 """The checkpoint as the documentation calls it."""
-POSTED = ("/v1/completions", "/v1/responses", "/tokenize", "/detokenize")
+POSTED = ("/v1/completions", "/v1/responses", "/v1/messages", "/tokenize", "/detokenize")
 """Where a request shown goes that is no chat completion."""
 TWO_GPUS = Hardware(cpus=16, memory_bytes=64 << 30, gpus=(80 << 30, 80 << 30))
 
