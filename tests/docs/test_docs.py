@@ -43,7 +43,9 @@ from segue.server import errors as server_errors
 from segue.server.chat_request import ChatBody, chat_request
 from segue.server.completion_request import CompletionBody
 from segue.server.image_request import EditBody, ImageBody, PaintingBody
+from segue.server.message_request import MessagesBody
 from segue.server.parameters import CommonBody
+from segue.server.pooling import ClassifyBody, PoolingBody
 from segue.server.response_request import ResponsesBody
 from segue.server.score_request import RerankBody, ScoreBody
 from segue.server.settings import ServerSettings
@@ -52,7 +54,7 @@ from segue.server.video_request import VideoBody
 DOCS = ROOT / "docs"
 MODEL = "out/qwen2.5-omni-tiny"
 """The checkpoint as the documentation calls it."""
-POSTED = ("/v1/completions", "/v1/responses", "/tokenize", "/detokenize")
+POSTED = ("/v1/completions", "/v1/responses", "/v1/messages", "/tokenize", "/detokenize")
 """Where a request shown goes that is no chat completion."""
 TWO_GPUS = Hardware(cpus=16, memory_bytes=64 << 30, gpus=(80 << 30, 80 << 30))
 
@@ -339,9 +341,21 @@ def test_every_parameter_of_responses_is_documented() -> None:
     assert sorted(listed) == sorted(ResponsesBody.__struct_fields__)
 
 
+def test_every_parameter_of_messages_is_documented() -> None:
+    listed = [name for row in rows(DOCS / "api.md", "## Anthropic's messages") for name in names(row[0])]
+    assert sorted(listed) == sorted(MessagesBody.__struct_fields__)
+
+
 def test_every_parameter_of_scores_is_documented() -> None:
     listed = [name for row in rows(DOCS / "api.md", "## Scores") for name in names(row[0])]
     assert set(listed) == {*ScoreBody.__struct_fields__, *RerankBody.__struct_fields__}
+
+
+def test_every_parameter_of_classes_is_documented() -> None:
+    listed = [name for row in rows(DOCS / "api.md", "## Classes") for name in names(row[0])]
+    assert sorted(listed) == sorted(ClassifyBody.__struct_fields__)
+    of_pooling = [name for row in rows(DOCS / "api.md", "### Pooling") for name in names(row[0])]
+    assert sorted(of_pooling) == sorted(set(PoolingBody.__struct_fields__) - set(ClassifyBody.__struct_fields__))
 
 
 def test_every_parameter_of_pictures_is_documented() -> None:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -59,6 +60,33 @@ def test_a_conversation(omni: openai.OpenAI) -> None:
     assert second.usage.input_tokens > first.usage.input_tokens > 0
 
 
+def test_as_anthropic_has_it(omni: openai.OpenAI) -> None:
+    """The same words as a chat completion's, whole and streamed; and as many tokens as were counted."""
+    asked = {
+        "model": NAME,
+        "max_tokens": 12,
+        "temperature": 0,
+        "system": "Be brief.",
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "What is at sea?"}]}],
+    }
+    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is at sea?"}]
+    url = str(omni.base_url).rstrip("/") + "/messages"
+    whole = httpx.post(url, json=asked, timeout=240).json()
+    assert [block["text"] for block in whole["content"]] == [chat(omni, said)]
+    usage = whole["usage"]
+    counted = httpx.post(
+        f"{url}/count_tokens", json={name: asked[name] for name in ("model", "system", "messages")}, timeout=240
+    ).json()
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == counted["input_tokens"]
+    lines = httpx.post(url, json={**asked, "stream": True}, timeout=240).text.splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    assert events[0]["message"]["usage"]["input_tokens"] == counted["input_tokens"]
+    texts = [event["delta"]["text"] for event in events if event["type"] == "content_block_delta"]
+    assert "".join(texts) == whole["content"][0]["text"]
+    assert events[-2]["usage"]["output_tokens"] == usage["output_tokens"]
+    assert whole["stop_reason"] == events[-2]["delta"]["stop_reason"] != "tool_use"
+
+
 def test_a_grammar_holds_the_reply(omni: openai.OpenAI) -> None:
     schema = {"type": "object", "properties": {"at": {"enum": ["sea", "land"]}}, "required": ["at"]}
     form: Any = {"type": "json_schema", "name": "where", "schema": {**schema, "additionalProperties": False}}
@@ -82,3 +110,30 @@ def test_a_picture(omni: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         omni.responses.create(model=NAME, input=[item], stream=True)
     assert caught.value.param == "input[0].content[1]"
+
+
+def test_in_the_background(omni: openai.OpenAI) -> None:
+    """What is made while nobody waits is what is said to who waits; who comes back misses no event."""
+    asked: Any = {"model": NAME, "input": "What is at sea?", "temperature": 0, "max_output_tokens": 12}
+    whole = omni.responses.create(**asked)
+    made = omni.responses.create(**asked, background=True)
+    assert made.status == "queued"
+    while made.status in ("queued", "in_progress"):
+        made = omni.responses.retrieve(made.id)
+    assert made.output_text == whole.output_text
+    assert made.usage is not None
+    assert whole.usage is not None
+    assert made.usage.total_tokens == whole.usage.total_tokens
+    with omni.responses.create(**asked, background=True, stream=True) as stream:
+        first = [next(stream) for _ in range(4)]
+    name = first[0].response.id  # type: ignore[union-attr]
+    rest = list(omni.responses.retrieve(name, stream=True, starting_after=first[-1].sequence_number))
+    events = [*first, *rest]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+    long = {**asked, "max_output_tokens": 20_000, "extra_body": {"ignore_eos": True}}
+    with omni.responses.create(**long, background=True, stream=True) as stream:
+        name = next(stream).response.id  # type: ignore[union-attr]
+        assert omni.responses.cancel(name).status == "cancelled"
+        assert [event.type for event in stream][-1] == "response.cancelled"
+    assert [item.type for item in omni.responses.input_items.list(name)] == ["message"]

@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from server_process import Served, body, finished, ids_of, segue, served, tiny_checkpoint
+from server_process import NAME, Served, body, finished, ids_of, segue, served, tiny_checkpoint
 
 CHAT = "/v1/chat/completions"
 LONG = {"max_tokens": 20_000, "ignore_eos": True}
@@ -76,6 +76,31 @@ def test_what_does_not_end_in_time_is_told_so(model: Path, tmp_path: Path) -> No
             assert json.loads(last)["error"]["code"] == "shutting_down"
         assert server.process.wait(120) == 0, server.log()
         assert "Traceback" not in server.log()
+
+
+def test_responses_in_the_background_end_with_the_server(model: Path, tmp_path: Path) -> None:
+    """Who listens hears of it; for those that nobody listens to, it does not wait."""
+    config = tmp_path / "short.yaml"
+    config.write_text("limits: {drain_seconds: 0.1}")
+    asked = {"model": NAME, "input": "a", "background": True, "ignore_eos": True, "max_output_tokens": 20_000}
+    for seconds, listens in (("0.1", True), ("240", False)):
+        with served(model, "--drain-seconds", seconds, "--config", str(config)) as server, server.client() as http:
+            if listens:
+                with http.stream("POST", "/v1/responses", json={**asked, "stream": True}) as answer:
+                    lines = answer.iter_lines()
+                    while "response.output_text.delta" not in next(lines):
+                        pass
+                    server.process.send_signal(signal.SIGTERM)
+                    last = json.loads([line for line in lines if line][-1].removeprefix("data: "))
+                assert last["type"] == "response.failed"
+                assert last["response"]["error"]["message"] == "the server is shutting down"
+            else:
+                name = http.post("/v1/responses", json=asked).json()["id"]
+                server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(120) == 0, server.log()
+            assert "Traceback" not in server.log()
+            if not listens:
+                assert f"1 responses in the background end with the server: {name}" in server.log()
 
 
 def test_a_second_signal_ends_it_at_once(server: Served) -> None:

@@ -23,7 +23,7 @@ TEXTS = ["The sea is grey.", "A small boat left the harbour in the early morning
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("cross")
-    tiny.make("bert-cross-encoder", directory)
+    tiny.PRESETS["bert-cross-encoder"].make(directory, "tiny", 0)
     return directory
 
 

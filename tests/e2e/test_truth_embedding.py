@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -85,6 +86,9 @@ def test_over_http(model: Path, expected: list[np.ndarray]) -> None:
             np.testing.assert_allclose(entry.embedding, theirs, rtol=1e-4, atol=2e-6)
         counts = [len(AutoTokenizer.from_pretrained(model)(text)["input_ids"]) for text in TEXTS]
         assert answer.usage.prompt_tokens == sum(counts)
+        pooled = httpx.post(f"{server.url}/pooling", json={"model": NAME, "input": TEXTS}, timeout=240).json()["data"]
+        for row, theirs in zip(pooled, expected, strict=True):
+            np.testing.assert_allclose(row["data"], theirs, rtol=1e-4, atol=2e-6)
         with pytest.raises(openai.BadRequestError, match="cannot be cut"):
             client.embeddings.create(model=NAME, input="a", dimensions=3)
         with pytest.raises(openai.BadRequestError, match="at most 512"):

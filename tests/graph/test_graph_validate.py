@@ -93,7 +93,7 @@ def silent_main(g: StageGraph) -> None:
         (lambda g: g.stage("talker", "module", takes={"imgae"}), "takes 'imgae'; did you mean 'image'?"),
         (
             lambda g: g.stage("talker", "module", gives={"speech"}),
-            "gives 'speech'; known: audio, embedding, image, score, text, video",
+            "gives 'speech'; known: audio, classes, embedding, image, score, text, video",
         ),
         (lambda g: g.stage("talker", "module", fuse_with="thinkr"), "fuse_with 'thinkr'; did you mean 'thinker'?"),
         (lambda g: g.stage("talker", "module", fuse_with="talker"), "fuse_with 'talker', itself"),

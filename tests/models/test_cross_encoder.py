@@ -41,14 +41,14 @@ def context(directory: Path, stage: str = "scorer", **more: Any) -> LoadContext:
 @pytest.fixture(scope="module", params=tiny.PRESETS)
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp(request.param)
-    tiny.make(request.param, made)
+    tiny.PRESETS[request.param].make(made, "tiny", 0)
     return made
 
 
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("bert")
-    tiny.make("bert-cross-encoder", made)
+    tiny.PRESETS["bert-cross-encoder"].make(made, "tiny", 0)
     return made
 
 
@@ -111,7 +111,7 @@ def test_parity_fails_when_a_text_or_a_weight_is_changed(directory: Path) -> Non
         assert score(directory, changed) != pytest.approx(expected, **CLOSE)
     scorer = Scorer(context(directory))
     with torch.no_grad():
-        next(scorer._model.parameters())[:, 0] += 1.0
+        next(scorer.network.model.parameters())[:, 0] += 1.0
     assert score(directory, PAIRS, scorer) != pytest.approx(expected, **CLOSE)
 
 
@@ -171,8 +171,6 @@ def test_requests_that_are_wrong(bert: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"id2label": {"0": "a", "1": "b", "2": "c"}}, "sorts into 3 labels"),
-        ({"id2label": None}, "sorts into 2 labels"),
         ({"sbert_ce_default_activation_function": "torch.nn.GELU"}, "'torch.nn.GELU' is not served"),
         ({"is_encoder_decoder": True}, "an encoder-decoder is not served"),
     ],

@@ -15,8 +15,8 @@ from fake_service import FakeService, Live, live
 from segue.messages.deltas import Delta, EmbeddingDelta, Finished, RequestMetrics, Usage
 from segue.messages.errors import InvalidRequest
 from segue.messages.request import Request
-from segue.server.embeddings import MAX_INPUTS
 from segue.server.pooled import AT_ONCE
+from segue.server.text_requests import MAX_INPUTS
 
 URL = "/v1/embeddings"
 

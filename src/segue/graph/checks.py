@@ -9,7 +9,7 @@ from segue.graph.parts import Edge, Stage
 from segue.messages.errors import ConfigError, nearest
 
 ENGINES = ("autoregressive", "diffusion", "module")
-MODALITIES = ("text", "image", "audio", "video", "embedding", "score")
+MODALITIES = ("text", "image", "audio", "video", "embedding", "score", "classes")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 """Names stand in file keys, metric labels and diagrams; a number would be taken for a stage's place."""
 

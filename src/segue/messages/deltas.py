@@ -129,6 +129,20 @@ class ScoreDelta(msgspec.Struct, frozen=True, tag="score"):
     score: float
 
 
+class ClassesDelta(msgspec.Struct, frozen=True, tag="classes"):
+    """How much each class of a classifier fits a text: little-endian float32."""
+
+    stage: str
+    data: bytes
+    label: str
+    """The name of the class that fits best."""
+
+    @property
+    def array(self) -> np.ndarray:
+        """[classes] float32."""
+        return np.frombuffer(self.data, dtype="<f4")
+
+
 class TokensDelta(msgspec.Struct, frozen=True, tag="tokens"):
     """The prompt as the model sees it: what the input stage gives where a request asks for the modality `tokens`."""
 
@@ -215,6 +229,7 @@ Delta = (
     | ProgressDelta
     | EmbeddingDelta
     | ScoreDelta
+    | ClassesDelta
     | TokensDelta
     | ChoiceEnded
     | Finished

@@ -17,6 +17,7 @@ import msgspec
 
 from segue.messages.deltas import (
     AudioDelta,
+    ClassesDelta,
     EmbeddingDelta,
     ImageDelta,
     ProgressDelta,
@@ -29,7 +30,15 @@ from segue.messages.request import Request
 from segue.messages.stats import WorkerStats
 
 ClientDelta = (
-    TextDelta | AudioDelta | ImageDelta | VideoDelta | ProgressDelta | EmbeddingDelta | ScoreDelta | TokensDelta
+    TextDelta
+    | AudioDelta
+    | ImageDelta
+    | VideoDelta
+    | ProgressDelta
+    | EmbeddingDelta
+    | ScoreDelta
+    | ClassesDelta
+    | TokensDelta
 )
 
 

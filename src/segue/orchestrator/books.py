@@ -14,6 +14,7 @@ from segue.messages.deltas import (
     AudioDelta,
     Choice,
     ChoiceEnded,
+    ClassesDelta,
     Delta,
     EmbeddingDelta,
     Finished,
@@ -206,7 +207,7 @@ def _after(delta: ClientDelta, skip: int, fresh_ids: list[int]) -> tuple[ClientD
     if isinstance(delta, AudioDelta):
         samples = delta.samples[4 * skip :]
         return (AudioDelta(delta.stage, samples, delta.sample_rate) if samples else None), len(delta.samples) // 4
-    assert isinstance(delta, EmbeddingDelta | ScoreDelta | TokensDelta)
+    assert isinstance(delta, EmbeddingDelta | ScoreDelta | ClassesDelta | TokensDelta)
     return (None if skip else delta), 1
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from segue.messages.deltas import (
     AudioDelta,
     Choice,
+    ClassesDelta,
     Delta,
     EmbeddingDelta,
     Finished,
@@ -84,6 +85,10 @@ class RequestOutput:
     """[dimensions] float32, from a model of embeddings."""
     score: float | None = None
     """How well two texts fit, from a cross-encoder."""
+    classes: np.ndarray | None = None
+    """[classes] float32: how much each fits, in the order of the checkpoint, from a classifier."""
+    label: str | None = None
+    """The name of the class that fits best."""
     finish_reason: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Beside the ids of the stage that talks, where asked for."""
@@ -129,6 +134,8 @@ class Collector:
                 self._output.embedding = delta.array
             case ScoreDelta():
                 self._output.score = delta.score
+            case ClassesDelta():
+                self._output.classes, self._output.label = delta.array, delta.label
             case Finished():
                 self._output.finish_reason = delta.finish_reason
                 self._output.token_ids = delta.token_ids

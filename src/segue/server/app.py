@@ -16,12 +16,14 @@ from segue.server.errors import install_error_handlers
 from segue.server.health import add_health
 from segue.server.images import add_images
 from segue.server.lora import add_lora
+from segue.server.messages import add_messages
 from segue.server.metrics import add_metrics
 from segue.server.middleware import Door
 from segue.server.models import add_models
 from segue.server.openapi import add_openapi
 from segue.server.page import add_page
-from segue.server.responses import add_responses
+from segue.server.pooling import add_pooling
+from segue.server.responses import Responses, add_responses
 from segue.server.scores import add_scores
 from segue.server.settings import ServerSettings
 from segue.server.tokenize import add_tokenize
@@ -35,21 +37,24 @@ def create_app(service: Service, settings: ServerSettings | None = None) -> Fast
     """
     settings = settings or ServerSettings()
     own = ServerMetrics()
+    responses = Responses(service, settings, own)
     videos = Videos(service, settings, own) if "video" in service.card.gives else None
 
     @asynccontextmanager
     async def running(app: FastAPI) -> AsyncGenerator[None]:
-        async with videos.running() if videos is not None else nullcontext():
+        async with videos.running() if videos is not None else nullcontext(), responses.background.running():
             yield
 
     app = FastAPI(
         title="Segue", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=running
     )
     add_chat_completions(app, service, settings, own)
-    add_responses(app, service, settings, own)
+    add_responses(app, service, settings, own, responses)
+    add_messages(app, service, settings, own)
     add_completions(app, service, settings, own)
     add_tokenize(app, service, settings)
     add_embeddings(app, service, settings, own)
+    add_pooling(app, service, settings, own)
     add_scores(app, service, settings, own)
     add_images(app, service, settings, own)
     add_videos(app, service, settings, videos)

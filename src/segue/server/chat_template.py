@@ -54,6 +54,11 @@ def chat_options(body: TemplateBody, dialect: Dialect, tools: ToolPlan) -> ChatO
     )
 
 
+def knows_effort(dialect: Dialect) -> bool:
+    """Whether the template has levels of thought, or a switch for it."""
+    return any(name in dialect.template_variables for name in ("reasoning_effort", *_SWITCHES))
+
+
 def _effort(effort: str | None, dialect: Dialect) -> dict[str, Any]:
     """`reasoning_effort` in the words of the template: its own levels, or a switch."""
     if effort is None:

@@ -81,12 +81,36 @@ class StorageFull(SegueError):
     code = "storage_full"
 
 
-def error_body(error: SegueError) -> dict[str, Any]:
-    """OpenAI's error object; `stage` is ours, and there only where a stage failed."""
+MESSAGES = "/v1/messages"
+"""Where the API is Anthropic's, and so are errors."""
+_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""HTTP status → Anthropic's `error.type`; others below 500 are of 400, and `api_error` from there on."""
+
+
+def error_body(error: SegueError, path: str = "") -> dict[str, Any]:
+    """OpenAI's error object, or Anthropic's at `path`s of its API; `stage` is ours, and there only where a stage
+    failed."""
+    if path.startswith(MESSAGES):
+        return _of_messages(error.status, error.message)
     body = {"message": error.message, "type": error.type, "param": error.field, "code": error.code}
     if error.stage is not None:
         body["stage"] = error.stage
     return {"error": body}
+
+
+def _of_messages(status: int, message: str) -> dict[str, Any]:
+    kind = _KINDS.get(status, _KINDS[400] if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def json_response(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -94,8 +118,8 @@ def json_response(body: object, status: int = 200, headers: Mapping[str, str] | 
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
 
-def error_response(error: SegueError) -> Response:
-    """The answer to a request that failed before anything of it was sent."""
+def error_response(error: SegueError, path: str = "") -> Response:
+    """The answer to a request (to `path`) that failed before anything of it was sent."""
     headers = {}
     if isinstance(error, Overloaded):
         headers["Retry-After"] = "1"
@@ -105,7 +129,7 @@ def error_response(error: SegueError) -> Response:
         headers["Connection"] = "close"  # what still comes is not read as another request
     if isinstance(error, RangeNotSatisfiable):
         headers["Content-Range"] = f"bytes */{error.size}"
-    return json_response(error_body(error), error.status, headers)
+    return json_response(error_body(error, path), error.status, headers)
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -116,7 +140,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
 def _on_segue_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, SegueError)
-    return error_response(error)
+    return error_response(error, request.url.path)
 
 
 def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -131,4 +155,6 @@ def _on_http_exception(request: Request, error: Exception) -> Response:
         allowed = (error.headers or {}).get("Allow", "another method")
         message, code = f"{path} takes {allowed}, not {method}", "method_not_allowed"
     body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+    if path.startswith(MESSAGES):
+        body = _of_messages(error.status_code, message)
     return json_response(body, error.status_code, error.headers)

@@ -13,7 +13,8 @@ from segue.server.errors import error_body
 _DONE = b"data: [DONE]\n\n"
 
 
-def _event(body: object, name: str | None = None) -> bytes:
+def event_bytes(body: object, name: str | None = None) -> bytes:
+    """One event as it is sent."""
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
     return head + b"data: " + msgspec.json.encode(body) + b"\n\n"
 
@@ -34,11 +35,11 @@ async def _streamed(bodies: AsyncGenerator[dict[str, object]], *, named: bool) -
         try:
             async for body in bodies:
                 begun = True
-                yield _event(body, str(body["type"]) if named else None)
+                yield event_bytes(body, str(body["type"]) if named else None)
         except SegueError as error:
             if not begun:
                 raise
-            yield _event(error_body(error), "error" if named else None)
+            yield event_bytes(error_body(error), "error" if named else None)
             return
     if not named:
         yield _DONE

@@ -16,11 +16,11 @@ from segue.messages.errors import Cancelled, SegueError, ShuttingDown
 from segue.observe.logging import http_request_id, log_event
 from segue.observe.metrics import ServerMetrics
 from segue.server.disconnect import CLIENT_GONE
-from segue.server.errors import Unauthorized, error_response
+from segue.server.errors import MESSAGES, Unauthorized, error_response
 
 _log = logging.getLogger("segue.access")
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
-_PROTECTED = ("/v1/", "/v2/", "/score", "/rerank", "/tokenize", "/detokenize")
+_PROTECTED = ("/v1/", "/v2/", "/score", "/rerank", "/classify", "/pooling", "/tokenize", "/detokenize")
 """Beginnings of paths: what makes the stages work or tells of the model (`/tokenizer_info` is among them)."""
 _POLLED = frozenset({"/health", "/metrics"})
 """Asked for every few seconds by machines: not worth a line each."""
@@ -58,18 +58,19 @@ class Door:
                     await self._app(scope, receive, send_noting)
                 else:
                     refusal = Unauthorized("the API key is missing or wrong: send Authorization: Bearer <key>")
-                    await error_response(refusal)(scope, receive, send_noting)
+                    await error_response(refusal, scope["path"])(scope, receive, send_noting)
         except asyncio.CancelledError:
             # by nobody but the server that ends: whoever has heard nothing yet hears why
             if status is None:
-                await error_response(ShuttingDown("the server is shutting down"))(scope, receive, send_noting)
+                ended_by = ShuttingDown("the server is shutting down")
+                await error_response(ended_by, scope["path"])(scope, receive, send_noting)
         except Exception as error:
             # whatever it is, the client gets an answer, and its text stays in the log
             _log.exception("a mistake in the server", exc_info=error)
             if status is not None:
                 raise  # too late to say so: the connection breaks off
             answer = SegueError(f"internal error; the server's log has it under request id {request_id}")
-            await error_response(answer)(scope, receive, send_noting)
+            await error_response(answer, scope["path"])(scope, receive, send_noting)
         finally:
             ended = Cancelled.status if CLIENT_GONE in scope else status or 500
             self._note(scope, ended, self._metrics.clock() - start)
@@ -78,6 +79,8 @@ class Door:
         if self._api_key is None or not path.startswith(_PROTECTED):
             return True
         scheme, _, key = headers.get("authorization", "").partition(" ")
+        if path.startswith(MESSAGES) and "x-api-key" in headers:  # as Anthropic's clients send it
+            scheme, key = "bearer", headers["x-api-key"]
         return scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode(), self._api_key)
 
     def _note(self, scope: Scope, status: int, seconds: float) -> None:

@@ -16,6 +16,8 @@ from segue.server.embeddings import EmbeddingsBody
 from segue.server.errors import json_response
 from segue.server.image_request import EditBody, ImageBody
 from segue.server.lora import LoadLoraBody, UnloadLoraBody
+from segue.server.message_request import CountBody, MessagesBody
+from segue.server.pooling import ClassifyBody, PoolingBody
 from segue.server.response_request import ResponsesBody
 from segue.server.score_request import RerankBody, ScoreBody
 from segue.server.tokenize import DetokenizeBody, TokenizeBody
@@ -42,8 +44,12 @@ class ErrorAnswer(msgspec.Struct, kw_only=True):
 _POST: dict[str, tuple[type[msgspec.Struct] | None, str, bool]] = {
     "/v1/chat/completions": (ChatBody, "An answer to messages, whole or streamed.", True),
     "/v1/responses": (ResponsesBody, "An answer to items of a conversation, whole or streamed.", True),
+    "/v1/messages": (MessagesBody, "An answer to messages, as Anthropic has it, whole or streamed.", True),
+    "/v1/messages/count_tokens": (CountBody, "How many tokens messages are.", False),
     "/v1/completions": (CompletionBody, "What a prompt goes on with, whole or streamed.", True),
     "/v1/embeddings": (EmbeddingsBody, "The vectors of texts.", False),
+    **dict.fromkeys(("/v1/classify", "/classify"), (ClassifyBody, "What texts are, by the model's classes.", False)),
+    **dict.fromkeys(("/v1/pooling", "/pooling"), (PoolingBody, "The vectors or classes of texts.", False)),
     **dict.fromkeys(("/v1/score", "/score"), (ScoreBody, "How well texts fit each other.", False)),
     **dict.fromkeys(
         ("/v1/rerank", "/v2/rerank", "/rerank"), (RerankBody, "Documents, those that fit a query best first.", False)
@@ -51,7 +57,7 @@ _POST: dict[str, tuple[type[msgspec.Struct] | None, str, bool]] = {
     "/v1/images/generations": (ImageBody, "Pictures of a prompt, whole or streamed.", True),
     "/v1/images/edits": (EditBody, "Pictures made of others, whole or streamed.", True),
     "/v1/videos": (VideoBody, "Begin to make a video.", False),
-    "/v1/responses/{response_id}/cancel": (None, "Why a response cannot be cancelled: it has ended.", False),
+    "/v1/responses/{response_id}/cancel": (None, "End a response that is made in the background.", False),
     "/tokenize": (TokenizeBody, "A prompt or messages as token ids.", False),
     "/detokenize": (DetokenizeBody, "The text of token ids.", False),
     "/v1/load_lora_adapter": (LoadLoraBody, "Load a LoRA adapter.", False),
@@ -61,7 +67,8 @@ _POST: dict[str, tuple[type[msgspec.Struct] | None, str, bool]] = {
 _GET = {
     "/v1/models": ("application/json", "What is served."),
     "/v1/models/{name}": ("application/json", "One model."),
-    "/v1/responses/{response_id}": ("application/json", "A response that is kept."),
+    "/v1/responses/{response_id}": ("application/json", "A response that is kept, or its events."),
+    "/v1/responses/{response_id}/input_items": ("application/json", "The items that a response answers."),
     "/v1/videos": ("application/json", "The videos of this server, made or being made."),
     "/v1/videos/{video_id}": ("application/json", "How a video stands."),
     "/v1/videos/{video_id}/content": ("video/mp4", "The file of a video."),
@@ -112,7 +119,13 @@ def _get(path: str, media: str, about: str) -> dict[str, Any]:
     return operation
 
 
-_QUERIES = {"/v1/videos": ("after", "limit", "order"), "/v1/videos/{video_id}/content": ("variant",)}
+_PAGE = ("after", "limit", "order")
+_QUERIES = {
+    "/v1/responses/{response_id}": ("stream", "starting_after"),
+    "/v1/responses/{response_id}/input_items": _PAGE,
+    "/v1/videos": _PAGE,
+    "/v1/videos/{video_id}/content": ("variant",),
+}
 _DELETE = {
     "/v1/responses/{response_id}": "Forget a response.",
     "/v1/videos/{video_id}": "End and forget a video.",

@@ -1,11 +1,11 @@
-"""Texts that become one vector or one number each: run side by side, a part of them at a time."""
+"""Texts that become one vector, its classes or one number each: run side by side, a part of them at a time."""
 
 from __future__ import annotations
 
 from contextlib import aclosing
 from typing import TypeVar
 
-from segue.messages.deltas import EmbeddingDelta, Finished, ScoreDelta
+from segue.messages.deltas import ClassesDelta, EmbeddingDelta, Finished, ScoreDelta
 from segue.messages.errors import InvalidRequest, StageFailed
 from segue.messages.request import Request
 from segue.observe.metrics import ServerMetrics
@@ -15,7 +15,7 @@ from segue.server.generations import run_generations
 AT_ONCE = 32
 """Texts of one request that are in the stages at a time: a long list leaves room for others."""
 
-D = TypeVar("D", EmbeddingDelta, ScoreDelta)
+D = TypeVar("D", ClassesDelta, EmbeddingDelta, ScoreDelta)
 
 
 async def pooled(

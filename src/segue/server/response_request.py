@@ -54,6 +54,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
+    background: bool | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     max_output_tokens: int | None = None
@@ -97,7 +98,6 @@ _FIELDS = ResponsesBody.__struct_fields__
 _AS_IN_CHAT = ("model", "temperature", "top_p", "parallel_tool_calls", *_FIELDS[_FIELDS.index("user") :])
 """Parameters that a chat completion has by the same names."""
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "background": (False,),
     "conversation": (),
     "prompt": (),
     "truncation": ("disabled",),
@@ -133,6 +133,7 @@ class ResponsesRequest:
     """As in `Answering`, for what goes wrong in the stages."""
     stream: bool
     store: bool
+    background: bool
     items: bytes
     """The input, as a JSON list of items."""
     asked: dict[str, Any]
@@ -179,6 +180,7 @@ def responses_request(
         written={path: _WRITTEN.get(said, said) for path, said in chat.written.items()} | written,
         stream=bool(body.stream),
         store=body.store is not False,
+        background=bool(body.background),
         items=msgspec.json.encode(items),
         asked=asked,
     )
@@ -191,6 +193,11 @@ def _check(body: ResponsesBody) -> None:
                 f"include[{index}] is {shown(name)}; this server has no such thing{nearest(name, _INCLUDED)}",
                 field=f"include[{index}]",
             )
+    if body.background and body.store is False:
+        raise InvalidRequest(
+            "background is True and store False; what is made in the background is kept, to be fetched: leave one out",
+            field="store",
+        )
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options is given, but stream is not true", field="stream_options")
     if body.text is not None and body.text.verbosity not in (None, "medium"):
@@ -235,7 +242,7 @@ def _asked(body: ResponsesBody) -> dict[str, Any]:
     form = (body.text.format if body.text is not None else None) or {"type": "text"}
     effort = body.reasoning.effort if body.reasoning is not None else None
     return {
-        "background": False,
+        "background": bool(body.background),
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,

@@ -39,8 +39,15 @@ class ResponseWriter:
 
     def begin(self) -> list[Event]:
         """The first events."""
-        kinds = ("response.created", "response.in_progress")
-        return self._numbered([{"type": kind, "response": self.response} for kind in kinds])
+        return self._standing("in_progress", "created", "in_progress")
+
+    def queue(self) -> list[Event]:
+        """The first events of what is made in the background; those of `leave_queue` come next."""
+        return self._standing("queued", "created", "queued")
+
+    def leave_queue(self) -> list[Event]:
+        """It is being made."""
+        return self._standing("in_progress", "in_progress")
 
     def take(self, delta: Delta) -> list[Event]:
         """What a delta adds; the last one ends the response."""
@@ -61,12 +68,22 @@ class ResponseWriter:
             events.append({"type": f"response.{status}", "response": self.response})
         return self._numbered(events)
 
+    def cancel(self) -> list[Event]:
+        """The last events of a response that is not to be made any more."""
+        events = self._closed("incomplete")
+        self.response = self._response("cancelled")
+        return self._numbered([*events, {"type": "response.cancelled", "response": self.response}])
+
     def fail(self, error: SegueError) -> list[Event]:
         """The last events of a response that has begun."""
         events = self._closed("incomplete")
         code = _FAILURES.get(error.status, "server_error")
         self.response = {**self._response("failed"), "error": {"code": code, "message": error.message}}
         return self._numbered([*events, {"type": "response.failed", "response": self.response}])
+
+    def _standing(self, status: str, *kinds: str) -> list[Event]:
+        self.response = self._response(status)
+        return self._numbered([{"type": f"response.{kind}", "response": self.response} for kind in kinds])
 
     def _written(self, pieces: list[Piece]) -> list[Event]:
         events: list[Event] = []
@@ -100,6 +117,7 @@ class ResponseWriter:
         events, done = self._item.end(status)
         self._output.append(done)
         self._item = self._kind = None
+        self.response = self._response("in_progress")
         return events
 
     def _numbered(self, events: list[Event]) -> list[Event]:

@@ -1,4 +1,4 @@
-"""POST /v1/responses, GET, DELETE and cancel of /v1/responses/{response_id}: OpenAI's Responses API over chat."""
+"""/v1/responses: OpenAI's Responses API over chat, with what is kept, and what is made in the background."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from segue.media.sources import shown
 from segue.messages.deltas import Delta, Finished
-from segue.messages.errors import InvalidRequest, SegueError
+from segue.messages.errors import SegueError
 from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import Service
 from segue.server.body import read_json
 from segue.server.disconnect import EventStream, while_connected
-from segue.server.errors import Unsupported, json_response
+from segue.server.errors import json_response
 from segue.server.events import named_events
 from segue.server.generations import run_generations
+from segue.server.paging import page_of
+from segue.server.response_background import BackgroundResponses
+from segue.server.response_queries import events_after, listed_items
 from segue.server.response_request import ResponsesRequest, responses_request
 from segue.server.response_store import ResponseStore, Turn, items_so_far
 from segue.server.response_writer import ResponseWriter
@@ -29,11 +31,21 @@ from segue.server.settings import ServerSettings
 _CHECKING_THREADS = 8
 
 
-def add_responses(app: FastAPI, service: Service, settings: ServerSettings, metrics: ServerMetrics) -> None:
+class Responses:
+    """The responses that a server keeps, for as long as it runs."""
+
+    def __init__(self, service: Service, settings: ServerSettings, metrics: ServerMetrics) -> None:
+        self.store = ResponseStore(settings.max_responses, settings.max_response_bytes)
+        self.background = BackgroundResponses(service, self.store, metrics)
+
+
+def add_responses(
+    app: FastAPI, service: Service, settings: ServerSettings, metrics: ServerMetrics, responses: Responses
+) -> None:
     """Add the endpoints."""
     # threads of their own: a media host that answers slowly must not keep the codecs waiting
     checking = ThreadPoolExecutor(_CHECKING_THREADS, thread_name_prefix="segue-response")
-    store = ResponseStore(settings.max_responses, settings.max_response_bytes)
+    store, background = responses.store, responses.background
 
     @app.post("/v1/responses")
     async def respond(request: Request) -> Response:
@@ -45,6 +57,9 @@ def add_responses(app: FastAPI, service: Service, settings: ServerSettings, metr
             return responses_request(values, items_so_far(before), service.card, settings)
 
         asked = await asyncio.get_running_loop().run_in_executor(checking, checked)
+        if asked.background:
+            queued, journal = background.submit(asked, before)
+            return EventStream(journal.after(-1), settings.stall_seconds) if asked.stream else json_response(queued)
         deltas = run_generations(service, asked.chat.requests, metrics, asked.written)
         if asked.stream:
             return EventStream(named_events(_events(asked, deltas, store, before)), settings.stall_seconds)
@@ -53,23 +68,24 @@ def add_responses(app: FastAPI, service: Service, settings: ServerSettings, metr
     @app.get("/v1/responses/{response_id}")
     async def retrieve(response_id: str, request: Request) -> Response:
         kept = store.response(response_id)
-        if request.query_params.get("stream", "false") != "false":
-            raise Unsupported("stream is true; events are not kept: leave it out to get the response", field="stream")
+        if (after := events_after(request.query_params)) is not None:
+            return EventStream(store.journal(response_id).after(after), settings.stall_seconds)
         return Response(kept, media_type="application/json")
+
+    @app.get("/v1/responses/{response_id}/input_items")
+    async def input_items(response_id: str, request: Request) -> Response:
+        before, inputs = store.inputs(response_id)
+        page = page_of(request.query_params)
+        return json_response(await asyncio.to_thread(listed_items, response_id, before, inputs, page))
 
     @app.delete("/v1/responses/{response_id}")
     async def delete(response_id: str) -> Response:
-        store.forget(response_id)
+        await background.delete(response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     @app.post("/v1/responses/{response_id}/cancel")
     async def cancel(response_id: str) -> Response:
-        store.response(response_id)
-        raise InvalidRequest(
-            f"response {shown(response_id)} was not made in the background, and has ended: close the connection to "
-            "cancel one that runs",
-            field="response_id",
-        )
+        return Response(await background.cancel(response_id), media_type="application/json")
 
 
 async def _whole(

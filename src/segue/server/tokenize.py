@@ -62,7 +62,7 @@ def add_tokenize(app: FastAPI, service: Service, settings: ServerSettings) -> No
         check_names(values, TokenizeBody.__struct_fields__)
         body = convert(values, TokenizeBody)
         request = await asyncio.to_thread(_tokenize_request, body, values, service.card, settings)
-        found = await while_connected(http.receive, _tokens(service, request))
+        found = await while_connected(http.receive, prompt_tokens(service, request))
         answer = {
             "count": len(found.token_ids),
             "max_model_len": service.card.max_model_len,
@@ -82,7 +82,7 @@ def add_tokenize(app: FastAPI, service: Service, settings: ServerSettings) -> No
             return json_response({"prompt": ""})
         card = service.card
         ids = checked_token_ids(body.tokens, "tokens", card.vocab_sizes.get(card.text_stage or ""))
-        found = await while_connected(http.receive, _tokens(service, _request(prompt_token_ids=ids)))
+        found = await while_connected(http.receive, prompt_tokens(service, _request(prompt_token_ids=ids)))
         if not found.token_strs:
             raise InvalidRequest("this checkpoint has no tokenizer, so its ids stand for no text", field="tokens")
         return json_response({"prompt": found.text})
@@ -116,7 +116,8 @@ def _request(**prompt: Any) -> Request:
     return Request(request_id=f"tokens-{uuid.uuid4().hex}", modalities=[TOKENS], **prompt)
 
 
-async def _tokens(service: Service, request: Request) -> TokensDelta:
+async def prompt_tokens(service: Service, request: Request) -> TokensDelta:
+    """What a request of the modality `tokens` alone gives. Raises `Unsupported` for a model without ids."""
     found: TokensDelta | None = None
     async with aclosing(service.stream(request)) as deltas:
         async for delta in deltas:  # to the end: the request is not to be cancelled

@@ -24,14 +24,12 @@ from segue.orchestrator.service import ModelCard, Service
 from segue.server.disconnect import while_connected
 from segue.server.errors import RangeNotSatisfiable, Unsupported, json_response
 from segue.server.multipart import read_values
+from segue.server.paging import listed, page_of
 from segue.server.settings import ServerSettings
 from segue.server.video_request import FILES, VideoBody, as_written, video_request
 from segue.server.video_runner import VideoRunner
 from segue.server.video_store import THUMBNAIL, VIDEO, Job, VideoStore
 
-MAX_LISTED = 100
-"""OpenAI's."""
-_LISTED = 20
 _RANGE = re.compile(r"bytes\s*=\s*(?P<first>[0-9]{0,18})-(?P<last>[0-9]{0,18})", re.IGNORECASE)
 _VARIANTS = {"video": (VIDEO, "video/mp4"), "thumbnail": (THUMBNAIL, "image/webp")}
 
@@ -86,7 +84,8 @@ def add_videos(app: FastAPI, service: Service, settings: ServerSettings, videos:
 
     @app.get("/v1/videos")
     async def all_videos(http: HttpRequest) -> Response:
-        return json_response(_listed(kept().store.jobs(), dict(http.query_params)))
+        jobs = [_object(job) for job in kept().store.jobs()]
+        return json_response(listed(jobs, page_of(http.query_params), "video"))
 
     @app.get("/v1/videos/{video_id}")
     async def one_video(video_id: str) -> Response:
@@ -140,30 +139,6 @@ async def _check(job: Job, request: Request, service: Service) -> None:
                 pass
     except SegueError as error:
         raise as_written(error, job.size, job.seconds, request.options) from error
-
-
-def _listed(jobs: list[Job], query: dict[str, str]) -> dict[str, Any]:
-    """A page of them. Raises `InvalidRequest`."""
-    order, limit, after = query.get("order", "desc"), query.get("limit", str(_LISTED)), query.get("after")
-    if order not in ("asc", "desc"):
-        raise InvalidRequest(f"order is {shown(order)}; it must be asc or desc", field="order")
-    if not (limit.isascii() and limit.isdecimal() and len(limit) < 9 and 1 <= int(limit) <= MAX_LISTED):
-        raise InvalidRequest(f"limit is {shown(limit)}; it must be from 1 to {MAX_LISTED}", field="limit")
-    if order == "desc":
-        jobs = jobs[::-1]
-    if after is not None:
-        place = next((index for index, job in enumerate(jobs) if job.id == after), None)
-        if place is None:
-            raise NotFound(f"after is {shown(after)}, and there is no such video", field="after")
-        jobs = jobs[place + 1 :]
-    page = jobs[: int(limit)]
-    return {
-        "object": "list",
-        "data": [_object(job) for job in page],
-        "first_id": page[0].id if page else None,
-        "last_id": page[-1].id if page else None,
-        "has_more": len(page) < len(jobs),
-    }
 
 
 def _object(job: Job) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from segue.graph.deployment import StagePlan
 from segue.graph.parts import TOKENS
 from segue.messages.deltas import (
     AudioDelta,
+    ClassesDelta,
     EmbeddingDelta,
     ImageDelta,
     ProgressDelta,
@@ -166,13 +167,13 @@ def client_deltas(request: StageRequest, output: StageOutput) -> list[ClientDelt
     if "audio" in request.to_client and "samples" in payload:
         samples = payload["samples"]
         if samples.numel():
-            data = samples.detach().float().cpu().contiguous().numpy().astype("<f4", copy=False).tobytes()
-            deltas.append(AudioDelta(request.stage, data, int(payload["sample_rate"])))
+            deltas.append(AudioDelta(request.stage, _floats(samples), int(payload["sample_rate"])))
     if "embedding" in request.to_client and "embedding" in payload:
-        data = payload["embedding"].detach().float().cpu().contiguous().numpy().astype("<f4", copy=False).tobytes()
-        deltas.append(EmbeddingDelta(request.stage, data))
+        deltas.append(EmbeddingDelta(request.stage, _floats(payload["embedding"])))
     if "score" in request.to_client and "score" in payload:
         deltas.append(ScoreDelta(request.stage, float(payload["score"])))
+    if "classes" in request.to_client and "classes" in payload:
+        deltas.append(ClassesDelta(request.stage, _floats(payload["classes"]), payload["label"]))
     if TOKENS in request.to_client and TOKENS in payload:
         tokens = payload.pop(TOKENS)
         deltas.append(TokensDelta(request.stage, tokens["token_ids"], tokens["token_strs"], tokens["text"]))
@@ -185,6 +186,12 @@ def client_deltas(request: StageRequest, output: StageOutput) -> list[ClientDelt
     if output.progress is not None and asked is not None and asked.progress:
         deltas.append(ProgressDelta(request.stage, *output.progress, output.index))
     return deltas
+
+
+def _floats(tensor: Any) -> bytes:
+    """A tensor as little-endian float32."""
+    data: bytes = tensor.detach().float().cpu().contiguous().numpy().astype("<f4", copy=False).tobytes()
+    return data
 
 
 def _image(stage: str, payload: dict[str, Any]) -> ImageDelta:

@@ -6,17 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from segue.models.cross_encoder.graph import graph
-from segue.models.cross_encoder.recipe import ARCHITECTURE, read_activation
+from segue.models.cross_encoder.recipe import read_activation
 from segue.models.family import Family
+from segue.models.sequence_labels import classifies_sequences, labels_of
 
 TINY = ("bert-cross-encoder", "qwen3-reranker")
 """The families that `segue tiny` knows."""
 
 
 def claims(config: dict[str, Any], model_dir: Path) -> bool:
-    """A checkpoint of a class for sequence classification. Raises `ConfigError` where it is no cross-encoder."""
-    names = config.get("architectures") or []
-    if not any(str(name).endswith(ARCHITECTURE) for name in names):
+    """A checkpoint of a class for sequence classification, with one label. Raises `ConfigError` where it is not
+    served."""
+    if not classifies_sequences(config) or len(labels_of(config)) > 1:
         return False
     read_activation(model_dir, config)
     return True

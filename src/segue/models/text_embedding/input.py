@@ -1,29 +1,23 @@
-"""The input stage of a model of embeddings: a text → ids, as its tokenizer has them."""
+"""The input stage of a model of embeddings."""
 
 from __future__ import annotations
 
-import torch
-
-from segue.engines.contract import LoadContext, Payload
-from segue.graph.parts import TOKENS
-from segue.messages.errors import ConfigError, InvalidRequest
-from segue.messages.request import Request
-from segue.models.input_stage import InputStage
+from segue.engines.contract import LoadContext
+from segue.messages.errors import ConfigError
 from segue.models.pretrained import load_config
-from segue.models.prompt import checked_ids, client_tokens, given_as, own_tokens_only, tokenized
 from segue.models.registry import read_config
 from segue.models.text_batches import positions
 from segue.models.text_embedding.recipe import read_recipe
+from segue.models.text_input import TextInput
 from segue.models.tokenizer import load_tokenizer
 
 
-class InputProcessor(InputStage):
-    """A bare text or ids; there is no chat."""
+class InputProcessor(TextInput):
+    """Texts as long as the recipe and the model's positions allow."""
 
     def __init__(self, ctx: LoadContext) -> None:
+        """Raises `ConfigError`."""
         config = load_config(ctx)
-        self._vocab: int = config.vocab_size
-        self._tokenizer = load_tokenizer(ctx.model_dir)
         longest = positions(config)
         if (own := read_recipe(ctx.model_dir, read_config(ctx.model_dir)).max_length) is not None:
             longest = min(longest, own)
@@ -31,19 +25,4 @@ class InputProcessor(InputStage):
             raise ConfigError(
                 f"max_model_len is {ctx.max_model_len}; this model takes up to {longest} tokens", field="max_model_len"
             )
-        self._longest = ctx.max_model_len or longest
-
-    def process(self, request: Request) -> Payload:
-        form = given_as(request)
-        if form == "messages":
-            raise InvalidRequest("this model has no chat; send a prompt or prompt_token_ids", field="messages")
-        if form == "prompt":
-            ids = tokenized(self._tokenizer, request, self._longest)
-        else:
-            ids = checked_ids(request.prompt_token_ids or [], self._vocab)
-        if len(ids) > self._longest and not own_tokens_only(request):
-            raise InvalidRequest(
-                f"the text has {len(ids)} tokens; this model takes at most {self._longest}", field=form
-            )
-        seen = client_tokens(ids, self._tokenizer) if TOKENS in request.modalities else {}
-        return {"token_ids": torch.tensor(ids, dtype=torch.long), **seen}
+        super().__init__(load_tokenizer(ctx.model_dir), config.vocab_size, ctx.max_model_len or longest)

@@ -1,0 +1,112 @@
+"""Small checkpoints of models for sequence classification, in their published format, made here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, processors
+
+from segue.models.library import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+from segue.models.tiny.files import BASE_VOCAB, added_tokens, train_tokenizer, write_json
+from segue.models.tiny.sizes import check_size
+from segue.models.tiny.weights import randomise
+
+SIZES = ("tiny",)
+
+
+@dataclass(frozen=True)
+class SmallClassifier:
+    """One family."""
+
+    model_type: str
+    special: tuple[str, ...]
+    pad: str
+    begin: str | None = None
+    end: str | None = None
+    inputs: tuple[str, ...] = ("input_ids", "attention_mask")
+    """What the tokenizer gives."""
+    shape: Mapping[str, Any] = field(default_factory=dict)
+
+
+BERT = SmallClassifier(
+    "bert",
+    special=("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"),
+    pad="[PAD]",
+    begin="[CLS]",
+    end="[SEP]",
+    inputs=("input_ids", "token_type_ids", "attention_mask"),
+    shape={"max_position_embeddings": 512},
+)
+QWEN3 = SmallClassifier(
+    "qwen3",
+    special=("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+    pad="<|endoftext|>",
+    shape={"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024},
+)
+_SHAPE: Mapping[str, Any] = {
+    "vocab_size": 672,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+def make_classifier(
+    small: SmallClassifier, labels: Mapping[str, Any], directory: Path, size: str = "tiny", seed: int = 0
+) -> None:
+    """Write a checkpoint with random weights: the same files for the same size and seed. `labels`: what its config
+    says of them.
+
+    Raises `InvalidRequest` for an unknown size.
+    """
+    check_size(size, SIZES)
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = train_tokenizer(small.special, begin=small.begin, end=small.end)
+    if small.begin is not None:
+        tokenizer.post_processor = _joined(tokenizer, small.begin, str(small.end))
+    tokenizer.save(str(directory / "tokenizer.json"))
+    write_json(
+        directory,
+        "tokenizer_config.json",
+        {
+            "added_tokens_decoder": added_tokens(tokenizer, small.special),
+            "clean_up_tokenization_spaces": False,
+            "model_input_names": list(small.inputs),
+            "model_max_length": small.shape["max_position_embeddings"],
+            "pad_token": small.pad,
+            "tokenizer_class": "PreTrainedTokenizerFast",
+        },
+    )
+    pad = BASE_VOCAB + small.special.index(small.pad)
+    config = AutoConfig.for_model(small.model_type, **{**_SHAPE, **small.shape, **labels}, pad_token_id=pad)
+    with torch.random.fork_rng(devices=[]):  # the library draws weights of its own first
+        model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).eval()
+    randomise(model, seed)
+    if model.num_labels > 1:
+        _sharpen(model)
+    model.save_pretrained(directory)
+
+
+def _sharpen(model: PreTrainedModel) -> None:
+    """Let BERT's first token, from which its class is read, take more from the others than it has of itself: else all
+    texts are of one class."""
+    gains = {"attention.output.dense.weight": 4.0, "query.weight": 2.0, "key.weight": 2.0, "classifier.weight": 3.0}
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            for ending, gain in gains.items():
+                if name.endswith(ending):
+                    weight *= gain
+
+
+def _joined(tokenizer: Tokenizer, begin: str, end: str) -> processors.PostProcessor:
+    """Two texts as BERT joins them; the tokens of the second, and what ends it, are of type 1."""
+    around = [(token, tokenizer.token_to_id(token)) for token in (begin, end)]
+    template = processors.TemplateProcessing(
+        single=f"{begin} $A {end}", pair=f"{begin} $A {end} $B:1 {end}:1", special_tokens=around
+    )
+    return processors.Sequence([processors.ByteLevel(trim_offsets=False), template])

@@ -1,0 +1,172 @@
+"""The turns and blocks of Anthropic's Messages API as messages of a chat completion, and what stands where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from segue.media.sources import shown
+from segue.messages.errors import InvalidRequest, nearest
+from segue.server.body import check_names
+from segue.server.errors import Unsupported
+
+_ROLES = ("user", "assistant", "system")
+_HINTS = ("type", "cache_control")
+"""What any block may have; nothing is cached by such marks here: prefixes are found by themselves."""
+_KEYS = {
+    "text": (*_HINTS, "text", "citations"),
+    "image": (*_HINTS, "source"),
+    "document": (*_HINTS, "source", "title", "context", "citations"),
+    "tool_result": (*_HINTS, "tool_use_id", "content", "is_error"),
+    "tool_use": (*_HINTS, "id", "name", "input", "caller"),
+    "thinking": (*_HINTS, "thinking", "signature"),
+    "redacted_thinking": (*_HINTS, "data"),
+}
+_OF_ROLE = {
+    "user": ("text", "image", "document", "tool_result"),
+    "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
+    "system": ("text",),
+    "tool_result": ("text", "image", "document"),
+}
+_SOURCES = {"base64": ("type", "media_type", "data"), "url": ("type", "url")}
+
+
+@dataclass
+class Turns:
+    """Messages of a chat completion, made from turns one after the other."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    _parts: dict[str, str] = field(default_factory=dict)
+    _whole: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def written(self) -> dict[str, str]:
+        """Where in the messages → where in the client's; the most special places first."""
+        return {**self._parts, **self._whole}
+
+    def system(self, text: object, at: str) -> None:
+        """The system prompt: a text, or blocks of it. Raises `InvalidRequest`."""
+        self._blocks("system", text, at)
+
+    def turn(self, turn: object, at: str) -> None:
+        """One entry of `messages`. Raises `InvalidRequest`; what a chat completion checks by itself is left to it."""
+        if not isinstance(turn, dict):
+            raise InvalidRequest(f"{at} is {shown(turn)}; it must be an object with role and content", field=at)
+        check_names(turn, ("role", "content"), at)
+        role = turn.get("role")
+        if role not in _ROLES:
+            hint = nearest(role, _ROLES) if isinstance(role, str) else f"; known: {', '.join(_ROLES)}"
+            raise InvalidRequest(f"{at}.role is {shown(role)}, no known role{hint}", field=f"{at}.role")
+        self._blocks(role, turn.get("content"), f"{at}.content")
+
+    def _blocks(self, role: str, content: object, at: str) -> None:
+        """Turns of one role in a row are one, but for results of tools, which are messages of their own."""
+        if content == [] and role != "assistant":  # what the model has said may be nothing
+            raise InvalidRequest(f"{at} is empty; it must have at least one block", field=at)
+        for block, place in _listed(content, at):
+            kind = _kind(block, place, _OF_ROLE[role])
+            if kind == "tool_result":
+                self._result(block, place)
+            elif kind == "tool_use":
+                self._call(block, place)
+            elif kind == "thinking":
+                message = self._message(role, place)
+                message["reasoning_content"] = message.get("reasoning_content", "") + _text(block, "thinking", place)
+            elif kind != "redacted_thinking":
+                self._add(self._message(role, place), _parts(block, kind, place), place)
+
+    def _message(self, role: str, at: str) -> dict[str, Any]:
+        """The last message where it goes on, else a new one."""
+        if not self.messages or self.messages[-1]["role"] != role:
+            self._whole[f"messages[{len(self.messages)}]"] = at
+            self.messages.append({"role": role, "content": []})
+        return self.messages[-1]
+
+    def _add(self, message: dict[str, Any], parts: list[dict[str, Any]], at: str) -> None:
+        for part in parts:
+            place = f"messages[{len(self.messages) - 1}].content[{len(message['content'])}]"
+            self._parts |= {f"{place}.image_url.url": f"{at}.source", place: at}
+            message["content"].append(part)
+
+    def _call(self, block: Mapping[str, Any], at: str) -> None:
+        message = self._message("assistant", at)
+        given = block.get("input", {})
+        if not isinstance(given, dict):
+            raise InvalidRequest(f"{at}.input is {shown(given)}; it must be an object", field=f"{at}.input")
+        calls: list[dict[str, Any]] = message.setdefault("tool_calls", [])
+        self._parts[f"messages[{len(self.messages) - 1}].tool_calls[{len(calls)}]"] = at
+        function = {"name": _text(block, "name", at), "arguments": msgspec.json.encode(given).decode()}
+        calls.append({"id": _text(block, "id", at), "type": "function", "function": function})
+
+    def _result(self, block: Mapping[str, Any], at: str) -> None:
+        place = f"messages[{len(self.messages)}]"
+        self._parts[f"{place}.tool_call_id"] = f"{at}.tool_use_id"
+        self._whole[place] = at
+        message: dict[str, Any] = {"role": "tool", "tool_call_id": _text(block, "tool_use_id", at), "content": []}
+        self.messages.append(message)
+        content = block.get("content")
+        for inner, inner_at in [] if content is None else _listed(content, f"{at}.content"):
+            kind = _kind(inner, inner_at, _OF_ROLE["tool_result"])
+            self._add(message, _parts(inner, kind, inner_at), inner_at)
+
+
+def _listed(content: object, at: str) -> list[tuple[dict[str, Any], str]]:
+    """Blocks and where they stand; a text is a block of its own."""
+    if isinstance(content, str):
+        return [({"type": "text", "text": content}, at)]
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{at} is {shown(content)}; it must be a string or a list of blocks", field=at)
+    blocks = []
+    for index, block in enumerate(content):
+        place = f"{at}[{index}]"
+        if not isinstance(block, dict):
+            raise InvalidRequest(f"{place} is {shown(block)}; it must be a block: an object with a type", field=place)
+        blocks.append((block, place))
+    return blocks
+
+
+def _kind(block: dict[str, Any], at: str, known: tuple[str, ...]) -> str:
+    kind = block.get("type")
+    if not isinstance(kind, str) or kind not in known:
+        hint = nearest(kind, known) if isinstance(kind, str) else f"; known: {', '.join(known)}"
+        raise Unsupported(f"{at}.type is {shown(kind)}, no block this server takes there{hint}", field=f"{at}.type")
+    # clients send back what an answer had, with all that this server does not say as null
+    check_names({name: value for name, value in block.items() if value is not None}, _KEYS[kind], at)
+    return kind
+
+
+def _text(block: Mapping[str, Any], name: str, at: str) -> str:
+    text = block.get(name)
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{at}.{name} is {shown(text)}; it must be a string", field=f"{at}.{name}")
+    return text
+
+
+def _parts(block: Mapping[str, Any], kind: str, at: str) -> list[dict[str, Any]]:
+    """A block as parts of a chat message."""
+    if kind == "text":
+        return [{"type": "text", "text": _text(block, "text", at)}]
+    source = block.get("source")
+    if not isinstance(source, dict):
+        raise InvalidRequest(f"{at}.source is {shown(source)}; it must be an object", field=f"{at}.source")
+    at = f"{at}.source"
+    if kind == "document":
+        if source.get("type") != "text":
+            raise Unsupported(
+                f"{at}.type is {shown(source.get('type'))}; of documents, those of source text are taken",
+                field=f"{at}.type",
+            )
+        return [{"type": "text", "text": _text(source, "data", at)}]
+    form = source.get("type")
+    if form not in _SOURCES:
+        raise Unsupported(
+            f"{at}.type is {shown(form)}; this server keeps no files: it must be base64 or url", field=f"{at}.type"
+        )
+    check_names(source, _SOURCES[form], at)
+    if form == "url":
+        return [{"type": "image_url", "image_url": {"url": _text(source, "url", at)}}]
+    url = f"data:{_text(source, 'media_type', at)};base64,{_text(source, 'data', at)}"
+    return [{"type": "image_url", "image_url": {"url": url}}]

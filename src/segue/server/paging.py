@@ -1,0 +1,53 @@
+"""A list a page at a time, as OpenAI has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from segue.media.sources import shown
+from segue.messages.errors import InvalidRequest, NotFound
+
+MAX_LISTED = 100
+"""OpenAI's."""
+_LISTED = 20
+
+
+@dataclass(frozen=True)
+class Page:
+    """Which part of a list a client wants."""
+
+    after: str | None
+    limit: int
+    descending: bool
+
+
+def page_of(query: Mapping[str, str]) -> Page:
+    """What the query of a URL asks for. Raises `InvalidRequest`."""
+    order, limit = query.get("order", "desc"), query.get("limit", str(_LISTED))
+    if order not in ("asc", "desc"):
+        raise InvalidRequest(f"order is {shown(order)}; it must be asc or desc", field="order")
+    if not (limit.isascii() and limit.isdecimal() and len(limit) < 9 and 1 <= int(limit) <= MAX_LISTED):
+        raise InvalidRequest(f"limit is {shown(limit)}; it must be from 1 to {MAX_LISTED}", field="limit")
+    return Page(query.get("after"), int(limit), order == "desc")
+
+
+def listed(entries: list[dict[str, Any]], page: Page, what: str) -> dict[str, Any]:
+    """A page of entries, which are given the oldest first, each with an `id`. `what`: one of them, for an error. Raises
+    `NotFound`."""
+    if page.descending:
+        entries = entries[::-1]
+    if page.after is not None:
+        place = next((index for index, entry in enumerate(entries) if entry["id"] == page.after), None)
+        if place is None:
+            raise NotFound(f"after is {shown(page.after)}, and there is no such {what}", field="after")
+        entries = entries[place + 1 :]
+    some = entries[: page.limit]
+    return {
+        "object": "list",
+        "data": some,
+        "first_id": some[0]["id"] if some else None,
+        "last_id": some[-1]["id"] if some else None,
+        "has_more": len(some) < len(entries),
+    }

@@ -1,0 +1,146 @@
+"""Responses that are made in the background: whether or not anybody listens, until they end or are cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from segue.media.sources import shown
+from segue.messages.deltas import Finished
+from segue.messages.errors import InvalidRequest, Overloaded, SegueError, ShuttingDown
+from segue.messages.request import MediaPart
+from segue.observe.metrics import ServerMetrics
+from segue.orchestrator.service import Service
+from segue.server.events import event_bytes
+from segue.server.generations import run_generations
+from segue.server.response_journal import Journal
+from segue.server.response_output import Event
+from segue.server.response_request import ResponsesRequest
+from segue.server.response_store import ResponseStore, Turn
+from segue.server.response_writer import ResponseWriter
+
+AT_ONCE = 32
+"""Responses that are in the stages at a time; the others wait in order, and leave room for who waits for an answer."""
+
+_log = logging.getLogger("segue.server")
+
+
+@dataclass(frozen=True)
+class _Running:
+    writer: ResponseWriter
+    journal: Journal
+    task: asyncio.Task[None]
+
+
+class BackgroundResponses:
+    """Those of a store. Lives on the event loop of the service."""
+
+    def __init__(self, service: Service, store: ResponseStore, metrics: ServerMetrics) -> None:
+        self._service = service
+        self._store = store
+        self._metrics = metrics
+        self._room = asyncio.Semaphore(AT_ONCE)
+        self._running: dict[str, _Running] = {}
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[None]:
+        """What is not done in the end has failed: what is kept in memory ends with the server."""
+        try:
+            yield
+        finally:
+            left = list(self._running)
+            if left:
+                _log.warning("%d responses in the background end with the server: %s", len(left), ", ".join(left))
+            for response_id in left:
+                await self._end(response_id, ShuttingDown("the server is shutting down"))
+
+    def submit(self, asked: ResponsesRequest, before: Turn | None) -> tuple[dict[str, Any], Journal]:
+        """(the response as it is for now, its events). Raises `TooLarge`, `Overloaded` where it cannot be kept."""
+        writer = ResponseWriter(asked)
+        events = _encoded(writer.queue())
+        queued = writer.response
+        journal = self._store.begin(queued, asked.items, before, events, _media_bytes(asked))
+        task = asyncio.create_task(self._run(asked, writer))
+        self._running[asked.response_id] = _Running(writer, journal, task)
+        task.add_done_callback(lambda _: self._running.pop(asked.response_id, None))
+        return queued, journal
+
+    async def cancel(self, response_id: str) -> bytes:
+        """The response, which is made no further. One that has ended stays as it is. Raises `NotFound`, and
+        `InvalidRequest` where it was not made in the background."""
+        kept = self._store.response(response_id)
+        if not self._store.of_background(response_id):
+            raise InvalidRequest(
+                f"response {shown(response_id)} was not made in the background, and has ended: close the connection "
+                "to cancel one that runs",
+                field="response_id",
+            )
+        return await self._end(response_id) or kept
+
+    async def delete(self, response_id: str) -> None:
+        """End it where it is being made, and forget it. Raises `NotFound`."""
+        if await self._end(response_id) is None or response_id in self._store:  # what has just ended may have no room
+            self._store.forget(response_id)
+
+    async def _end(self, response_id: str, why: SegueError | None = None) -> bytes | None:
+        """End it, cancelled or as failed; its JSON then. None where it had ended before."""
+        if (one := self._running.get(response_id)) is None:
+            return None
+        one.task.cancel()
+        await asyncio.gather(one.task, return_exceptions=True)
+        if not one.journal.ended:
+            last = one.writer.cancel() if why is None else one.writer.fail(why)
+            self._store.end(one.writer.response, _encoded(last))
+        return msgspec.json.encode(one.writer.response)
+
+    async def _run(self, asked: ResponsesRequest, writer: ResponseWriter) -> None:
+        try:
+            async with self._room:
+                last = await self._make(asked, writer)
+        except SegueError as error:
+            last = writer.fail(error)
+        except Exception:
+            # whatever it is, whoever waits for the response is told, and its text stays in the log
+            _log.exception("a mistake in the server")
+            last = writer.fail(SegueError(f"internal error; the server's log has it: {asked.response_id}"))
+        self._store.end(writer.response, _encoded(last))
+
+    async def _make(self, asked: ResponsesRequest, writer: ResponseWriter) -> list[Event]:
+        """Its last events."""
+        while True:
+            await self._service.room()
+            try:
+                return await self._write(asked, writer)
+            except Overloaded:  # somebody was faster
+                continue
+
+    async def _write(self, asked: ResponsesRequest, writer: ResponseWriter) -> list[Event]:
+        events: list[Event] = []
+        async with aclosing(
+            run_generations(self._service, asked.chat.requests, self._metrics, asked.written)
+        ) as deltas:
+            begun = False
+            async for _, delta in deltas:
+                stood = writer.response
+                events = [*([] if begun else writer.leave_queue()), *writer.take(delta)]
+                begun = True
+                if not isinstance(delta, Finished):
+                    changed = writer.response if writer.response is not stood else None
+                    self._store.add(asked.response_id, _encoded(events), changed)
+        return events
+
+
+def _encoded(events: list[Event]) -> list[bytes]:
+    return [event_bytes(event, event["type"]) for event in events]
+
+
+def _media_bytes(asked: ResponsesRequest) -> int:
+    """What the stages are given besides the text."""
+    parts = [part for request in asked.chat.requests for message in request.messages for part in message.content]
+    return sum(len(part.data) for part in parts if isinstance(part, MediaPart))

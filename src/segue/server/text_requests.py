@@ -1,0 +1,89 @@
+"""Texts, or their ids, that become a vector or classes: what a body says of them, and a generation for each."""
+
+from __future__ import annotations
+
+import base64
+import time
+import uuid
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from segue.media.sources import shown
+from segue.messages.errors import InvalidRequest
+from segue.messages.request import Request
+from segue.server.parameters import checked_token_ids, turn_fields
+
+MAX_INPUTS = 2048
+"""OpenAI's."""
+FORMATS = ("float", "base64")
+"""How a list of numbers is written."""
+
+
+class TextsBody(msgspec.Struct, kw_only=True):
+    """What all of them have. null means not given."""
+
+    model: str
+    input: str | list[str | int | list[int]]
+    user: str | None = None
+    """The tenant, for fair scheduling."""
+    # ours (and vLLM's) from here on
+    add_special_tokens: bool | None = None
+    priority: int | None = None
+    deadline: float | None = None
+    """Seconds from now."""
+
+
+def text_requests(body: TextsBody, prefix: str, modality: str, options: dict[str, Any]) -> list[Request]:
+    """One per text. `prefix`: of their ids. Raises `InvalidRequest` naming the parameter, its value and what would be
+    right."""
+    turn = turn_fields(body.priority, body.user, body.deadline, time.time())
+    return [
+        Request(
+            request_id=f"{prefix}-{uuid.uuid4().hex}",
+            prompt=text if isinstance(text, str) else None,
+            prompt_token_ids=None if isinstance(text, str) else text,
+            add_special_tokens=body.add_special_tokens,
+            modalities=[modality],
+            options=options,
+            **turn,
+        )
+        for text in _texts(body.input)
+    ]
+
+
+def written_as_base64(encoding_format: str | None) -> bool:
+    """Whether numbers are written so, and not as such. Raises `InvalidRequest`."""
+    if encoding_format is not None and encoding_format not in FORMATS:
+        raise InvalidRequest(
+            f"encoding_format is {shown(encoding_format)}; it must be {' or '.join(FORMATS)}", field="encoding_format"
+        )
+    return encoding_format == "base64"
+
+
+def written_numbers(data: bytes, *, as_base64: bool) -> str | list[float]:
+    """Little-endian float32 as such, which numpy of the official client reads, or as numbers."""
+    return base64.b64encode(data).decode() if as_base64 else np.frombuffer(data, dtype="<f4").tolist()
+
+
+def _texts(given: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """One text, several, the ids of one, or the ids of several."""
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise InvalidRequest("input is empty; give at least one text", field="input")
+    ids = [entry for entry in given if isinstance(entry, int)]
+    if len(ids) == len(given):
+        return [checked_token_ids(ids, "input")]
+    if len(given) > MAX_INPUTS:
+        raise InvalidRequest(f"input has {len(given)} entries; there may be {MAX_INPUTS}", field="input")
+    texts: list[str | list[int]] = []
+    for index, entry in enumerate(given):
+        if isinstance(entry, int) or type(entry) is not type(given[0]):
+            raise InvalidRequest(
+                f"input[{index}] is {shown(entry)}; all entries must be texts, or all lists of ids, or all ids",
+                field=f"input[{index}]",
+            )
+        texts.append(checked_token_ids(entry, f"input[{index}]") if isinstance(entry, list) else entry)
+    return texts
