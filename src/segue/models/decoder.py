@@ -35,7 +35,7 @@ from segue.messages.errors import ConfigError
 from segue.models.checkpoint import held_bytes
 from segue.models.interface import check_interface, check_takes, decoder_of
 from segue.models.layer_inputs import READ_AS, takes_ids_again
-from segue.models.library import PAGED, VERSION, Conv1D, ModelOutput, PreTrainedConfig, PreTrainedModel
+from segue.models.library import PAGED, VERSION, Conv1D, ModelOutput, PreTrainedModel
 from segue.models.lora import LoraAdapters
 from segue.models.no_cache import NoCache, counts_by_cache
 from segue.models.states import attending, divide, find_states, keeps_states
@@ -44,8 +44,6 @@ _PROBE = 24
 """Tokens of the comparison at load."""
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 """Largest difference over largest logit; 16-bit types: 0.05; activations rounded to 8 bits: 0.3."""
-UNBOUNDED = 8192
-"""Tokens of a sequence where neither the config nor the deployment says how many."""
 _COARSE = ("int8", "int4")
 """Quantisations that round what goes into a layer, too."""
 
@@ -282,27 +280,6 @@ def _plain_linear(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]
     if type(module) is Conv1D:
         return module.get_parameter("weight").T.contiguous(), module.get_parameter("bias")
     return None
-
-
-def context_length(config: PreTrainedConfig, wanted: int | None) -> int:
-    """The longest sequence a text config allows, or `wanted` where that is less.
-
-    Rotary scalings that change with the length of the sequence ("longrope", "dynamic") are one for a whole flat batch:
-    such a model is served up to the length where the first change comes. Raises `ConfigError` where more is wanted.
-    """
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is None:  # a state is as large after a million tokens
-        return wanted or UNBOUNDED
-    ropes = config.rope_parameters if "rope_parameters" in config else None
-    for rope in [ropes, *(ropes or {}).values()]:
-        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
-            original = rope.get("original_max_position_embeddings")
-            longest = min(longest, original or longest)
-    if wanted is not None and wanted > longest:
-        raise ConfigError(
-            f"max_model_len is {wanted}; this model can be served up to {longest} tokens", field="max_model_len"
-        )
-    return wanted or longest
 
 
 def replaced(module: nn.Module, name: str, new: nn.Module) -> nn.Module:

@@ -10,10 +10,10 @@ from segue.engines.contract import LoadContext, Payload
 from segue.graph.parts import TOKENS
 from segue.messages.errors import ConfigError, InvalidRequest, TooLong
 from segue.messages.request import Request
+from segue.models.context_length import whole_length
 from segue.models.input_stage import InputStage
 from segue.models.pretrained import load_config
 from segue.models.prompt import check_text, client_tokens, given_as, own_tokens_only
-from segue.models.text_batches import positions
 from segue.models.tokenizer import load_tokenizer
 
 _UNBOUNDED = 1 << 31
@@ -29,12 +29,9 @@ class InputProcessor(InputStage):
         if tokenizer is None:
             raise ConfigError(f"{ctx.model_dir}: a cross-encoder needs its tokenizer; there is none", field="model")
         self._tokenizer: Any = tokenizer
-        longest = _longest(ctx, tokenizer.model_max_length)
-        if ctx.max_model_len is not None and ctx.max_model_len > longest:
-            raise ConfigError(
-                f"max_model_len is {ctx.max_model_len}; this model takes up to {longest} tokens", field="max_model_len"
-            )
-        self._longest = ctx.max_model_len or longest
+        own: int | None = tokenizer.model_max_length if tokenizer.model_max_length < _UNBOUNDED else None
+        unsaid = "tokenizer_config.json no model_max_length"
+        self._longest = whole_length(load_config(ctx), own, unsaid, ctx.max_model_len)
 
     def warm_up(self) -> None:
         """One short pair."""
@@ -68,17 +65,3 @@ class InputProcessor(InputStage):
             payload["token_type_ids"] = torch.tensor(types, dtype=torch.long)
         seen = client_tokens(ids, self._tokenizer) if TOKENS in request.modalities else {}
         return {**payload, **seen}
-
-
-def _longest(ctx: LoadContext, of_tokenizer: int) -> int:
-    """Tokens of a pair, as the model's positions and its tokenizer allow it."""
-    config = load_config(ctx)
-    own = positions(config) if getattr(config, "max_position_embeddings", None) else _UNBOUNDED
-    longest = min(own, of_tokenizer)
-    if longest >= _UNBOUNDED:
-        raise ConfigError(
-            f"{ctx.model_dir}: config.json has no max_position_embeddings and tokenizer_config.json no "
-            "model_max_length; one of them must say how many tokens two texts may have",
-            field="model",
-        )
-    return longest

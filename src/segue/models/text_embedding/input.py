@@ -6,13 +6,13 @@ import torch
 
 from segue.engines.contract import LoadContext, Payload
 from segue.graph.parts import TOKENS
-from segue.messages.errors import ConfigError, InvalidRequest
+from segue.messages.errors import InvalidRequest
 from segue.messages.request import Request
+from segue.models.context_length import whole_length
 from segue.models.input_stage import InputStage
 from segue.models.pretrained import load_config
 from segue.models.prompt import checked_ids, client_tokens, given_as, own_tokens_only, tokenized
 from segue.models.registry import read_config
-from segue.models.text_batches import positions
 from segue.models.text_embedding.recipe import read_recipe
 from segue.models.tokenizer import load_tokenizer
 
@@ -24,14 +24,9 @@ class InputProcessor(InputStage):
         config = load_config(ctx)
         self._vocab: int = config.vocab_size
         self._tokenizer = load_tokenizer(ctx.model_dir)
-        longest = positions(config)
-        if (own := read_recipe(ctx.model_dir, read_config(ctx.model_dir)).max_length) is not None:
-            longest = min(longest, own)
-        if ctx.max_model_len is not None and ctx.max_model_len > longest:
-            raise ConfigError(
-                f"max_model_len is {ctx.max_model_len}; this model takes up to {longest} tokens", field="max_model_len"
-            )
-        self._longest = ctx.max_model_len or longest
+        own = read_recipe(ctx.model_dir, read_config(ctx.model_dir)).max_length
+        unsaid = "sentence_bert_config.json no max_seq_length"
+        self._longest = whole_length(config, own, unsaid, ctx.max_model_len)
 
     def process(self, request: Request) -> Payload:
         form = given_as(request)
