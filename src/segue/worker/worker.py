@@ -62,7 +62,7 @@ STATS_EVERY = 0.5
 
 def run(spec: WorkerSpec) -> None:
     """A worker's whole life; called in a process of its own."""
-    # the library warns of every config whose talker names ids of the thinker's vocabulary, at each load
+    # the library warns of every config in which one part names ids of another part's vocabulary, at each load
     logging.getLogger("transformers").setLevel(logging.ERROR)
     ranks = fork_ranks(spec)
     home = fork_home(spec)
