@@ -16,8 +16,7 @@ from torch import nn
 
 from segue.engines.contract import LoadContext
 from segue.messages.errors import ConfigError
-from segue.models.decoder import name_of
-from segue.models.interface import decoder_of
+from segue.models.interface import decoder_of, name_of
 from segue.models.library import VERSION, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 from segue.models.multimodal_lm.graph import kinds_of
 from segue.models.pretrained import load_config, load_model
