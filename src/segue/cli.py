@@ -282,7 +282,7 @@ def _tiny(arguments: argparse.Namespace) -> int:
     preset = tiny_preset(arguments.family)
     if arguments.size not in preset.sizes:
         raise ConfigError(f"{arguments.family} has no size {arguments.size!r}{nearest(arguments.size, preset.sizes)}")
-    logging.getLogger("transformers").setLevel(logging.ERROR)  # see segue.worker.worker
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # see segue.worker.life
     try:
         preset.make(arguments.directory, arguments.size, arguments.seed)
     except OSError as error:

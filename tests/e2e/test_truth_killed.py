@@ -46,8 +46,7 @@ def test_killed_before_it_answered(system: System, truth: Truth, assets: Path, s
         worker = system.stopped(stage)
         task = asyncio.create_task(system.collect(BY_NAME[name].prompt(assets)))
         other = asyncio.create_task(system.collect(BY_NAME["text"].prompt(assets)))
-        while len(system.omni.orchestrator.requests) < 2:
-            await asyncio.sleep(0)  # their tasks have not run yet
+        await system.admitted(2)
         worker.kill()
         output = await task
         truth.check(output, BY_NAME[name])
@@ -88,10 +87,8 @@ def test_killed_when_its_upstream_had_ended(
     async def body() -> None:
         worker = system.stopped(stage)
         task = asyncio.create_task(system.collect(LONG_MIXED.prompt(assets)))
-        requests = system.omni.orchestrator.requests
-        while not requests:
-            await asyncio.sleep(0)  # its task has not run yet
-        [books] = requests.values()
+        await system.admitted()
+        [books] = system.omni.orchestrator.requests.values()
         while not books.stages[upstream].done:
             # a round trip through a worker that is not stopped
             await (system.refused() if stage == "thinker" else system.tick())

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from truth_system import until
 
 from segue.messages.deltas import ProgressDelta
 from segue.messages.errors import InvalidRequest, NotFound
@@ -89,6 +90,10 @@ def test_adapters_while_it_runs(loop: asyncio.AbstractEventLoop, omni: AsyncOmni
         assert attempts == 2
         return picture
 
+    def replaced(dead: int | None) -> bool:
+        denoiser = omni.health().stages["denoiser"]
+        return denoiser.state == "ready" and denoiser.replicas[0].pid != dead
+
     async def killed_once() -> tuple[np.ndarray, int]:
         collector = Collector("ink", wants_audio=False)
         dead = None
@@ -99,8 +104,7 @@ def test_adapters_while_it_runs(loop: asyncio.AbstractEventLoop, omni: AsyncOmni
                     assert dead is not None
                     os.kill(dead, signal.SIGKILL)
                 collector.add(delta)
-        while (denoiser := omni.health().stages["denoiser"]).state != "ready" or denoiser.replicas[0].pid == dead:
-            await asyncio.sleep(0)
+        await until(lambda: replaced(dead))
         output = collector.output()
         return np.asarray(output.images[0]).astype(int), output.metrics.attempts
 

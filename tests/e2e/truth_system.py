@@ -180,6 +180,12 @@ def apart(one: np.ndarray, other: np.ndarray) -> float:
     return float(np.abs(one - other).max(initial=0.0))
 
 
+async def until(true: Callable[[], bool]) -> None:
+    """Let the loop's other tasks run until it is so."""
+    while not true():
+        await asyncio.sleep(0)
+
+
 class System:
     """A running model on an event loop of its own."""
 
@@ -212,8 +218,7 @@ class System:
     async def replaced(self) -> None:
         """Nobody is given to a worker that was killed any more."""
         replicas = self.omni.orchestrator.replicas.all
-        while any(replica.state != "ready" or replica.pid in self._killed for replica in replicas):
-            await asyncio.sleep(0)
+        await until(lambda: all(one.state == "ready" and one.pid not in self._killed for one in replicas))
         self._killed.clear()  # numbers of processes come again
 
     def ask(self, *prompts: Any) -> list[RequestOutput]:
@@ -281,6 +286,10 @@ class System:
             if enough(numbers):
                 return numbers
             await self.tick()
+
+    async def admitted(self, count: int = 1) -> None:
+        """So many requests are in the orchestrator's books: the tasks that make them have run so far."""
+        await until(lambda: len(self.omni.orchestrator.requests) >= count)
 
     async def all_ready(self) -> None:
         """A system serves as soon as every stage has a replica: wait for the others."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 from segue.engines.contract import Engine, LoadContext, StageOutput, StageRequest
+from segue.engines.diffusion.contract import DiffusionAdapter
 from segue.engines.diffusion.costs import CostTable
 from segue.engines.diffusion.engine import DiffusionConfig, DiffusionEngine
 from segue.engines.module.engine import ModuleEngine
@@ -52,7 +54,7 @@ class Untimed(CostTable):
 
 
 class Chain:
-    """A checkpoint, loaded. `adapters` by stage may be changed by a test."""
+    """A checkpoint, loaded; its adapters by stage."""
 
     def __init__(
         self,
@@ -78,6 +80,12 @@ class Chain:
             self.adapters[name] = self.stages.ADAPTERS[name](ctx)
         self.batches: list[int] = []
         """Rows of each step of the denoiser."""
+
+    def through(self, denoiser: DiffusionAdapter) -> Chain:
+        """The same with another denoiser."""
+        other = copy.copy(self)
+        other.adapters = {**self.adapters, "denoiser": denoiser}
+        return other
 
     def run(self, *asked: Mapping[str, Any], late: Mapping[int, int] | None = None, max_batch: int = 16) -> list[Made]:
         """All requests together; request i joins after `late[i]` steps of the denoiser. Raises what one fails with."""

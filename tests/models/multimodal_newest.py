@@ -57,6 +57,12 @@ _BARE = """\
 """
 """No turns: PaliGemma's checkpoints have no template."""
 
+_MUSE_FRAMES = {
+    "video_processor_type": "MuseGlimmerVideoProcessor",
+    "return_metadata": True,
+    "size": AREA,
+    **MERGED,
+}
 _MUSE_SIGHT = {**KIMI_TOWER, "max_position_embeddings": 64}
 _MUSE_TEXT = {**PLAIN, **WINDOWED}
 _MUSE_IDS = {"image_token_id": token_id(_MUSE, "<|patch|>"), "video_token_id": token_id(_MUSE, "<|video|>")}
@@ -309,12 +315,7 @@ NEWEST: dict[str, dict[str, Any]] = {
             "size": AREA,
             **MERGED,
         },
-        "frames": {
-            "video_processor_type": "MuseGlimmerVideoProcessor",
-            "return_metadata": True,
-            "size": AREA,
-            **MERGED,
-        },
+        "frames": _MUSE_FRAMES,
         "special": _MUSE,
         "template": _placing("<|patch|>", "<|video|>"),
     },
@@ -344,12 +345,7 @@ NEWEST: dict[str, dict[str, Any]] = {
             "size": AREA,
             **MERGED,
         },
-        "frames": {
-            "video_processor_type": "MuseGlimmerVideoProcessor",
-            "return_metadata": True,
-            "size": AREA,
-            **MERGED,
-        },
+        "frames": _MUSE_FRAMES,
         "special": _MUSE,
         "template": _placing("<|patch|>", "<|video|>", "<|audio|>"),
     },

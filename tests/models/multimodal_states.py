@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from causal_lm_family import STATES as OF_TEXT
 from multimodal_more import MORE
 from multimodal_others import HALF, SIGHT, TEXT_CONFIG
 
@@ -12,25 +13,14 @@ from segue.models.tiny.files import BASE_VOCAB
 
 _QWEN3 = MORE["qwen3_vl_moe"]
 _PLAIN = {key: value for key, value in TEXT_CONFIG.items() if key != "model_type"}
-_DELTA = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
+_ROPE = {
     "rope_parameters": {
         "rope_type": "default",
         "rope_theta": 1e7,
         "partial_rotary_factor": 0.5,
         "mrope_interleaved": True,
         "mrope_section": [2, 1, 1],
-    },
-}
-_EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 48,
-    "shared_expert_intermediate_size": 48,
+    }
 }
 _TOWER = {key: value for key, value in _QWEN3["config"]["vision_config"].items() if key != "deepstack_visual_indexes"}
 _IDS = {key: value for key, value in _QWEN3["config"].items() if key.endswith("_id")}
@@ -42,13 +32,17 @@ _LFM = (
 STATES: dict[str, dict[str, Any]] = {
     "qwen3_5": {
         **_QWEN3,
-        "config": {"vision_config": _TOWER, "text_config": {**_PLAIN, **_DELTA, "tie_word_embeddings": False}, **_IDS},
+        "config": {
+            "vision_config": _TOWER,
+            "text_config": {**_PLAIN, **OF_TEXT["qwen3_5_text"], **_ROPE, "tie_word_embeddings": False},
+            **_IDS,
+        },
     },
     "qwen3_5_moe": {
         **_QWEN3,
         "config": {
             "vision_config": _TOWER,
-            "text_config": {**_PLAIN, **_DELTA, **_EXPERTS, "tie_word_embeddings": False},
+            "text_config": {**_PLAIN, **OF_TEXT["qwen3_5_moe_text"], **_ROPE, "tie_word_embeddings": False},
             **_IDS,
         },
     },
@@ -65,10 +59,8 @@ STATES: dict[str, dict[str, Any]] = {
             },
             "text_config": {
                 **TEXT_CONFIG,
+                **OF_TEXT["lfm3"],
                 "model_type": "lfm3",
-                "num_hidden_layers": 4,
-                "sliding_window": 16,
-                "layer_types": ["conv", "full_attention", "conv", "sliding_attention"],
                 "pad_token_id": BASE_VOCAB,
             },
             "projector_hidden_size": 32,
@@ -79,12 +71,7 @@ STATES: dict[str, dict[str, Any]] = {
     "lfm2_vl": {
         "config": {
             "vision_config": {**SIGHT, "model_type": "siglip2_vision_model", "num_patches": 16},
-            "text_config": {
-                **TEXT_CONFIG,
-                "model_type": "lfm2",
-                "layer_types": ["conv", "full_attention"],
-                "block_auto_adjust_ff_dim": False,
-            },
+            "text_config": {**TEXT_CONFIG, **OF_TEXT["lfm2"], "model_type": "lfm2"},
             "image_token_id": BASE_VOCAB + _LFM.index("<image>"),
             "projector_hidden_size": 32,
         },

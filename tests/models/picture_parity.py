@@ -19,7 +19,7 @@ from segue.engines.diffusion.contract import Row, Sample
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.request import Request
 from segue.messages.sampling import FALLBACK
-from segue.models.diffusion.denoiser import Given
+from segue.models.diffusion.given import Given
 from segue.models.diffusion.text_encoder import TextEncoder
 from segue.models.diffusion.tiny import Part, write_index
 from segue.models.encoder_cache import EncoderCache

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from segue.engines.contract import LoadContext
@@ -36,20 +37,24 @@ def shape_of(keys: dict[str, Any]) -> Shape:
     return Shape(**parts) if parts else Shape(branches=2)
 
 
-def offload_here() -> None:
-    """From now on weights may wait on a CPU for their turn on it."""
-    tuning._check_offload = lambda ctx: None
-    tuning.offload = partial(tuning.offload, use_stream=False)
+def offload_here(patch: pytest.MonkeyPatch) -> None:
+    """From now on weights may wait on a CPU for their turn on it: deployments may not say so, and a GPU has streams."""
+    patch.setattr(tuning, "_check_offload", lambda ctx: None)
+    patch.setattr(tuning, "offload", partial(tuning.offload, use_stream=False))
 
 
-def compile_eagerly() -> None:
-    """From now on compiled code is what was traced, without the minute that it takes to be made better."""
+def compile_eagerly(patch: pytest.MonkeyPatch) -> list[Any]:
+    """From now on compiled code is what was traced, without the minute that it takes to be made better; what was given
+    to be compiled comes into the list."""
+    compiled: list[Any] = []
 
     def eager(forward: Any, *, dynamic: bool) -> Any:
+        compiled.append(forward)
         return torch._dynamo.optimize("eager", dynamic=dynamic)(forward)
 
-    torch.compile = eager
-    os.environ["CXX"] = "true"
+    patch.setattr(torch, "compile", eager)
+    patch.setenv("CXX", "true")
+    return compiled
 
 
 def denoiser(checkpoint: Path, keys: dict[str, Any], ways: Ways) -> DiffusionAdapter:
@@ -116,10 +121,11 @@ def main() -> None:
     for other, (end, _) in enumerate(given, start=1):
         if other != rank:
             os.close(int(end))
+    patch = pytest.MonkeyPatch()  # of a process that ends with it
     if "offload" in keys:
-        offload_here()
+        offload_here(patch)
     if "compile" in keys:
-        compile_eagerly()
+        compile_eagerly(patch)
     with socket.socket(fileno=int(given[rank - 1][0])) as orders:
         ways = meet(rank, shape_of(keys), meeting, CPU)
         follow_rows(denoiser(Path(given[rank - 1][1]), keys, ways), ways, orders)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from text_stages import answered, context, edit
 
-from segue.engines.contract import LoadContext, StageRequest
-from segue.engines.module.engine import ModuleConfig, ModuleEngine
 from segue.messages.errors import ConfigError, InvalidRequest
 from segue.messages.request import Message, Request, TextPart
-from segue.messages.sampling import FALLBACK
 from segue.models.cross_encoder import tiny
 from segue.models.cross_encoder.input import InputProcessor
 from segue.models.cross_encoder.scorer import Scorer
@@ -34,10 +31,6 @@ PAIRS = (
 CLOSE = {"rel": 1e-4, "abs": 2e-6}
 
 
-def context(directory: Path, stage: str = "scorer", **more: Any) -> LoadContext:
-    return LoadContext(directory, stage, torch.device("cpu"), torch.float32, **more)
-
-
 @pytest.fixture(scope="module", params=tiny.PRESETS)
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp(request.param)
@@ -50,10 +43,6 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("bert")
     tiny.PRESETS["bert-cross-encoder"].make(made, "tiny", 0)
     return made
-
-
-def edit(path: Path, **values: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
 @torch.inference_mode()
@@ -70,32 +59,13 @@ def score(
 ) -> list[float]:
     """All pairs through both stages, in calls of up to four."""
     inputs = InputProcessor(context(directory, "input"))
-    engine = ModuleEngine(scorer or Scorer(context(directory)), ModuleConfig(max_batch=4))
-    for index, (one, other) in enumerate(pairs):
-        request = Request(
-            request_id=str(index), prompt=one, modalities=["score"], options={"text_pair": other, **options}
-        )
-        engine.add(
-            StageRequest(
-                str(index),
-                "scorer",
-                request,
-                FALLBACK,
-                seed=0,
-                upstreams=frozenset({"input"}),
-                downstreams=frozenset(),
-                to_client=frozenset({"score"}),
-            )
-        )
-        engine.feed(str(index), "input", inputs.process(request), final=True)
-    found: dict[str, float] = {}
-    while engine.has_work():
-        for output in engine.step():
-            assert output.finished
-            assert output.error is None
-            found[output.request_id] = (output.payload or {})["score"]
-    assert engine.stats()["calls_total"] < len(pairs) or len(pairs) == 1, "some share a call"
-    return [found[str(index)] for index in range(len(pairs))]
+    requests = [
+        Request(request_id=str(index), prompt=one, modalities=["score"], options={"text_pair": other, **options})
+        for index, (one, other) in enumerate(pairs)
+    ]
+    outputs = answered(inputs, scorer or Scorer(context(directory, "scorer")), requests)
+    assert not any(output.error for output in outputs)
+    return [(output.payload or {})["score"] for output in outputs]
 
 
 def test_parity(directory: Path) -> None:
@@ -109,7 +79,7 @@ def test_parity_fails_when_a_text_or_a_weight_is_changed(directory: Path) -> Non
     for side in (0, 1):
         changed = [tuple(text + "?" if at == side else text for at, text in enumerate(pair)) for pair in PAIRS]
         assert score(directory, changed) != pytest.approx(expected, **CLOSE)
-    scorer = Scorer(context(directory))
+    scorer = Scorer(context(directory, "scorer"))
     with torch.no_grad():
         next(scorer.network.model.parameters())[:, 0] += 1.0
     assert score(directory, PAIRS, scorer) != pytest.approx(expected, **CLOSE)
@@ -188,5 +158,5 @@ def test_its_class_says_what_a_checkpoint_is(directory: Path) -> None:
 
 
 def test_dummy_weights(directory: Path) -> None:
-    [one] = score(directory, PAIRS[:1], Scorer(context(directory, load_format="dummy")))
+    [one] = score(directory, PAIRS[:1], Scorer(context(directory, "scorer", load_format="dummy")))
     assert 0 < one < 1

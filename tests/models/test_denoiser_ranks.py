@@ -15,7 +15,6 @@ from row_rank_process import joined, led
 from safetensors.torch import load_file, save_file
 
 from segue.engines.diffusion.contract import Row
-from segue.engines.diffusion.ranks import RowLeader
 from segue.graph.lora import LoraPlan
 from segue.messages.errors import NotFound, StageFailed
 
@@ -55,14 +54,14 @@ def test_two_equal_one(chain: Chain, qwen_image_dir: Path, tmp_path: Path, monke
 
     monkeypatch.setattr(plain, "predict", noted)
     with led(plain, qwen_image_dir, tmp_path / "meeting") as leader:
-        monkeypatch.setitem(chain.adapters, "denoiser", leader)
-        together = chain.run(*CASES, late={1: 1, 3: 2, 4: 3})
+        divided = chain.through(leader)
+        together = divided.run(*CASES, late={1: 1, 3: 2, 4: 3})
         for one, case in zip(together, expected, strict=True):
             assert apart(one, case.pixels) < WITHIN
         assert branches == {0}, "the others are computed elsewhere"
 
 
-def test_adapters(qwen_image_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters(qwen_image_dir: Path, tmp_path: Path) -> None:
     """One that is loaded with the stage, and one that comes later."""
     network = pipeline_of(qwen_image_dir, "QwenImagePipeline").transformer
     ink, oil = (str(write(tmp_path / name, drawn(network, 4, seed))) for seed, name in enumerate(("ink", "oil")))
@@ -76,18 +75,16 @@ def test_adapters(qwen_image_dir: Path, tmp_path: Path, monkeypatch: pytest.Monk
     with joined(qwen_image_dir, tmp_path / "meeting", keys) as leader:
         assert leader.lora is not None
         leader.lora.load("oil", oil)
-        monkeypatch.setitem(chain.adapters, "denoiser", leader)
-        for one, case in zip(chain.run(*cases, late={1: 1}), expected, strict=True):
+        divided = chain.through(leader)
+        for one, case in zip(divided.run(*cases, late={1: 1}), expected, strict=True):
             assert apart(one, case.pixels) < WITHIN
         leader.lora.unload("oil")
         with pytest.raises(NotFound, match="there is no LoRA adapter 'oil'"):
-            chain.run(cases[1])
+            divided.run(cases[1])
     assert apart(expected[0], expected[1].pixels) > WITHIN
 
 
-def test_other_weights_there_are_seen(
-    chain: Chain, qwen_image_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_weights_there_are_seen(chain: Chain, qwen_image_dir: Path, tmp_path: Path) -> None:
     expected = chain.run(GUIDED)[0]
     other = Path(shutil.copytree(qwen_image_dir, tmp_path / "other"))
     [path] = (other / "transformer").glob("*.safetensors")
@@ -95,8 +92,8 @@ def test_other_weights_there_are_seen(
     tensors["transformer_blocks.1.attn.to_v.weight"][0, 0] += 1.0
     save_file(tensors, path, {"format": "pt"})
     with led(chain.adapters["denoiser"], other, tmp_path / "meeting") as leader:
-        monkeypatch.setitem(chain.adapters, "denoiser", leader)
-        assert apart(chain.run(GUIDED)[0], expected.pixels) > WITHIN
+        divided = chain.through(leader)
+        assert apart(divided.run(GUIDED)[0], expected.pixels) > WITHIN
 
 
 def test_an_error_of_one_rank_leaves_them_in_step(
@@ -105,12 +102,12 @@ def test_an_error_of_one_rank_leaves_them_in_step(
     plain = chain.adapters["denoiser"]
     expected = chain.run(GUIDED)[0]
     with led(plain, qwen_image_dir, tmp_path / "meeting") as leader:
-        monkeypatch.setitem(chain.adapters, "denoiser", leader)
-        fails(plain, leader, chain, monkeypatch)
-        assert apart(chain.run(GUIDED)[0], expected.pixels) < WITHIN
+        divided = chain.through(leader)
+        fails(plain, divided, monkeypatch)
+        assert apart(divided.run(GUIDED)[0], expected.pixels) < WITHIN
 
 
-def fails(plain: Any, leader: RowLeader, chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+def fails(plain: Any, divided: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request whose rows the leader cannot compute."""
     predict: Callable[[Sequence[Row]], Sequence[torch.Tensor]] = plain.predict
 
@@ -122,4 +119,4 @@ def fails(plain: Any, leader: RowLeader, chain: Chain, monkeypatch: pytest.Monke
     with monkeypatch.context() as patched:
         patched.setattr(plain, "predict", broken)
         with pytest.raises(StageFailed, match="ValueError: not these"):
-            chain.run(GUIDED)
+            divided.run(GUIDED)

@@ -54,9 +54,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
         ("flux", "ring", {}),
     ],
 )
-def test_two_equal_one(
-    family: str, mode: str, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_equal_one(family: str, mode: str, more: dict[str, Any], tmp_path: Path) -> None:
     directory = tmp_path / family
     import_module(f"segue.models.{family}.tiny").make(directory)
     chain = Chain(directory)
@@ -65,14 +63,14 @@ def test_two_equal_one(
     keys = {"sequence_parallel": 2, "sequence_ring": RING[mode]}
     with joined(directory, tmp_path / "meeting", keys) as leader:
         part = lengths(leader.inner)
-        monkeypatch.setitem(chain.adapters, "denoiser", leader)
-        together = chain.run(*cases(more), late={1: 1})
+        divided = chain.through(leader)
+        together = divided.run(*cases(more), late={1: 1})
         for one, case in zip(together, expected, strict=True):
             assert apart(one, case.pixels) < WITHIN
         assert part == {-(-tokens // 2) for tokens in whole}, "each computes half of them"
 
 
-def test_adapters_and_step_caches(qwen_image_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_and_step_caches(qwen_image_dir: Path, tmp_path: Path) -> None:
     network = pipeline_of(qwen_image_dir, "QwenImagePipeline").transformer
     lora = {"adapters": {"ink": str(write(tmp_path / "ink", drawn(network, 4, 1)))}}
     options = {"teacache_coefficients": [1.0, 0.0]}
@@ -87,10 +85,10 @@ def test_adapters_and_step_caches(qwen_image_dir: Path, tmp_path: Path, monkeypa
     expected = [chain.run(case)[0] for case in cases]
     keys = {"sequence_parallel": 2, "lora": lora, "options": options}
     with joined(qwen_image_dir, tmp_path / "meeting", keys) as leader:
-        monkeypatch.setitem(chain.adapters, "denoiser", leader)
-        for one, case in zip(chain.run(*cases, late={1: 1}), expected, strict=True):
+        divided = chain.through(leader)
+        for one, case in zip(divided.run(*cases, late={1: 1}), expected, strict=True):
             assert apart(one, case.pixels) < WITHIN
-        plain = chain.run({**asked, **GUIDED, "step_cache_threshold": None}, {**ASKED})
+        plain = divided.run({**asked, **GUIDED, "step_cache_threshold": None}, {**ASKED})
     assert apart(expected[1], plain[0].pixels) > WITHIN
     assert apart(expected[0], plain[1].pixels) > WITHIN
 
@@ -102,7 +100,7 @@ def lengths(denoiser: Any) -> set[int]:
     return noted
 
 
-def test_other_weights_there_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_weights_there_are_seen(tmp_path: Path) -> None:
     directory = tmp_path / "flux"
     import_module("segue.models.flux.tiny").make(directory)
     chain = Chain(directory)
@@ -114,8 +112,8 @@ def test_other_weights_there_are_seen(tmp_path: Path, monkeypatch: pytest.Monkey
     save_file(tensors, path, {"format": "pt"})
     keys = {"sequence_parallel": 2, "sequence_ring": 2}
     with joined(directory, tmp_path / "meeting", keys, follower=other) as leader:
-        monkeypatch.setitem(chain.adapters, "denoiser", leader)
-        assert apart(chain.run(ASKED)[0], expected.pixels) > WITHIN
+        divided = chain.through(leader)
+        assert apart(divided.run(ASKED)[0], expected.pixels) > WITHIN
 
 
 def test_a_network_without_a_plan_is_named(tmp_path: Path) -> None:

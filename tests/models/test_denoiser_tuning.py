@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from diffusion_chain import WITHIN, Chain, Made, apart
+from row_rank_process import compile_eagerly
 
 from segue.engines.contract import LoadContext
 from segue.graph.lora import LoraPlan
@@ -46,12 +47,7 @@ def context(directory: Path, **keys: Any) -> LoadContext:
 
 
 def made_with(chain: Chain, directory: Path, **keys: Any) -> Made:
-    plain = chain.adapters["denoiser"]
-    chain.adapters["denoiser"] = QwenImageDenoiser(context(directory, **keys))
-    try:
-        return chain.run(ASKED)[0]
-    finally:
-        chain.adapters["denoiser"] = plain
+    return chain.through(QwenImageDenoiser(context(directory, **keys))).run(ASKED)[0]
 
 
 def test_attention_by_name(chain: Chain, qwen_image_dir: Path, exact: Made) -> None:
@@ -97,26 +93,11 @@ def test_quantised_weights(chain: Chain, qwen_image_dir: Path, exact: Made, kind
 
 
 def test_compiled_blocks(chain: Chain, qwen_image_dir: Path, exact: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[Any] = []
-
-    def eager(forward: Any, *, dynamic: bool) -> Any:
-        """As compiled code, without the minute that it takes to be made."""
-        compiled.append(forward)
-        return torch._dynamo.optimize("eager", dynamic=dynamic)(forward)
-
-    monkeypatch.setattr(torch, "compile", eager)
-    monkeypatch.setenv("CXX", "true")
+    compiled = compile_eagerly(monkeypatch)
     asked = {**ASKED, "step_cache": "first_block"}
     assert apart(made_with(chain, qwen_image_dir, compile=True), exact.pixels) < WITHIN
     assert len(compiled) == 3
-    chain.adapters["denoiser"], plain = (
-        QwenImageDenoiser(context(qwen_image_dir, compile=True)),
-        chain.adapters["denoiser"],
-    )
-    try:
-        cached = chain.run(asked)[0]
-    finally:
-        chain.adapters["denoiser"] = plain
+    cached = chain.through(QwenImageDenoiser(context(qwen_image_dir, compile=True))).run(asked)[0]
     assert apart(cached, chain.run(asked)[0].pixels) < WITHIN, "hooks are outside of what is compiled"
 
 
@@ -176,18 +157,15 @@ def test_recorded_calls(chain: Chain, qwen_image_dir: Path, exact: Made) -> None
 
     network = QwenImageDenoiser(context(qwen_image_dir))
     network.network.forward = NetworkGraphs(network.network.forward, torch.device("cpu"), OnPaper())
-    chain.adapters["denoiser"], plain = network, chain.adapters["denoiser"]
+    recorded = chain.through(network)
     cached = {**ASKED, "step_cache": "first_block"}
-    try:
-        assert apart(chain.run(ASKED)[0], exact.pixels) < WITHIN
-        assert replayed == [2, 2]
-        one, other = chain.run(ASKED, {**ASKED, "seed": 4})
-        assert apart(one, exact.pixels) < WITHIN
-        assert apart(other, exact.pixels) > 10 * WITHIN
-        assert 4 in replayed
-        before = len(replayed)
-        without = chain.run(cached)[0]
-        assert len(replayed) == before
-    finally:
-        chain.adapters["denoiser"] = plain
+    assert apart(recorded.run(ASKED)[0], exact.pixels) < WITHIN
+    assert replayed == [2, 2]
+    one, other = recorded.run(ASKED, {**ASKED, "seed": 4})
+    assert apart(one, exact.pixels) < WITHIN
+    assert apart(other, exact.pixels) > 10 * WITHIN
+    assert 4 in replayed
+    before = len(replayed)
+    without = recorded.run(cached)[0]
+    assert len(replayed) == before
     assert apart(without, chain.run(cached)[0].pixels) < WITHIN

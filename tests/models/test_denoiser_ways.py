@@ -15,7 +15,7 @@ from diffusion_chain import WITHIN, Chain, apart, pipeline_of
 from row_rank_process import compile_eagerly, joined, offload_here
 
 from segue.graph.lora import LoraPlan
-from segue.models.diffusion import tuning
+from segue.models.diffusion.tuning import blocks_of
 
 ASKED = {"prompt": "a small boat left the harbour", "height": 64, "width": 64, "num_inference_steps": 2, "seed": 3}
 GUIDED = {"negative_prompt": "grey, and without any colour", "true_cfg_scale": 3.0}
@@ -38,9 +38,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
         ("stable_diffusion_3", {"cfg_parallel": 2, "tensor_parallel": 2}, GREY),
     ],
 )
-def test_four_equal_one(
-    family: str, keys: dict[str, Any], more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_four_equal_one(family: str, keys: dict[str, Any], more: dict[str, Any], tmp_path: Path) -> None:
     directory = tmp_path / family
     import_module(f"segue.models.{family}.tiny").make(directory)
     chain = Chain(directory)
@@ -54,12 +52,12 @@ def test_four_equal_one(
     ]
     expected = [chain.run(case)[0] for case in cases]
     with joined(directory, tmp_path / "meeting", keys) as leader:
-        monkeypatch.setitem(chain.adapters, "denoiser", leader)
-        for one, case in zip(chain.run(*cases, late={1: 1}), expected, strict=True):
+        divided = chain.through(leader)
+        for one, case in zip(divided.run(*cases, late={1: 1}), expected, strict=True):
             assert apart(one, case.pixels) < WITHIN
 
 
-def test_adapters_and_step_caches(qwen_image_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_and_step_caches(qwen_image_dir: Path, tmp_path: Path) -> None:
     """An adapter, guidance and each step cache in one request, and beside others."""
     network = pipeline_of(qwen_image_dir, "QwenImagePipeline").transformer
     lora = {"adapters": {"ink": str(write(tmp_path / "ink", drawn(network, 4, 1)))}}
@@ -76,8 +74,8 @@ def test_adapters_and_step_caches(qwen_image_dir: Path, tmp_path: Path, monkeypa
     expected = [chain.run(case)[0] for case in cases]
     keys = {"cfg_parallel": 2, "sequence_parallel": 2, "lora": lora, "options": options}
     with joined(qwen_image_dir, tmp_path / "meeting", keys) as leader:
-        monkeypatch.setitem(chain.adapters, "denoiser", leader)
-        for one, case in zip(chain.run(*cases, late={1: 1}), expected, strict=True):
+        divided = chain.through(leader)
+        for one, case in zip(divided.run(*cases, late={1: 1}), expected, strict=True):
             assert apart(one, case.pixels) < WITHIN
     for one, other in itertools.combinations(expected, 2):
         assert apart(one, other.pixels) > WITHIN, "adapters and caches show"
@@ -99,14 +97,12 @@ def test_weights_that_wait_elsewhere(
     chain = Chain(directory)
     cases = [{**ASKED, **more}, {**ASKED, **more, "height": 80, "width": 80, "seed": 5}]
     expected = [chain.run(case)[0] for case in cases]
-    for name in ("_check_offload", "offload"):
-        monkeypatch.setattr(tuning, name, getattr(tuning, name))  # put back at the end
-    offload_here()
+    offload_here(monkeypatch)
     with joined(directory, tmp_path / "meeting", keys) as leader:
-        monkeypatch.setitem(chain.adapters, "denoiser", leader)
-        for one, case in zip(chain.run(*cases), expected, strict=True):
+        divided = chain.through(leader)
+        for one, case in zip(divided.run(*cases), expected, strict=True):
             assert apart(one, case.pixels) < WITHIN
-        blocks = tuning.blocks_of(leader.inner.network)
+        blocks = blocks_of(leader.inner.network)
         hooks = [HookRegistry.check_if_exists_or_initialize(block).get_hook("group_offloading") for block in blocks]
     assert hooks
     assert None not in hooks
@@ -123,13 +119,12 @@ def test_compiled_blocks(family: str, keys: dict[str, Any], tmp_path: Path, monk
     # tokens that the ranks do not divide evenly: they ask each other for lengths
     asked = {**ASKED, "height": 80, "width": 80}
     expected = chain.run(asked)[0]
-    monkeypatch.setattr(torch, "compile", torch.compile)  # put back at the end
-    monkeypatch.setenv("CXX", "true")
-    compile_eagerly()
+    compiled = compile_eagerly(monkeypatch)
     torch._dynamo.utils.counters.clear()
     with joined(directory, tmp_path / "meeting", {**keys, "compile": True}) as leader:
-        monkeypatch.setitem(chain.adapters, "denoiser", leader)
-        assert apart(chain.run(asked)[0], expected.pixels) < WITHIN
+        divided = chain.through(leader)
+        assert apart(divided.run(asked)[0], expected.pixels) < WITHIN
     traced = torch._dynamo.utils.counters
+    assert compiled
     assert traced["stats"]["unique_graphs"] > 0
     assert any("disable" in reason for reason in traced["graph_break"]), "code ends where ranks exchange something"

@@ -78,7 +78,7 @@ def led(leader: DiffusionAdapter, follower: DiffusionAdapter, met: list[Ways]) -
         ("z_image", {}),
     ],
 )
-def test_two_equal_one(family: str, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_equal_one(family: str, more: dict[str, Any], tmp_path: Path) -> None:
     directory = tmp_path / family
     import_module(f"segue.models.{family}.tiny").make(directory)
     chain = Chain(directory)
@@ -88,12 +88,12 @@ def test_two_equal_one(family: str, more: dict[str, Any], tmp_path: Path, monkey
     ranks = [denoiser(directory, {}, ways) for ways in met]
     assert all(rank.weight_bytes < chain.adapters["denoiser"].weight_bytes for rank in ranks)
     with led(ranks[0], ranks[1], met) as leader:
-        monkeypatch.setitem(chain.adapters, "denoiser", leader)
-        for one, case in zip(chain.run(*cases, late={1: 1}), expected, strict=True):
+        divided = chain.through(leader)
+        for one, case in zip(divided.run(*cases, late={1: 1}), expected, strict=True):
             assert apart(one, case.pixels) < WITHIN
 
 
-def test_adapters_and_step_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_and_step_caches(tmp_path: Path) -> None:
     """Of every layer: cut by outputs, by inputs, by two kinds of inputs, and not at all."""
     directory = tmp_path / "flux"
     import_module("segue.models.flux.tiny").make(directory)
@@ -111,14 +111,14 @@ def test_adapters_and_step_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     met = all_ways(tmp_path / "meeting", Shape(weights=2))
     ranks = [denoiser(directory, {"lora": lora}, ways) for ways in met]
     with led(ranks[0], ranks[1], met) as leader:
-        monkeypatch.setitem(chain.adapters, "denoiser", leader)
-        for one, case in zip(chain.run(*cases, late={1: 1}), expected, strict=True):
+        divided = chain.through(leader)
+        for one, case in zip(divided.run(*cases, late={1: 1}), expected, strict=True):
             assert apart(one, case.pixels) < WITHIN
     for one, other in itertools.combinations(expected, 2):
         assert apart(one, other.pixels) > WITHIN, "adapters and caches show"
 
 
-def test_other_weights_there_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_weights_there_are_seen(tmp_path: Path) -> None:
     directory = tmp_path / "flux"
     import_module("segue.models.flux.tiny").make(directory)
     chain = Chain(directory)
@@ -130,8 +130,8 @@ def test_other_weights_there_are_seen(tmp_path: Path, monkeypatch: pytest.Monkey
     save_file(tensors, path, {"format": "pt"})
     met = all_ways(tmp_path / "meeting", Shape(weights=2))
     with led(denoiser(directory, {}, met[0]), denoiser(other, {}, met[1]), met) as leader:
-        monkeypatch.setitem(chain.adapters, "denoiser", leader)
-        assert apart(chain.run(ASKED)[0], expected.pixels) > WITHIN
+        divided = chain.through(leader)
+        assert apart(divided.run(ASKED)[0], expected.pixels) > WITHIN
 
 
 def test_a_norm_over_all_heads() -> None:

@@ -76,8 +76,8 @@ def test_the_same_as_diffusers(
     exact = chain.run(asked)[0]
     transformer = library_transformer(network, checkpoint, file)
     theirs = expected(pipeline_of(checkpoint, pipeline, transformer=transformer), asked)
-    chain.adapters["denoiser"] = chain.stages.ADAPTERS["denoiser"](context(checkpoint, file))
-    assert apart(chain.run(asked)[0], theirs) < WITHIN
+    quantised = chain.through(chain.stages.ADAPTERS["denoiser"](context(checkpoint, file)))
+    assert apart(quantised.run(asked)[0], theirs) < WITHIN
     assert apart(exact, theirs) > WITHIN, "it is a loss"
 
 
@@ -127,8 +127,8 @@ def test_adapters_over_quantised_weights(flux: tuple[Path, Path], tmp_path: Path
     save_file(tensors, tmp_path / "ink.safetensors")
     chain = Chain(checkpoint)
     keys: dict[str, Any] = {"lora": LoraPlan({"ink": str(tmp_path / "ink.safetensors")})}
-    chain.adapters["denoiser"] = chain.stages.ADAPTERS["denoiser"](context(checkpoint, file, **keys))
-    plain, inked = chain.run(SMALL, {**SMALL, "adapter": "ink"})
+    quantised = chain.through(chain.stages.ADAPTERS["denoiser"](context(checkpoint, file, **keys)))
+    plain, inked = quantised.run(SMALL, {**SMALL, "adapter": "ink"})
     transformer = library_transformer("FluxTransformer2DModel", checkpoint, file)
     pipeline = pipeline_of(checkpoint, "FluxPipeline", transformer=transformer)
     assert apart(plain, expected(pipeline, SMALL)) < WITHIN

@@ -1,5 +1,5 @@
 """Models of which more than a row per token reaches the decoder, or some layers do otherwise: Llama 4 (chunks), Gemma 4
-(ids again, pictures that see each other in some layers), Qwen3.5 and LFM2-VL (states). The replies of `generate`."""
+(ids again, pictures that see each other in some layers). The replies of `generate`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from multimodal_family import SOUNDS, TEXT, Case, Run, Stages, answer, processed
 from multimodal_gemma import GEMMA, GEMMA_4_LARGER
-from multimodal_hybrids import HYBRIDS
 from multimodal_llama import LLAMA
 from multimodal_others import make
 
@@ -19,7 +18,7 @@ TOKENS = 12
 TWO = Case("pictures", "how do these differ", (("image", 2), ("image", 3)))
 MORE = {"video": Case("clip", "what happens here", (("video", 5),)), "audio": SOUNDS[1]}
 WIDE: dict[str, tuple[str, dict[str, Any]]] = {
-    **{kind: (kind, made) for kind, made in {**LLAMA, **GEMMA, **HYBRIDS}.items()},
+    **{kind: (kind, made) for kind, made in {**LLAMA, **GEMMA}.items()},
     "gemma4, larger": ("gemma4", GEMMA_4_LARGER),
 }
 

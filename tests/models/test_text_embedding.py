@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from text_stages import answered, context, edit
 from transformers import AutoModelForMaskedLM  # after conftest has mended torchvision
 
-from segue.engines.contract import LoadContext, StageRequest
-from segue.engines.module.engine import ModuleConfig, ModuleEngine
 from segue.messages.errors import ConfigError, InvalidRequest
 from segue.messages.request import Message, Request, TextPart
-from segue.messages.sampling import FALLBACK
 from segue.models.library import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 from segue.models.registry import family_of, read_config
 from segue.models.text_batches import bucket
@@ -35,10 +33,6 @@ TEXTS = (
 CLOSE = {"rtol": 1e-4, "atol": 2e-6}
 
 
-def context(directory: Path, stage: str = "embedder", **more: Any) -> LoadContext:
-    return LoadContext(directory, stage, torch.device("cpu"), torch.float32, **more)
-
-
 @pytest.fixture(scope="module", params=tiny.PRESETS)
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp(request.param)
@@ -51,10 +45,6 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("bert")
     tiny.make("bert", made)
     return made
-
-
-def edit(path: Path, **values: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
 def pooled(hidden: torch.Tensor, mode: str) -> torch.Tensor:
@@ -87,29 +77,12 @@ def reference(directory: Path, texts: Sequence[str], *modes: str) -> list[torch.
 def embed(directory: Path, texts: Sequence[str], embedder: Embedder | None = None, **options: Any) -> list[Any]:
     """All texts through both stages, in calls of up to four; an error where there is one."""
     inputs = InputProcessor(context(directory, "input"))
-    engine = ModuleEngine(embedder or Embedder(context(directory)), ModuleConfig(max_batch=4))
-    for index, text in enumerate(texts):
-        request = Request(request_id=str(index), prompt=text, modalities=["embedding"], options=options)
-        engine.add(
-            StageRequest(
-                str(index),
-                "embedder",
-                request,
-                FALLBACK,
-                seed=0,
-                upstreams=frozenset({"input"}),
-                downstreams=frozenset(),
-                to_client=frozenset({"embedding"}),
-            )
-        )
-        engine.feed(str(index), "input", inputs.process(request), final=True)
-    found: dict[str, Any] = {}
-    while engine.has_work():
-        for output in engine.step():
-            assert output.finished
-            found[output.request_id] = output.error or (output.payload or {})["embedding"]
-    assert engine.stats()["calls_total"] < len(texts) or len(texts) == 1, "some share a call"
-    return [found[str(index)] for index in range(len(texts))]
+    requests = [
+        Request(request_id=str(index), prompt=text, modalities=["embedding"], options=options)
+        for index, text in enumerate(texts)
+    ]
+    outputs = answered(inputs, embedder or Embedder(context(directory, "embedder")), requests)
+    return [output.error or (output.payload or {})["embedding"] for output in outputs]
 
 
 def assert_close(vectors: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
@@ -130,7 +103,7 @@ def test_parity_fails_when_a_word_or_a_weight_is_changed(directory: Path, tmp_pa
     expected = reference(directory, TEXTS, mode)
     with pytest.raises(AssertionError):
         assert_close(embed(directory, [text.replace("e", "o") for text in TEXTS]), expected)
-    embedder = Embedder(context(directory))
+    embedder = Embedder(context(directory, "embedder"))
     with torch.no_grad():
         next(embedder._model.parameters())[:, 0] += 1.0
     with pytest.raises(AssertionError):
@@ -148,7 +121,7 @@ def test_pooling(bert: Path, tmp_path: Path, mode: str) -> None:
 def test_several_poolings_are_concatenated(bert: Path, tmp_path: Path) -> None:
     directory = Path(shutil.copytree(bert, tmp_path / "copy"))
     edit(directory / "1_Pooling" / "config.json", pooling_mode_cls_token=True)
-    embedder = Embedder(context(directory))
+    embedder = Embedder(context(directory, "embedder"))
     assert embedder.dimensions == 128
     assert_close(embed(directory, TEXTS, embedder), reference(bert, TEXTS, "cls", "mean"))
 
@@ -176,10 +149,10 @@ def test_dense_layers(bert: Path, tmp_path: Path) -> None:
     assert_close(embed(directory, TEXTS), expected)
     edit(dense / "config.json", in_features=63)
     with pytest.raises(ConfigError, match="takes vectors of 63; those before it have 64"):
-        Embedder(context(directory))
+        Embedder(context(directory, "embedder"))
     edit(dense / "config.json", activation_function="torch.nn.GELU")
     with pytest.raises(ConfigError, match="'GELU' is not served; Identity and Tanh are"):
-        Embedder(context(directory))
+        Embedder(context(directory, "embedder"))
 
 
 @pytest.mark.parametrize("kind", ["xlm-roberta", "mpnet", "distilbert", "modernbert", "electra"])
@@ -301,5 +274,5 @@ def test_a_checkpoint_with_a_recipe_is_one_of_embeddings(directory: Path, tmp_pa
 
 
 def test_dummy_weights(directory: Path) -> None:
-    [vector] = embed(directory, ["Hello"], Embedder(context(directory, load_format="dummy")))
+    [vector] = embed(directory, ["Hello"], Embedder(context(directory, "embedder", load_format="dummy")))
     assert vector.norm() == pytest.approx(1.0, abs=1e-5)

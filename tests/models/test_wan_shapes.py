@@ -14,7 +14,7 @@ from segue.engines.diffusion.contract import Row
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.request import Request
 from segue.messages.sampling import FALLBACK
-from segue.models.diffusion.denoiser import Given
+from segue.models.diffusion.given import Given
 from segue.models.diffusion.loading import build, component_class
 from segue.models.diffusion.tiny import write_index
 from segue.models.wan.decoder import WanDecoder

@@ -6,7 +6,29 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from fake_service import Live
+from calling_model import HERMES
+from fake_service import FakeService, Live, live, speak
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Live]:
+    """A file's own server, unless it has another."""
+    with live(FakeService()) as server:
+        yield server
+
+
+@pytest.fixture
+def server(running: Live) -> Live:
+    """The same, which has been asked nothing."""
+    running.service.script = speak
+    running.service.requests.clear()
+    return running
+
+
+@pytest.fixture
+def calling(server: Live) -> None:
+    """Its model thinks aloud and calls tools."""
+    server.service.card.dialect = HERMES
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import base64
 import io
 import struct
 import wave
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -25,19 +25,6 @@ from segue.messages.sampling import SamplingParams
 from segue.server.settings import ServerSettings
 
 HELLO = [{"role": "user", "content": "Say hello"}]
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[Live]:
-    with live(FakeService()) as server:
-        yield server
-
-
-@pytest.fixture
-def server(running: Live) -> Live:
-    running.service.script = speak
-    running.service.requests.clear()
-    return running
 
 
 # ---- whole

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
@@ -60,19 +60,11 @@ async def letterwise(request: Request) -> AsyncGenerator[Delta]:
     yield type(end)(end.finish_reason, end.token_ids, end.usage, end.metrics, choices=choices)
 
 
-@pytest.fixture(scope="module")
-def running() -> Iterator[Live]:
-    with live(FakeService()) as server:
-        server.service.card.several_texts = True
-        yield server
-
-
 @pytest.fixture
-def server(running: Live) -> Live:
-    running.service.script = speak
-    running.service.card.several_texts = True
-    running.service.requests.clear()
-    return running
+def server(server: Live) -> Live:
+    server.service.card.several_texts = True
+    server.service.script = speak
+    return server
 
 
 def ask(server: Live, **body: Any) -> dict[str, Any]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from fake_service import FakeService, Live, finished, live
+from fake_service import Live, finished
 
 from segue.messages.deltas import Choice, ChoiceEnded, Delta, Finished, RequestMetrics, TextDelta, Usage
 from segue.messages.request import Request
@@ -43,25 +43,11 @@ def _choice(index: int) -> Choice:
     return Choice(index, "length" if index == 1 else "stop", ids)
 
 
-@pytest.fixture(scope="module")
-def running() -> Iterator[Live]:
-    service = FakeService()
-    service.card.several_texts = True
-    with live(service) as server:
-        yield server
-
-
 @pytest.fixture
-def server(running: Live) -> Live:
-    running.service.script = several
-    running.service.requests.clear()
-    return running
-
-
-@pytest.fixture
-def client(server: Live) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
+def server(server: Live) -> Live:
+    server.service.card.several_texts = True
+    server.service.script = several
+    return server
 
 
 def test_n_choices_are_one_request(client: openai.OpenAI, server: Live) -> None:

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Iterator
 from dataclasses import replace
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from fake_service import FakeService, Live, finished, live, speak
+from calling_model import CALLS, HERMES, TEMPLATE, says
+from fake_service import FakeService, Live, live
 
-from segue.messages.deltas import Delta, TextDelta
-from segue.messages.request import Request
 from segue.models.chat_template import ChatTemplate
 from segue.models.dialects.dialect import CALL_FORMATS, Dialect
 from segue.models.dialects.reasoning import THINK
 from segue.server.settings import ServerSettings
 
 HELLO: list[Any] = [{"role": "user", "content": "What is at sea?"}]
-TEMPLATE = ChatTemplate("{{ tools }}{{ enable_thinking }}{% if add_generation_prompt %}<|assistant|>{% endif %}")
-QWEN = Dialect(TEMPLATE, CALL_FORMATS["hermes"], THINK)
+pytestmark = pytest.mark.usefixtures("calling")
 
 
 def tool(name: str, **parameters: Any) -> Any:
@@ -29,35 +26,6 @@ def tool(name: str, **parameters: Any) -> Any:
 
 
 LOOK, WAIT = tool("look", properties={"at": {"type": "string"}}, required=["at"]), tool("wait")
-CALLS = (
-    'Let me see.\n<tool_call>\n{"name": "look", "arguments": {"at": "sea"}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "wait", "arguments": {}}\n</tool_call>'
-)
-
-
-def says(text: str, size: int = 3, reason: str = "stop") -> Any:
-    """A script that says this in pieces of some letters."""
-
-    async def script(request: Request) -> AsyncGenerator[Delta]:
-        for start in range(0, len(text), size):
-            yield TextDelta("thinker", text[start : start + size], [start])
-        yield finished(reason)
-
-    return script
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[Live]:
-    with live(FakeService()) as server:
-        yield server
-
-
-@pytest.fixture
-def server(running: Live) -> Live:
-    running.service.script = speak
-    running.service.card.dialect = QWEN
-    running.service.requests.clear()
-    return running
 
 
 def test_the_model_calls_tools(client: openai.OpenAI, server: Live) -> None:
@@ -170,7 +138,7 @@ def test_a_conversation_with_calls_goes_to_the_template(client: openai.OpenAI, s
 
 
 def test_marks_that_are_special_tokens_are_left_in_the_text(client: openai.OpenAI, server: Live) -> None:
-    server.service.card.dialect = replace(QWEN, calls=CALL_FORMATS["mistral"])
+    server.service.card.dialect = replace(HERMES, calls=CALL_FORMATS["mistral"])
     server.service.script = says('[TOOL_CALLS]look{"at": "sea"}')
     reply = client.chat.completions.create(model="fake-omni", messages=HELLO, tools=[LOOK])
     calls = reply.choices[0].message.tool_calls

@@ -29,12 +29,13 @@ def _run(channel: Channel[Policy, PictureRequest], options: Options) -> None:
     import torch
 
     from segue.kernels import ensure_torchvision
+    from segue.parallel.orders import dtype_of
 
     ensure_torchvision()
     from diffusers import DiffusionPipeline
 
     torch.set_num_threads(options.threads)
-    dtype = getattr(torch, options.dtype)
+    dtype = dtype_of(options.dtype)
     pipeline = DiffusionPipeline.from_pretrained(options.model_dir, dtype=dtype)
     pipeline.set_progress_bar_config(disable=True)
     flops = {size: _flops(pipeline, size) for size in options.sizes}

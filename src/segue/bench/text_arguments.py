@@ -157,12 +157,11 @@ async def _until_told(work: Coroutine[Any, Any, TextResult]) -> TextResult:
 def _model(arguments: argparse.Namespace) -> Path:
     if arguments.model is not None:
         return Path(arguments.model)
-    import torch
-
     from segue.models.causal_lm import tiny
+    from segue.parallel.orders import dtype_of
 
     name, size, kept = PRESETS[arguments.preset]
     target = Path(arguments.cache) / arguments.preset
     if not (target / "config.json").is_file():
-        tiny.make(name, target, size=size, dtype=getattr(torch, kept))
+        tiny.make(name, target, size=size, dtype=dtype_of(kept))
     return target

@@ -26,6 +26,7 @@ def _run(channel: Channel[Policy, TextRequest], options: Options) -> None:
     import torch
 
     from segue.kernels import ensure_torchvision
+    from segue.parallel.orders import dtype_of
 
     ensure_torchvision()
     from transformers import AutoModelForCausalLM
@@ -33,7 +34,7 @@ def _run(channel: Channel[Policy, TextRequest], options: Options) -> None:
 
     logging.set_verbosity_error()
     torch.set_num_threads(options.threads)
-    model = AutoModelForCausalLM.from_pretrained(options.model_dir, dtype=getattr(torch, options.dtype)).eval()
+    model = AutoModelForCausalLM.from_pretrained(options.model_dir, dtype=dtype_of(options.dtype)).eval()
     channel.send(Loaded(torch.get_num_threads()))
     continuous = _Continuous(model)
     policy = Policy("one", 1, 0.0)

@@ -17,54 +17,22 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from typing import Annotated, Any
-
-import msgspec
-import torch
-from torch import Tensor
+from typing import Any
 
 from segue.connectors.base import Payload
 from segue.connectors.device import DeviceMemory, DevicePool, Region
-from segue.connectors.handover import HandOver, Line
-from segue.connectors.payload import Encoded, PayloadError, measure, read_from
+from segue.connectors.handover import HandOver
+from segue.connectors.payload import Encoded, measure, read_from
 from segue.connectors.pool import Pool, Slot
-from segue.connectors.segment import PAGE, Segment, put_word
+from segue.connectors.segment import PAGE
+from segue.connectors.shm_metadata import Inline, OnDevice, Placed, read, written
+from segue.connectors.shm_receiver import Receiver
 from segue.messages.errors import ConfigError, StageFailed
 
 POOL_BYTES = 64 << 20
 MAX_BYTES = 1 << 30
 THRESHOLD_BYTES = 65536
 CUDA_POOL_BYTES = 256 << 20
-
-
-class _Inline(msgspec.Struct, frozen=True, tag_field="kind", tag="inline"):
-    pool: bytes
-    number: int
-    data: bytes
-
-
-class _OnDevice(msgspec.Struct, frozen=True):
-    handle: bytes
-    offset: Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
-    size: Annotated[int, msgspec.Meta(ge=1, lt=2**62)]
-
-
-class _Placed(msgspec.Struct, frozen=True, tag_field="kind", tag="slot"):
-    address: str
-    pool: bytes
-    segment: Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
-    page: Annotated[int, msgspec.Meta(ge=0)]
-    generation: Annotated[int, msgspec.Meta(ge=1, lt=2**40)]
-    size: Annotated[int, msgspec.Meta(ge=0)]
-    region: _OnDevice | None = None
-
-
-class _Taken(msgspec.Struct):
-    """What the consumer holds for one request: until its release."""
-
-    inline: set[tuple[bytes, int]] = msgspec.field(default_factory=set)
-    slots: dict[tuple[bytes, int], tuple[Segment, int, int]] = msgspec.field(default_factory=dict)
-    """(pool id, generation) → segment, page, word."""
 
 
 class SharedMemoryConnector:
@@ -121,8 +89,8 @@ class SharedMemoryConnector:
             self._pool.close()
             raise
         self._lock = threading.Lock()
-        self._lines: dict[bytes, Line] = {}
-        self._taken: dict[str, _Taken] = {}
+        """Of the count below."""
+        self._receiver = Receiver(self._device)
         self._inlined = 0
         self._closed = False
 
@@ -141,11 +109,7 @@ class SharedMemoryConnector:
             with self._lock:
                 self._inlined += 1
                 number = self._inlined
-            return (
-                True,
-                encoded.size,
-                msgspec.to_builtins(_Inline(self._pool_id, number, bytes(data)), builtin_types=_WIRE),
-            )
+            return True, encoded.size, written(Inline(self._pool_id, number, bytes(data)))
         size = encoded.size + encoded.apart_size
         try:
             found = self._allocate(from_stage, to_stage, request_id, encoded.size, region)
@@ -192,15 +156,8 @@ class SharedMemoryConnector:
         Raises `PayloadError` for metadata that no `put` has returned.
         """
         self._check_open()
-        place = f"the payload from {from_stage!r} to {to_stage!r}"
-        try:
-            found = msgspec.convert(metadata, _Inline | _Placed)
-        except msgspec.ValidationError as error:
-            raise PayloadError(f"{place} came with broken metadata: {error}", field="metadata") from error
-        with self._lock:
-            if isinstance(found, _Inline):
-                return self._get_inline(found, request_id)
-            return self._get_placed(found, request_id)
+        found = read(metadata, f"the payload from {from_stage!r} to {to_stage!r}")
+        return self._receiver.take(found, request_id)
 
     def release(self, request_id: str, metadata: dict[str, Any] | None = None) -> None:
         """Free what was put for the request and nobody has taken, and what was taken for it here.
@@ -208,32 +165,21 @@ class SharedMemoryConnector:
         With the metadata of one payload: only that one.
         """
         self._check_open()
-        key = None if metadata is None else (metadata.get("pool"), metadata.get("generation", 0))
+        key: tuple[Any, Any] | None = (
+            None if metadata is None else (metadata.get("pool"), metadata.get("generation", 0))
+        )
         if key is None:
             self._pool.release(request_id)
         elif key[0] == self._pool_id:
             self._pool.withdraw(key[1])
-        with self._lock:
-            taken = self._taken.get(request_id)
-            if taken is None:
-                return
-            for name in list(taken.slots) if key is None else [key]:
-                if name in taken.slots:
-                    segment, page, word = taken.slots.pop(name)
-                    segment.swap(page, word, 0)
-            if key is None:
-                del self._taken[request_id]
+        self._receiver.give_back(request_id, key)
 
     def close(self) -> None:
         """Hang up on all producers, end the thread, close every descriptor. Views made before stay readable."""
         if self._closed:
             return
         self._closed = True
-        with self._lock:
-            self._taken.clear()
-            for line in self._lines.values():
-                line.close()
-            self._lines.clear()
+        self._receiver.close()
         self._hand_over.close()
         self._pool.close()
         if self._regions is not None:
@@ -304,89 +250,10 @@ class SharedMemoryConnector:
 
     def _metadata(self, slot: Slot, size: int) -> dict[str, Any]:
         region = slot.region
-        on_device = None if region is None else _OnDevice(region.memory.handle, region.offset, region.size)
-        placed = _Placed(self._address, self._pool_id, slot.segment, slot.page, slot.generation, size, on_device)
-        return msgspec.to_builtins(placed, builtin_types=_WIRE)
-
-    def _get_inline(self, found: _Inline, request_id: str) -> tuple[Payload, int] | None:
-        name = (found.pool, found.number)
-        taken = self._taken.setdefault(request_id, _Taken())
-        if name in taken.inline:
-            return None
-        payload = read_from(memoryview(bytearray(found.data)))
-        taken.inline.add(name)
-        return payload, len(found.data)
-
-    def _get_placed(self, found: _Placed, request_id: str) -> tuple[Payload, int] | None:
-        line = self._line(found)
-        segment = line.segment(found.segment) if line is not None else None
-        if line is None or segment is None:
-            return None
-        if not segment.holds(found.page, found.size):
-            raise PayloadError(f"the metadata names {found.size} bytes at page {found.page}: outside the segment")
-        waiting = put_word(found.generation)
-        word = waiting + line.receiver
-        if not segment.swap(found.page, waiting, word):
-            return None
-        if found.region is not None:
-            try:
-                return self._take_out(found, found.region, line, segment)
-            finally:
-                segment.swap(found.page, word, 0)
-        try:
-            payload = read_from(segment.view(found.page, found.size))
-        except BaseException:
-            segment.swap(found.page, word, 0)
-            raise
-        slots = self._taken.setdefault(request_id, _Taken()).slots
-        slots[found.pool, found.generation] = segment, found.page, word
-        return payload, found.size
-
-    def _take_out(
-        self, found: _Placed, on_device: _OnDevice, line: Line, segment: Segment
-    ) -> tuple[Payload, int] | None:
-        """A payload with tensors of a device, as this process's own; None where they cannot be had."""
-        region = self._read_device(on_device, line)
-        if region is None:
-            copied = line.host_copy(found.generation)
-            if copied is None or len(copied) < on_device.size:
-                return None
-            region = torch.frombuffer(copied, dtype=torch.uint8)
-        rest = memoryview(bytearray(segment.view(found.page, found.size)))
-        return read_from(rest, region), found.size + on_device.size
-
-    def _read_device(self, on_device: _OnDevice, line: Line) -> Tensor | None:
-        """The region's bytes on this worker's device; None where it has none that reaches them."""
-        if self._device is None:
-            return None
-        if on_device.handle not in line.imported:
-            line.imported[on_device.handle] = self._device.open(on_device.handle)
-        memory = line.imported[on_device.handle]
-        return None if memory is None else memory.read(on_device.offset, on_device.size)
-
-    def _line(self, found: _Placed) -> Line | None:
-        """The line to the pool that the metadata names; opened now if it is the first time."""
-        line = self._lines.get(found.pool)
-        if line is not None and not line.dropped:
-            return line
-        for pool_id, other in list(self._lines.items()):
-            if other.dropped:
-                other.close()
-                del self._lines[pool_id]
-        line = Line.open(found.address)
-        if line is None:
-            return None
-        if line.pool_id != found.pool:  # a worker restarted under the same name
-            line.close()
-            return None
-        self._lines[found.pool] = line
-        return line
+        on_device = None if region is None else OnDevice(region.memory.handle, region.offset, region.size)
+        return written(Placed(self._address, self._pool_id, slot.segment, slot.page, slot.generation, size, on_device))
 
 
 def _give(region: Region | None) -> None:
     if region is not None:
         region.give()
-
-
-_WIRE = (bytes,)
-"""Types that msgpack carries as they are: `to_builtins` would make base64 text of bytes."""

@@ -24,11 +24,13 @@ from segue.graph.deployment import (
 )
 from segue.graph.hardware import detect_hardware
 from segue.graph.lora import ADAPTED, LoraPlan, lora_of
-from segue.graph.placement import CPU, Place, denoiser_ways, place
+from segue.graph.place import Place
+from segue.graph.placement import place
 from segue.graph.section import Section, wrong
 from segue.graph.speculation import speculation_of
 from segue.graph.stage_graph import Stage, StageGraph
 from segue.graph.wiring import define, plan_edges
+from segue.graph.wishes import CPU, denoiser_ways
 from segue.graph.written import Written, read
 from segue.messages.errors import ConfigError, InvalidRequest
 from segue.messages.sampling import SamplingParams, sampling_from

@@ -1,9 +1,9 @@
 """What the layers of some models do not say themselves: the step that a call of attention belongs to, and whose keys
 and values it is about.
 
-Layers that hand no keyword arguments on (Nemotron) would lose the step; it is here while a decoder runs. Layers that
-call attention more than once per pass, with other values each time (DiffLlama) or in loops (HRM), have one number for
-all their calls: these are counted instead, and each has keys and values of its own.
+Layers that hand no keyword arguments on would lose the step; it is here while a decoder runs. Layers that call
+attention more than once per pass, with one half of their values each time or in loops over the same weights, have one
+number for all their calls: these are counted instead, and each has keys and values of its own.
 """
 
 from __future__ import annotations

@@ -12,11 +12,11 @@ class Form(NamedTuple):
 
     scaling: float
     window: int | None = None
-    """A query sees this many keys, itself included (Mistral, §2.1)."""
+    """A query sees this many keys, itself included (Beltagy et al., 2020, §3.1)."""
     softcap: float | None = None
-    """Scores are `softcap * tanh(scores / softcap)` (Gemma 2, §2)."""
+    """Scores are `softcap * tanh(scores / softcap)` (Bello et al., 2017)."""
     sinks: torch.Tensor | None = None
-    """[heads]: one more logit per head in the softmax, with no value (gpt-oss)."""
+    """[heads]: one more logit per head in the softmax, with no value."""
 
     @property
     def plain(self) -> bool:

@@ -38,8 +38,9 @@ _MOST_DIM = 256
 """Of 384 they are equal, of 512 torch's takes 0.9 of the time."""
 
 _LARGE = 1 << 15
-"""Rows times tokens squared. Flux `small` on the CPU above, with 2 µs more for each call of torch within: 1 row of 512
-pixels 1.10 times as fast, 2 and 8 of 256 pixels 1.07 and 1.09 times; 1 of 128 pixels 0.95 times, so it is left out."""
+"""Rows times tokens squared. A denoiser of pictures (preset `small` of its family) on the CPU above, with 2 µs more for
+each call of torch within: 1 row of 512 pixels 1.10 times as fast, 2 and 8 of 256 pixels 1.07 and 1.09 times; 1 of 128
+pixels 0.95 times, so it is left out."""
 
 
 def full_attention(

@@ -12,13 +12,13 @@ from segue.messages.errors import ConfigError
 @dataclass(frozen=True, slots=True, order=True)
 class Chunked:
     """A query sees the tokens of its own chunk up to itself: chunks of so many follow each other from the first token
-    on (Llama 4)."""
+    on."""
 
     size: int
 
 
 LookBack: TypeAlias = int | Chunked | None
-"""A window: how many tokens a query sees, itself included (Mistral, §2.1); chunks; None: all before it."""
+"""A window: how many tokens a query sees, itself included (Beltagy et al., 2020, §3.1); chunks; None: all before it."""
 
 
 def first_seen(back: LookBack, position: int) -> int:

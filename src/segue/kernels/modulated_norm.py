@@ -9,12 +9,14 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from segue.kernels.native import library
+from segue.kernels.native import Library
 
 
-def modulated_norm(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, eps: float) -> torch.Tensor:
-    """Layer norm of x [batch, tokens, features] times `1 + scale`, plus `shift`, [batch, 1, features] each."""
-    compiled = library()
+def modulated_norm(
+    compiled: Library | None, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Layer norm of x [batch, tokens, features] times `1 + scale`, plus `shift`, [batch, 1, features] each; by torch
+    where nothing is `compiled`, and of what is not float32 on a CPU."""
     batch, tokens, width = x.shape
     if compiled is None or x.dtype != torch.float32 or x.device.type != "cpu":
         return torch.addcmul(shift, functional.layer_norm(x, (width,), eps=eps), 1 + scale)

@@ -45,7 +45,7 @@ class DiffusionParams(msgspec.Struct, kw_only=True, frozen=True):
     eta: float | None = None
     """Of DDIM: how much noise each step adds, 0 to 1."""
     clip_skip: int | None = None
-    """Layers of a CLIP text encoder that are left out, counted from its end."""
+    """Layers of a text encoder that are left out, counted from its end."""
     original_size: tuple[int, int] | None = None
     """(height, width) that the network is told, where it is told any; likewise those below."""
     crops_coords_top_left: tuple[int, int] | None = None

@@ -9,7 +9,6 @@ library's forward from token ids to logits.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -33,9 +32,10 @@ from segue.kernels.quantized import packed_bytes, quantize_linears
 from segue.kernels.state_cache import StepCache
 from segue.messages.errors import ConfigError
 from segue.models.checkpoint import held_bytes
-from segue.models.interface import check_interface, check_takes, decoder_of
+from segue.models.head import head_of
+from segue.models.interface import check_interface, check_takes, decoder_of, name_of
 from segue.models.layer_inputs import READ_AS, takes_ids_again
-from segue.models.library import PAGED, VERSION, Conv1D, ModelOutput, PreTrainedConfig, PreTrainedModel
+from segue.models.library import PAGED, VERSION, Conv1D, ModelOutput, PreTrainedModel
 from segue.models.lora import LoraAdapters
 from segue.models.no_cache import NoCache, counts_by_cache
 from segue.models.states import attending, divide, find_states, keeps_states
@@ -45,24 +45,8 @@ _PROBE = 24
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 """Largest difference over largest logit; other types as `_ROUGH`; activations rounded: 0.3."""
 _ROUGH = 0.05
-UNBOUNDED = 8192
-"""Tokens of a sequence where neither the config nor the deployment says how many."""
 _COARSE = ("bfloat16", "int8", "int4")
 """Quantisations that round what goes into a layer, too."""
-
-
-class HandedThrough(nn.Module):
-    """In the place of a decoder: its input is its output, of the class that the decoder's is."""
-
-    def __init__(self, kind: type[ModelOutput], replaced: nn.Module) -> None:
-        super().__init__()
-        # numbers that the head reads of it (Falcon-H1's multiplier)
-        self.__dict__.update({name: value for name, value in vars(replaced).items() if isinstance(value, int | float)})
-        self._kind = kind
-
-    def forward(self, input_ids: None = None, *, inputs_embeds: torch.Tensor, **others: Any) -> ModelOutput:
-        """[1, rows, H] → the same, as the last hidden state."""
-        return self._kind(last_hidden_state=inputs_embeds)
 
 
 @dataclass(slots=True)
@@ -165,7 +149,7 @@ class PagedDecoder:
         if pack_experts(decoder, DECODE_ROWS):
             decoder.set_experts_implementation(PACKED_EXPERTS)  # type: ignore[operator]
         self.lora = None if lora is None else LoraAdapters(model, decoder, lora)
-        self._head = replaced(model, inner, HandedThrough(theirs.given_to_head, model.get_submodule(inner)))
+        self._head = head_of(model, inner, theirs.given_to_head)
         self._compare(theirs.logits)
         held = nn.ModuleList([decoder, self._head])
         self.weight_bytes = held_bytes(held) + packed_bytes(held)
@@ -295,43 +279,6 @@ def _plain_linear(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]
     if type(module) is Conv1D:
         return module.get_parameter("weight").T.contiguous(), module.get_parameter("bias")
     return None
-
-
-def context_length(config: PreTrainedConfig, wanted: int | None) -> int:
-    """The longest sequence a text config allows, or `wanted` where that is less.
-
-    Rotary scalings that change with the length of the sequence ("longrope", "dynamic") are one for a whole flat batch:
-    such a model is served up to the length where the first change comes. Raises `ConfigError` where more is wanted.
-    """
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is None:  # a state is as large after a million tokens
-        return wanted or UNBOUNDED
-    ropes = config.rope_parameters if "rope_parameters" in config else None
-    for rope in [ropes, *(ropes or {}).values()]:
-        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
-            original = rope.get("original_max_position_embeddings")
-            longest = min(longest, original or longest)
-    if wanted is not None and wanted > longest:
-        raise ConfigError(
-            f"max_model_len is {wanted}; this model can be served up to {longest} tokens", field="max_model_len"
-        )
-    return wanted or longest
-
-
-def replaced(module: nn.Module, name: str, new: nn.Module) -> nn.Module:
-    """A module that shares everything with `module` but has `new` as its submodule `name` (dotted); `module` stays as
-    it is."""
-    first, _, rest = name.partition(".")
-    clone = copy.copy(module)
-    clone._modules = dict(module._modules)
-    child = module.get_submodule(first)
-    clone._modules[first] = replaced(child, rest, new) if rest else new
-    return clone
-
-
-def name_of(part: nn.Module, whole: nn.Module) -> str:
-    """The dotted name of a submodule."""
-    return next(name for name, module in whole.named_modules() if module is part)
 
 
 def _beside(model: nn.Module, decoder: str, inner: str) -> set[str]:

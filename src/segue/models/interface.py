@@ -19,6 +19,11 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     return inside[0] if holds_head and len(inside) == 1 else decoder
 
 
+def name_of(part: nn.Module, whole: nn.Module) -> str:
+    """The dotted name of a submodule."""
+    return next(name for name, module in whole.named_modules() if module is part)
+
+
 def check_interface(model: PreTrainedModel, decoder: nn.Module, *, stateful: bool = False) -> None:
     """The model takes part in the library's attention interface, down from its decoder's forward. `stateful`: it may do
     so without saying it; what its layers give to attention shows it. Raises `ConfigError`."""

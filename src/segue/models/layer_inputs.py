@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -14,6 +14,13 @@ from segue.models.library import PreTrainedConfig
 
 LayerInputs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """ids [1, tokens] and rows [1, tokens, H] → `per_layer_inputs` [1, tokens, layers, width] of the decoder's forward."""
+
+
+@runtime_checkable
+class _MakesLayerInputs(Protocol):
+    def get_per_layer_inputs(self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None = None) -> torch.Tensor:
+        """Some take ids alone."""
+        ...
 
 
 READ_AS: Mapping[int, int] = MappingProxyType({})
@@ -25,16 +32,16 @@ def takes_ids_again(
 ) -> LayerInputs | None:
     """The decoder's own method for it; None for decoders that take nothing of the kind. `read_as`: id of a medium's
     token → the id that layers are given in its place."""
-    made: Any = getattr(decoder, "get_per_layer_inputs", None)
     taken = "per_layer_inputs" in inspect.signature(decoder.forward).parameters
-    if made is None or not taken or not getattr(config, "hidden_size_per_layer_input", 0):
+    wide = "hidden_size_per_layer_input" in config and config.hidden_size_per_layer_input
+    if not (isinstance(decoder, _MakesLayerInputs) and taken and wide):
         return None
+    made = decoder.get_per_layer_inputs
     whole = "inputs_embeds" in inspect.signature(made).parameters
 
     def of_layers(ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         for token, other in read_as.items():
             ids = ids.masked_fill(ids == token, other)
-        layers: torch.Tensor = made(ids, rows) if whole else made(ids)
-        return layers
+        return made(ids, rows) if whole else made(ids)
 
     return of_layers

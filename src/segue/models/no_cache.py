@@ -12,7 +12,7 @@ from segue.models.library import PreTrainedConfig
 def counts_by_cache(config: PreTrainedConfig) -> bool:
     """Whether layers of this text config take positions from the cache and not from `position_ids`: those whose queries
     are scaled the more the further they stand (Llama 4)."""
-    return bool(getattr(config, "attn_temperature_tuning", False))
+    return "attn_temperature_tuning" in config and bool(config.attn_temperature_tuning)
 
 
 class NoCache:

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import torch
 
 from segue.engines.contract import LoadContext, StageRequest
-from segue.messages.errors import ConfigError, InvalidRequest
-from segue.models.library import AutoModelForSequenceClassification, PreTrainedConfig
+from segue.messages.errors import InvalidRequest
+from segue.models.context_length import whole_length
+from segue.models.library import AutoModelForSequenceClassification
 from segue.models.pretrained import load_config, load_model
-from segue.models.text_batches import bucket, padded, positions
+from segue.models.text_batches import bucket, padded
 
-UNBOUNDED = 1 << 31
+_UNBOUNDED = 1 << 31
 """Lengths above are the library's way to say that nobody knows."""
 
 
@@ -82,20 +83,8 @@ def asked_of(request: StageRequest) -> Asked:
     return Asked(request.request_id, activated)
 
 
-def longest_row(ctx: LoadContext, of_tokenizer: int) -> int:
+def longest_row(ctx: LoadContext, of_tokenizer: int | None) -> int:
     """Tokens that it takes, as the model's positions, its tokenizer and the deployment allow it. Raises
     `ConfigError`."""
-    config: PreTrainedConfig = load_config(ctx)
-    own = positions(config) if getattr(config, "max_position_embeddings", None) else UNBOUNDED
-    longest = min(own, of_tokenizer)
-    if longest >= UNBOUNDED:
-        raise ConfigError(
-            f"{ctx.model_dir}: config.json has no max_position_embeddings and tokenizer_config.json no "
-            "model_max_length; one of them must say how many tokens a text may have",
-            field="model",
-        )
-    if ctx.max_model_len is not None and ctx.max_model_len > longest:
-        raise ConfigError(
-            f"max_model_len is {ctx.max_model_len}; this model takes up to {longest} tokens", field="max_model_len"
-        )
-    return ctx.max_model_len or longest
+    own = None if of_tokenizer is None or of_tokenizer >= _UNBOUNDED else of_tokenizer
+    return whole_length(load_config(ctx), own, "tokenizer_config.json no model_max_length", ctx.max_model_len)

@@ -1,15 +1,10 @@
-"""Whole texts in one call of an encoder: which share it, how they are padded, how long they may be."""
+"""Whole texts in one call of an encoder: which share it, and how they are padded."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-
-from segue.models.library import PreTrainedConfig
-
-_AFTER_PADDING = frozenset(("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "data2vec-text"))
-"""Model types whose first position is the one after the padding token's id."""
 
 
 def bucket(length: int) -> int:
@@ -28,11 +23,3 @@ def padded(rows: Sequence[torch.Tensor], pad: int) -> tuple[torch.Tensor, torch.
         ids[index, : len(row)] = row
         mask[index, : len(row)] = 1
     return ids, mask
-
-
-def positions(config: PreTrainedConfig) -> int:
-    """How many tokens the model's positions hold."""
-    longest: int = config.max_position_embeddings
-    if config.model_type in _AFTER_PADDING:
-        longest -= (config.pad_token_id or 0) + 1
-    return longest

@@ -4,7 +4,6 @@ scripts."""
 from __future__ import annotations
 
 import operator
-import time
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing, closing
@@ -14,10 +13,8 @@ from typing import Any, Self
 
 import msgspec
 
-from segue.graph.deployment import Plan
 from segue.graph.loader import load_plan, stage_overrides
 from segue.graph.parts import INPUT, TOKENS
-from segue.graph.stage_graph import StageGraph
 from segue.media.parts import messages_from
 from segue.media.pictures import PICTURES, picture_parts
 from segue.media.sources import MediaPolicy, shown
@@ -26,12 +23,12 @@ from segue.messages.diffusion import PARAMETERS, DiffusionParams, check_diffusio
 from segue.messages.errors import ConfigError, InvalidRequest, NotFound, StageFailed, nearest
 from segue.messages.request import Message, Request, check_types
 from segue.messages.sampling import SamplingParams, check_sampling, check_token_ids, sampling_from
-from segue.models.family import Family
 from segue.models.registry import family_of, read_config
 from segue.observe.stats import render_gauges, render_worker_stats
+from segue.orchestrator.model_card import card_of, check_stage_keys
 from segue.orchestrator.orchestrator import Orchestrator
 from segue.orchestrator.outputs import Collector, RequestOutput
-from segue.orchestrator.service import Health, ModelCard
+from segue.orchestrator.service import Health
 from segue.orchestrator.step_bar import StepBar
 from segue.orchestrator.supervisor import OnProgress
 
@@ -90,8 +87,8 @@ class AsyncOmni:
             lora=None if lora is None else {"adapters": {name: str(path) for name, path in lora.items()}},
         )
         self.plan = load_plan(graph, config, overrides=overrides)
-        _check_stage_keys(family, self.plan)
-        self.card = _card(name or model_dir.name, model_dir, checkpoint, family, graph, self.plan)
+        check_stage_keys(family, self.plan)
+        self.card = card_of(name or model_dir.name, model_dir, checkpoint, family, graph, self.plan)
         if self.card.name in self.card.adapters:
             raise ConfigError(f"{self.card.name!r} is the name of the model and of a LoRA adapter", field="lora")
         self._chats = family.chats(model_dir)
@@ -299,57 +296,6 @@ class AsyncOmni:
         if request.voice is not None and request.voice not in self.card.voices:
             hint = nearest(request.voice, self.card.voices)
             raise NotFound(f"{self.card.name} has no voice {request.voice!r}{hint}", field="voice")
-
-
-def _card(
-    name: str, model_dir: Path, checkpoint: dict[str, Any], family: Family, graph: StageGraph, plan: Plan
-) -> ModelCard:
-    """What is known before a worker has started."""
-    text_stage = graph.main
-    writes = graph.stages[text_stage].engine == "autoregressive"
-    return ModelCard(
-        name=name,
-        family=family.name,
-        takes=graph.takes,
-        gives=graph.gives,
-        text_stage=text_stage if writes else None,
-        sampling_stages=[stage.name for stage in graph.stages.values() if stage.engine == "autoregressive"],
-        stages=list(graph.topological()),
-        voices=family.voices(model_dir) if "audio" in graph.gives else [],
-        options=family.options,
-        open_options=family.open_options,
-        max_model_len=None,
-        created=int(time.time()),
-        several_texts=writes and not _feeds_text(graph, text_stage),
-        root=str(model_dir),
-        adapters={
-            name: path
-            for stage in plan.stages.values()
-            if stage.lora is not None
-            for name, path in stage.lora.adapters.items()
-        },
-        dialect=family.dialect(model_dir, checkpoint),
-    )
-
-
-def _check_stage_keys(family: Family, plan: Plan) -> None:
-    """What a stage asks for is something its family can do. Raises `ConfigError` naming the key."""
-    for name, stage in plan.stages.items():
-        if stage.engine == "diffusion":
-            continue  # these need no help of the family
-        asked = {"lora": stage.lora is not None, "quantization": stage.quantization != "none"}
-        for key, wanted in asked.items():
-            if wanted and key not in family.stage_keys:
-                raise ConfigError(
-                    f"stages.{name}.{key} is set, but models of the family {family.name!r} are served without it",
-                    field=f"stages.{name}.{key}",
-                )
-
-
-def _feeds_text(graph: StageGraph, stage: str) -> bool:
-    """Whether anything below a stage gives text: then the stage may feed another in a request for text alone."""
-    below = set(graph.downstreams(stage))
-    return any("text" in graph.stages[name].gives or _feeds_text(graph, name) for name in below)
 
 
 def _token_ids(ids: Any) -> list[int]:

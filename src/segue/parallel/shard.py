@@ -58,7 +58,7 @@ def _check_heads(kind: str, layers: Mapping[str, str], config: Any, size: int) -
     if not any(name.rpartition(".")[2] in _KEYS and style == "colwise" for name, style in layers.items()):
         return
     for name in ("num_attention_heads", "num_key_value_heads"):
-        # no class has it: families call it other names (GPT-2's `n_head`), which their configs map to this attribute
+        # no class has it: families call it other names (`n_head`), which their configs map to this attribute
         # and to no key of `to_dict`, and some have no such heads at all
         heads = getattr(config, name, None)
         if isinstance(heads, int) and heads % size:

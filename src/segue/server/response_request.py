@@ -205,8 +205,8 @@ def _check(body: ResponsesBody) -> None:
             f"text.verbosity is {shown(body.text.verbosity)}; this server does not support that: leave it out",
             field="text.verbosity",
         )
-    for name in ("summary", "generate_summary"):
-        wanted = getattr(body.reasoning, name, None)
+    asked = body.reasoning or ReasoningOptions()
+    for name, wanted in (("summary", asked.summary), ("generate_summary", asked.generate_summary)):
         if wanted not in (None, "auto"):
             raise Unsupported(
                 f"reasoning.{name} is {shown(wanted)}; thoughts come whole, they are not summarised: leave it out",
@@ -216,7 +216,8 @@ def _check(body: ResponsesBody) -> None:
 
 def _chat_values(body: ResponsesBody, conversation: Conversation, tools: dict[str, Any]) -> dict[str, Any]:
     """The body of the chat completion."""
-    values: dict[str, Any] = {name: getattr(body, name) for name in _AS_IN_CHAT}
+    given = msgspec.structs.asdict(body)
+    values: dict[str, Any] = {name: given[name] for name in _AS_IN_CHAT}
     values |= {"messages": conversation.messages, "max_completion_tokens": body.max_output_tokens, **tools}
     if body.top_logprobs is not None or _LOGPROBS in (body.include or []):
         values |= {"logprobs": True, "top_logprobs": body.top_logprobs}

@@ -43,7 +43,7 @@ def sampling_of(body: CommonBody, card: ModelCard, **own: Any) -> dict[str, Samp
     if top is None:
         return by_stage
     if card.text_stage is None:
-        given = next(name for name in SamplingParams.__struct_fields__ if getattr(top, name) is not None)
+        given = next(name for name, value in msgspec.structs.asdict(top).items() if value is not None)
         raise InvalidRequest(f"{given} is given, but this model has no stage that makes text", field=given)
     # what is said of the stage by name is the more special
     by_stage[card.text_stage] = by_stage.get(card.text_stage, SamplingParams()).over(top)
@@ -55,7 +55,8 @@ _PREFIX = "request"
 
 def _top_level(body: CommonBody, card: ModelCard, own: dict[str, Any]) -> SamplingParams | None:
     """The text stage's parameters as they stand at the top of the body; None where there are none."""
-    stated = {name: getattr(body, name) for name in _TO_TEXT_STAGE} | own
+    values = msgspec.structs.asdict(body)
+    stated = {name: values[name] for name in _TO_TEXT_STAGE} | own
     given = {name: value for name, value in stated.items() if value is not None}
     if body.use_beam_search and body.beam_width is None:
         given["beam_width"] = given.pop("best_of", choices_of(body))
@@ -77,7 +78,8 @@ def _top_level(body: CommonBody, card: ModelCard, own: dict[str, Any]) -> Sampli
 
 def _form(body: CommonBody, of_tools: StructuredOutput | None) -> StructuredOutput | None:
     """The form of the text, as the body asks for it or as a tool call has it."""
-    guided = {name: value for name in GUIDED if (value := getattr(body, name)) is not None}
+    values = msgspec.structs.asdict(body)
+    guided = {name: values[name] for name in GUIDED if values[name] is not None}
     form = structured_output(body.response_format, body.structured_outputs, guided)
     if form is not None and of_tools is not None:
         raise InvalidRequest(

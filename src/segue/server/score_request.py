@@ -113,13 +113,14 @@ def _request(text: str, modalities: list[str], options: dict[str, Any], turn: di
 def score_request(values: dict[str, Any], card: ModelCard, settings: ServerSettings) -> Scoring:
     """Raises `InvalidRequest` naming the parameter, its value and what would be right."""
     body = parse_body(values, ScoreBody, _UNSUPPORTED, {})
-    given = tuple(name for name in dict.fromkeys(sum(_SIDES, ())) if getattr(body, name) is not None)
+    read = msgspec.structs.asdict(body)
+    given = tuple(name for name in dict.fromkeys(sum(_SIDES, ())) if read[name] is not None)
     if given not in _SIDES:
         right = "; or ".join(" and ".join(side) for side in _SIDES)
         has = f"given: {' and '.join(given)}" if given else "no texts are given"
         raise InvalidRequest(f"{has}; give {right}", field=given[-1] if given else "text_1")
     first, second = given
-    firsts, seconds = _texts(getattr(body, first), first), _texts(getattr(body, second), second)
+    firsts, seconds = _texts(read[first], first), _texts(read[second], second)
     if len(firsts) not in (1, len(seconds)):
         raise InvalidRequest(
             f"{first} has {len(firsts)} texts and {second} {len(seconds)}; {first} must have one, or as many",

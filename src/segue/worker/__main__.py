@@ -12,13 +12,13 @@ from segue.worker.forkserver import serve
 
 
 def _run(spec: WorkerSpec) -> None:
-    from segue.worker.worker import run  # after the preload: it brings torch
+    from segue.worker.life import run  # after the preload: it brings torch
 
     run(spec)
 
 
 if __name__ == "__main__":
     fd, runtime_dir, *preload = sys.argv[1:]
-    serve(socket.socket(fileno=int(fd)), runtime_dir, [*preload, "segue.worker.worker"], _run)
+    serve(socket.socket(fileno=int(fd)), runtime_dir, [*preload, "segue.worker.life"], _run)
     say("")
     os._exit(0)  # taking torch's modules apart takes a second, and all that matters is closed

@@ -23,9 +23,10 @@ from segue.messages.deltas import (
     TokensDelta,
     VideoDelta,
 )
-from segue.messages.errors import StageFailed
+from segue.messages.errors import ConfigError, InvalidRequest, SegueError, StageFailed
 from segue.messages.sampling import FALLBACK, SamplingParams
-from segue.messages.wire import Begin, ClientDelta, Emission, OutputEnd, Peer
+from segue.messages.wire import AdapterLoaded, Begin, ClientDelta, Emission, LoadAdapter, OutputEnd, Peer
+from segue.observe.stderr import say_error
 
 
 @dataclass(slots=True)
@@ -216,3 +217,28 @@ def _video(stage: str, payload: dict[str, Any]) -> VideoDelta:
     return VideoDelta(
         stage, data, frames, height, width, float(payload["fps"]), payload.get("index", 0), payload.get("first", 0)
     )
+
+
+def load_adapter(worker: str, stage: StageRunner, message: LoadAdapter) -> AdapterLoaded:
+    """Read it between two steps."""
+    lora = stage.lora
+    assert lora is not None, "the orchestrator knows which stage takes adapters"
+    try:
+        lora.load(message.name, message.directory)
+    except ConfigError as error:  # of the files a client named, not of the deployment
+        return AdapterLoaded(worker, message.ticket, InvalidRequest.__name__, error.message)
+    except Exception as error:
+        # files hold anything, and a device may be full: the worker goes on
+        failed = as_stage_error(error, message.stage)
+        return AdapterLoaded(worker, message.ticket, type(failed).__name__, failed.message)
+    return AdapterLoaded(worker, message.ticket)
+
+
+def as_stage_error(error: Exception, stage: str) -> SegueError:
+    """What model code raised, as a failure of the stage."""
+    if isinstance(error, SegueError):
+        return error
+    say_error(error)
+    failed = StageFailed(f"stage {stage!r}: {type(error).__name__}: {error}", stage=stage)
+    failed.__cause__ = error
+    return failed

@@ -6,18 +6,14 @@ and put it on its way. It waits on the inbox alone, and only when no engine has 
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import OrderedDict, deque
 
-import torch
-
 from segue.connectors.base import Connector
 from segue.engines.contract import StageOutput
-from segue.messages.errors import ConfigError, InvalidRequest, SegueError, StageFailed
+from segue.messages.errors import SegueError
 from segue.messages.process import WorkerSpec
 from segue.messages.wire import (
-    AdapterLoaded,
     Begin,
     Chunk,
     Consumed,
@@ -36,60 +32,22 @@ from segue.messages.wire import (
     Resend,
     Shutdown,
     StageDone,
-    StartFailed,
     ToOrchestrator,
     ToWorker,
     UnloadAdapter,
     decode_for_worker,
     encode,
 )
-from segue.observe.stderr import say_error
-from segue.worker.build import Built, build
-from segue.worker.compilers import fork_home
+from segue.worker.build import Built
 from segue.worker.meter import Meter
 from segue.worker.outbox import Outbox
 from segue.worker.peers import Peers
-from segue.worker.ranks import fork_ranks
-from segue.worker.stage import Run, StageRunner, end_of
+from segue.worker.stage import Run, StageRunner, as_stage_error, end_of, load_adapter
 
 REMEMBER_DROPPED = 4096
 """Ids of requests that are over, so that their late messages are known as such."""
-START_FAILED_PATIENCE = 60.0
-"""Seconds for the orchestrator to hear why a worker could not start; were it gone, this process would be, too."""
 STATS_EVERY = 0.5
 """Seconds between stats while busy; they are also sent when the worker falls idle."""
-
-
-def run(spec: WorkerSpec) -> None:
-    """A worker's whole life; called in a process of its own."""
-    # the library warns of every config whose talker names ids of the thinker's vocabulary, at each load
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    ranks = fork_ranks(spec)
-    home = fork_home(spec)
-    peers = Peers(spec.inbox)
-    try:
-        try:
-            built = build(spec, lambda message: peers.send(spec.orchestrator, encode(message)), peers.wake, ranks, home)
-        except Exception as error:
-            # whatever loading raises is the answer to "why did it not start?"
-            if not isinstance(error, SegueError):
-                say_error(error)
-            peers.send(
-                spec.orchestrator,
-                encode(StartFailed(spec.worker, type(error).__name__, f"{type(error).__name__}: {error}")),
-            )
-            peers.close(START_FAILED_PATIENCE)
-            return
-        if ranks is not None:
-            ranks.serve()
-        with torch.inference_mode():
-            Worker(spec, built, peers).loop()
-    finally:
-        peers.close()
-        if home is not None:
-            home.close()
-        if ranks is not None:
-            ranks.close()
 
 
 class Worker:
@@ -183,7 +141,7 @@ class Worker:
     def spoilt(self, stage: StageRunner, run: Run, error: Exception) -> None:
         """What a family's code raises (its payloads, its transfers) is this request's failure, not the worker's."""
         stage.engine.cancel(run.request.request_id)
-        self.fail(stage, run, _as_stage_error(error, stage.plan.name))
+        self.fail(stage, run, as_stage_error(error, stage.plan.name))
 
     def hand_on(self, stage: StageRunner, run: Run, output: StageOutput) -> None:
         """Apply each edge's transfer; a final output closes the edge's stream even when it carries nothing."""
@@ -256,7 +214,7 @@ class Worker:
             case PeerLost():
                 self.peers.forget(message.address)
             case LoadAdapter():
-                self.tell(self.load_adapter(message))
+                self.tell(load_adapter(self.name, self.stages[message.stage], message))
             case UnloadAdapter():
                 if (lora := self.stages[message.stage].lora) is not None:
                     lora.unload(message.name)
@@ -264,20 +222,6 @@ class Worker:
                 self.report()
             case Shutdown():
                 self.running = False
-
-    def load_adapter(self, message: LoadAdapter) -> AdapterLoaded:
-        """Read it between two steps."""
-        lora = self.stages[message.stage].lora
-        assert lora is not None, "the orchestrator knows which stage takes adapters"
-        try:
-            lora.load(message.name, message.directory)
-        except ConfigError as error:  # of the files a client named, not of the deployment
-            return AdapterLoaded(self.name, message.ticket, InvalidRequest.__name__, error.message)
-        except Exception as error:
-            # files hold anything, and a device may be full: the worker goes on
-            failed = _as_stage_error(error, message.stage)
-            return AdapterLoaded(self.name, message.ticket, type(failed).__name__, failed.message)
-        return AdapterLoaded(self.name, message.ticket)
 
     def on_begin(self, begin: Begin) -> None:
         request_id = begin.request.request_id
@@ -295,7 +239,7 @@ class Worker:
         except Exception as error:
             # adapters read what the client wrote: anything may turn up there, and it is this request's failure
             self.meter.failed(begin.stage)
-            self.tell_failed(begin, _as_stage_error(error, begin.stage))
+            self.tell_failed(begin, as_stage_error(error, begin.stage))
             return
         self.take_early(request_id)
 
@@ -377,7 +321,7 @@ class Worker:
         except Exception as error:
             # see on_begin
             stage.engine.cancel(chunk.request_id)
-            self.fail(stage, run, _as_stage_error(error, stage.plan.name))
+            self.fail(stage, run, as_stage_error(error, stage.plan.name))
             return
         run.started = run.started or time.monotonic()
         if known:
@@ -427,12 +371,3 @@ class Worker:
             self.local.append(message)
         else:
             self.peers.send(address, encode(message))
-
-
-def _as_stage_error(error: Exception, stage: str) -> SegueError:
-    if isinstance(error, SegueError):
-        return error
-    say_error(error)
-    failed = StageFailed(f"stage {stage!r}: {type(error).__name__}: {error}", stage=stage)
-    failed.__cause__ = error
-    return failed

@@ -261,7 +261,9 @@ def recorded_lists(adapter: AutoregressiveAdapter, store: KVStore, longest: int,
         except NotRecordable as error:
             logger.info("decode steps run without recordings: %s", error)
             return None
-        except Exception:  # nothing is lost by it: the model ran before, in the check and the warm-up
+        # any kind: the library's code ran before, but not while its operators are watched, and what it or they raise
+        # then is of no one class; no request waits, and steps run as they did in the warm-up
+        except Exception:
             logger.warning("decode steps run without recordings", exc_info=True)
             return None
         if not faithful:

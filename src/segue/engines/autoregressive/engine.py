@@ -219,7 +219,7 @@ class AutoregressiveEngine:
             if self.resources.states is not None and self._scheduler.slots is not None:
                 self.resources.states.copy(self._scheduler.slots.take_copies())
             ran = self._launcher.run(scheduled, attention, None if before is None else before.newest)
-        except Exception as error:
+        except Exception as error:  # networks raise what they like: every sequence of the step is told of it
             return Flight(scheduled, _failure(scheduled, error), began, open=False)
         foreseeable = all(sequence.foreseeable and not sequence.wants_rows for sequence, _ in scheduled)
         return Flight(scheduled, ran, began, open=foreseeable)

@@ -248,7 +248,8 @@ def _be_child(compiler: XGrammar, kind: str, seconds: float, line: socket.socket
         except Exception as broken:
             answer = _Broken(f"{type(broken).__name__}: {broken}")
         _send(line, _encode(answer))
-    except BaseException as error:
+    # any kind: the exit says nothing of an exception, and whoever asked learns only that nobody answers
+    except Exception as error:
         say_error(error)
     finally:
         os._exit(0)

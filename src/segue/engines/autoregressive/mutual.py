@@ -1,5 +1,5 @@
-"""Spans of a prompt whose tokens see each other in both directions (a picture's, in Gemma 3): a step computes all of
-such a span or nothing of it.
+"""Spans of a prompt whose tokens see each other in both directions (a picture's, in some models): a step computes all
+of such a span or nothing of it.
 
 Keys and values of its tokens depend, from the second layer on, on the whole span. So neither a chunk of a prefill nor
 a hit in the prefix cache ends inside one.

@@ -203,6 +203,7 @@ class RowLeader:
         try:
             with self._reserve.measured(own):
                 made = predict(own) if own else []
+        # any kind: networks raise what they like; it is raised again below, when the others have been heard
         except Exception as error:
             if self._divided and out_of_memory(error):
                 raise self._broken(f"rank 0 ran out of memory in the middle of a call ({error})") from error

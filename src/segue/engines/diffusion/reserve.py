@@ -34,7 +34,7 @@ class Reserve:
         pieces = [needed // _PIECES] * (_PIECES if needed >= _PIECES else 0)
         try:
             kept = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in pieces]
-        except Exception as error:
+        except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
             return False

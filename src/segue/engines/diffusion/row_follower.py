@@ -132,6 +132,7 @@ class _Follower:
         except SegueError as error:
             self.failures[request_id] = error
             log.info("rank %d refuses request %s: %s", self.rank, request_id, error)
+        # any kind: adapters read what the client wrote
         except Exception as error:
             self.failures[request_id] = error
             log.exception("rank %d cannot prepare request %s", self.rank, request_id)
@@ -166,6 +167,7 @@ class _Follower:
             self.latents = self.room(order)
             rows = [self.row(*order.rows[place]) for place in self.own(order)]
             return Fared() if self.reserve.had(rows) else NO_MEMORY
+        # any kind, the adapter's own included: the leader waits for an answer, and this is one
         except Exception as error:
             self.note(error)
             return told(error)
@@ -181,6 +183,7 @@ class _Follower:
         self.ways.everyone.broadcast(self.latents)
         try:
             self.made = self.computed(order, self.latents)
+        # any kind: networks raise what they like, and the leader waits for an answer
         except Exception as error:
             failure = error
             self.note(error)

@@ -9,7 +9,7 @@ from segue.graph.parts import TOKENS
 from segue.messages.errors import InvalidRequest
 from segue.messages.request import Request
 from segue.models.chat_template import read_chat_template
-from segue.models.decoder import context_length
+from segue.models.context_length import context_length
 from segue.models.input_stage import InputStage
 from segue.models.pretrained import load_config
 from segue.models.prompt import (

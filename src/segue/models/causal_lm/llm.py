@@ -10,7 +10,8 @@ from segue.engines.autoregressive.contract import Fed, FlatBatch, KVSpec, Prompt
 from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.kernels.lora import Lora
 from segue.messages.sampling import SamplingParams
-from segue.models.decoder import PagedDecoder, context_length
+from segue.models.context_length import context_length
+from segue.models.decoder import PagedDecoder
 from segue.models.generation import default_sampling, end_tokens, generation_of
 from segue.models.lora import named_adapter, with_adapter
 from segue.models.pretrained import load_config, load_model

@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import msgspec
@@ -17,7 +16,6 @@ from torch.nn import functional
 
 from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.engines.diffusion.contract import Row, Sample
-from segue.kernels.lora import Lora
 from segue.kernels.quantized import packed_bytes
 from segue.messages.diffusion import BLOCK_CACHES, FIRST_BLOCK, TAYLORSEER, TEACACHE, DiffusionParams
 from segue.messages.errors import InvalidRequest
@@ -25,6 +23,7 @@ from segue.messages.request import Request
 from segue.messages.sampling import SamplingParams
 from segue.models.checkpoint import held_bytes
 from segue.models.diffusion.block_cache import BlockCache, first_block
+from segue.models.diffusion.given import Given
 from segue.models.diffusion.loading import pipeline_class
 from segue.models.diffusion.lora import DenoiserAdapters
 from segue.models.diffusion.schedulers import Schedulers
@@ -41,46 +40,6 @@ ACTIVATIONS = 20
 """Numbers per token and width of the network that a call holds at once, about."""
 CUT_ACTIVATIONS = 12
 """Of these, such as tensor parallel ranks have a part of: of the heads, and of the hidden layer."""
-
-
-@dataclass(slots=True)
-class Given:
-    """What a request brings, until its samples are made."""
-
-    request: StageRequest
-    inputs: dict[str, list[Payload]] = field(default_factory=dict)
-    """By upstream: its chunks, in order."""
-    final: set[str] = field(default_factory=set)
-    params: DiffusionParams = field(default_factory=DiffusionParams)
-    """With the family's defaults; set when all is there."""
-
-    adapter: Lora | None = None
-    """The LoRA adapter it is served with."""
-    start: Start | None = None
-    """The picture it begins with; set when the samples are made."""
-    state: Any = None
-    """The family's own, while the samples are made."""
-
-    @property
-    def mask(self) -> torch.Tensor | None:
-        """Which latents of its picture are made anew: [h, w], 1 or 0."""
-        chunks = self.inputs.get("input", [])
-        mask = chunks[0].get("mask") if chunks else None
-        assert mask is None or isinstance(mask, torch.Tensor)
-        return mask
-
-    def texts(self, device: torch.device, stage: str = "text_encoder") -> list[dict[str, torch.Tensor]]:
-        """What a text encoder made of each item, in order."""
-        return self.encoded(device, stage, "texts")
-
-    def pictures(self, device: torch.device, stage: str = "vae_encoder") -> list[dict[str, torch.Tensor]]:
-        """What a picture encoder made of each item, in order; none where the request's walk does without it."""
-        return self.encoded(device, stage, "pictures") if stage in self.inputs else []
-
-    def encoded(self, device: torch.device, stage: str, key: str) -> list[dict[str, torch.Tensor]]:
-        """What an encoder made of each item, in order; `key`: of its items."""
-        [payload] = self.inputs[stage]
-        return [{name: tensor.to(device) for name, tensor in item.items()} for item in payload[key]]
 
 
 class Denoiser(ABC):

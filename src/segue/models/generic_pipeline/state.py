@@ -11,6 +11,7 @@ import torch
 from segue.engines.contract import Payload
 from segue.messages.errors import StageFailed
 from segue.models.generic_pipeline.library import PipelineState
+from segue.parallel.orders import dtype_of
 
 _PLAIN = (type(None), bool, int, float, str)
 
@@ -63,7 +64,7 @@ def _unpacked(kind: str, value: Any, device: torch.device) -> Any:
             generator.set_state(value.cpu())
             return generator
         case "dtype":
-            return getattr(torch, value)
+            return dtype_of(value)
         case "array":
             return value.cpu().numpy()
         case "tuple":

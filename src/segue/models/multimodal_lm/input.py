@@ -18,7 +18,7 @@ from segue.media.video import decode_video
 from segue.messages.errors import InvalidRequest
 from segue.messages.request import MediaPart, Message, Request, TextPart
 from segue.models.chat_template import read_chat_template
-from segue.models.decoder import context_length
+from segue.models.context_length import context_length
 from segue.models.input_stage import InputStage
 from segue.models.multimodal_lm.loading import media_tokens
 from segue.models.multimodal_lm.positions import Positions

@@ -17,7 +17,8 @@ from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.kernels.look_back import Chunked
 from segue.messages.errors import InvalidRequest, StageFailed
 from segue.messages.sampling import SamplingParams
-from segue.models.decoder import PagedDecoder, context_length
+from segue.models.context_length import context_length
+from segue.models.decoder import PagedDecoder
 from segue.models.generation import default_sampling, end_tokens, generation_of
 from segue.models.interface import decoder_of
 from segue.models.library import PreTrainedModel

@@ -16,8 +16,7 @@ from torch import nn
 
 from segue.engines.contract import LoadContext
 from segue.messages.errors import ConfigError
-from segue.models.decoder import name_of
-from segue.models.interface import decoder_of
+from segue.models.interface import decoder_of, name_of
 from segue.models.library import VERSION, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 from segue.models.multimodal_lm.graph import kinds_of
 from segue.models.pretrained import load_config, load_model
@@ -144,9 +143,8 @@ def _check_ranks(ctx: LoadContext) -> None:
 def _without_layers(config: PreTrainedConfig) -> PreTrainedConfig:
     text = config.get_text_config(decoder=True)
     text.num_hidden_layers = 0
-    for name in ("num_kv_shared_layers", "hidden_size_per_layer_input"):  # shared among them; tables of theirs
-        if name in text:
-            setattr(text, name, 0)
+    # shared among them; tables of theirs
+    text.update({name: 0 for name in ("num_kv_shared_layers", "hidden_size_per_layer_input") if name in text})
     if "layer_types" in text:
         text.layer_types = []
     return config

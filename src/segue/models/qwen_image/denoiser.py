@@ -12,7 +12,8 @@ from segue.engines.contract import LoadContext
 from segue.engines.diffusion.contract import Row, Sample
 from segue.kernels.kept_rows import kept_rows_bytes
 from segue.messages.diffusion import DiffusionParams
-from segue.models.diffusion.denoiser import Denoiser, Given
+from segue.models.diffusion.denoiser import Denoiser
+from segue.models.diffusion.given import Given
 from segue.models.diffusion.loading import pipeline_index
 from segue.models.diffusion.schedulers import set_shifted
 from segue.models.diffusion.sequence import rows_of_one_length

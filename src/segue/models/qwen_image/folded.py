@@ -19,6 +19,7 @@ from segue.kernels.full_attention import full_attention
 from segue.kernels.fused_linear import joined_product
 from segue.kernels.kept_rows import KeptRows, RowNames
 from segue.kernels.modulated_norm import modulated_norm
+from segue.kernels.native import library
 from segue.models.diffusion.library import (
     Attention,
     QwenDoubleStreamAttnProcessor2_0,
@@ -143,7 +144,7 @@ def _modulations(made: torch.Tensor) -> tuple[_Modulation, _Modulation]:
 def _modulated(norm: nn.LayerNorm, x: torch.Tensor, modulation: _Modulation) -> torch.Tensor:
     """[B, tokens, D]"""
     shift, scale, _ = modulation
-    return modulated_norm(x, scale, shift, norm.eps)
+    return modulated_norm(library(), x, scale, shift, norm.eps)
 
 
 class JointAttention:

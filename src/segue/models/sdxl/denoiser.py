@@ -14,7 +14,8 @@ from segue.engines.contract import LoadContext
 from segue.engines.diffusion.contract import Row, Sample
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import ConfigError, InvalidRequest
-from segue.models.diffusion.denoiser import Denoiser, Given
+from segue.models.diffusion.denoiser import Denoiser
+from segue.models.diffusion.given import Given
 from segue.models.diffusion.start import Start
 from segue.models.sdxl.spaces import pixels_per_latent
 

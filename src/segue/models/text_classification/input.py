@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from segue.engines.contract import LoadContext
 from segue.models.pretrained import load_config
-from segue.models.sequence_classifier import UNBOUNDED, longest_row
+from segue.models.sequence_classifier import longest_row
 from segue.models.text_input import TextInput
 from segue.models.tokenizer import load_tokenizer
 
@@ -15,5 +15,5 @@ class InputProcessor(TextInput):
     def __init__(self, ctx: LoadContext) -> None:
         """Raises `ConfigError`."""
         tokenizer = load_tokenizer(ctx.model_dir)
-        longest = longest_row(ctx, UNBOUNDED if tokenizer is None else tokenizer.model_max_length)
+        longest = longest_row(ctx, None if tokenizer is None else tokenizer.model_max_length)
         super().__init__(tokenizer, load_config(ctx).get_text_config().vocab_size, longest)

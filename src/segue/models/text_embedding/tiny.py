@@ -13,7 +13,7 @@ import torch
 from segue.models.family import TinyPreset
 from segue.models.library import AutoConfig, AutoModel
 from segue.models.text_embedding.recipe import MODULES
-from segue.models.tiny.files import BASE_VOCAB, added_tokens, train_tokenizer, write_json
+from segue.models.tiny.files import BASE_VOCAB, train_tokenizer, write_json, write_tokenizer
 from segue.models.tiny.sizes import check_size
 from segue.models.tiny.weights import randomise
 
@@ -81,19 +81,8 @@ def make(name: str, directory: Path, size: str = "tiny", seed: int = 0) -> None:
     small = _SMALL[name]
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(small.special, begin=small.begin, end=small.end)
-    tokenizer.save(str(directory / "tokenizer.json"))
     longest = small.shape["max_position_embeddings"]
-    write_json(
-        directory,
-        "tokenizer_config.json",
-        {
-            "added_tokens_decoder": added_tokens(tokenizer, small.special),
-            "clean_up_tokenization_spaces": False,
-            "model_max_length": longest,
-            "pad_token": small.pad,
-            "tokenizer_class": "PreTrainedTokenizerFast",
-        },
-    )
+    write_tokenizer(directory, tokenizer, small.special, small.pad, longest)
     pad = BASE_VOCAB + small.special.index(small.pad)
     config = AutoConfig.for_model(small.model_type, **{**_SHAPE, **small.shape}, pad_token_id=pad)
     with torch.random.fork_rng(devices=[]):  # the library draws weights of its own first

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, processors
 
 from segue.models.library import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
-from segue.models.tiny.files import BASE_VOCAB, added_tokens, train_tokenizer, write_json
+from segue.models.tiny.files import BASE_VOCAB, train_tokenizer, write_tokenizer
 from segue.models.tiny.sizes import check_size
 from segue.models.tiny.weights import randomise
 
@@ -69,19 +69,8 @@ def make_classifier(
     tokenizer = train_tokenizer(small.special, begin=small.begin, end=small.end)
     if small.begin is not None:
         tokenizer.post_processor = _joined(tokenizer, small.begin, str(small.end))
-    tokenizer.save(str(directory / "tokenizer.json"))
-    write_json(
-        directory,
-        "tokenizer_config.json",
-        {
-            "added_tokens_decoder": added_tokens(tokenizer, small.special),
-            "clean_up_tokenization_spaces": False,
-            "model_input_names": list(small.inputs),
-            "model_max_length": small.shape["max_position_embeddings"],
-            "pad_token": small.pad,
-            "tokenizer_class": "PreTrainedTokenizerFast",
-        },
-    )
+    longest, inputs = small.shape["max_position_embeddings"], list(small.inputs)
+    write_tokenizer(directory, tokenizer, small.special, small.pad, longest, model_input_names=inputs)
     pad = BASE_VOCAB + small.special.index(small.pad)
     config = AutoConfig.for_model(small.model_type, **{**_SHAPE, **small.shape, **labels}, pad_token_id=pad)
     with torch.random.fork_rng(devices=[]):  # the library draws weights of its own first

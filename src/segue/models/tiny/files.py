@@ -59,6 +59,22 @@ def added_tokens(tokenizer: Tokenizer, special_tokens: Sequence[str]) -> dict[st
     return {str(tokenizer.token_to_id(token)): {"content": token, **flags} for token in special_tokens}
 
 
+def write_tokenizer(
+    directory: Path, tokenizer: Tokenizer, special_tokens: Sequence[str], pad: str, longest: int, **more: Any
+) -> None:
+    """The files of a tokenizer without a chat. `more`: keys of its `tokenizer_config.json`."""
+    tokenizer.save(str(directory / "tokenizer.json"))
+    values = {
+        "added_tokens_decoder": added_tokens(tokenizer, special_tokens),
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": longest,
+        "pad_token": pad,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **more,
+    }
+    write_json(directory, "tokenizer_config.json", values)
+
+
 def speakable(tokenizer: Tokenizer) -> list[int]:
     """Ids that stand for whole printable text, so that replies are readable."""
     texts = ((index, tokenizer.decode([index])) for index in range(BASE_VOCAB))

@@ -15,7 +15,8 @@ from segue.engines.diffusion.contract import Row, Sample
 from segue.kernels.quantized import packed_bytes
 from segue.messages.diffusion import DiffusionParams
 from segue.models.checkpoint import held_bytes
-from segue.models.diffusion.denoiser import Denoiser, Given
+from segue.models.diffusion.denoiser import Denoiser
+from segue.models.diffusion.given import Given
 from segue.models.diffusion.tuning import load_network
 from segue.models.wan.shape import TEXT_TOKENS, Shape
 

@@ -31,7 +31,8 @@ class ParallelHeads(Protocol):
 
 class ChainHead(Protocol):
     """A small decoder that guesses one token after the other from hidden states (EAGLE: Li et al., 2024; multi-token
-    prediction: DeepSeek-V3, §2.2). Its input i is the hidden state of token i with token i + 1; it gives token i + 2.
+    prediction: arXiv 2412.19437, §2.2). Its input i is the hidden state of token i with token i + 1; it gives token
+    i + 2.
     """
 
     weight_bytes: int

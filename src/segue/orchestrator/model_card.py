@@ -1,0 +1,64 @@
+"""What is known of a model before a worker has started."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from segue.graph.deployment import Plan
+from segue.graph.stage_graph import StageGraph
+from segue.messages.errors import ConfigError
+from segue.models.family import Family
+from segue.orchestrator.service import ModelCard
+
+
+def card_of(
+    name: str, model_dir: Path, checkpoint: dict[str, Any], family: Family, graph: StageGraph, plan: Plan
+) -> ModelCard:
+    """`name`: what clients call it."""
+    text_stage = graph.main
+    writes = graph.stages[text_stage].engine == "autoregressive"
+    return ModelCard(
+        name=name,
+        family=family.name,
+        takes=graph.takes,
+        gives=graph.gives,
+        text_stage=text_stage if writes else None,
+        sampling_stages=[stage.name for stage in graph.stages.values() if stage.engine == "autoregressive"],
+        stages=list(graph.topological()),
+        voices=family.voices(model_dir) if "audio" in graph.gives else [],
+        options=family.options,
+        open_options=family.open_options,
+        max_model_len=None,
+        created=int(time.time()),
+        several_texts=writes and not _feeds_text(graph, text_stage),
+        root=str(model_dir),
+        adapters={
+            name: path
+            for stage in plan.stages.values()
+            if stage.lora is not None
+            for name, path in stage.lora.adapters.items()
+        },
+        dialect=family.dialect(model_dir, checkpoint),
+    )
+
+
+def check_stage_keys(family: Family, plan: Plan) -> None:
+    """What a stage asks for is something its family can do. Raises `ConfigError` naming the key."""
+    for name, stage in plan.stages.items():
+        if stage.engine == "diffusion":
+            continue  # these need no help of the family
+        asked = {"lora": stage.lora is not None, "quantization": stage.quantization != "none"}
+        for key, wanted in asked.items():
+            if wanted and key not in family.stage_keys:
+                raise ConfigError(
+                    f"stages.{name}.{key} is set, but models of the family {family.name!r} are served without it",
+                    field=f"stages.{name}.{key}",
+                )
+
+
+def _feeds_text(graph: StageGraph, stage: str) -> bool:
+    """Whether anything below a stage gives text: then the stage may feed another in a request for text alone."""
+    below = set(graph.downstreams(stage))
+    return any("text" in graph.stages[name].gives or _feeds_text(graph, name) for name in below)

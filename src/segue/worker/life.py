@@ -1,0 +1,52 @@
+"""A worker's life, from its fork to its end."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from segue.messages.errors import SegueError
+from segue.messages.process import WorkerSpec
+from segue.messages.wire import StartFailed, encode
+from segue.observe.stderr import say_error
+from segue.worker.build import build
+from segue.worker.compilers import fork_home
+from segue.worker.peers import Peers
+from segue.worker.ranks import fork_ranks
+from segue.worker.worker import Worker
+
+START_FAILED_PATIENCE = 60.0
+"""Seconds for the orchestrator to hear why a worker could not start; were it gone, this process would be, too."""
+
+
+def run(spec: WorkerSpec) -> None:
+    """A worker's whole life; called in a process of its own."""
+    # the library warns of every config in which one part names ids of another part's vocabulary, at each load
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    ranks = fork_ranks(spec)
+    home = fork_home(spec)
+    peers = Peers(spec.inbox)
+    try:
+        try:
+            built = build(spec, lambda message: peers.send(spec.orchestrator, encode(message)), peers.wake, ranks, home)
+        except Exception as error:
+            # whatever loading raises is the answer to "why did it not start?"
+            if not isinstance(error, SegueError):
+                say_error(error)
+            peers.send(
+                spec.orchestrator,
+                encode(StartFailed(spec.worker, type(error).__name__, f"{type(error).__name__}: {error}")),
+            )
+            peers.close(START_FAILED_PATIENCE)
+            return
+        if ranks is not None:
+            ranks.serve()
+        with torch.inference_mode():
+            Worker(spec, built, peers).loop()
+    finally:
+        peers.close()
+        if home is not None:
+            home.close()
+        if ranks is not None:
+            ranks.close()
