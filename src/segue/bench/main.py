@@ -11,6 +11,7 @@ from pathlib import Path
 
 from segue.bench.arguments import count, counts, some_of
 from segue.bench.diffusion_arguments import add_diffusion
+from segue.bench.steps_arguments import add_steps
 from segue.bench.text_arguments import add_text
 from segue.cli_parser import Parser
 from segue.messages.errors import ConfigError, SegueError
@@ -67,6 +68,7 @@ def parser() -> Parser:
     omni.set_defaults(run=_omni)
     add_text(commands)
     add_diffusion(commands)
+    add_steps(commands)
     return top
 
 
