@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from segue.bench.arguments import count, counts, some_of
+from segue.bench.denoise_arguments import add_denoise
 from segue.bench.diffusion_arguments import add_diffusion
 from segue.bench.steps_arguments import add_steps
 from segue.bench.text_arguments import add_text
@@ -68,6 +69,7 @@ def parser() -> Parser:
     omni.set_defaults(run=_omni)
     add_text(commands)
     add_diffusion(commands)
+    add_denoise(commands)
     add_steps(commands)
     return top
 
