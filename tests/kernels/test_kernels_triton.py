@@ -41,6 +41,8 @@ class Case:
     idle: int = 0
     """Numbers at the end of each slot that belong to nobody here."""
     dtype: torch.dtype = torch.float32
+    narrow: bool = False
+    """K and V are kept in 8 bits."""
 
 
 CASES = {
@@ -56,6 +58,34 @@ CASES = {
     "slots of a wider layer": Case((33, 80), (33, 5), idle=8),
     "half": Case((33, 80), (33, 5), dtype=torch.float16),
 }
+
+GPU_CASES = {
+    f"{str(dtype).removeprefix('torch.')}, width {width}{', fp8' * narrow}": Case(
+        (33, 300, 1100),
+        (5, 300, 70),
+        heads=heads,
+        kv_heads=kv_heads,
+        width=width,
+        value_width=width,
+        block_size=16,
+        window=window,
+        softcap=softcap,
+        sinks=softcap is None,
+        dtype=dtype,
+        narrow=narrow,
+    )
+    for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    for width in (64, 80, 96, 128, 256, 512)
+    for narrow in (False, True)
+    for heads, kv_heads, window, softcap in [(8, 1, 128, None) if width in (64, 96, 256) else (14, 2, None, 30.0)]
+}
+"""Every width that models have, compiled for the device: what an interpreter takes may be too much for one."""
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+every_case = pytest.mark.parametrize(
+    "case",
+    [*(pytest.param(case, id=name) for name, case in CASES.items())]
+    + [pytest.param(case, id=name, marks=gpu) for name, case in GPU_CASES.items()],
+)
 
 
 @dataclass
@@ -93,6 +123,8 @@ def build(case: Case, counts: tuple[int, ...]) -> Built:
         mine = [order.pop() for _ in range(blocks_needed)]
         blocks[row, :blocks_needed] = torch.tensor(mine)
         k, v = normal(length, case.kv_heads, case.width), normal(length, case.kv_heads, case.value_width)
+        if case.narrow:
+            k, v = (kv.to(torch.float8_e4m3fn).to(case.dtype) for kv in (k, v))
         slots = torch.tensor([mine[at // size] * size + at % size for at in range(length)], device=DEVICE)
         keys[slots // size, slots % size], values[slots // size, slots % size] = k, v
         place = torch.arange(length, device=DEVICE)
@@ -110,11 +142,13 @@ def build(case: Case, counts: tuple[int, ...]) -> Built:
         )
         expected.append(mixed.transpose(0, 1))
         begin += count
+    if case.narrow:
+        keys, values = (kv.to(torch.float8_e4m3fn) for kv in (keys, values))
     return Built(q, keys, values, blocks.to(DEVICE), form, torch.cat(expected))
 
 
 def check(out: torch.Tensor, expected: torch.Tensor) -> None:
-    tolerance = 2e-6 if out.dtype == torch.float32 else 3e-3
+    tolerance = {torch.float32: 5e-6, torch.float16: 3e-3, torch.bfloat16: 3e-2}[out.dtype]
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
 
 
@@ -122,9 +156,8 @@ def int32(values: tuple[int, ...]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_prefill(kernels: ModuleType, name: str) -> None:
-    case = CASES[name]
+@every_case
+def test_prefill(kernels: ModuleType, case: Case) -> None:
     built = build(case, case.counts)
     out = torch.full((len(built.q), case.heads, case.value_width), float("nan"), dtype=case.dtype, device=DEVICE)
     begins = (0, *torch.tensor(case.counts).cumsum(0).tolist()[:-1])
@@ -136,9 +169,8 @@ def test_prefill(kernels: ModuleType, name: str) -> None:
 
 
 @pytest.mark.parametrize("splits", [1, 2, 8])
-@pytest.mark.parametrize("name", CASES)
-def test_decode(kernels: ModuleType, name: str, splits: int) -> None:
-    case = CASES[name]
+@every_case
+def test_decode(kernels: ModuleType, case: Case, splits: int) -> None:
     built = build(case, (1,) * len(case.lengths))
     out = torch.full((len(built.q), case.heads, case.value_width), float("nan"), dtype=case.dtype, device=DEVICE)
     tables = kernels.Tables(built.blocks, int32(case.lengths))

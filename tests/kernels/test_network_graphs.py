@@ -139,7 +139,7 @@ def test_a_network_that_cannot_be_recorded_goes_on(caplog: pytest.LogCaptureFixt
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @torch.inference_mode()
 def test_on_a_gpu() -> None:
-    device = torch.device("cuda")
+    device = torch.device("cuda:0")  # as tensors have it
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)).to(device)
     recorder = CudaRecorder(device)

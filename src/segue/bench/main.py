@@ -10,7 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from segue.bench.arguments import count, counts, some_of
+from segue.bench.denoise_arguments import add_denoise
 from segue.bench.diffusion_arguments import add_diffusion
+from segue.bench.steps_arguments import add_steps
 from segue.bench.text_arguments import add_text
 from segue.cli_parser import Parser
 from segue.messages.errors import ConfigError, SegueError
@@ -67,6 +69,8 @@ def parser() -> Parser:
     omni.set_defaults(run=_omni)
     add_text(commands)
     add_diffusion(commands)
+    add_denoise(commands)
+    add_steps(commands)
     return top
 
 

@@ -46,6 +46,7 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._side = torch.cuda.Stream(device)  # one for all: cuBLAS keeps a workspace for each
 
     def held(self, run: Callable[[], Any]) -> tuple[Any, int]:
         before = torch.cuda.memory_allocated(self._device)
@@ -54,13 +55,14 @@ class CudaRecorder:
         return made, torch.cuda.max_memory_allocated(self._device) - before
 
     def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        side = torch.cuda.Stream(self._device)
+        side = self._side
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
             run()  # libraries are set up for the stream outside the recording
         torch.cuda.current_stream(self._device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=side):
+        # other threads of the worker copy between device and host meanwhile
+        with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
             made = run()
         return graph.replay, made
 

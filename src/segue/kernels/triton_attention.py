@@ -20,11 +20,37 @@ import triton.language as tl
 
 from segue.kernels.form import Form
 
-_QUERIES = 64
-_KEYS = 64
 _FEWEST_ROWS = 16  # of a matrix product in Triton
 _SPLIT_KEYS = 256
 """Fewest keys a program of the split decode is worth."""
+_MOST_SPLITS = 64
+_JOINED = 16
+"""Parts that are put together at once."""
+
+# What differs from step to step must not be compiled for: Triton makes another kernel of an integer that is 1 or a
+# multiple of 16, and of a pointer to the middle of a tensor. Such a kernel would take seconds while requests wait.
+_TABLES = ("blocks_nb", "lengths_n", "begins_n", "counts_n", "reaches_t")
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What one program works on at a time."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+    """Of the loop over keys: those behind the first are loaded ahead, into shared memory."""
+
+
+def tile(width: int, dtype: torch.dtype) -> Tile:
+    """For heads of `width` numbers, padded. With these no kernel needs more than the 227 KiB of shared memory and the
+    255 registers per thread of a Hopper (seen in what the compiler makes for one)."""
+    if dtype.itemsize > 2:  # products without tensor cores: small ones, or the registers do not suffice
+        return Tile(32, 32, 4 if width <= 128 else 8, 2 if width <= 256 else 1)
+    if width <= 128:
+        return Tile(64, 64, 4, 3)
+    return Tile(64, 32, 8, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +96,7 @@ def _online(scores, best, total, mixed):
     return weights, new, total * keep + tl.sum(weights, 1), mixed * keep[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_TABLES)
 def _prefill(
     q_thd, k_bskd, v_bske, out_the, sinks_h, blocks_nb, lengths_n, begins_n, counts_n, reaches_t,
     scaling, softcap, table_stride,
@@ -144,14 +170,14 @@ def _prefill(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "splits"], do_not_specialize_on_alignment=_TABLES)
 def _decode_parts(
     q_nhd, k_bskd, v_bske, parts_nhpe, sums_nhp, blocks_nb, lengths_n,
-    scaling, softcap, table_stride, heads,
+    scaling, softcap, table_stride, heads, splits,
     q_stride_n, q_stride_h, k_stride_s, k_stride_k, v_stride_s, v_stride_k,
     group: tl.constexpr, rows: tl.constexpr, block_size: tl.constexpr, width: tl.constexpr,
     value_width: tl.constexpr, padded: tl.constexpr, value_padded: tl.constexpr,
-    window: tl.constexpr, has_cap: tl.constexpr, splits: tl.constexpr, keys: tl.constexpr, precision: tl.constexpr,
+    window: tl.constexpr, has_cap: tl.constexpr, keys: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
     sequence, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths_n + sequence)
@@ -199,32 +225,36 @@ def _decode_parts(
     tl.store(sums_nhp + place, tl.where(total == 0.0, best, best + tl.log(tl.maximum(total, 1e-30))), mask=row < group)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _decode_join(
-    parts_nhpe, sums_nhp, out_nhe, sinks_h, heads, out_stride_n, out_stride_h,
-    value_width: tl.constexpr, value_padded: tl.constexpr, splits: tl.constexpr, split_rows: tl.constexpr,
+    parts_nhpe, sums_nhp, out_nhe, sinks_h, heads, splits, out_stride_n, out_stride_h,
+    value_width: tl.constexpr, value_padded: tl.constexpr, most: tl.constexpr, joined: tl.constexpr,
     has_sinks: tl.constexpr,
 ):  # fmt: skip
     sequence, head = tl.program_id(0), tl.program_id(1)
-    split, value_dim = tl.arange(0, split_rows), tl.arange(0, value_padded)
-    place = (sequence * heads + head) * splits + split
-    sums = tl.load(sums_nhp + place, mask=split < splits, other=float("-inf"))
+    first = (sequence * heads + head) * splits
+    split, value_dim = tl.arange(0, most), tl.arange(0, value_padded)
+    sums = tl.load(sums_nhp + first + split, mask=split < splits, other=float("-inf"))
     best = tl.max(sums, 0)
     if has_sinks:
         sink = tl.load(sinks_h + head).to(tl.float32)
         best = tl.maximum(best, sink)
-    weights = tl.exp(sums - best)
-    total = tl.sum(weights, 0)
+    total = tl.sum(tl.exp(sums - best), 0)
     if has_sinks:
         total += tl.exp(sink - best)
-    parts = tl.load(
-        parts_nhpe + place[:, None] * value_width + value_dim[None, :],
-        mask=(split < splits)[:, None] & (value_dim < value_width)[None, :], other=0.0,
-    )  # fmt: skip
-    mixed = tl.sum(parts * weights[:, None], 0) / total
+    mixed = tl.zeros([value_padded], tl.float32)
+    for at in range(0, splits, joined):
+        some = at + tl.arange(0, joined)
+        there = some < splits
+        weights = tl.exp(tl.load(sums_nhp + first + some, mask=there, other=float("-inf")) - best)
+        parts = tl.load(
+            parts_nhpe + (first + some)[:, None] * value_width + value_dim[None, :],
+            mask=there[:, None] & (value_dim < value_width)[None, :], other=0.0,
+        )  # fmt: skip
+        mixed += tl.sum(parts * weights[:, None], 0)
     tl.store(
         out_nhe + sequence * out_stride_n + head * out_stride_h + value_dim,
-        mixed.to(out_nhe.dtype.element_ty), mask=value_dim < value_width,
+        (mixed / total).to(out_nhe.dtype.element_ty), mask=value_dim < value_width,
     )  # fmt: skip
 
 
@@ -249,7 +279,8 @@ def prefill(
     heads, width = q.shape[1:]
     block_size, kv_heads = keys.shape[1:3]
     value_width = values.shape[3]
-    grid = (triton.cdiv(longest, _QUERIES), heads, len(begins))
+    own = tile(max(_padded(width), _padded(value_width)), q.dtype)
+    grid = (triton.cdiv(longest, own.queries), heads, len(begins))
     _check_slots(keys, values)
     _prefill[grid](
         q, keys, values, out, _sinks(form, q), tables.blocks, tables.lengths, begins, counts,
@@ -259,7 +290,8 @@ def prefill(
         group=heads // kv_heads, block_size=block_size, width=width, value_width=value_width,
         padded=_padded(width), value_padded=_padded(value_width),
         window=form.window or 0, has_cap=form.softcap is not None, has_sinks=form.sinks is not None,
-        has_reaches=reaches is not None, queries=_QUERIES, keys=_KEYS, precision=_precision(q),
+        has_reaches=reaches is not None, queries=own.queries, keys=own.keys, precision=_precision(q),
+        num_warps=own.warps, num_stages=own.stages,
     )  # fmt: skip
 
 
@@ -280,30 +312,33 @@ def decode(
     block_size, kv_heads = keys.shape[1:3]
     value_width = values.shape[3]
     group = heads // kv_heads
+    own = tile(max(_padded(width), _padded(value_width)), q.dtype)
     _check_slots(keys, values)
+    assert 0 < splits <= _MOST_SPLITS
     parts = torch.empty(sequences, heads, splits, value_width, dtype=torch.float32, device=q.device)
     sums = torch.empty(sequences, heads, splits, dtype=torch.float32, device=q.device)
     _decode_parts[sequences, kv_heads, splits](
         q, keys, values, parts, sums, tables.blocks, tables.lengths,
-        form.scaling, form.softcap or 1.0, tables.blocks.stride(0), heads,
+        form.scaling, form.softcap or 1.0, tables.blocks.stride(0), heads, splits,
         *q.stride()[:2], *keys.stride()[1:3], *values.stride()[1:3],
         group=group, rows=max(_FEWEST_ROWS, triton.next_power_of_2(group)), block_size=block_size, width=width,
         value_width=value_width, padded=_padded(width), value_padded=_padded(value_width),
-        window=form.window or 0, has_cap=form.softcap is not None, splits=splits, keys=_KEYS, precision=_precision(q),
+        window=form.window or 0, has_cap=form.softcap is not None, keys=own.keys, precision=_precision(q),
+        num_warps=own.warps, num_stages=own.stages,
     )  # fmt: skip
     _decode_join[sequences, heads](
-        parts, sums, out, _sinks(form, q), heads, *out.stride()[:2],
-        value_width=value_width, value_padded=_padded(value_width), splits=splits,
-        split_rows=triton.next_power_of_2(splits), has_sinks=form.sinks is not None,
+        parts, sums, out, _sinks(form, q), heads, splits, *out.stride()[:2],
+        value_width=value_width, value_padded=_padded(value_width), most=_MOST_SPLITS, joined=_JOINED,
+        has_sinks=form.sinks is not None,
     )  # fmt: skip
 
 
 def splits_for(sequences: int, kv_heads: int, longest: int, processors: int) -> int:
     """How many programs share the keys of a sequence: enough to fill a device of so many multiprocessors twice, none
-    with less than a worthwhile number of keys. A power of two, so that few variants are compiled."""
+    with less than a worthwhile number of keys."""
     wanted = math.ceil(2 * processors / max(1, sequences * kv_heads))
     most = max(1, longest // _SPLIT_KEYS)
-    return 1 << (max(1, min(wanted, most, 64)) - 1).bit_length()
+    return 1 << (max(1, min(wanted, most, _MOST_SPLITS)) - 1).bit_length()
 
 
 def _check_slots(keys: torch.Tensor, values: torch.Tensor) -> None:

@@ -44,7 +44,7 @@ _PROBE = 24
 """Tokens of the comparison at load."""
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 """Largest difference over largest logit; other types as `_ROUGH`; activations rounded: 0.3."""
-_ROUGH = 0.05
+_ROUGH = 0.1
 _COARSE = ("bfloat16", "int8", "int4")
 """Quantisations that round what goes into a layer, too."""
 

@@ -58,6 +58,7 @@ _ENVIRONMENT = {
     "GOMP_SPINCOUNT": "20000",
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
     "LRU_CACHE_CAPACITY": "256",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
 """Environment of workers, where the caller's own says nothing else; read when memory is allocated for the first time.
 
@@ -69,7 +70,10 @@ of being given back to the system, which zeroes it anew for the next layer: 1024
 Threads of a product that wait for one another go to sleep after some 400 µs: on a machine that others use too, the one
 they wait for may have no core because of them. With six busy neighbours on two cores, 60 small products take 960 ms as
 OpenMP has it (it waits for milliseconds), 190 ms so, and 64 ms with a tenth of it; but alone on the machine that would
-make a step of a small model 15% slower (33M parameters: 11 → 13 ms), where this makes none."""
+make a step of a small model 15% slower (33M parameters: 11 → 13 ms), where this makes none.
+
+Whether there is a GPU is asked of NVML, not of CUDA: some libraries ask when they are imported (diffusers does), and no
+fork of a process that has asked CUDA can use it."""
 
 
 class LocalPlacement:

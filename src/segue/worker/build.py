@@ -78,6 +78,7 @@ def build(
     edges = [msgspec.convert(edge, EdgePlan) for edge in spec.edges]
     limits = msgspec.convert(spec.limits, Limits)
     torch.set_num_threads(max(map(threads_of, plans)))
+    _work_on(torch.device(plans[0].device_of(spec.replica)))
     stages_module = family.load_stages()
     stages: dict[str, StageRunner] = {}
     facts: dict[str, StageFacts] = {}
@@ -114,6 +115,13 @@ def build(
     channels, inbound, connectors = _connect(spec, edges, set(stages), _device_memory(spec, plans))
     retained = RetainedStore(limits.retained_bytes, str(Path(spec.connector).parent))
     return Built(stages, channels, inbound, connectors, retained, facts)
+
+
+def _work_on(device: torch.device) -> None:
+    """Stages of a worker share their device. It becomes this process's own: kernels that are not torch's are launched
+    there, and memory is pinned there."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _compile(plan: StagePlan, adapter: Adapter, device: torch.device) -> None:

@@ -38,18 +38,20 @@ Capture = Callable[[Callable[[], Forward]], tuple[Callable[[], None], Forward]]
 
 
 def cuda_capture(device: torch.device) -> Capture:
-    """Records on `device`; all graphs share one pool of memory, since never two of them run at once."""
+    """Records on `device`; all graphs share one pool of memory, since never two of them run at once, and one stream:
+    each further one would keep a workspace of cuBLAS for good."""
     pool = torch.cuda.graph_pool_handle()
+    side = torch.cuda.Stream(device)
 
     def capture(run: Callable[[], Forward]) -> tuple[Callable[[], None], Forward]:
-        side = torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             for _ in range(2):  # kernels are compiled and libraries set up outside the recording
                 run()
         torch.cuda.current_stream(device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        # other threads of the process may go on meanwhile
+        with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
             result = run()
         return graph.replay, result
 
@@ -226,12 +228,21 @@ def batch_sizes(most: int) -> list[int]:
     return sorted(size for size in sizes if size <= most)
 
 
-def recorded_decodes(adapter: AutoregressiveAdapter, store: KVStore, longest: int, max_batch: int) -> DecodeGraphs:
-    """CUDA graphs of steps of up to `max_batch` sequences. Raises what the model raises."""
+def recorded_decodes(
+    adapter: AutoregressiveAdapter, store: KVStore, longest: int, max_batch: int
+) -> DecodeGraphs | None:
+    """CUDA graphs of steps of up to `max_batch` sequences; None where the model cannot be recorded. Raises
+    `torch.OutOfMemoryError`."""
     capture = cuda_capture(store.device) if store.device.type == "cuda" else run_again
     graphs = DecodeGraphs(adapter, store, longest, capture, padded=True)
     for size in reversed(batch_sizes(max_batch)):
-        graphs.add(size)
+        try:
+            graphs.add(size)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # torch has no other for what cannot be recorded
+            logger.warning("decode steps run without CUDA graphs: %d rows cannot be recorded", size, exc_info=True)
+            return None
     return graphs
 
 

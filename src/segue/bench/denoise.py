@@ -1,0 +1,208 @@
+"""`segue bench denoise`: a denoiser in a published shape against what the device can do, and against the pipeline of
+`diffusers`, eager and compiled (`docs/benchmarks.md`)."""
+
+from __future__ import annotations
+
+import gc
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import msgspec
+import torch
+
+from segue.bench.ceilings import Ceilings, ceilings
+from segue.bench.denoise_sides import LibrarySide, Painted, SegueSide, Side, row_flops
+from segue.bench.hardware import machine
+from segue.bench.load_results import GrowingResult, Level, measure
+from segue.bench.report import table
+
+EXACT = "segue"
+_BRANCHES = 2
+"""Rows of a step: with the prompt, and with the negative one."""
+_WARM = 3
+"""Steps of the request that is not counted: calls are recorded at the third."""
+
+
+def _segue(painted: Painted, deployed: Mapping[str, object], **changes: object) -> Side:
+    return SegueSide(replace(painted, deployed=dict(deployed)), **changes)
+
+
+SIDES: dict[str, tuple[str, Callable[[Painted], Side]]] = {
+    "segue": (EXACT, partial(_segue, deployed={})),
+    "segue-compiled": ("segue, compiled", partial(_segue, deployed={"compile": True})),
+    "eager": ("diffusers", partial(LibrarySide, compiled=False)),
+    "compiled": ("diffusers, compiled", partial(LibrarySide, compiled=True)),
+    "fp8": ("segue, fp8", partial(_segue, deployed={"quantization": "fp8"})),
+    "first-block": ("segue, first_block", partial(_segue, deployed={}, step_cache="first_block")),
+    "taylorseer": ("segue, taylorseer", partial(_segue, deployed={}, step_cache="taylorseer")),
+}
+"""By what the command line calls them: their names, and how they are loaded."""
+
+
+class Denoised(msgspec.Struct, kw_only=True):
+    """So many requests on one side."""
+
+    side: str
+    clients: int
+    wall: float
+    """Seconds until all were done."""
+    steps_per_second: float
+    """Denoising steps of all requests."""
+    flops: float
+    """Operations per second, those of the exact network."""
+    of_ceiling: float
+    error: float | None = None
+    """Root mean square difference of the latents from Segue's exact ones, over their own."""
+
+
+class DenoiseResult(GrowingResult, kw_only=True):
+    benchmark: str = "denoise"
+    model: str
+    device: str
+    dtype: str
+    request: dict[str, int]
+    steps: int
+    row_flops: float
+    """Operations of one call for one row."""
+    ceilings: Ceilings
+    startup: dict[str, float] = msgspec.field(default_factory=dict)
+    peak_bytes: dict[str, int] = msgspec.field(default_factory=dict)
+    denoised: list[Denoised] = msgspec.field(default_factory=list)
+    failures: dict[str, str] = msgspec.field(default_factory=dict)
+    """Level → what was raised in it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenoiseBench:
+    """What to run."""
+
+    painted: Painted
+    sides: Sequence[str]
+    clients: Sequence[int]
+    seconds: float
+    """No level begins after so long."""
+    keep: Callable[[DenoiseResult], None]
+    say: Callable[[str], None] = print
+
+
+class _Run:
+    def __init__(self, bench: DenoiseBench, result: DenoiseResult, began: float) -> None:
+        self.bench = bench
+        self.result = result
+        self.began = began
+        self.loaded: dict[str, Side] = {}
+        """At most one: the weights of two may be more than the device holds."""
+        self.exact: list[torch.Tensor] = []
+        """What Segue gave, on the CPU."""
+
+    async def level(self, way: str, clients: int) -> None:
+        """A failure is noted. After `seconds` there is nothing but the note."""
+        name, make = SIDES[way]
+        what = f"{name}, {clients} at once"
+        if time.monotonic() - self.began > self.bench.seconds:
+            self.result.failures[what] = f"not begun: {self.bench.seconds:g} s were over"
+            return
+        try:
+            self.bench.say(f"{what}: {self._measured(name, self._side(name, make), clients)}")
+        except Exception as error:  # whatever it is, it is a finding about this level, and kept as one
+            self.result.failures[what] = traceback.format_exc()
+            self.bench.say(f"{what}: {type(error).__name__}: {error}")
+        if self.bench.painted.device.type == "cuda":
+            self.result.peak_bytes[name] = torch.cuda.max_memory_allocated(self.bench.painted.device)
+
+    def _side(self, name: str, make: Callable[[Painted], Side]) -> Side:
+        if name not in self.loaded:
+            self.loaded.clear()
+            gc.collect()
+            if self.bench.painted.device.type == "cuda":
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats(self.bench.painted.device)
+            began = time.monotonic()
+            side = make(self.bench.painted)
+            side.run(1, _WARM)
+            self.loaded[name] = side
+            self.result.startup[name] = time.monotonic() - began
+            self.bench.say(f"{name} is there after {self.result.startup[name]:.1f} s")
+        return self.loaded[name]
+
+    def _measured(self, name: str, side: Side, clients: int) -> str:
+        painted, result = self.bench.painted, self.result
+        if clients > 1 and isinstance(side, SegueSide):
+            side.run(clients, 1)  # calls of so many rows have not been made
+        wall, latents = side.run(clients, painted.steps)
+        speed = clients * painted.steps / wall
+        flops = speed * _BRANCHES * result.row_flops
+        made = [one.float().cpu() for one in latents]
+        if name == EXACT and len(made) > len(self.exact):
+            self.exact = made
+        error = None
+        if isinstance(side, SegueSide) and name != EXACT and len(self.exact) >= clients:
+            pairs = zip(made, self.exact, strict=False)
+            error = max(float((mine - exact).norm() / exact.norm()) for mine, exact in pairs)
+        share = flops / result.ceilings.flops
+        result.denoised.append(
+            Denoised(
+                side=name,
+                clients=clients,
+                wall=wall,
+                steps_per_second=speed,
+                flops=flops,
+                of_ceiling=share,
+                error=error,
+            )
+        )
+        return f"{speed:.2f} steps/s, {flops / 1e12:.1f} TFLOP/s, {share:.0%} of the ceiling"
+
+
+async def run(bench: DenoiseBench) -> DenoiseResult:
+    """Measure; what fails is in the result, and the rest is measured all the same."""
+    began = time.monotonic()
+    painted = bench.painted
+    if painted.device.type == "cuda":
+        torch.cuda.set_device(painted.device)
+    bench.say("what the device can do")
+    result = DenoiseResult(
+        machine=machine(),
+        model=painted.directory.name,
+        device=torch.cuda.get_device_name(painted.device) if painted.device.type == "cuda" else "cpu",
+        dtype=str(painted.dtype).removeprefix("torch."),
+        request=painted.request,
+        steps=painted.steps,
+        row_flops=row_flops(painted),
+        ceilings=ceilings(painted.device, painted.dtype),
+    )
+    one = _Run(bench, result, began)
+    levels: list[Level] = [partial(one.level, way, clients) for way in bench.sides for clients in bench.clients]
+    await measure(result, levels, bench.keep)
+    return result
+
+
+def markdown(result: DenoiseResult) -> str:
+    """Title, ceiling, a row per level, and what failed."""
+    size = ", ".join(f"{name} {value}" for name, value in result.request.items())
+    versions = ", ".join(f"{name} {version}" for name, version in result.machine.packages.items())
+    parts = [
+        f"## {result.model}, {result.dtype}, {result.device}, {result.finished[:10]}",
+        f"{size}; {result.steps} steps; a call takes {result.row_flops / 1e12:.1f} TFLOP per row, a product reaches "
+        f"{result.ceilings.flops / 1e12:.1f} TFLOP/s; random weights; {versions}.",
+    ]
+    if result.unfinished:
+        parts.append(result.unfinished)
+    rows = [
+        [
+            one.side,
+            str(one.clients),
+            f"{one.wall:.1f}",
+            f"{one.steps_per_second:.2f}",
+            f"{one.flops / 1e12:.1f}",
+            f"{one.of_ceiling:.0%}",
+            "" if one.error is None else f"{one.error:.1e}",
+        ]
+        for one in result.denoised
+    ]
+    parts.append(table(["side", "clients", "all (s)", "steps/s", "TFLOP/s", "of the ceiling", "error"], rows))
+    parts += [f"{level}: `{said.strip().splitlines()[-1]}`" for level, said in result.failures.items()]
+    return "\n\n".join(parts)

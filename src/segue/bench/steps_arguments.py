@@ -1,0 +1,72 @@
+"""The arguments of `segue bench steps`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from segue.bench.arguments import count, counts, some_of
+from segue.cli_parser import Parser
+from segue.messages.errors import ConfigError
+
+SHAPES = ("qwen2.5-7b", "qwen3-30b-a3b", "tiny", "tiny-moe")
+SIDES = ("segue", "static", "continuous")
+
+
+def add_steps(commands: argparse._SubParsersAction[Parser]) -> None:
+    """The sub-command and its arguments."""
+    steps = commands.add_parser("steps", help="decode steps and prefill against the device's ceilings and transformers")
+    model = steps.add_mutually_exclusive_group()
+    model.add_argument("--model", type=Path, help="directory with a config.json; weights are random in any case")
+    model.add_argument("--shape", choices=SHAPES, default="qwen2.5-7b", help="a published shape (default: qwen2.5-7b)")
+    steps.add_argument("--cache", type=Path, default=Path("out"), help="where shapes are written (default: out)")
+    steps.add_argument("--device", default="cuda:0", help="cpu or cuda:N (default: cuda:0)")
+    steps.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    steps.add_argument("--batches", type=counts, default=[1, 32, 128], help="sequences (default: 1,32,128)")
+    steps.add_argument("--prompt", type=count, default=512, help="tokens before the decode steps (default: 512)")
+    steps.add_argument("--output", type=count, default=64, help="tokens of each sequence (default: 64)")
+    steps.add_argument("--prefills", type=counts, default=[2048, 8192], help="prompts in tokens (default: 2048,8192)")
+    steps.add_argument("--sides", type=some_of(SIDES), default=list(SIDES), help="of segue,static,continuous")
+    steps.add_argument("--repeats", type=count, default=3)
+    steps.add_argument("--seconds", type=count, default=540, help="nothing new is begun after so long (default: 540)")
+    steps.add_argument("--seed", type=int, default=0)
+    steps.add_argument("--out", type=Path, default=Path("out/bench"), help="directory of the results")
+    steps.set_defaults(run=_steps)
+
+
+def _steps(arguments: argparse.Namespace) -> int:
+    missing = [name for name in ("matplotlib",) if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"segue bench needs {' and '.join(missing)}: pip install 'segue[bench]'")
+    if arguments.output < 2:
+        raise ConfigError(f"output is {arguments.output}; it must be at least 2: the first comes of no decode step")
+    # these bring torch and matplotlib: not for --help
+    from segue.bench.load_report import result_path, write_report
+    from segue.bench.result_file import write_result
+    from segue.bench.steps import StepsBench, run
+    from segue.bench.steps_report import markdown, plot
+    from segue.models.causal_lm.shapes import write_shape
+
+    directory = arguments.model or write_shape(arguments.cache, arguments.shape)
+    path = result_path(arguments.out, f"steps-{directory.name}")
+    bench = StepsBench(
+        model_dir=directory.resolve(),
+        device=arguments.device,
+        dtype=arguments.dtype,
+        batches=list(dict.fromkeys(arguments.batches)),
+        prompt=arguments.prompt,
+        output=arguments.output,
+        prefills=list(dict.fromkeys(arguments.prefills)),
+        sides=arguments.sides,
+        repeats=arguments.repeats,
+        seconds=arguments.seconds,
+        seed=arguments.seed,
+        keep=lambda so_far: write_result(so_far, path),
+        say=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    result = asyncio.run(run(bench))
+    write_report(result, path, markdown, plot)
+    return 1 if result.failures else 0

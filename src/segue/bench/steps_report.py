@@ -1,0 +1,70 @@
+"""Tables and the roofline plot (Williams et al., 2009) of `segue bench steps`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from segue.bench.report import table
+from segue.bench.steps_results import StepsResult
+
+
+def markdown(result: StepsResult) -> str:
+    """Title, ceilings, decode steps, prefill, and what failed."""
+    settings, can = result.settings, result.ceilings
+    versions = ", ".join(f"{name} {version}" for name, version in result.machine.packages.items())
+    parts = [
+        f"## {settings.model}, {settings.dtype}, {settings.device}, {result.finished[:10]}",
+        f"A copy moves {can.bytes_per_second / 1e12:.2f} TB/s, a product reaches {can.flops / 1e12:.1f} TFLOP/s. "
+        f"{settings.prompt} tokens before the decode steps, {settings.output} tokens each; random weights; "
+        f"{settings.repeats} repeats; {versions}.",
+    ]
+    if result.unfinished:
+        parts.append(result.unfinished)
+    decodes = [
+        [
+            one.side,
+            str(one.batch),
+            f"{1e3 * one.step:.2f}",
+            f"{1e3 * one.bound:.2f}",
+            f"{one.step / one.bound:.2f}×",
+            f"{one.tokens_per_second:.0f}",
+            "" if one.recorded is None else f"{one.recorded:.0%}",
+        ]
+        for one in result.decodes
+    ]
+    columns = ["side", "sequences", "decode step (ms)", "bound (ms)", "of bound", "tokens/s", "recorded"]
+    parts.append(table(columns, decodes))
+    prefills = [
+        [one.side, str(one.tokens), f"{1e3 * one.seconds:.1f}", f"{one.of_ceiling:.0%}"] for one in result.prefills
+    ]
+    parts.append(table(["side", "prompt", "prefill (ms)", "of the ceiling"], prefills))
+    parts += [f"{level}: `{said.strip().splitlines()[-1]}`" for level, said in result.failures.items()]
+    return "\n\n".join(parts)
+
+
+def plot(result: StepsResult, path: Path) -> None:
+    """Operations per second over operations per byte, under what the device can do."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    can = result.ceilings
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    intensities = [2.0**power for power in range(-2, 13)]
+    roof = [min(can.flops, can.bytes_per_second * one) / 1e12 for one in intensities]
+    axes.plot(intensities, roof, color="black", label="bound")
+    for side in dict.fromkeys(one.side for one in result.decodes):
+        mine = [one for one in result.decodes if one.side == side]
+        axes.plot([one.intensity for one in mine], [one.flops / 1e12 for one in mine], marker="o", label=side)
+        for one in mine:
+            axes.annotate(str(one.batch), (one.intensity, one.flops / 1e12), fontsize=8)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("operations per byte read")
+    axes.set_ylabel("TFLOP/s")
+    axes.set_title(f"{result.settings.model}, decode steps, {result.settings.device}")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
