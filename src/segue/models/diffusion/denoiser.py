@@ -100,7 +100,7 @@ class Denoiser(ABC):
         self.device = ctx.device
         self.dtype = ctx.dtype
         self.network = load_network(ctx, self.component, self.read)
-        self.schedulers = Schedulers(ctx.model_dir)
+        self.schedulers = Schedulers(ctx.model_dir, across=True)
         self.weight_bytes = held_bytes(self.network) + packed_bytes(self.network)
         self._compiled = ctx.compile
         self._sharing = None if ctx.ways is None else ctx.ways.network

@@ -59,7 +59,7 @@ class QwenImageDenoiser(Denoiser):
         return to_tokens(noise)
 
     def set_timesteps(self, scheduler: Any, latents: torch.Tensor, params: DiffusionParams) -> list[torch.Tensor]:
-        return set_shifted(scheduler, params, latents.shape[1], self.device)
+        return set_shifted(scheduler, params, latents.shape[1], self.device, always=True)
 
     def begins_with(self, given: Given) -> dict[str, torch.Tensor] | None:
         """What is edited is beside the picture that is made; it begins with that only where a mask keeps some of it."""
