@@ -164,7 +164,7 @@ def test_limits_name_themselves() -> None:
         decode_audio(part(SPEECH), 16000, MediaLimits(max_audio_seconds=1.0))
     with pytest.raises(TooLarge, match="max_audio_seconds"):
         decode_audio(raw(tone(2.0, 16000)), 16000, MediaLimits(max_audio_seconds=1.0))
-    with pytest.raises(TooLarge, match="max_bytes"):
+    with pytest.raises(TooLarge, match="max_media_bytes"):
         decode_audio(part(SPEECH), 16000, MediaLimits(max_bytes=1000))
 
 

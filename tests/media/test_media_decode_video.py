@@ -140,7 +140,7 @@ def test_limits_name_themselves() -> None:
             decode_video(part(CLIP), 2.0, MediaLimits(**{limit: bound}))
         with pytest.raises(TooLarge, match=limit):
             decode_video(raw(np.zeros((8, 120, 160, 3), np.uint8), 4.0), 2.0, MediaLimits(**{limit: bound}))
-    with pytest.raises(TooLarge, match="max_bytes"):
+    with pytest.raises(TooLarge, match="max_media_bytes"):
         decode_video(part(CLIP), 2.0, MediaLimits(max_bytes=1000))
     with pytest.raises(TooLarge, match="max_audio_seconds"):
         decode_video(part(CLIP), 2.0, MediaLimits(max_audio_seconds=1.0), audio_rate=16000)

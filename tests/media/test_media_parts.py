@@ -178,7 +178,7 @@ def test_a_part_over_the_limit_is_too_large() -> None:
     for part in (url_part(f"data:;base64,{over}"), url_part("data:," + "x" * 11)):
         error = refused_part(part, policy)
         assert isinstance(error, TooLarge)
-        assert "max_bytes" in error.message
+        assert "max_media_bytes" in error.message
 
 
 def test_a_long_value_is_shortened_in_the_message() -> None:
@@ -307,7 +307,7 @@ def test_a_listed_host_is_fetched_and_redirects_followed_on_it(media_url: str) -
         ("/file", "only http(s) is fetched"),
         ("/round", "redirects more than 3 times"),
         ("/none", "answered 404"),
-        ("/big", "max_bytes"),
+        ("/big", "max_media_bytes"),
     ],
 )
 def test_a_fetch_stays_within_its_limits(media_url: str, path: str, says: str) -> None:

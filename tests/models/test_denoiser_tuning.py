@@ -101,6 +101,30 @@ def test_compiled_blocks(chain: Chain, qwen_image_dir: Path, exact: Made, monkey
     assert apart(cached, chain.run(asked)[0].pixels) < WITHIN, "hooks are outside of what is compiled"
 
 
+def test_all_is_compiled_before_the_first_request(
+    chain: Chain, qwen_image_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guided, with texts of other lengths (a mask), in other sizes."""
+    versions: list[Any] = []
+
+    def kept(graph: torch.fx.GraphModule, _: Any) -> Any:
+        versions.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda call, *, dynamic: torch._dynamo.optimize(kept, dynamic=dynamic)(call))
+    monkeypatch.setenv("CXX", "true")
+    denoiser = QwenImageDenoiser(context(qwen_image_dir, compile=True))
+    with torch.inference_mode():
+        denoiser.warm_up()
+    before = len(versions)
+    assert before
+    monkeypatch.setitem(chain.adapters, "denoiser", denoiser)
+    plain = {name: value for name, value in ASKED.items() if name != "negative_prompt"}
+    chain.run({**ASKED, "negative_prompt": "grey, and without any colour at all", "true_cfg_scale": 2.0})
+    chain.run({**plain, "height": 96, "width": 64})
+    assert len(versions) == before
+
+
 def test_weights_that_wait_elsewhere(qwen_image_dir: Path) -> None:
     plain = load_component(context(qwen_image_dir), "transformer")
     moved = load_component(context(qwen_image_dir), "transformer")

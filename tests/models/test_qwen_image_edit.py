@@ -147,6 +147,14 @@ def test_refused(kind: str, chain: Chain) -> None:
         assert field in str(caught.value.field)
 
 
+@pytest.mark.parametrize("size", [(1, 500), (5000, 10)])
+def test_a_strip_is_refused_before_the_processor_would(size: tuple[int, int]) -> None:
+    with pytest.raises(InvalidRequest, match="200 times") as caught:
+        edit_input.seen_sides(Image.new("L", size), 384 * 384)
+    assert caught.value.field == "image"
+    assert edit_input.sides(Image.new("L", size), 384 * 384), "large enough to be seen"
+
+
 @given(strategies.integers(16, 4000), strategies.integers(16, 4000))
 def test_sides_are_the_pipelines(height: int, width: int) -> None:
     """At the published size: the function is asked for so many times more as it is shrunk by here."""

@@ -100,6 +100,27 @@ def test_as_json(http: httpx.Client, server: Live) -> None:
     answer = http.post(URL, json={"prompt": "x", "image": [url, url]})
     assert answer.status_code == 200, answer.text
     assert [part.data for part in sent(server)] == [FILES[0], FILES[0]]
+    # as OpenAI's JSON has it
+    answer = http.post(URL, json={"prompt": "x", "images": [{"image_url": url}], "mask": {"image_url": url}})
+    assert answer.status_code == 200, answer.text
+    assert [(part.data, part.role) for part in sent(server)] == [(FILES[0], ""), (FILES[0], "mask")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"images": [{"file_id": "file-1"}]}, "image[0]", "image_url"),
+        ({"images": [{"image_url": 5}]}, "image[0]", "file or a URL"),
+        ({"images": "data:,x"}, "images", "list"),
+        ({"images": []}, "image", "empty"),
+        ({"images": ["data:,x"], "image": "data:,x"}, "images", "give one"),
+    ],
+)
+def test_refused_as_json(http: httpx.Client, fields: dict[str, Any], param: str, says: str) -> None:
+    answer = http.post(URL, json={"prompt": "x", **fields})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param), error
+    assert says in error["message"]
 
 
 @pytest.mark.parametrize(

@@ -207,6 +207,8 @@ def test_a_part_of_a_file(http: httpx.Client) -> None:
     url = f"{URL}/{ended(http, created(http)['id'])['id']}/content"
     whole = http.get(url)
     size, tag = len(whole.content), whole.headers["etag"]
+    head = http.head(url)
+    assert (head.status_code, head.content, head.headers["content-length"]) == (200, b"", str(size))
     for asked, first, last in (("bytes=0-9", 0, 9), ("Bytes = 5-", 5, size - 1), ("bytes=-7", size - 7, size - 1)):
         part = http.get(url, headers={"Range": asked})
         assert (part.status_code, part.headers["content-range"]) == (206, f"bytes {first}-{last}/{size}")

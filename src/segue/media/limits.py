@@ -47,12 +47,13 @@ class MediaLimits:
 
     def check_bytes(self, part: MediaPart) -> None:
         if len(part.data) > self.max_bytes:
-            raise over(part, "max_bytes", f"{len(part.data)} bytes", self.max_bytes)
+            raise over(part, "max_media_bytes", f"{len(part.data)} bytes", self.max_bytes)
 
 
 def over(part: MediaPart, limit: str, has: str, bound: float) -> TooLarge:
-    """The error of a part that is over a limit."""
-    return TooLarge(f"{where(part)}: the {part.kind} has {has}; at most {bound:g} ({limit})", field=part.field or None)
+    """The error of a part that is over a limit. A bound of whole numbers is said to the last digit."""
+    most = str(bound) if isinstance(bound, int) else f"{bound:g}"
+    return TooLarge(f"{where(part)}: the {part.kind} has {has}; at most {most} ({limit})", field=part.field or None)
 
 
 def where(part: MediaPart) -> str:

@@ -54,7 +54,7 @@ def shown(value: object) -> str:
 def check_size(size: int, policy: MediaPolicy, field: str) -> None:
     """Raise `TooLarge` where a part exceeds `max_bytes`."""
     if size > policy.max_bytes:
-        raise TooLarge(f"{field} has {size} bytes; one media part may have {policy.max_bytes} (max_bytes)", field=field)
+        raise TooLarge(f"{field} has {size} bytes; at most {policy.max_bytes} (max_media_bytes)", field=field)
 
 
 def from_base64(text: str, policy: MediaPolicy, field: str) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -180,8 +180,25 @@ def _mask(source: object, settings: ServerSettings) -> MediaPart:
     return msgspec.structs.replace(mask, role="mask")
 
 
+def with_one_name(values: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI calls the pictures `image` in a form and `images` in JSON. Raises `InvalidRequest`."""
+    if (several := values.get("images")) is None:
+        return values
+    if values.get("image") is not None:
+        raise InvalidRequest("images and image are given, which are the same; give one", field="images")
+    if not isinstance(several, list):
+        raise InvalidRequest(f"images is {shown(several)}; it must be a list", field="images")
+    return {name: value for name, value in values.items() if name != "images"} | {"image": several}
+
+
 def picture_part(source: object, field: str, settings: ServerSettings) -> MediaPart:
-    """One picture from the bytes of a file or a URL. Blocking (HTTP). Raises `InvalidRequest`."""
+    """One picture from the bytes of a file, a URL or `{"image_url": URL}`. Blocking (HTTP). Raises `InvalidRequest`."""
+    if isinstance(source, Mapping):
+        if set(source) != {"image_url"}:
+            raise Unsupported(
+                f"{field} has {', '.join(map(repr, source))}; send a file, a URL or image_url", field=field
+            )
+        source = source["image_url"]
     if not isinstance(source, bytes | str):
         raise InvalidRequest(f"{field} is {shown(source)}; it must be a file or a URL", field=field)
     return part_of("image", source, settings.media, field)

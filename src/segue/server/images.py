@@ -25,6 +25,7 @@ from segue.server.image_request import (
     edited_pictures,
     image_request,
     painting_body,
+    with_one_name,
 )
 from segue.server.multipart import read_values
 from segue.server.settings import ServerSettings
@@ -42,7 +43,7 @@ def add_images(app: FastAPI, service: Service, settings: ServerSettings, metrics
 
     @app.post("/v1/images/edits")
     async def edit(request: Request) -> Response:
-        values = await read_values(request, settings, EditBody, EDIT_FILES)
+        values = with_one_name(await read_values(request, settings, EditBody, EDIT_FILES))
         if values.get("mask") is not None and values.get("image") is None:
             raise InvalidRequest("mask says which part of a picture is made anew; image is missing", field="mask")
         body = painting_body(values, EditBody, UNSUPPORTED_OF_EDITS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -81,12 +81,6 @@ def _pictures(body: VideoBody, card: ModelCard, settings: ServerSettings) -> lis
             continue
         if "image" not in card.takes:
             raise Unsupported(f"this model takes no pictures: leave {name} out", field=name)
-        if isinstance(source, Mapping):
-            if set(source) != {"image_url"}:
-                raise Unsupported(
-                    f"{name} has {', '.join(map(repr, source))}; send a file, a URL or image_url", field=name
-                )
-            source = source["image_url"]
         part = picture_part(source, name, settings)
         pictures.append(msgspec.structs.replace(part, role="" if name == "input_reference" else name))
     return pictures

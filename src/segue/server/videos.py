@@ -91,6 +91,7 @@ def add_videos(app: FastAPI, service: Service, settings: ServerSettings, videos:
     async def one_video(video_id: str) -> Response:
         return json_response(_object(kept().store.job(video_id)))
 
+    @app.head("/v1/videos/{video_id}/content")
     @app.get("/v1/videos/{video_id}/content")
     async def content(video_id: str, http: HttpRequest) -> Response:
         store, job = kept().store, kept().store.job(video_id)

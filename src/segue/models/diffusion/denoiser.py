@@ -59,7 +59,7 @@ class Denoiser(ABC):
         self.device = ctx.device
         self.dtype = ctx.dtype
         self.network = load_network(ctx, self.component, self.read)
-        self.schedulers = Schedulers(ctx.model_dir)
+        self.schedulers = Schedulers(ctx.model_dir, across=True)
         self.weight_bytes = held_bytes(self.network) + packed_bytes(self.network)
         self._compiled = ctx.compile
         self._sharing = None if ctx.ways is None else ctx.ways.network
@@ -177,10 +177,15 @@ class Denoiser(ABC):
         return [DiffusionParams(height=side, width=side, num_inference_steps=2) for side in sides]
 
     def warm_up(self) -> None:
-        """The engine's trials are enough, but for what is compiled at a first call, with one row and with several."""
+        """The engine's trials are enough, but for what is compiled at a first call."""
         if self._compiled and (sample := next(self.trials(), None)) is not None:
-            for rows in (1, 2):
-                self.predict([Row(sample, 0)] * rows)
+            for rows in self.compiled_calls(sample):
+                self.predict(rows)
+
+    def compiled_calls(self, sample: Sample) -> Iterator[list[Row]]:
+        """Calls of a made-up sample, one for each version of the code that `predict` can come to: a row, several."""
+        yield [Row(sample, 0)]
+        yield [Row(sample, 0)] * 2
 
     def trials(self) -> Iterator[Sample]:
         made_up = StageRequest(

@@ -76,7 +76,7 @@ class DiffusionInput(InputStage):
 
     def __init__(self, ctx: LoadContext, rules: Rules) -> None:
         self.rules = rules
-        self.schedulers = Schedulers(ctx.model_dir)
+        self.schedulers = Schedulers(ctx.model_dir, across=True)
         self._limits = OutputLimits.of(ctx)
         self._media = MediaLimits.from_options(ctx.options.get("limits", {}))
 
@@ -208,7 +208,7 @@ class DiffusionInput(InputStage):
                 f"partial_images is {params.partial_images}; {steps} steps have at most {steps - 1}",
                 field="partial_images",
             )
-        self.schedulers.check(params.scheduler)
+        self.schedulers.check(params.scheduler, params.sigmas)
         if steps == 1 and self.schedulers.config.get("shift_terminal"):
             name, given = ("num_inference_steps", "is 1") if params.sigmas is None else ("sigmas", "has 1 noise level")
             raise InvalidRequest(

@@ -7,7 +7,16 @@ ensure_torchvision()  # a torchvision that cannot be imported breaks the import 
 
 import diffusers
 import transformers
-from diffusers import ConfigMixin, GGUFQuantizationConfig, LCMScheduler, ModelMixin, SchedulerMixin
+from diffusers import (
+    ConfigMixin,
+    DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    GGUFQuantizationConfig,
+    LCMScheduler,
+    ModelMixin,
+    SchedulerMixin,
+    UniPCMultistepScheduler,
+)
 from diffusers import __version__ as VERSION
 from diffusers.hooks import HookRegistry, ModelHook
 from diffusers.hooks._common import _ALL_TRANSFORMER_BLOCK_IDENTIFIERS as BLOCK_LISTS
@@ -46,7 +55,9 @@ __all__ = [
     "ConfigMixin",
     "ContextParallelConfig",
     "ContextParallelOutput",
+    "DPMSolverMultistepScheduler",
     "FeedForward",
+    "FlowMatchEulerDiscreteScheduler",
     "FluxSingleTransformerBlock",
     "FluxTransformerBlock",
     "FromOriginalModelMixin",
@@ -65,6 +76,7 @@ __all__ = [
     "SchedulerMixin",
     "TransformerBlockMetadata",
     "TransformerBlockRegistry",
+    "UniPCMultistepScheduler",
     "VaeImageProcessor",
     "WanTransformerBlock",
     "ZImageFeedForward",

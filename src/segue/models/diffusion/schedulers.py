@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,13 @@ import torch
 from segue.media.sources import shown
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import InvalidRequest, nearest
-from segue.models.diffusion.library import LCMScheduler, SchedulerMixin
+from segue.models.diffusion.library import (
+    DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    LCMScheduler,
+    SchedulerMixin,
+    UniPCMultistepScheduler,
+)
 from segue.models.diffusion.loading import component_class
 
 _BETAS = {"beta_start", "beta_end", "beta_schedule"}
@@ -23,8 +29,9 @@ _BETAS = {"beta_start", "beta_end", "beta_schedule"}
 class Schedulers:
     """The schedulers a checkpoint can be sampled with."""
 
-    def __init__(self, model_dir: Path, name: str = "scheduler") -> None:
-        """`name`: the part of the pipeline. Raises `ConfigError`."""
+    def __init__(self, model_dir: Path, name: str = "scheduler", *, across: bool = False) -> None:
+        """`name`: the part of the pipeline; `across`: of a flow, also those whose settings have other names. Raises
+        `ConfigError`."""
         kind = component_class(model_dir, name)
         self.config: dict[str, Any] = dict(kind.load_config(model_dir / name, local_files_only=True))
         self._default = kind
@@ -37,6 +44,10 @@ class Schedulers:
             for one in (kind, *compatible)
             if issubclass(one, SchedulerMixin) and (one is kind or self._serves(one))
         }
+        self._settings: dict[str, dict[str, Any]] = {}
+        """By name: what such a scheduler is told besides the checkpoint's settings."""
+        for one, settings in _across(kind, self.config) if across else ():
+            self._kinds[one.__name__], self._settings[one.__name__] = one, settings
         self.known: tuple[str, ...] = tuple(sorted(self._kinds))
 
     def _serves(self, kind: type[SchedulerMixin]) -> bool:
@@ -47,10 +58,15 @@ class Schedulers:
             return False
         return taken >= _BETAS or not self.config.keys() >= _BETAS
 
-    def check(self, name: str | None) -> None:
-        """Raise `InvalidRequest` for a scheduler that diffusers does not list as compatible with the checkpoint's, or
-        cannot make of its settings."""
-        self.make(name)
+    def check(self, name: str | None, sigmas: list[float] | None = None) -> None:
+        """Raise `InvalidRequest` for a scheduler that does not go with the checkpoint's, or cannot be made of its
+        settings, and for noise levels that it does not take."""
+        made = self.make(name)
+        if sigmas is not None and made.config.get("use_flow_sigmas"):
+            raise InvalidRequest(
+                f"sigmas is given, but {type(made).__name__} spaces the noise levels itself: leave it out",
+                field="sigmas",
+            )
 
     def make(self, name: str | None = None) -> Any:
         """A new scheduler with the checkpoint's settings; its timesteps are not set. Raises `InvalidRequest`."""
@@ -63,11 +79,26 @@ class Schedulers:
                 field="scheduler",
             )
         try:
-            return self._kinds[name].from_config(self.config)
+            return self._kinds[name].from_config(self.config, **self._settings.get(name, {}))
         except (TypeError, ValueError, NotImplementedError) as error:
             raise InvalidRequest(
                 f"scheduler is {shown(name)}, which is not made of this model's settings: {error}", field="scheduler"
             ) from error
+
+
+def _across(
+    kind: type[SchedulerMixin], config: Mapping[str, Any]
+) -> Iterator[tuple[type[SchedulerMixin], dict[str, Any]]]:
+    """Schedulers that step along a flow as well as the checkpoint's, though diffusers does not list them as compatible:
+    they call the same settings otherwise."""
+    if issubclass(kind, FlowMatchEulerDiscreteScheduler):
+        if config.get("use_dynamic_shifting") and config.get("time_shift_type", "exponential") != "exponential":
+            return  # which is all that the others know
+        told = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": config.get("shift", 1.0)}
+        yield UniPCMultistepScheduler, told
+        yield DPMSolverMultistepScheduler, told
+    elif config.get("use_flow_sigmas"):
+        yield FlowMatchEulerDiscreteScheduler, {"shift": config.get("flow_shift", 1.0)}
 
 
 def _meant(name: str, known: tuple[str, ...]) -> str:
@@ -84,19 +115,28 @@ def shifted(config: Mapping[str, Any], tokens: int) -> float:
     return tokens * slope + (low - slope * least)
 
 
-def set_shifted(scheduler: Any, params: DiffusionParams, tokens: int, device: torch.device) -> list[torch.Tensor]:
-    """Set evenly spaced noise levels, or those the request gives, shifted for so many tokens; their timesteps."""
-    return set_spaced(scheduler, params, shifted(scheduler.config, tokens), device)
+def set_shifted(
+    scheduler: Any, params: DiffusionParams, tokens: int, device: torch.device, *, always: bool = False
+) -> list[torch.Tensor]:
+    """Set evenly spaced noise levels, or those the request gives, shifted for so many tokens; their timesteps.
+    `always`: as in `set_spaced`."""
+    return set_spaced(scheduler, params, shifted(scheduler.config, tokens), device, always=always)
 
 
-def set_spaced(scheduler: Any, params: DiffusionParams, mu: float, device: torch.device) -> list[torch.Tensor]:
-    """Set evenly spaced noise levels, or those the request gives, shifted by `mu`; their timesteps."""
+def set_spaced(
+    scheduler: Any, params: DiffusionParams, mu: float, device: torch.device, *, always: bool = False
+) -> list[torch.Tensor]:
+    """Set evenly spaced noise levels, or those the request gives, shifted by `mu`; their timesteps. `always`: of a
+    scheduler that spaces them itself, too, where it takes any; so some pipelines have it."""
     steps = params.num_inference_steps or 1
     sigmas: Any = params.sigmas if params.sigmas is not None else np.linspace(1.0, 1 / steps, steps)
-    if scheduler.config.get("use_flow_sigmas"):  # it spaces them itself
-        scheduler.set_timesteps(steps, device=device, mu=mu)
+    spaces_itself = scheduler.config.get("use_flow_sigmas")
+    shifts = {} if spaces_itself and not scheduler.config.get("use_dynamic_shifting") else {"mu": mu}
+    takes_any = "sigmas" in inspect.signature(scheduler.set_timesteps).parameters
+    if spaces_itself and not (always and takes_any):
+        scheduler.set_timesteps(steps, device=device, **shifts)
     else:
-        scheduler.set_timesteps(sigmas=sigmas, device=device, mu=mu)
+        scheduler.set_timesteps(sigmas=sigmas, device=device, **shifts)
     scheduler.set_begin_index(0)
     return after_strength(scheduler, params)
 

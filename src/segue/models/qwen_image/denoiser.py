@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ from segue.models.qwen_image.spaces import pixels_per_latent, to_latents, to_tok
 PADDED_TOKENS = 1024
 """From so many latent tokens on, the time per row falls no further in larger calls, and a mask only keeps the attention
 from its fastest kernels: there, rows whose texts have other lengths are computed in calls of their own."""
+_TRIAL_TEXT = 61
+"""Tokens; as many as no picture has: two lengths that are equal at first are compiled as one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ class QwenImageDenoiser(Denoiser):
         return to_tokens(noise)
 
     def set_timesteps(self, scheduler: Any, latents: torch.Tensor, params: DiffusionParams) -> list[torch.Tensor]:
-        return set_shifted(scheduler, params, latents.shape[1], self.device)
+        return set_shifted(scheduler, params, latents.shape[1], self.device, always=True)
 
     def begins_with(self, given: Given) -> dict[str, torch.Tensor] | None:
         """What is edited is beside the picture that is made; it begins with that only where a mask keeps some of it."""
@@ -73,7 +75,13 @@ class QwenImageDenoiser(Denoiser):
         return [text["embeds"].to(self.dtype) for text in given.texts(self.device)]
 
     def trial_conditions(self, params: DiffusionParams) -> list[torch.Tensor]:
-        return [torch.zeros(64, self.network.config.joint_attention_dim, dtype=self.dtype, device=self.device)]
+        return [torch.zeros(_TRIAL_TEXT, self.network.config.joint_attention_dim, dtype=self.dtype, device=self.device)]
+
+    def compiled_calls(self, sample: Sample) -> Iterator[list[Row]]:
+        """Texts of different lengths have a mask, which is another version."""
+        yield from super().compiled_calls(sample)
+        shorter = replace(sample, conditions=[condition[1:] for condition in sample.conditions])
+        yield [Row(sample, 0), Row(shorter, 0)]
 
     def bucket_of(self, latents: torch.Tensor, given: Given, conditions: Sequence[Any]) -> Hashable:
         seen = given.pictures(self.device) if self._edits else []

@@ -35,6 +35,8 @@ AREA = 1024 * 1024
 """Pixels of a picture as the VAE sees it, and of what is made by default."""
 _SIDE = 32
 """Sides of pictures are multiples of this many pixels."""
+MOST_ASPECT = 200
+"""Times that one side of a picture may be the other; the library's processor takes no more."""
 MOST_PICTURES = 8
 LONGEST = 4096
 """Tokens of a prompt, pictures not counted."""
@@ -80,7 +82,7 @@ class EditInput(DiffusionInput):
 
     def texts(self, prompt: str, params: DiffusionParams, pictures: Sequence[Picture]) -> list[Any]:
         area = SEEN_AREA if self._several else AREA
-        seen = [self._images.resize(one.image, *sides(one.image, area)) for one in pictures]
+        seen = [self._images.resize(one.image, *seen_sides(one.image, area)) for one in pictures]
         prompts = [prompt]
         if (negative := negative_of(params)) is not None:
             prompts.append(negative)
@@ -117,6 +119,17 @@ class EditInput(DiffusionInput):
             "pixels": made["pixel_values"],
             "grid": made["image_grid_thw"],
         }
+
+
+def seen_sides(image: Image.Image, area: int) -> tuple[int, int]:
+    """As `sides`, of a picture for the text encoder. Raises `InvalidRequest`."""
+    height, width = sides(image, area)
+    if max(height, width) > MOST_ASPECT * min(height, width):
+        raise InvalidRequest(
+            f"image is {image.width} x {image.height}; one side must be less than {MOST_ASPECT} times the other",
+            field="image",
+        )
+    return height, width
 
 
 def sides(image: Image.Image, area: int) -> tuple[int, int]:
