@@ -176,7 +176,7 @@ def row_flops(painted: Painted) -> float:
     """Of one call of the network for one row, as torch counts products and attention: on shapes alone."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    meta = replace(painted, device=torch.device("meta"), deployed={})
+    meta = replace(painted, device=torch.device("meta"), deployed={}, steps=max(painted.steps, 2))
     family = family_of(read_config(meta.directory), meta.directory)
     adapter = family.load_stages().ADAPTERS[_STAGE](meta.context)
     state = adapter.begin(asked("counted", 0))
