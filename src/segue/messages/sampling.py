@@ -259,14 +259,12 @@ def _check_outputs(params: SamplingParams, field: str) -> None:
             "leave it out or give 0",
             field=f"{field}.temperature",
         )
-    for name in ("structured_outputs", "logprobs", "logprob_token_ids"):
-        value = getattr(params, name)
-        if value is not None:
-            raise InvalidRequest(
-                f"{field}.{name} is given beside beam_width ({params.beam_width}), which does not go with it; "
-                "leave one out",
-                field=f"{field}.{name}",
-            )
+    if params.structured_outputs is not None:
+        raise InvalidRequest(
+            f"{field}.structured_outputs is given beside beam_width ({params.beam_width}), which does not go with it; "
+            "leave one out",
+            field=f"{field}.structured_outputs",
+        )
 
 
 def check_token_ids(params: SamplingParams, vocab_size: int, field: str) -> None:
