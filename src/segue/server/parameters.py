@@ -177,7 +177,7 @@ def as_written(error: SegueError, written: Mapping[str, str]) -> SegueError:
     field = error.field or ""
     for path, said in written.items():
         if field == path or field.startswith((f"{path}.", f"{path}[")):
-            message = re.sub(rf"\b{re.escape(path)}\b", said, error.message)
+            message = re.sub(rf"(?<!\w){re.escape(path)}(?!\w)", said, error.message)
             renamed = type(error)(message, field=said + field.removeprefix(path), stage=error.stage)
             renamed.__cause__ = error
             return renamed
