@@ -148,7 +148,7 @@ BAD: dict[str, tuple[dict[str, Any], int, str | None, str]] = {
         "did you mean 'Chelsie'?",
     ),
     "model": ({"model": "tinyy"}, 404, "model", "did you mean 'tiny'?"),
-    "n": ({"n": 17}, 400, "n", "from 1 to 16"),
+    "n": ({"n": 129}, 400, "n", "from 1 to 128"),
     "too late": ({"deadline": 0.0001}, 504, None, "deadline"),
 }
 

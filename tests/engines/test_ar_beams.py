@@ -302,6 +302,32 @@ def test_what_is_asked_of_the_prompt_comes_with_the_best(adapter):
     assert results[branch("it", 1)].last.prompt_logprobs == []
 
 
+@pytest.mark.parametrize("num_blocks", [160, 17])
+def test_log_probabilities(adapter, expected, num_blocks):
+    """Those of the model itself, of every token of every beam: also of beams that were preempted."""
+    drive = driver(adapter, num_blocks=num_blocks, max_tokens_per_step=24)
+    asked = beams(4, 4, logprobs=2, logprob_token_ids=[7])
+    for index, prompt in enumerate(PROMPTS):
+        drive.add(stage_request(f"r{index}", sampling=asked, to_client=TEXT), prompt)
+    results = drive.run()
+    assert (drive.engine.stats()["preemptions_total"] > 0) == (num_blocks == 17)
+    for index, prompt in enumerate(PROMPTS):
+        for place in range(4):
+            result = results[branch(f"r{index}", place)]
+            assert result.token_ids == expected[index][place]
+            wanted = logprobs_of(adapter.model, prompt, result.token_ids)
+            assert len(result.last.logprobs) == len(result.token_ids)
+            for token, one, logprob in zip(result.token_ids, result.last.logprobs, wanted.tolist(), strict=True):
+                assert one.chosen.token_id == token
+                assert one.chosen.logprob == pytest.approx(logprob, abs=1e-4)
+                assert {top.token_id: top.rank for top in one.top}.get(token, 3) == min(
+                    one.chosen.rank, 3
+                ) or token == 7
+                assert 7 in {top.token_id for top in one.top}
+            total = sum(one.chosen.logprob for one in result.last.logprobs)
+            assert result.last.cumulative_logprob == pytest.approx(total, abs=1e-3)
+
+
 def test_bad_words(adapter, expected):
     """What a beam may not produce now depends on what that very beam has produced."""
     pairs = [expected[0][0][1:3], expected[1][0][2:4], expected[2][0][3:5]]

@@ -62,6 +62,39 @@ def test_any_json_object(adapter):
     assert isinstance(json.loads(result.text), dict)
 
 
+def test_json_without_spare_spaces(adapter):
+    for result in write(adapter, {"json": SCHEMA, "disable_any_whitespace": True}, most=200):
+        assert result.text == json.dumps(json.loads(result.text))
+
+
+CALL = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+TAGS = [
+    {"structures": [{"begin": "<f>", "schema": CALL, "end": "</f>"}], "triggers": ["<f"]},
+    {
+        "type": "structural_tag",
+        "format": {
+            "type": "triggered_tags",
+            "triggers": ["<f"],
+            "tags": [
+                {"type": "tag", "begin": "<f>", "content": {"type": "json_schema", "json_schema": CALL}, "end": "</f>"}
+            ],
+        },
+    },
+]
+
+
+@pytest.mark.parametrize("tag", [*TAGS, json.dumps(TAGS[1])], ids=["structures", "format", "text"])
+def test_a_structural_tag(adapter, tag):
+    """Text is free until a trigger; from there on it is a call."""
+    ids = {name: WORDS.index(name) for name in ("<", "f", ">", " ")}
+    favoured = {"logit_bias": {ids["<"]: 9.0, ids["f"]: 8.0}, "suppress_tokens": [ids[" "]]}
+    results = write(adapter, {"structural_tag": tag}, seeds=range(6), temperature=1.0, most=120, **favoured)
+    calls = [call for result in results for call in re.findall("<f(.*?)</f>", result.text)]
+    assert calls, [result.text for result in results]
+    assert all(call[0] == ">" and set(json.loads(call[1:])) == {"ok"} for call in calls)
+    assert any(result.text.partition("<f")[0] for result in results), "free text comes before"
+
+
 def test_grammar(adapter):
     rules = 'root ::= "(" root ")" | "ab"'
     for result in write(adapter, {"grammar": rules}, seeds=range(6)):

@@ -28,6 +28,8 @@ def adapter():
         ({"json": {"$ref": "#/nowhere"}}, "nowhere"),
         ({"json": "[1] "}, "got [1]"),
         ({"choice": ["\u6d77", "\n"]}, "matches no text"),
+        ({"structural_tag": {"format": {"type": "nope"}}}, "compiled: Invalid structural tag error: Format type not"),
+        ({"structural_tag": {"structures": [{"begin": "a", "schema": {}, "end": "b"}], "triggers": ["c"]}}, "trigger"),
     ],
 )
 def test_a_wrong_form_is_named(adapter, form, word):
@@ -47,6 +49,20 @@ def test_a_wrong_form_is_named(adapter, form, word):
         ({"json": {"properties": {"a": {"items": {"not": {}}}}}}, ".json", "properties.a.items.not (not supported)"),
         ({"regex": "a" * (1 << 19)}, "", "at most 262144"),
         ({"choice": ["\ud800"]}, "", "surrogate"),
+        ({"structural_tag": "{"}, ".structural_tag", "no JSON"),
+        ({"structural_tag": {}}, ".structural_tag", '"format": …'),
+        ({"structural_tag": {"structures": [], "triggers": ["a"]}}, ".structural_tag.structures", "at least one"),
+        ({"structural_tag": {"structures": [{}]}}, ".structural_tag.triggers", "at least one"),
+        (
+            {"structural_tag": {"structures": [{"begin": "a"}], "triggers": ["a"]}},
+            ".structural_tag.structures[0]",
+            '"schema": …',
+        ),
+        (
+            {"structural_tag": {"format": {"elements": [{"json_schema": {"not": {}}}]}}},
+            ".structural_tag",
+            "format.elements[0].json_schema has not (not supported)",
+        ),
     ],
 )
 def test_what_is_seen_at_once(adapter, form, field, word):

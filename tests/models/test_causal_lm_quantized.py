@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from causal_lm_family import Served, load, make, prompts
+from safetensors.torch import load_file, save_file
 
 from lora_files import make_adapter, merge
 from segue.engines.autoregressive.contract import FlatBatch
@@ -231,3 +232,36 @@ def test_a_format_whose_package_is_missing_is_refused_by_name(
         load(tmp_path)
     with pytest.raises(ConfigError, match="quantised already"):
         load(tmp_path, quantization="int8")
+
+
+def copied(directory: Path, to: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Path:
+    """The same checkpoint with these weights."""
+    to.mkdir()
+    for path in directory.iterdir():
+        if "safetensors" not in path.name:
+            (to / path.name).write_bytes(path.read_bytes())
+    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+    written = json.loads((to / "config.json").read_text()) | config
+    (to / "config.json").write_text(json.dumps(written))
+    return to
+
+
+def test_weights_published_in_fp8_are_those_that_the_file_means(llama: Path, tmp_path: Path) -> None:
+    """In the layout of DeepSeek-V3 and Qwen3-FP8; on a CPU the library widens them when they are read."""
+    plain, stored, wrong = {}, {}, {}
+    for file in sorted(llama.glob("*.safetensors")):
+        for name, weight in load_file(file).items():
+            plain[name] = stored[name] = wrong[name] = weight
+            if ".layers." in name and weight.ndim == 2:
+                scale = weight.abs().max() / 448
+                narrow = (weight / scale).to(torch.float8_e4m3fn)
+                stored[name] = wrong[name] = narrow
+                stored[name + "_scale_inv"] = scale.reshape(1, 1)
+                wrong[name + "_scale_inv"] = 2 * scale.reshape(1, 1)
+                plain[name] = narrow.float() * scale
+    method = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
+    meant = logits_of(load(copied(llama, tmp_path / "plain", plain)))
+    read = logits_of(load(copied(llama, tmp_path / "fp8", stored, quantization_config=method)))
+    other = logits_of(load(copied(llama, tmp_path / "wrong", wrong, quantization_config=method)))
+    assert apart(read, meant) < 0.03
+    assert apart(other, meant) > 0.1

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from segue.messages.deltas import Choice, Delta, TextDelta, TokenLogprobs, TokensDelta, TopToken
-from segue.messages.errors import StageFailed
+from segue.messages.errors import InvalidRequest, StageFailed
 from segue.messages.request import Request
 
 PATH = "/v1/completions"
@@ -315,11 +315,11 @@ def test_tokens_without_text_are_told(server: Live) -> None:
         ({"prompt": 5}, "prompt", "prompt is 5"),
         ({"prompt": "a", "suffix": "b"}, "suffix", "does not support"),
         ({"prompt": "a", "logprobs": True}, "logprobs", "expected int"),
-        ({"prompt": "a", "logprobs": 21}, "logprobs", "from 0 to 20"),
+        ({"prompt": "a", "logprobs": -2}, "logprobs", "-1 for all"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens", "unless echo"),
         ({"prompt": "a", "echo": True, "truncate_prompt_tokens": 3}, "echo", "give one"),
         ({"prompt": "a", "messages": []}, "messages", "unknown parameter"),
-        ({"prompt": "a", "n": 17}, "n", "from 1 to 16"),
+        ({"prompt": "a", "n": 129}, "n", "from 1 to 128"),
         ({"prompt": "a", "stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "cannot be streamed"),
     ],
 )
@@ -330,6 +330,45 @@ def test_a_wrong_parameter_is_named(server: Live, body: dict[str, Any], param: s
     assert error["param"] == param
     assert says in error["message"]
     assert server.service.requests == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "raised", "param"),
+    [
+        ([7, 99], "prompt_token_ids[1]", "prompt[1]"),
+        ([[7], [7, 99]], "prompt_token_ids[1]", "prompt[1][1]"),
+        ([[7], [99]], "prompt_token_ids", "prompt[1]"),
+        (["a", "z"], "prompt", "prompt[1]"),
+        ("z", "prompt", "prompt"),
+    ],
+)
+def test_what_a_stage_says_of_a_prompt(server: Live, prompt: Any, raised: str, param: str) -> None:
+    """The client wrote `prompt`, and knows no other name for it."""
+
+    async def refuse(request: Request) -> AsyncGenerator[Delta]:
+        if 99 in (request.prompt_token_ids or []) or request.prompt == "z":
+            raise InvalidRequest(f"{raised} is no good", field=raised)
+        async for delta in speak(request):
+            yield delta
+
+    server.service.script = refuse
+    answer = httpx.post(server.url + PATH, json={"model": "fake-omni", "prompt": prompt}, timeout=120)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["param"], error["message"]) == (param, f"{param} is no good")
+
+
+def test_how_many_log_probabilities_is_up_to_the_stage(server: Live) -> None:
+    async def refuse(request: Request) -> AsyncGenerator[Delta]:
+        if False:
+            yield finished()
+        field = "sampling.thinker.prompt_logprobs"
+        raise InvalidRequest(f"{field} asks for {request.sampling['thinker'].prompt_logprobs}", field=field)
+
+    server.service.script = refuse
+    body = {"model": "fake-omni", "prompt": "a", "echo": True, "logprobs": 50}
+    error = httpx.post(server.url + PATH, json=body, timeout=120).json()["error"]
+    assert (error["param"], error["message"]) == ("logprobs", "logprobs asks for 50")
 
 
 _JSON = st.recursive(

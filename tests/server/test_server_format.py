@@ -15,6 +15,12 @@ from segue.messages.sampling import StructuredOutput
 
 HELLO = [{"role": "user", "content": "Say hello"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TAG = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": SCHEMA}}
+OLDER_TAG = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}],
+    "triggers": ["<f"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +56,13 @@ def ask(server: Live, **body: Any) -> httpx.Response:
         ({"structured_outputs": {"regex": "a+"}}, StructuredOutput(regex="a+")),
         ({"structured_outputs": {"json": "{}"}}, StructuredOutput(json="{}")),
         ({"guided_json": SCHEMA}, StructuredOutput(json=SCHEMA)),
+        ({"response_format": TAG}, StructuredOutput(structural_tag=TAG)),
+        ({"response_format": OLDER_TAG}, StructuredOutput(structural_tag=OLDER_TAG)),
+        ({"structured_outputs": {"structural_tag": "{}"}}, StructuredOutput(structural_tag="{}")),
+        (
+            {"structured_outputs": {"json": "{}", "disable_any_whitespace": True}},
+            StructuredOutput(json="{}", disable_any_whitespace=True),
+        ),
         ({"guided_regex": "a"}, StructuredOutput(regex="a")),
         ({"guided_choice": ["a", "b"], "response_format": {"type": "text"}}, StructuredOutput(choice=["a", "b"])),
         ({"guided_grammar": 'root ::= "a"'}, StructuredOutput(grammar='root ::= "a"')),
@@ -92,6 +105,13 @@ def test_the_official_clients_own_way(server: Live) -> None:
         ({"structured_outputs": {}}, "structured_outputs", "sets nothing"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "regex and choice"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least one"),
+        ({"structured_outputs": {"disable_any_whitespace": True}}, "structured_outputs", "sets nothing"),
+        (
+            {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
+            "structured_outputs.disable_any_whitespace",
+            "structured_outputs sets regex",
+        ),
+        ({"response_format": {**TAG, "trigers": []}}, "response_format.trigers", "did you mean 'triggers'"),
         ({"structured_outputs": {"choice": "ab"}}, "structured_outputs", "Expected `array"),
         ({"guided_choice": ["a"], "guided_regex": "b"}, "guided_choice", "give one"),
         (

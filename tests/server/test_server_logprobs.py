@@ -106,7 +106,7 @@ def test_of_the_prompt(server: Live) -> None:
     ("body", "param", "word"),
     [
         ({"top_logprobs": 2}, "top_logprobs", "logprobs is not true"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20"),
+        ({"logprobs": True, "top_logprobs": -2}, "top_logprobs", "at least 0, or -1"),
         ({"logprobs": 3}, "logprobs", "expected bool"),
         ({"prompt_logprobs": -2}, "prompt_logprobs", "-1 for all"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "cannot be streamed"),

@@ -146,7 +146,7 @@ def test_best_of_and_beams_are_sampling_of_the_text(client: openai.OpenAI, serve
         ({"n": 3, "beam_width": 2}, "beam_width", "beam_width is 2; it must be at least n (3)"),
         ({"beam_width": 17}, "beam_width", "beam_width is 17; it must be an integer from 1 to 16"),
         ({"beam_width": 4, "temperature": 0.7}, "temperature", "temperature is 0.7, but beam search"),
-        ({"n": 17}, "n", "from 1 to 16"),
+        ({"n": 129}, "n", "from 1 to 128"),
         ({"sampling": {"thinker": {"n": 2}}}, "sampling.thinker.n", "give n at the top of the request"),
     ],
 )

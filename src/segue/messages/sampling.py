@@ -21,7 +21,7 @@ MAX_BAD_CHARACTERS = 1 << 16
 
 
 class StructuredOutput(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What form the text must have; exactly one field is set (vLLM's `structured_outputs`)."""
+    """What form the text must have; exactly one of `FORMS` is set (vLLM's `structured_outputs`)."""
 
     json: dict[str, Any] | str | None = None
     """A JSON schema, as an object or as text."""
@@ -31,6 +31,14 @@ class StructuredOutput(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_
     choice: list[str] | None = None
     grammar: str | None = None
     """EBNF, as xgrammar reads it (GBNF)."""
+    structural_tag: dict[str, Any] | str | None = None
+    """Free text with parts that are held to a form, as xgrammar or, in its older way, vLLM writes it."""
+    disable_any_whitespace: bool | None = None
+    """Of `json` and `json_object`: one space after each comma and colon, and none elsewhere."""
+
+
+FORMS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+"""Fields of `StructuredOutput` that say what the form is."""
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -216,12 +224,17 @@ def _check_lists(params: SamplingParams, field: str) -> None:
 
 def check_structured(asked: StructuredOutput, field: str) -> None:
     """Raise `InvalidRequest` unless exactly one form is set. Whether it can be had shows when it is compiled."""
-    given = [name for name in asked.__struct_fields__ if getattr(asked, name) not in (None, False)]
+    given = [name for name in FORMS if getattr(asked, name) not in (None, False)]
     if len(given) != 1:
-        names = ", ".join(StructuredOutput.__struct_fields__)
         said = f"sets {' and '.join(given)}" if given else "sets nothing"
-        raise InvalidRequest(f"{field} {said}; give exactly one of: {names}", field=field)
+        raise InvalidRequest(f"{field} {said}; give exactly one of: {', '.join(FORMS)}", field=field)
+    if asked.disable_any_whitespace and not given[0].startswith("json"):
+        raise InvalidRequest(
+            f"{field}.disable_any_whitespace is of json and json_object alone; {field} sets {given[0]}",
+            field=f"{field}.disable_any_whitespace",
+        )
     check_carried(asked.json, f"{field}.json")
+    check_carried(asked.structural_tag, f"{field}.structural_tag")
     if asked.choice is not None and not (asked.choice and all(asked.choice)):
         raise InvalidRequest(f"{field}.choice needs at least one text, and none that is empty", field=f"{field}.choice")
 
@@ -246,14 +259,12 @@ def _check_outputs(params: SamplingParams, field: str) -> None:
             "leave it out or give 0",
             field=f"{field}.temperature",
         )
-    for name in ("structured_outputs", "logprobs", "logprob_token_ids"):
-        value = getattr(params, name)
-        if value is not None:
-            raise InvalidRequest(
-                f"{field}.{name} is given beside beam_width ({params.beam_width}), which does not go with it; "
-                "leave one out",
-                field=f"{field}.{name}",
-            )
+    if params.structured_outputs is not None:
+        raise InvalidRequest(
+            f"{field}.structured_outputs is given beside beam_width ({params.beam_width}), which does not go with it; "
+            "leave one out",
+            field=f"{field}.structured_outputs",
+        )
 
 
 def check_token_ids(params: SamplingParams, vocab_size: int, field: str) -> None:

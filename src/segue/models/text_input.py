@@ -6,7 +6,7 @@ import torch
 
 from segue.engines.contract import Payload
 from segue.graph.parts import TOKENS
-from segue.messages.errors import InvalidRequest
+from segue.messages.errors import InvalidRequest, TooLong
 from segue.messages.request import Request
 from segue.models.input_stage import InputStage
 from segue.models.prompt import Tokenizer, checked_ids, client_tokens, given_as, own_tokens_only, tokenized
@@ -30,8 +30,6 @@ class TextInput(InputStage):
         else:
             ids = checked_ids(request.prompt_token_ids or [], self._vocab)
         if len(ids) > self._longest and not own_tokens_only(request):
-            raise InvalidRequest(
-                f"the text has {len(ids)} tokens; this model takes at most {self._longest}", field=form
-            )
+            raise TooLong(f"the text has {len(ids)} tokens; this model takes at most {self._longest}", field=form)
         seen = client_tokens(ids, self._tokenizer) if TOKENS in request.modalities else {}
         return {"token_ids": torch.tensor(ids, dtype=torch.long), **seen}

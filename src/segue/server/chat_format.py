@@ -20,7 +20,9 @@ GUIDED = {
     "guided_grammar": "grammar",
 }
 """vLLM's earlier names → the fields of `StructuredOutput`."""
-_TYPES = ("text", "json_object", "json_schema")
+_TYPES = ("text", "json_object", "json_schema", "structural_tag")
+_OF_TAGS = ("type", "format", "structures", "triggers")
+"""Of a structural tag: xgrammar's `format`, or the `structures` and `triggers` that vLLM had first."""
 
 
 def structured_output(
@@ -50,6 +52,10 @@ def _response_format(values: dict[str, Any]) -> StructuredOutput | None:
     if kind not in _TYPES:
         hint = nearest(kind, _TYPES) if isinstance(kind, str) else f"; it is one of {', '.join(_TYPES)}"
         raise InvalidRequest(f"response_format.type is {shown(kind)}{hint}", field="response_format.type")
+    if kind == "structural_tag":
+        check_names(values, _OF_TAGS, "response_format")
+        check_carried(values, "response_format")
+        return StructuredOutput(structural_tag=values)
     if kind != "json_schema":
         check_names(values, ("type",), "response_format")
         return StructuredOutput(json_object=True) if kind == "json_object" else None

@@ -8,14 +8,14 @@ from typing import Any
 from segue.messages.deltas import TokenLogprobs, TopToken
 from segue.messages.errors import InvalidRequest
 
-MAX_TOP = 20
-"""OpenAI's bound on `top_logprobs`."""
-
 
 def asked_logprobs(logprobs: bool | None, top_logprobs: int | None) -> int | None:
-    """`SamplingParams.logprobs` from OpenAI's two parameters. Raises `InvalidRequest`."""
-    if top_logprobs is not None and not 0 <= top_logprobs <= MAX_TOP:
-        raise InvalidRequest(f"top_logprobs is {top_logprobs}; it must be from 0 to {MAX_TOP}", field="top_logprobs")
+    """`SamplingParams.logprobs` from OpenAI's two parameters; how many there may be is up to the stage. Raises
+    `InvalidRequest`."""
+    if top_logprobs is not None and top_logprobs < -1:
+        raise InvalidRequest(
+            f"top_logprobs is {top_logprobs}; it must be at least 0, or -1 for all tokens", field="top_logprobs"
+        )
     if top_logprobs and not logprobs:
         raise InvalidRequest(f"top_logprobs is {top_logprobs}, but logprobs is not true", field="top_logprobs")
     return (top_logprobs or 0) if logprobs else None

@@ -133,15 +133,17 @@ def chat_request(values: dict[str, Any], card: ModelCard, settings: ServerSettin
         structured_outputs=tools.structured,
         skip_special_tokens=False if tools.keeps_special_tokens and body.skip_special_tokens is None else None,
     )
-    choices = choices_of(body)
-    as_one = choices > 1 and card.several_texts and modalities == ["text"]
+    together_possible = card.several_texts and modalities == ["text"]
+    choices = choices_of(body, together=together_possible)
+    as_one = choices > 1 and together_possible
     if as_one:
         sampling = together(sampling, choices, card)
     seeds = seeds_of(body, 1 if as_one else choices)
     messages = _messages(body, card, settings)
     options = chat_options(body, dialect, tools)
 
-    answering = answering_fields(body, card, "chatcmpl", now)
+    named = {"logprobs": "logprobs" if body.top_logprobs is None else "top_logprobs"}
+    answering = answering_fields(body, card, "chatcmpl", now, named)
     request_id = new_id("chatcmpl")
     requests = [
         Request(

@@ -29,8 +29,6 @@ from segue.server.vllm import VLLM_UNSUPPORTED
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
-MAX_LOGPROBS = 20
-"""OpenAI takes 5, vLLM 20."""
 
 
 class CompletionBody(CommonBody, kw_only=True):
@@ -61,6 +59,8 @@ class CompletionRequest(Answering):
     requests: list[Request]
     slots: list[Slot]
     """Beside `requests`."""
+    named: list[dict[str, str]]
+    """Beside `requests`: the prompt by the names of a `Request` → where the client wrote it."""
     prompts: list[str | list[int]]
     choices_each: int
     """Of every prompt; choice `i` of prompt `p` has index `p * choices_each + i`."""
@@ -82,8 +82,6 @@ def completion_request(values: dict[str, Any], card: ModelCard, settings: Server
     # tokens that are to be told of stand among the log-probabilities
     logprobs = 0 if body.logprobs is None and body.logprob_token_ids else body.logprobs
     echo = bool(body.echo)
-    if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
-        raise InvalidRequest(f"logprobs is {logprobs}; it must be from 0 to {MAX_LOGPROBS}", field="logprobs")
     if echo and body.truncate_prompt_tokens is not None:
         raise InvalidRequest(
             "echo is true, but truncate_prompt_tokens leaves a part of the prompt out; give one", field="echo"
@@ -96,12 +94,13 @@ def completion_request(values: dict[str, Any], card: ModelCard, settings: Server
         logprobs=logprobs,
         prompt_logprobs=of_prompt,
     )
-    each = choices_of(body)
+    each = choices_of(body, together=card.several_texts)
     as_one = each > 1 and card.several_texts
     if as_one:
         sampling = together(sampling, each, card)
     seeds = seeds_of(body, 1 if as_one else each)
-    answering = answering_fields(body, card, "cmpl", now)
+    named = {} if body.prompt_logprobs is not None else {"prompt_logprobs": "logprobs"}
+    answering = answering_fields(body, card, "cmpl", now, named)
     request_id = new_id("cmpl")
     slots = [Slot(prompt, first) for prompt in range(len(prompts)) for first in range(len(seeds))]
     requests = []
@@ -126,6 +125,7 @@ def completion_request(values: dict[str, Any], card: ModelCard, settings: Server
         **answering,
         requests=requests,
         slots=slots,
+        named=[_place(prompts, slot.prompt) for slot in slots],
         prompts=prompts,
         choices_each=each,
         echo=echo,
@@ -160,6 +160,12 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]
         _text(entry, f"prompt[{index}]") if isinstance(entry, str) else _ids(entry, f"prompt[{index}]")
         for index, entry in enumerate(prompt)
     ]
+
+
+def _place(prompts: list[str | list[int]], number: int) -> dict[str, str]:
+    """Names of one prompt in a `Request` → where it stands in the body."""
+    place = "prompt" if len(prompts) == 1 else f"prompt[{number}]"
+    return {"prompt": place, "prompt_token_ids": place}
 
 
 def _text(text: str, field: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from segue.messages.deltas import Delta
 from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import Service
 from segue.server.accounts import RunningUsage, usage_object
@@ -35,6 +36,10 @@ def add_completions(app: FastAPI, service: Service, settings: ServerSettings, me
         return json_response(await while_connected(request.receive, _whole(completion, service, metrics)))
 
 
+def _run(completion: CompletionRequest, service: Service, metrics: ServerMetrics) -> AsyncGenerator[tuple[int, Delta]]:
+    return run_generations(service, completion.requests, metrics, completion.written, completion.named)
+
+
 def _head(completion: CompletionRequest) -> dict[str, Any]:
     return {
         "id": completion.completion_id,
@@ -47,7 +52,7 @@ def _head(completion: CompletionRequest) -> dict[str, Any]:
 async def _whole(completion: CompletionRequest, service: Service, metrics: ServerMetrics) -> dict[str, Any]:
     reader = CompletionReader(completion)
     choices: dict[int, list[dict[str, Any]]] = {}
-    async with aclosing(run_generations(service, completion.requests, metrics, completion.written)) as deltas:
+    async with aclosing(_run(completion, service, metrics)) as deltas:
         async for number, delta in deltas:
             for entry in reader.read(number, delta):
                 choices.setdefault(entry["index"], []).append(entry)
@@ -63,7 +68,7 @@ async def _chunks(
 ) -> AsyncGenerator[dict[str, object]]:
     reader = CompletionReader(completion)
     running = RunningUsage(completion)
-    async with aclosing(run_generations(service, completion.requests, metrics, completion.written)) as deltas:
+    async with aclosing(_run(completion, service, metrics)) as deltas:
         async for number, delta in deltas:
             running.take(delta)
             for entry in reader.read(number, delta):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 
 import msgspec
@@ -21,10 +21,14 @@ _log = logging.getLogger("segue.server")
 
 
 async def run_generations(
-    service: Service, requests: list[Request], metrics: ServerMetrics, written: Mapping[str, str]
+    service: Service,
+    requests: list[Request],
+    metrics: ServerMetrics,
+    written: Mapping[str, str],
+    prompts: Sequence[Mapping[str, str]] = (),
 ) -> AsyncGenerator[tuple[int, Delta]]:
     """(index of the request, delta) as they come; ends when all have finished. The first error ends all; it names
-    what the client wrote (`written`: as in `Answering`).
+    what the client wrote (`written`: as in `Answering`; `prompts`: the same for the prompt of each request).
 
     At most one delta per request is held here, so a consumer that waits makes the service wait. Closing this closes
     the service's generators, which cancels what still runs.
@@ -43,7 +47,7 @@ async def run_generations(
                     try:
                         delta = _result(task, watches[index], requests[index].request_id)
                     except SegueError as error:
-                        raise as_written(error, written) from error
+                        raise as_written(error, {**written, **prompts[index]} if prompts else written) from error
                     watches[index].saw(delta)
                     yield index, delta
                     if not isinstance(delta, Finished):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -130,8 +131,10 @@ class Answering:
 A = TypeVar("A", bound=Answering)
 
 
-def answering_fields(body: CommonBody, card: ModelCard, prefix: str, now: float) -> dict[str, Any]:
-    """The fields of `Answering`, under a new id."""
+def answering_fields(
+    body: CommonBody, card: ModelCard, prefix: str, now: float, named: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """The fields of `Answering`, under a new id. `named`: sampling parameters → what the endpoint calls them."""
     return {
         "completion_id": new_id(prefix) if (own := checked_id(body.request_id)) is None else f"{prefix}-{own}",
         "created": int(now),
@@ -143,7 +146,7 @@ def answering_fields(body: CommonBody, card: ModelCard, prefix: str, now: float)
         "tokens_as_ids": bool(body.return_tokens_as_token_ids),
         "return_metrics": bool(body.return_metrics),
         "wants_prompt_logprobs": body.prompt_logprobs is not None,
-        "written": _written(body, card.text_stage),
+        "written": _written(body, card.text_stage, named or {}),
     }
 
 
@@ -151,15 +154,16 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
-def _written(body: CommonBody, stage: str | None) -> dict[str, str]:
+def _written(body: CommonBody, stage: str | None, named: Mapping[str, str]) -> dict[str, str]:
     """What stands at the top of the body and goes to the text stage; the most special names first."""
-    names: dict[str, str] = {}
+    names = dict(named)
     for form, of_form in GUIDED.items():
         if getattr(body, form) is not None:
             names |= {f"structured_outputs.{of_form}": form, "structured_outputs": form}
     if body.response_format is not None:
         names |= {
             "structured_outputs.json": "response_format.json_schema.schema",
+            "structured_outputs.structural_tag": "response_format",
             "structured_outputs": "response_format",
         }
     same = (name for name in body.__struct_fields__ if name in SamplingParams.__struct_fields__)
@@ -172,10 +176,9 @@ def as_written(error: SegueError, written: Mapping[str, str]) -> SegueError:
     """What a stage has to say, by the names that the client used. `written`: as in `Answering`."""
     field = error.field or ""
     for path, said in written.items():
-        if field == path or field.startswith(f"{path}."):
-            renamed = type(error)(
-                error.message.replace(path, said), field=said + field.removeprefix(path), stage=error.stage
-            )
+        if field == path or field.startswith((f"{path}.", f"{path}[")):
+            message = re.sub(rf"(?<!\w){re.escape(path)}(?!\w)", said, error.message)
+            renamed = type(error)(message, field=said + field.removeprefix(path), stage=error.stage)
             renamed.__cause__ = error
             return renamed
     return error

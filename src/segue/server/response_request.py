@@ -20,6 +20,7 @@ from segue.server.response_items import Conversation
 from segue.server.response_tools import chat_tools
 from segue.server.settings import ServerSettings
 
+_MAX_TOP = 20
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
 """What `include` may name. Thoughts come in the open, so nothing of them is encrypted besides."""
@@ -219,6 +220,10 @@ def _chat_values(body: ResponsesBody, conversation: Conversation, tools: dict[st
     given = msgspec.structs.asdict(body)
     values: dict[str, Any] = {name: given[name] for name in _AS_IN_CHAT}
     values |= {"messages": conversation.messages, "max_completion_tokens": body.max_output_tokens, **tools}
+    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= _MAX_TOP:
+        raise InvalidRequest(
+            f"top_logprobs is {body.top_logprobs}; it must be from 0 to {_MAX_TOP}", field="top_logprobs"
+        )
     if body.top_logprobs is not None or _LOGPROBS in (body.include or []):
         values |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     if body.reasoning is not None:

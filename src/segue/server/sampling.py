@@ -8,12 +8,20 @@ import msgspec
 
 from segue.media.sources import shown
 from segue.messages.errors import InvalidRequest, nearest
-from segue.messages.sampling import SamplingParams, StructuredOutput, check_sampling, check_token_ids, sampling_from
+from segue.messages.sampling import (
+    MAX_OUTPUTS,
+    SamplingParams,
+    StructuredOutput,
+    check_sampling,
+    check_token_ids,
+    sampling_from,
+)
 from segue.orchestrator.service import ModelCard
 from segue.server.chat_format import GUIDED, structured_output
 from segue.server.parameters import MAX_VOCAB, CommonBody
 
 MAX_CHOICES = 16
+"""Where each answer is a request of its own."""
 MAX_STOPS = 16
 _TO_TEXT_STAGE = tuple(
     name
@@ -101,11 +109,11 @@ def _checked_at_top(given: SamplingParams | dict[str, Any]) -> SamplingParams:
         raise type(error)(error.message.removeprefix(f"{_PREFIX}."), field=field) from error
 
 
-def choices_of(body: CommonBody) -> int:
-    """How many answers each prompt gets."""
-    n = 1 if body.n is None else body.n
-    if not 1 <= n <= MAX_CHOICES:
-        raise InvalidRequest(f"n is {n}; it must be from 1 to {MAX_CHOICES}", field="n")
+def choices_of(body: CommonBody, *, together: bool = True) -> int:
+    """How many answers each prompt gets. `together`: one request makes all of them. Raises `InvalidRequest`."""
+    n, most = 1 if body.n is None else body.n, MAX_OUTPUTS if together else MAX_CHOICES
+    if not 1 <= n <= most:
+        raise InvalidRequest(f"n is {n}; it must be from 1 to {most}", field="n")
     return n
 
 

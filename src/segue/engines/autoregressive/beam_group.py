@@ -16,6 +16,7 @@ from itertools import takewhile
 
 import torch
 
+from segue.engines.autoregressive.beam_logprobs import BeamLogprobs
 from segue.engines.autoregressive.beams import BeamSearch, End, Step
 from segue.engines.autoregressive.branching import Branching
 from segue.engines.autoregressive.jobs import Limits
@@ -45,6 +46,8 @@ class BeamGroup(Branching):
             early_stopping=bool(params.early_stopping),
         )
         root.job.width = self.width
+        wanted = root.logprobs
+        self._likely = None if wanted is None else BeamLogprobs(wanted, root.adapter.vocabulary)
         self._picked = False
         self._finite = True
         self._step: Step | None = None
@@ -87,6 +90,12 @@ class BeamGroup(Branching):
             apply_rules(log_probs, rules, [beam.generated for beam in beams])
         generated = [beam.ids[beam.prompt_length :] for beam in beams]
         self._step = self._search.step(log_probs, generated, lambda beam, token: self._end([*generated[beam], token]))
+        if self._likely is not None:
+            before = [tuple(ids) for ids in generated]
+            step = self._step or Step([], [])
+            going = [(*before[beam], token) for beam, token in zip(step.parents, step.tokens, strict=True)]
+            ended = [one.token_ids for one in self._search.best(self.width)]
+            self._likely.step(logits, before, [*going, *ended])
 
     def advance(self, roster: Roster, block_size: int) -> list[StageOutput]:
         """After a step in which sequences of this group were computed: take what was picked, or catch up."""
@@ -199,6 +208,7 @@ class BeamGroup(Branching):
                 finish_reason=ended.end.reason,
                 stop_reason=ended.end.stop_reason,
                 cumulative_logprob=ended.logprob,
+                logprobs=[] if self._likely is None else self._likely.of(ended.token_ids),
             )
             for index, ended in enumerate(best)
         ]

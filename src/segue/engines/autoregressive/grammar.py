@@ -19,7 +19,8 @@ import torch
 
 from segue.engines.autoregressive.contract import AutoregressiveAdapter, Vocabulary
 from segue.engines.autoregressive.grammar_process import CompilerHome
-from segue.engines.autoregressive.json_schema import unsupported
+from segue.engines.autoregressive.json_schema import parsed, unsupported
+from segue.engines.autoregressive.structural_tag import structural_tag
 from segue.engines.autoregressive.xgrammar_compiler import MAX_COMPILED_BYTES, XGrammar, blank_mask, possible
 from segue.engines.contract import StageRequest
 from segue.kernels.staging import upload
@@ -42,10 +43,13 @@ follows the name of the parameter."""
 
 def source_of(asked: StructuredOutput, field: str) -> tuple[str, str]:
     """(kind, text to compile). Raises `InvalidRequest` for what can be seen without compiling."""
+    json_kind = "tight_json" if asked.disable_any_whitespace else "json"
     if asked.json is not None:
-        kind, source = "json", _schema(asked.json, f"{field}.json")
+        kind, source = json_kind, _schema(asked.json, f"{field}.json")
     elif asked.json_object:
-        kind, source = "json", '{"type": "object"}'
+        kind, source = json_kind, '{"type": "object"}'
+    elif asked.structural_tag is not None:
+        kind, source = "structural_tag", structural_tag(asked.structural_tag, f"{field}.structural_tag")
     elif asked.regex is not None:
         kind, source = "regex", asked.regex
     elif asked.grammar is not None:
@@ -63,11 +67,7 @@ def source_of(asked: StructuredOutput, field: str) -> tuple[str, str]:
 
 
 def _schema(schema: dict[str, Any] | str, field: str) -> str:
-    if isinstance(schema, str):
-        try:
-            schema = json.loads(schema)
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"{field} is no JSON: {error}", field=field) from error
+    schema = parsed(schema, field)
     try:
         wrong = unsupported(schema)
         source = json.dumps(schema, ensure_ascii=False)

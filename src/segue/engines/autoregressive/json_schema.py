@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
+
+from segue.messages.errors import InvalidRequest
 
 _IGNORED = ("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies")
 """Keywords without which the text could break the schema."""
@@ -18,6 +21,16 @@ _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _FILLED = ("anyOf", "oneOf", "allOf", "type")
 """Lists that may not be empty: of no alternatives xgrammar makes a text of nothing, which is no JSON."""
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
+
+
+def parsed(given: dict[str, Any] | str, field: str) -> Any:
+    """What may be given as an object or as its text. Raises `InvalidRequest`."""
+    if not isinstance(given, str):
+        return given
+    try:
+        return json.loads(given)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{field} is no JSON: {error}", field=field) from error
 
 
 def unsupported(schema: Any, path: str = "") -> str | None:

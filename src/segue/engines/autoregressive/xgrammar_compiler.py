@@ -13,8 +13,8 @@ from segue.messages.errors import InvalidRequest
 MAX_COMPILED_BYTES = 256 << 20
 """Of one compiled grammar, and, where nothing else is said, of all that are kept for the next request."""
 
-_WHERE = re.compile(r"^(\[[\d:]+\] )?(\S+\.(cc|cpp|h):\d+: )?")
-"""Time and place in its own source that xgrammar puts before what is wrong."""
+_WHERE = re.compile(r"^(\[[\d:]+\] )?(\S+\.(cc|cpp|h):\d+: )?(Check failed: \(.*?\) is \w+: )?")
+"""Time and place in its own source, and what it looked at there, that xgrammar puts before what is wrong."""
 
 
 class XGrammar:
@@ -42,6 +42,8 @@ class XGrammar:
         it says follows the name of the parameter."""
         ways: dict[str, Callable[[str], Any]] = {
             "json": self._compiler.compile_json_schema,
+            "tight_json": lambda schema: self._compiler.compile_json_schema(schema, any_whitespace=False),
+            "structural_tag": self._compiler.compile_structural_tag,
             "regex": self._compiler.compile_regex,
             "grammar": self._compiler.compile_grammar,
         }
