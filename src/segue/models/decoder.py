@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -99,13 +99,15 @@ class PagedDecoder:
         read_as: Mapping[int, int] = READ_AS,
     ) -> None:
         """`fused`: layers with the same input are one product (`segue.kernels.fused_linear`), where there are no
-        adapters. `read_as`: as in `takes_ids_again`.
+        adapters. `read_as`: as in `takes_ids_again`. `rows`: what ids [n] are embedded as, where that is not the
+        embedding alone.
 
         Raises `ConfigError` where the model is not one that can be served, naming it and the reason.
         """
         self._kind = type(model).__name__
         decoder = decoder_of(model) if decoder is None else decoder
         self._parameters = frozenset(inspect.signature(decoder.forward).parameters)
+        rows: Callable[[torch.Tensor], torch.Tensor] | None = None,
         config = model.config.get_text_config(decoder=True)
         stateful = keeps_states(config)
         layers = attending(config) if stateful else frozenset(range(config.num_hidden_layers))
@@ -124,12 +126,13 @@ class PagedDecoder:
                 field="quantization",
             )
         self.model = decoder
-        self._embedding = model.get_input_embeddings()
+        embedding = model.get_input_embeddings()
+        self._rows = embedding if rows is None else rows
         own = name_of(decoder, model)
         inner = own if inner is None else inner
         weight = next(model.parameters())
         self.device: torch.device = weight.device
-        self.dtype: torch.dtype = self._embedding.weight.dtype
+        self.dtype: torch.dtype = embedding.weight.dtype
         self.vocab_size: int = config.vocab_size
         self._counts = counts_by_cache(config)
         self._by_layer = takes_ids_again(decoder, config, read_as)
@@ -169,7 +172,7 @@ class PagedDecoder:
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[n] → [n, H]."""
-        return self._embedding(token_ids)
+        return self._rows(token_ids)
 
     @torch.inference_mode()
     def forward(self, embeds: torch.Tensor, batch: FlatBatch, **others: Any) -> torch.Tensor:
