@@ -46,8 +46,17 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 """Largest difference over largest logit; 16-bit types: 0.05; activations rounded to 8 bits: 0.3."""
 UNBOUNDED = 8192
 """Tokens of a sequence where neither the config nor the deployment says how many."""
-_COARSE = ("int8", "int4")
+COARSE = ("int8", "int4")
 """Quantisations that round what goes into a layer, too."""
+
+
+def quantize(kind: str, decoder: nn.Module, quantization: str) -> None:
+    """The linear layers of a decoder, as a deployment says. Raises `ConfigError` where there are none."""
+    if quantization != "none" and not quantize_linears(decoder, quantization, _plain_linear):
+        raise ConfigError(
+            f"quantization is {quantization!r}, but {kind} has no linear layer that can be made into that",
+            field="quantization",
+        )
 
 
 class HandedThrough(nn.Module):
@@ -97,6 +106,7 @@ class PagedDecoder:
         lora: LoraPlan | None = None,
         fused: bool = True,
         read_as: Mapping[int, int] = READ_AS,
+        rows: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         """`fused`: layers with the same input are one product (`segue.kernels.fused_linear`), where there are no
         adapters. `read_as`: as in `takes_ids_again`. `rows`: what ids [n] are embedded as, where that is not the
@@ -107,7 +117,6 @@ class PagedDecoder:
         self._kind = type(model).__name__
         decoder = decoder_of(model) if decoder is None else decoder
         self._parameters = frozenset(inspect.signature(decoder.forward).parameters)
-        rows: Callable[[torch.Tensor], torch.Tensor] | None = None,
         config = model.config.get_text_config(decoder=True)
         stateful = keeps_states(config)
         layers = attending(config) if stateful else frozenset(range(config.num_hidden_layers))
@@ -120,11 +129,7 @@ class PagedDecoder:
             raise ConfigError(
                 f"{self._kind} takes no LoRA adapters: its layers keep a state per sequence", field="lora"
             )
-        if quantization != "none" and not quantize_linears(decoder, quantization, _plain_linear):
-            raise ConfigError(
-                f"quantization is {quantization!r}, but {self._kind} has no linear layer that can be made into that",
-                field="quantization",
-            )
+        quantize(self._kind, decoder, quantization)
         self.model = decoder
         embedding = model.get_input_embeddings()
         self._rows = embedding if rows is None else rows
@@ -136,7 +141,7 @@ class PagedDecoder:
         self.vocab_size: int = config.vocab_size
         self._counts = counts_by_cache(config)
         self._by_layer = takes_ids_again(decoder, config, read_as)
-        self._coarse = quantization in _COARSE
+        self._coarse = quantization in COARSE
         if fused:  # before the comparison: what rounds its inputs to 8 bits makes much of the least difference
             fuse_norms(decoder)
         theirs = self._theirs(model, inner, fused and lora is None)
@@ -234,23 +239,33 @@ class PagedDecoder:
                 ours = self.logits(self.forward(self.embed(ids), FlatBatch(ids, None, positions, None)))
         except (TypeError, AttributeError) as error:
             raise self._unserved(error) from error
-        difference = float((ours - theirs).abs().max() / theirs.abs().max())
-        tolerance = 0.3 if self._coarse else _TOLERANCE.get(self.dtype, 0.05)
-        if not difference <= tolerance:
-            raise ConfigError(
-                f"{self._kind} cannot be served: its logits from token ids differ from those from embeddings by "
-                f"{difference:.1e} (at most {tolerance:.0e}); it does more with the ids than to embed them once",
-                field="architectures",
-            )
+        check_same(self._kind, ours, theirs, self.dtype, coarse=self._coarse)
 
     def _probe(self) -> torch.Tensor:
         """[tokens] ids of the short text."""
-        return (torch.arange(_PROBE, device=self.device) * 7919 + 1) % self.vocab_size
+        return probe_ids(self.vocab_size, self.device)
 
     def _unserved(self, error: Exception) -> ConfigError:
         return ConfigError(
             f"{self._kind} of transformers {VERSION} cannot be served: its decoder or its head does not take what "
             f"the engine gives it ({error})",
+            field="architectures",
+        )
+
+
+def probe_ids(vocab_size: int, device: torch.device) -> torch.Tensor:
+    """[tokens] ids of a short text."""
+    return (torch.arange(_PROBE, device=device) * 7919 + 1) % vocab_size
+
+
+def check_same(kind: str, ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype, *, coarse: bool) -> None:
+    """Logits [tokens, vocab] of a short text. `coarse`: activations are rounded to 8 bits. Raises `ConfigError`."""
+    difference = float((ours - theirs).abs().max() / theirs.abs().max())
+    tolerance = 0.3 if coarse else _TOLERANCE.get(dtype, 0.05)
+    if not difference <= tolerance:
+        raise ConfigError(
+            f"{kind} cannot be served: its logits from token ids differ from those from embeddings by "
+            f"{difference:.1e} (at most {tolerance:.0e}); it does more with the ids than to embed them once",
             field="architectures",
         )
 
@@ -293,7 +308,7 @@ def context_length(config: PreTrainedConfig, wanted: int | None) -> int:
     Rotary scalings that change with the length of the sequence ("longrope", "dynamic") are one for a whole flat batch:
     such a model is served up to the length where the first change comes. Raises `ConfigError` where more is wanted.
     """
-    longest = getattr(config, "max_position_embeddings", None)
+    longest = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
     if longest is None:  # a state is as large after a million tokens
         return wanted or UNBOUNDED
     ropes = config.rope_parameters if "rope_parameters" in config else None
