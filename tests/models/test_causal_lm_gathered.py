@@ -22,13 +22,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "biogpt": {},
     "codegen": {**_PLAIN, "n_ctx": 512, "rotary_dim": 8},
     "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True, "ffn_hidden_size": 96},
+    "gpt_neox_japanese": {"intermediate_multiple_size": 2},
     "gptj": {**_PLAIN, "rotary_dim": 8},
     "stablelm": {},
 }
 
 
 def checkpoint(kind: str, directory: Path) -> Path:
-    return make(kind.partition(",")[0], directory, tie_word_embeddings=False, **KINDS[kind])
+    return make(kind, directory, tie_word_embeddings=False, **KINDS[kind])
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
