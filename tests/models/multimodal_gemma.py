@@ -107,6 +107,11 @@ _FOUR_PIXELS = {
     "do_normalize": False,
 }
 
+_THREE_N = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<img_start>", "<sound_start>")
+_THREE_N += ("<img_end>", "<img>", "<img_7>", "<img_8>", "<sound_end>", "<sound>")
+"""Those of pictures, then those of sound, are behind those of text: their encoders have rows for them."""
+_FIRST_IMAGE, _FIRST_SOUND = (BASE_VOCAB + _THREE_N.index(token) for token in ("<img_end>", "<sound_end>"))
+
 GEMMA: dict[str, dict[str, Any]] = {
     "gemma4": {
         **_FOUR_PARTS,
@@ -140,6 +145,57 @@ GEMMA: dict[str, dict[str, Any]] = {
         },
         "frames": {**_FOUR_PARTS["frames"], "video_processor_type": "Gemma4UnifiedVideoProcessor"},
     },
+}
+GEMMA_3N: dict[str, Any] = {
+    "needs": "timm",
+    "config": {
+        "vision_config": {
+            "architecture": "convnext_atto",
+            "num_classes": 0,
+            "model_args": {"depths": [1, 1, 1, 1], "dims": [8, 16, 32, 32], "ls_init_value": 1.0},
+            "hidden_size": 32,
+            "vocab_size": _FIRST_SOUND - _FIRST_IMAGE,
+            "vocab_offset": _FIRST_IMAGE,
+        },
+        "audio_config": {
+            "vocab_size": _PLAIN["vocab_size"] - _FIRST_SOUND,
+            "vocab_offset": _FIRST_SOUND,
+            "hidden_size": 32,
+            "conf_num_attention_heads": 2,
+            "conf_num_hidden_layers": 2,
+            "sscp_conv_channel_size": [8, 4],
+        },
+        "text_config": {
+            **_PLAIN,
+            "pad_token_id": BASE_VOCAB,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": 24,
+            "num_kv_shared_layers": 2,
+            "vocab_size_per_layer_input": _FIRST_IMAGE,
+            "hidden_size_per_layer_input": 8,
+            "laurel_rank": 4,
+            "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+        },
+        "audio_soft_tokens_per_image": 24,
+        "vision_soft_tokens_per_image": 16,
+        "image_token_id": BASE_VOCAB + _THREE_N.index("<img>"),
+        "boi_token_id": BASE_VOCAB + _THREE_N.index("<img_start>"),
+        "eoi_token_id": _FIRST_IMAGE,
+        "audio_token_id": BASE_VOCAB + _THREE_N.index("<sound>"),
+        "boa_token_id": BASE_VOCAB + _THREE_N.index("<sound_start>"),
+        "eoa_token_id": _FIRST_SOUND,
+    },
+    "processor": {"processor_class": "Gemma3nProcessor", "audio_seq_length": 24, "image_seq_length": 16},
+    "pixels": {
+        "image_processor_type": "SiglipImageProcessor",
+        "feature_extractor_type": "Gemma3nAudioFeatureExtractor",
+        "size": {"height": 128, "width": 128},
+        **HALF,
+    },
+    "special": _THREE_N,
+    "template": _TEMPLATE,
+    "tokens": _FOUR_PARTS["tokens"],
 }
 
 GEMMA_4_LARGER: dict[str, Any] = {

@@ -123,7 +123,7 @@ def test_dummy_weights_are_tied_where_the_config_ties_them(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("kind", "values", "reason"),
     [
-        ("stablelm", {}, "does not take attention from outside"),
+        ("openai-gpt", {"n_embd": 64, "n_layer": 2, "n_head": 4}, "does not take attention from outside"),
         ("xlstm", {"num_heads": 4}, "does not take attention from outside"),
         ("doge", {"head_dim": 16}, "does not take what the engine gives it"),
         (

@@ -25,7 +25,7 @@ BY_CONFIG = {
     "cross-attention": "cross-attention",
     "a state per sequence": "a state per sequence",
     "attention of other kinds": "the engine does full, sliding and chunked attention",
-    "more than rows": "autoencoder|an index of their own|made by its encoders|an adapter|along with every token|noise",
+    "more than rows": "autoencoder|an index of their own|an adapter|along with every token|noise",
     "another output": "by denoising|actions|need a family of its own",
 }
 """Words of a row → what is said to one who starts such a model."""

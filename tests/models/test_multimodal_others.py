@@ -24,7 +24,6 @@ PICTURES = (
 CLIP = Case("clip", "what happens here", (("video", 5),))
 ONE = (*SOUNDS[:2], Case("other", "what was said", (("audio", 2),)))
 REFUSED = {
-    "ovis2": "changes the rows of other tokens",
     "kimi_k25": "does not take video as its processor makes it",
     "qianfan_ocr": "does not take image as other processors do",
     "got_ocr2": "does not take image as other processors do",

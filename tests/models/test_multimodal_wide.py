@@ -1,5 +1,6 @@
-"""Models of which more than a row per token reaches the decoder, or some layers do otherwise: Llama 4 (chunks), Gemma 4
-(ids again, pictures that see each other in some layers). The replies of `generate`."""
+"""Models of which more than a row per token reaches the decoder, or some layers do otherwise: Llama 4 (chunks),
+Gemma 3n (ids again, rows of its encoders for ids), Gemma 4 (ids again, pictures that see each other in some layers).
+The replies of `generate`."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 from multimodal_family import SOUNDS, TEXT, Case, Run, Stages, answer, processed
-from multimodal_gemma import GEMMA, GEMMA_4_LARGER
+from multimodal_gemma import GEMMA, GEMMA_3N, GEMMA_4_LARGER
 from multimodal_llama import LLAMA
 from multimodal_others import make
 
@@ -19,6 +20,7 @@ TWO = Case("pictures", "how do these differ", (("image", 2), ("image", 3)))
 MORE = {"video": Case("clip", "what happens here", (("video", 5),)), "audio": SOUNDS[1]}
 WIDE: dict[str, tuple[str, dict[str, Any]]] = {
     **{kind: (kind, made) for kind, made in {**LLAMA, **GEMMA}.items()},
+    "gemma3n": ("gemma3n", GEMMA_3N),
     "gemma4, larger": ("gemma4", GEMMA_4_LARGER),
 }
 
@@ -26,6 +28,8 @@ WIDE: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", sorted(WIDE))
 def test_replies_are_those_of_generate(name: str, tmp_path: Path) -> None:
     kind, made = WIDE[name]
+    if "needs" in made:
+        pytest.importorskip(made["needs"], exc_type=ImportError)
     make(kind, tmp_path, made)
     stages = Stages(tmp_path)
     cases = [TEXT, TWO, *(case for medium, case in MORE.items() if medium in stages.input._processor.kinds)]
@@ -37,6 +41,15 @@ def test_replies_are_those_of_generate(name: str, tmp_path: Path) -> None:
     assert run(cases, TOKENS) == expected
     assert run([TWO], TOKENS) == {TWO.name: expected[TWO.name]}
     assert run.cached[TWO.name]
+    if kind == "gemma3n":
+        after_preemption(stages, cases, expected)
+
+
+def after_preemption(stages: Stages, cases: list[Case], expected: dict[str, list[int]]) -> None:
+    """In about as many blocks as their prompts fill, which are 150 tokens in two groups of layers."""
+    run = Run(stages, prefix_caching=False, block_size=4, num_blocks=60)
+    assert run(cases, TOKENS) == expected
+    assert run.engine.stats()["preemptions_total"] > 0
 
 
 def test_a_picture_of_more_tokens_than_a_window_is_refused(tmp_path: Path) -> None:

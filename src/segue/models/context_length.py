@@ -59,6 +59,6 @@ def _positions(config: PreTrainedConfig) -> int | None:
 
 def _stated(config: PreTrainedConfig) -> int | None:
     """`max_position_embeddings`, by whatever name the config has it: names it goes by besides are found as attributes
-    alone."""
-    longest: int | None = getattr(config, "max_position_embeddings", None)
+    alone. MPT has `max_seq_len`."""
+    longest: int | None = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
     return longest

@@ -10,7 +10,7 @@ library's forward from token ids to logits.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,25 +28,18 @@ from segue.kernels.gated_mlp import fuse_gates
 from segue.kernels.kv_layout import NOTHING
 from segue.kernels.linear import DECODE_ROWS, bypassed, pack_linears
 from segue.kernels.paged_attention import LibraryRecord, library_attention
-from segue.kernels.quantized import packed_bytes, quantize_linears
+from segue.kernels.quantized import packed_bytes
 from segue.kernels.state_cache import StepCache
 from segue.messages.errors import ConfigError
 from segue.models.checkpoint import held_bytes
+from segue.models.decoder_load import COARSE, check_same, probe_ids, quantize
 from segue.models.head import head_of
 from segue.models.interface import check_interface, check_takes, decoder_of, name_of
 from segue.models.layer_inputs import READ_AS, takes_ids_again
-from segue.models.library import PAGED, VERSION, Conv1D, ModelOutput, PreTrainedModel
+from segue.models.library import PAGED, VERSION, ModelOutput, PreTrainedModel
 from segue.models.lora import LoraAdapters
 from segue.models.no_cache import NoCache, counts_by_cache
 from segue.models.states import attending, divide, find_states, keeps_states
-
-_PROBE = 24
-"""Tokens of the comparison at load."""
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
-"""Largest difference over largest logit; other types as `_ROUGH`; activations rounded: 0.3."""
-_ROUGH = 0.1
-_COARSE = ("bfloat16", "int8", "int4")
-"""Quantisations that round what goes into a layer, too."""
 
 
 @dataclass(slots=True)
@@ -82,9 +75,11 @@ class PagedDecoder:
         lora: LoraPlan | None = None,
         fused: bool = True,
         read_as: Mapping[int, int] = READ_AS,
+        rows: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         """`fused`: layers with the same input are one product (`segue.kernels.fused_linear`), where there are no
-        adapters. `read_as`: as in `takes_ids_again`.
+        adapters. `read_as`: as in `takes_ids_again`. `rows`: what ids [n] are embedded as, where that is not the
+        embedding alone.
 
         Raises `ConfigError` where the model is not one that can be served, naming it and the reason.
         """
@@ -104,28 +99,24 @@ class PagedDecoder:
                 f"{self._kind} takes no LoRA adapters: its layers keep a state per sequence", field="lora"
             )
         self.model = decoder
-        self._embedding = model.get_input_embeddings()
+        embedding = model.get_input_embeddings()
+        self._rows = embedding if rows is None else rows
         own = name_of(decoder, model)
         inner = own if inner is None else inner
         weight = next(model.parameters())
         self.device: torch.device = weight.device
-        self.dtype: torch.dtype = self._embedding.weight.dtype
+        self.dtype: torch.dtype = embedding.weight.dtype
         self.vocab_size: int = config.vocab_size
         self._counts = counts_by_cache(config)
         self._by_layer = takes_ids_again(decoder, config, read_as)
-        self._coarse = quantization in _COARSE
+        self._coarse = quantization in COARSE
         if fused:
             fuse_norms(decoder)
         theirs = self._theirs(model, inner, fused and lora is None)
         self._counted = theirs.counted
         if quantization != "none":  # products made of several layers, too
-            self._agree(self._library_logits(model), theirs.logits, _TOLERANCE.get(self.dtype, _ROUGH))
-            if not quantize_linears(decoder, quantization, _plain_linear):
-                raise ConfigError(
-                    f"quantization is {quantization!r}, but {self._kind} has no linear layer that can be made into "
-                    "that",
-                    field="quantization",
-                )
+            check_same(self._kind, self._library_logits(model), theirs.logits, self.dtype, coarse=False)
+            quantize(self._kind, decoder, quantization)
             theirs.logits = self._library_logits(model)
         keep = _beside(model, own, inner) | theirs.bypassed
         states = None
@@ -158,7 +149,7 @@ class PagedDecoder:
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[n] → [n, H]."""
-        return self._embedding(token_ids)
+        return self._rows(token_ids)
 
     @torch.inference_mode()
     def forward(self, embeds: torch.Tensor, batch: FlatBatch, **others: Any) -> torch.Tensor:
@@ -220,26 +211,17 @@ class PagedDecoder:
     def _compare(self, theirs: torch.Tensor) -> None:
         """Run the short text through our halves; `theirs`: the logits [tokens, vocab] of the library's forward."""
         ids = self._probe()
-        positions = torch.arange(_PROBE, device=self.device)[None]
+        positions = torch.arange(len(ids), device=self.device)[None]
         try:
             with library_attention():
                 ours = self.logits(self.forward(self.embed(ids), FlatBatch(ids, None, positions, None)))
         except (TypeError, AttributeError) as error:
             raise self._unserved(error) from error
-        self._agree(ours, theirs, 0.3 if self._coarse else _TOLERANCE.get(self.dtype, _ROUGH))
-
-    def _agree(self, ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> None:
-        difference = float((ours - theirs).abs().max() / theirs.abs().max())
-        if not difference <= tolerance:
-            raise ConfigError(
-                f"{self._kind} cannot be served: its logits from token ids differ from those from embeddings by "
-                f"{difference:.1e} (at most {tolerance:.0e}); it does more with the ids than to embed them once",
-                field="architectures",
-            )
+        check_same(self._kind, ours, theirs, self.dtype, coarse=self._coarse)
 
     def _probe(self) -> torch.Tensor:
         """[tokens] ids of the short text."""
-        return (torch.arange(_PROBE, device=self.device) * 7919 + 1) % self.vocab_size
+        return probe_ids(self.vocab_size, self.device)
 
     def _unserved(self, error: Exception) -> ConfigError:
         return ConfigError(
@@ -270,15 +252,6 @@ def kv_spec(kind: str, record: LibraryRecord, layers: int, dtype: torch.dtype, a
         windows=tuple(record.windows.get(layer) for layer in range(layers)),
         shapes=() if set(shapes) == {first} else shapes,
     )
-
-
-def _plain_linear(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """Weight [outputs, inputs] and bias of a linear layer that is nothing more."""
-    if type(module) is nn.Linear and "forward" not in vars(module):
-        return module.weight, module.bias
-    if type(module) is Conv1D:
-        return module.get_parameter("weight").T.contiguous(), module.get_parameter("bias")
-    return None
 
 
 def _beside(model: nn.Module, decoder: str, inner: str) -> set[str]:

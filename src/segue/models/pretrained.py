@@ -56,12 +56,14 @@ def load_model(
     *,
     unused: tuple[str, ...] = (),
     whole_table: bool = False,
+    emptied: bool = False,
 ) -> PreTrainedModel:
     """The model on `ctx.device` in `ctx.dtype`, with the checkpoint's weights or random ones (`load_format`).
 
     `auto`: the library's class that knows which model a config means. `unused`: beginnings of the names of tensors that
     the checkpoint need not have, because what they are for does not run. `whole_table`: every rank keeps all of the
-    embedding, and may read it without the others. Raises `ConfigError`.
+    embedding, and may read it without the others. `emptied`: tensors that have no elements by the config may have some
+    in the checkpoint. Raises `ConfigError`.
     """
     if ctx.load_format not in LOAD_FORMATS:
         raise ConfigError(
@@ -76,7 +78,7 @@ def load_model(
     if ctx.load_format == "dummy":
         model = _random(ctx, config, auto, whole_table)
     else:
-        model = _read(ctx, config, auto, unused, whole_table)
+        model = _read(ctx, config, auto, unused, whole_table, emptied)
     return model.eval().requires_grad_(False)
 
 
@@ -121,7 +123,7 @@ def _check_quantized(ctx: LoadContext, config: PreTrainedConfig) -> None:
 
 
 def _read(
-    ctx: LoadContext, config: PreTrainedConfig, auto: Any, unused: tuple[str, ...], whole_table: bool
+    ctx: LoadContext, config: PreTrainedConfig, auto: Any, unused: tuple[str, ...], whole_table: bool, emptied: bool
 ) -> PreTrainedModel:
     # to be cut, it is read on the CPU: what a rank does not keep stays in the file's pages
     here = ctx.device.type == "cpu" or ctx.group is not None
@@ -135,11 +137,18 @@ def _read(
                 local_files_only=True,
                 use_safetensors=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=emptied,
                 **where,
             )
     except (*_UNREADABLE, RuntimeError, SafetensorError, ImportError) as error:  # a quantised format needs its package
         at = culprit(ctx.model_dir, error)
         raise ConfigError(f"{at}: the weights cannot be loaded: {error}", field="model") from error
+    for name, written, wanted in sorted(info["mismatched_keys"], key=str):
+        if wanted.numel():
+            raise ConfigError(
+                f"{ctx.model_dir}: {name!r} has the shape {tuple(written)}; by the config it is {tuple(wanted)}",
+                field="model",
+            )
     missing = sorted(name for name in info["missing_keys"] if not name.startswith(unused))
     if missing:  # the library would go on with random ones
         raise ConfigError(

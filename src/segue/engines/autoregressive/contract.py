@@ -47,6 +47,8 @@ class KVSpec:
     """The decoder rounds to 8 or 16 bits inside, whatever `dtype` says."""
     states: StateLayout | None = None
     """What it keeps of a sequence besides keys and values; None: nothing."""
+    gathered: bool = False
+    """Its layers attend by themselves, over keys and values that are gathered for them: its steps are not recorded."""
 
     @property
     def stored_size(self) -> int:

@@ -77,7 +77,8 @@ def allocate(
     check_chunks(layout.windows, config.block_size)
     kept = spec.states
     # a recording would have to know which slots it reads
-    recorded = backend is not None and backend.recordable and not config.enforce_eager and kept is None
+    recordable = kept is None and not spec.gathered
+    recorded = backend is not None and backend.recordable and not config.enforce_eager and recordable
     store = spec.store(
         layout,
         num_blocks=config.num_blocks + recorded,  # recordings pad their batches with rows of a block of nobody

@@ -9,10 +9,13 @@ import torch
 from segue.engines.autoregressive.contract import Fed, FlatBatch, KVSpec, Prompt
 from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.kernels.lora import Lora
+from segue.messages.errors import ConfigError
 from segue.messages.sampling import SamplingParams
 from segue.models.context_length import context_length
 from segue.models.decoder import PagedDecoder
+from segue.models.gathered import GatheredDecoder, attends_itself
 from segue.models.generation import default_sampling, end_tokens, generation_of
+from segue.models.library import PreTrainedModel
 from segue.models.lora import named_adapter, with_adapter
 from segue.models.pretrained import load_config, load_model
 from segue.models.states import check_divisible
@@ -25,7 +28,6 @@ class LLM:
 
     axes = 1
     conditioned = False
-    recordable = True
 
     def __init__(self, ctx: LoadContext) -> None:
         """Raises `ConfigError` for a checkpoint that cannot be read, or a model that cannot be served."""
@@ -33,9 +35,8 @@ class LLM:
         if ctx.group is not None:
             check_divisible(config)
         self.max_model_len: int = context_length(config, ctx.max_model_len)
-        self._decoder = PagedDecoder(
-            load_model(ctx, config), quantization=ctx.quantization, lora=ctx.lora, fused=ctx.fused and ctx.group is None
-        )
+        self._decoder = _decoder(ctx, load_model(ctx, config))
+        self.recordable = not self._decoder.kv.gathered
         self.lora = self._decoder.lora
         self._tokenizer = load_tokenizer(ctx.model_dir)
         self.vocabulary = vocabulary_of(self._tokenizer)
@@ -73,3 +74,13 @@ class LLM:
     def decode_text(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Text of ids; empty where the checkpoint has no tokenizer."""
         return decode(self._tokenizer, token_ids, skip_special_tokens=skip_special_tokens)
+
+
+def _decoder(ctx: LoadContext, model: PreTrainedModel) -> PagedDecoder | GatheredDecoder:
+    if not attends_itself(model):
+        fused = ctx.fused and ctx.group is None
+        return PagedDecoder(model, quantization=ctx.quantization, lora=ctx.lora, fused=fused)
+    for field, asked in (("lora", ctx.lora), ("tensor_parallel", ctx.group)):
+        if asked is not None:
+            raise ConfigError(f"{type(model).__name__} attends by itself, which does not go with {field}", field=field)
+    return GatheredDecoder(model, quantization=ctx.quantization)

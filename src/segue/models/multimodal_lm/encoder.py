@@ -35,6 +35,7 @@ from segue.models.multimodal_lm.loading import (
 from segue.models.multimodal_lm.mutual import FAILURES, MaskProbe, is_causal, moved
 from segue.models.multimodal_lm.processor import Processor
 from segue.models.multimodal_lm.units import units_of
+from segue.models.pretrained import load_config
 
 PATCHES = 256
 """Rows per call of an encoder on a CPU, roughly: what its weights are laid out for."""
@@ -60,11 +61,14 @@ class Encoder:
         self._decoder = decoder_of(model)
         self._inner: nn.Module = holder_of(model)
         self._harmless = _HARMLESS | DEEP_ARGUMENTS | {"attention_mask"}
-        if takes_ids_again(self._decoder, self._decoder.config):  # which the other stage looks at
+        if takes_ids_again(self._decoder, load_config(ctx).get_text_config(decoder=True)):
+            # which the other stage looks at
             self._harmless |= {"per_layer_inputs"}
         processor = Processor(ctx.model_dir, media_tokens(ctx))
         forget_embedding(model)
-        pack_linears(self._inner, PATCHES)
+        linears = (part for part in self._inner.named_modules() if isinstance(part[1], nn.Linear))
+        nothing = {name for name, linear in linears if not linear.weight.numel()}  # of layers that are not here
+        pack_linears(self._inner, PATCHES, keep=nothing)
         self._mutual: frozenset[str] = frozenset()
         self._try_out(processor)
 

@@ -34,7 +34,6 @@ _REASONS = MappingProxyType(
         **dict.fromkeys(("t5gemma2", "udop", "vision-encoder-decoder"), _TWO),
         "nemotron_h_omni": "its decoder is a hybrid (nemotron_h), whose layers keep a state per sequence",
         "fuyu": "its patches have no encoder and are told apart by an index of their own",
-        "gemma3n": "tokens that end its media have rows made by its encoders of their ids, as no other text has",
         "vibevoice_asr": "noise is drawn for what it hears, so that a recording has no rows of its own",
         "diffusion_gemma": "it writes blocks of text by denoising them, not token by token",
         "pi0": "it gives actions of a robot, not text",

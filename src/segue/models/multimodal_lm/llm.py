@@ -32,6 +32,7 @@ from segue.models.multimodal_lm.loading import (
 from segue.models.multimodal_lm.mutual import MaskProbe
 from segue.models.multimodal_lm.processor import Processor
 from segue.models.multimodal_lm.stand_ins import stand_ins
+from segue.models.multimodal_lm.token_rows import token_rows
 from segue.models.pretrained import load_config
 from segue.models.tokenizer import decode, load_tokenizer
 from segue.models.vocabulary import vocabulary_of
@@ -71,8 +72,11 @@ class LLM:
         model = load_whole(ctx, config)
         self.axes = axes_of(model, text)
         probe = _probe(ctx, model)
-        self._sight = probe.sight()
-        self._decoder = PagedDecoder(model, inner=inner_of(model), fused=ctx.fused, read_as=stand_ins(probe))
+        self._rows = token_rows(probe)
+        self._sight = replace(probe, plain=self._rows).sight()
+        self._decoder = PagedDecoder(
+            model, inner=inner_of(model), fused=ctx.fused, read_as=stand_ins(probe), rows=self._rows
+        )
         self._tokenizer = load_tokenizer(ctx.model_dir)
         self.vocabulary = vocabulary_of(self._tokenizer)
         self.device = self._decoder.device
@@ -128,7 +132,7 @@ class LLM:
             )
         if not units:
             return Prompt(token_ids=ids.tolist(), modality_tokens=counts)
-        embeds = self._decoder.embed(ids.to(self.device))
+        embeds = self._rows(ids.to(self.device), {unit["kind"] for unit in units})
         media = torch.zeros(len(ids), dtype=torch.bool)
         layers = max(medium["rows"].shape[1] for medium in rows) - 1
         deep = embeds.new_zeros(len(ids), layers, embeds.shape[1])

@@ -8,7 +8,9 @@ encodes the media, puts their rows in the places of placeholder tokens and calls
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -45,7 +47,8 @@ def load_whole(ctx: LoadContext, config: PreTrainedConfig) -> PreTrainedModel:
 
 def load_without_layers(ctx: LoadContext) -> PreTrainedModel:
     """The model without the layers of its text decoder: embedding, encoders and what joins them."""
-    return load_model(ctx, _without_layers(load_config(ctx)), AutoModelForMultimodalLM)
+    with _tables_of_nothing():
+        return load_model(ctx, _without_layers(load_config(ctx)), AutoModelForMultimodalLM, emptied=True)
 
 
 def empty_model(ctx: LoadContext) -> PreTrainedModel:
@@ -56,7 +59,7 @@ def empty_model(ctx: LoadContext) -> PreTrainedModel:
             f"transformers {VERSION} knows no such model of type {config.model_type!r}", field="architectures"
         )
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _tables_of_nothing():
             return AutoModelForMultimodalLM.from_config(config)
     except ImportError as error:  # an encoder of another package
         raise ConfigError(f"{config.model_type} cannot be loaded: {error}", field="architectures") from error
@@ -128,6 +131,14 @@ def forget_embedding(model: PreTrainedModel) -> nn.Embedding:
     empty = torch.full((1, 1), torch.nan, dtype=weight.dtype, device=weight.device)
     embedding.weight = nn.Parameter(empty.expand(weight.shape), requires_grad=False)
     return embedding
+
+
+@contextmanager
+def _tables_of_nothing() -> Iterator[None]:
+    """torch says nothing of what a decoder without layers has for them: tensors without elements (Gemma 3n)."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Initializing zero-element tensors")
+        yield
 
 
 def _check_ranks(ctx: LoadContext) -> None:

@@ -10,7 +10,7 @@ change the rows of other tokens than their own.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -29,6 +29,10 @@ CAUSAL, MEDIA, BEYOND, WHOLE, OTHER = "causal", "media", "beyond", "whole", "oth
 
 FAILURES = (TypeError, ValueError, AttributeError, RuntimeError, IndexError, KeyError, StopIteration)
 """What a forward raises that wants more, or other things, than placeholders and what the processor made."""
+
+
+Rows = Callable[[torch.Tensor, Iterable[str]], torch.Tensor]
+"""Ids [n] of a prompt with media of some kinds → their rows [n, H]."""
 
 
 class _AtDecoder(Exception):
@@ -82,6 +86,8 @@ class MaskProbe:
     processor: Processor
     device: torch.device
     dtype: torch.dtype
+    plain: Rows | None = None
+    """The rows of tokens that are no medium's; None: they are not looked at (the embedding was forgotten)."""
 
     def sight(self) -> Sight:
         """Which tokens see each other. Raises `ConfigError` for other masks, and for a model in which a medium is more
@@ -108,7 +114,10 @@ class MaskProbe:
         text, media = self.processor.examples(kind)
         made = self.processor(text, {kind: media})
         given = self.given(made, kind)
-        self._check_rows(given["inputs_embeds"][0], made, kind)
+        if self.plain is not None:
+            ids, rows = others_rows(made, given["inputs_embeds"][0], kind)
+            if not torch.allclose(rows, self.plain(ids, (kind,)), rtol=1e-2, atol=1e-4):
+                raise self._unserved(f"a medium ({kind}) changes the rows of other tokens than those in its places")
         if not inspect.signature(self.inner.forward).parameters.keys() & set(TYPES):
             return {"": CAUSAL}
         both = mutual_seen(len(made.ids), runs(made.places(kind)))
@@ -121,29 +130,32 @@ class MaskProbe:
             )
         return found
 
-    def _check_rows(self, rows: torch.Tensor, made: Processed, kind: str) -> None:
-        """[T, H]: all tokens but a medium's have their embeddings; these are not numbers where it was forgotten."""
-        others = torch.ones(len(made.ids), dtype=torch.bool)
-        others[made.places(kind)] = False
-        ids = torch.tensor(made.ids)[others].to(self.device)
-        plain = self.decoder.get_input_embeddings()(ids)
-        if not torch.allclose(rows[others.to(rows.device)], plain, rtol=1e-2, atol=1e-4, equal_nan=True):
-            raise self._unserved(f"a medium ({kind}) changes the rows of other tokens than those in its places")
-
-    @torch.inference_mode()
     def given(self, made: Processed, kind: str) -> dict[str, Any]:
         """What the decoder is given of a text with media."""
+        ids = torch.tensor([made.ids], device=self.device)
+        named = {name: made.named_types.get(name, made.token_types) for name in TYPES}
+        types = {name: value and torch.tensor([value], device=self.device) for name, value in named.items()}
+        tensors = moved(made.tensors[kind], self.device, self.dtype)
+        return self._given(ids, {**tensors, **types, "attention_mask": torch.ones_like(ids)}, kind)
+
+    def rows(self, ids: torch.Tensor, made: Processed | None, kind: str) -> torch.Tensor:
+        """[n] ids of tokens that are no medium's, behind a text with media if there is one → [n, H]: their rows."""
+        before = torch.tensor([] if made is None else made.ids, dtype=torch.long)
+        tensors = {} if made is None else moved(made.tensors[kind], self.device, self.dtype)
+        whole = torch.cat([before, ids]).to(self.device)[None]
+        given = self._given(whole, {**tensors, "attention_mask": torch.ones_like(whole)}, kind)
+        rows: torch.Tensor = given["inputs_embeds"][0, len(before) :]
+        return rows
+
+    @torch.inference_mode()
+    def _given(self, ids: torch.Tensor, arguments: dict[str, Any], kind: str) -> dict[str, Any]:
+        """[1, T] → what the decoder is given."""
         given: list[dict[str, Any]] = []
 
         def stop(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             given.append(kwargs)
             raise _AtDecoder
 
-        ids = torch.tensor([made.ids], device=self.device)
-        named = {name: made.named_types.get(name, made.token_types) for name in TYPES}
-        types = {name: value and torch.tensor([value], device=self.device) for name, value in named.items()}
-        tensors = moved(made.tensors[kind], self.device, self.dtype)
-        arguments = {**tensors, **types, "attention_mask": torch.ones_like(ids)}
         hook = self.decoder.register_forward_pre_hook(stop, with_kwargs=True)
         try:
             self.inner(input_ids=ids, use_cache=False, **taken_by(self.inner.forward, arguments))
@@ -157,6 +169,14 @@ class MaskProbe:
 
     def _unserved(self, reason: str) -> ConfigError:
         return ConfigError(f"{self.kind} of transformers {VERSION} cannot be served: {reason}", field="architectures")
+
+
+def others_rows(made: Processed, rows: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids [n], their rows [n, H]) of the tokens of a text that are no medium's, out of all its rows [T, H]."""
+    others = torch.ones(len(made.ids), dtype=torch.bool)
+    others[made.places(kind)] = False
+    others = others.to(rows.device)
+    return torch.tensor(made.ids, device=rows.device)[others], rows[others]
 
 
 def runs(places: Sequence[int]) -> list[tuple[int, int]]:

@@ -6,6 +6,7 @@ than one of several (LLaVA-OneVision cuts only the former into tiles).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -121,11 +122,19 @@ class Processor:
     def longest_audio(self) -> int | None:
         """Samples of a recording that are heard, where the library cuts off the rest without a word."""
         extractor = self._library.feature_extractor
-        if not isinstance(extractor, WhisperFeatureExtractor):
+        if isinstance(extractor, WhisperFeatureExtractor):
+            pieces = max(shape[0] for shape in self._shapes(2 * extractor.n_samples))
+            return extractor.n_samples if pieces == 1 else None
+        # what it is called with where nobody says otherwise (Gemma 3n)
+        named = inspect.signature(extractor.__call__).parameters.get("max_length")
+        if named is None or not isinstance(named.default, int):
             return None
-        made = self(self.placeholders["audio"], {"audio": [np.zeros(2 * extractor.n_samples, np.float32)]})
-        pieces = max(len(value) for value in made.tensors["audio"].values())
-        return extractor.n_samples if pieces == 1 else None
+        return named.default if self._shapes(named.default) == self._shapes(2 * named.default) else None
+
+    def _shapes(self, samples: int) -> list[tuple[int, ...]]:
+        """Of what is made of a silent recording."""
+        made = self(self.placeholders["audio"], {"audio": [np.zeros(samples, np.float32)]})
+        return [tuple(value.shape) for value in made.tensors["audio"].values()]
 
     @cached_property
     def fps(self) -> float:

@@ -1,0 +1,66 @@
+"""Models that take no attention from outside, but a cache: greedy tokens equal transformers' `generate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from causal_lm_family import Served, generate, load, make, prompts, varied
+
+from segue.graph.lora import LoraPlan
+from segue.messages.errors import ConfigError
+
+PROMPTS = prompts()
+TOKENS = 14
+_PLAIN = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
+KINDS: dict[str, dict[str, Any]] = {
+    "biogpt": {},
+    "codegen": {**_PLAIN, "n_ctx": 512, "rotary_dim": 8},
+    "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True, "ffn_hidden_size": 96},
+    "gpt_neox_japanese": {"intermediate_multiple_size": 2},
+    "gptj": {**_PLAIN, "rotary_dim": 8},
+    "stablelm": {},
+}
+
+
+def checkpoint(kind: str, directory: Path) -> Path:
+    return make(kind, directory, tie_word_embeddings=False, **KINDS[kind])
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_parity(kind: str, tmp_path: Path) -> None:
+    """In one batch with prefill in pieces, after hits, and after preemption."""
+    directory = checkpoint(kind, tmp_path)
+    expected = varied(directory, PROMPTS, TOKENS)
+    adapter = load(directory)
+    assert adapter.kv.gathered
+    served = Served(adapter, max_tokens_per_step=48)
+    assert served.run(PROMPTS, TOKENS) == expected
+    hits = served.engine.stats()["prefix_hit_tokens_total"]
+    assert served.run(PROMPTS, TOKENS) == expected
+    assert served.engine.stats()["prefix_hit_tokens_total"] - hits > 300
+    tight = Served(adapter, num_blocks=24, max_tokens_per_step=64)
+    assert tight.run(PROMPTS, TOKENS) == expected
+    assert tight.engine.stats()["preemptions_total"] > 0
+
+
+def test_a_changed_weight_changes_the_answers(tmp_path: Path) -> None:
+    directory = checkpoint("gptj", tmp_path)
+    expected = generate(directory, PROMPTS, TOKENS)
+    adapter = load(directory)
+    with torch.no_grad():
+        adapter.library_decoder.get_submodule("h.1.ln_1").get_parameter("weight")[:8].mul_(-1)
+    assert Served(adapter).run(PROMPTS, TOKENS) != expected
+
+
+def test_what_does_not_go_with_it_is_refused(tmp_path: Path) -> None:
+    directory = checkpoint("stablelm", tmp_path)
+    with pytest.raises(ConfigError, match="attends by itself, which cannot be deterministic"):
+        Served(load(directory), deterministic=True)
+    with pytest.raises(ConfigError, match="attends by itself, which does not go with lora"):
+        load(directory, lora=LoraPlan({}, 1, 8))
+    directory = make("falcon", tmp_path / "alibi", tie_word_embeddings=False, **KINDS["falcon"], alibi=True)
+    with pytest.raises(ConfigError, match="different answers"):
+        load(directory)
