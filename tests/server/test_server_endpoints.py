@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Iterator
 from html.parser import HTMLParser
+from importlib.metadata import version
 
 import httpx
 import openai
@@ -73,8 +74,13 @@ def test_health_follows_the_stages(server: Live, http: httpx.Client) -> None:
     assert (answer.status_code, answer.json()["ready"]) == (503, False)
     assert answer.json()["stages"]["talker"]["state"] == "starting"
     assert answer.json()["stages"]["talker"]["replicas"][0]["loading"] == 0.4
+    assert http.get("/ping").json() == answer.json()
     server.service.state = ready
-    assert http.get("/health").status_code == 200
+    assert http.get("/health").status_code == http.get("/ping").status_code == 200
+
+
+def test_version(http: httpx.Client) -> None:
+    assert http.get("/version").json() == {"version": version("segue")}
 
 
 def test_metrics_count_requests_and_time_generations() -> None:

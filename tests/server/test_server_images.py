@@ -63,6 +63,9 @@ def test_one_picture(client: openai.OpenAI, server: Live) -> None:
     assert request.prompt == "a red bicycle"
     assert request.modalities == ["image"]
     assert not request.messages
+    assert answer.model_dump()["seed"] == request.seed  # drawn; it makes the picture again
+    client.images.generate(model="painter", prompt="a red bicycle", size="96x64")
+    assert server.service.requests[-1].seed != request.seed
 
 
 def test_several_in_order_and_what_pipelines_take(client: openai.OpenAI, server: Live) -> None:
@@ -116,7 +119,7 @@ def test_streamed(client: openai.OpenAI) -> None:
     assert last.usage.input_tokens == 5
 
 
-def test_streamed_steps_and_several(http: httpx.Client) -> None:
+def test_streamed_steps_and_several(http: httpx.Client, server: Live) -> None:
     with http.stream("POST", URL, json=body(stream=True, n=2, progress=True)) as answer:
         lines = [line for line in answer.iter_lines() if line]
     kinds = [line.removeprefix("event: ") for line in lines[::2]]
@@ -127,6 +130,7 @@ def test_streamed_steps_and_several(http: httpx.Client) -> None:
     done = [entry for entry in data if entry["type"] == "image_generation.completed"]
     assert [entry["image_index"] for entry in done] == [0, 1]
     assert done[0]["usage"] is None
+    assert done[0]["seed"] == done[1]["seed"] == server.service.requests[-1].seed
     assert done[1]["usage"]["input_tokens"] == 5
 
 

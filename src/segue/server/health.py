@@ -1,7 +1,9 @@
-"""GET /health: 503 until every stage has a ready replica, then 200; the states either way."""
+"""GET /health: 503 until every stage has a ready replica, then 200; the states either way. GET /ping: the same, as
+SageMaker asks. GET /version: as vLLM has it."""
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 import msgspec
@@ -15,6 +17,11 @@ from segue.server.errors import json_response
 def add_health(app: FastAPI, service: Service) -> None:
     """Add the endpoint."""
 
+    @app.get("/version")
+    async def own() -> Response:
+        return json_response({"version": version("segue")})
+
+    @app.get("/ping")
     @app.get("/health")
     async def report() -> Response:
         state = service.health()

@@ -36,6 +36,7 @@ async def whole_images(asked: ImageRequest, service: Service, metrics: ServerMet
         "background": "opaque",
         "output_format": asked.output_format,
         "size": _size(images[min(images)]),
+        "seed": asked.request.seed,
         "data": data,
         "usage": _usage(end.usage),
     }
@@ -83,6 +84,7 @@ async def _picture(asked: ImageRequest, delta: ImageDelta) -> dict[str, object]:
         "image_index": delta.index,
         "created_at": int(time.time()),
         "size": _size(delta),
+        "seed": asked.request.seed,
         "quality": "auto",
         "background": "opaque",
         "output_format": asked.output_format,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 import time
 import uuid
 from collections.abc import Collection, Mapping
@@ -243,7 +244,7 @@ def painting_request(
         messages=[Message("user", list(pictures))] if pictures else [],
         modalities=[modality],
         diffusion=params,
-        seed=body.seed,
+        seed=secrets.randbits(63) if body.seed is None else body.seed,  # to be told, so that it can be made again
         **turn_fields(body.priority, body.user, None, 0),
         adapter=body.model if body.model in card.adapters else None,
         options=_pipeline_arguments(body.pipeline_arguments or {}, card),

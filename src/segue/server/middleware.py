@@ -22,7 +22,7 @@ _log = logging.getLogger("segue.access")
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 _PROTECTED = ("/v1/", "/v2/", "/score", "/rerank", "/classify", "/pooling", "/tokenize", "/detokenize")
 """Beginnings of paths: what makes the stages work or tells of the model (`/tokenizer_info` is among them)."""
-_POLLED = frozenset({"/health", "/metrics"})
+_POLLED = frozenset({"/health", "/ping", "/metrics"})
 """Asked for every few seconds by machines: not worth a line each."""
 
 

@@ -75,6 +75,8 @@ _GET = {
     "/v1/audio/voices": ("application/json", "Voices and audio formats."),
     "/tokenizer_info": ("application/json", "Special tokens and the chat template."),
     "/health": ("application/json", "Whether every stage is ready."),
+    "/ping": ("application/json", "The same."),
+    "/version": ("application/json", "Of this server."),
     "/metrics": ("text/plain", "Prometheus metrics."),
     "/openapi.json": ("application/json", "This document."),
     "/": ("text/html", "A page to try the model from."),

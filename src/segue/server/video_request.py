@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Collection
 from typing import Any
@@ -41,8 +40,7 @@ def video_request(values: dict[str, Any], card: ModelCard, settings: ServerSetti
     request = painting_request(
         body, card, settings, prefix="video", modality="video", pictures=_pictures(body, card, settings)
     )
-    if request.seed is None:
-        request.seed = secrets.randbits(63)  # here, so that the job can be run again
+    assert request.seed is not None  # drawn where there was none
     now = time.time()
     job = Job(
         id=request.request_id.replace("-", "_"),

@@ -150,7 +150,11 @@ def libraries() -> list[Library]:
     except OSError as error:
         logger.warning("compiled kernels are left out: %s", error)
         return []
-    if getattr(functions, "segue_version", lambda: 1)() != _VERSION:
+    try:
+        version = functions.segue_version()
+    except AttributeError:  # the first ones said none
+        version = 1
+    if version != _VERSION:
         logger.warning("compiled kernels are left out: they are those of another version; install segue again")
         return []
     calls = {}
