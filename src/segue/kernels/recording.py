@@ -14,7 +14,7 @@ import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -239,7 +239,8 @@ class _Recorder(TorchDispatchMode):
         """Within it, calls of the compiled functions are noted."""
         noted = {"product": _PRODUCT, "write": _WRITE, "attend": _ATTEND, "norm": _NORM, "gate": _GATE}
         others = ("full_attention", "modulate")  # not of decode steps
-        functions = {name: cast(Any, getattr(self._compiled, name)) for name in (*noted, *others)}
+        every: dict[str, Any] = self._compiled._asdict()
+        functions = {name: every[name] for name in (*noted, *others)}
 
         def noting(name: str) -> Callable[[Any, Any, tuple[Any, ...]], Any]:
             def called(result: Any, function: Any, args: tuple[Any, ...]) -> Any:
