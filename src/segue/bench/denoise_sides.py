@@ -176,12 +176,12 @@ def row_flops(painted: Painted) -> float:
     """Of one call of the network for one row, as torch counts products and attention: on shapes alone."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    meta = replace(painted, device=torch.device("meta"), deployed={}, steps=max(painted.steps, 2))
+    meta = replace(painted, device=torch.device("meta"), deployed={})
     family = family_of(read_config(meta.directory), meta.directory)
     adapter = family.load_stages().ADAPTERS[_STAGE](meta.context)
     state = adapter.begin(asked("counted", 0))
     samples: Sequence[Any] = []
-    for upstream, payload in inputs(meta, meta.params(1), 0).items():
+    for upstream, payload in inputs(meta, meta.params(2), 0).items():
         samples = adapter.feed(state, upstream, payload, final=True) or samples
     with torch.inference_mode(), FlopCounterMode(display=False) as counter:
         adapter.predict([Row(samples[0], 0)])
