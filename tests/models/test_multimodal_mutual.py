@@ -207,8 +207,11 @@ def test_the_layers_in_which_they_see_each_other() -> None:
 
 def test_media_may_change_their_own_rows_only() -> None:
     decoder = Decoder(None)
+    embedding = decoder.get_input_embeddings()
     for changed in (SPANS[0][0], 0):
-        probe = MaskProbe("Some", Inner(decoder, None, changed), decoder, Seer(), torch.device("cpu"), torch.float32)
+        inner = Inner(decoder, None, changed)
+        device, plain = torch.device("cpu"), lambda ids, kinds: embedding(ids)
+        probe = MaskProbe("Some", inner, decoder, Seer(), device, torch.float32, plain)
         if changed:
             assert probe.sight() == Sight()
         else:
