@@ -17,10 +17,12 @@ typedef uint8_t NAME(small) __attribute__((vector_size(LANES), aligned(1), may_a
 #define REALS(p) (*(NAME(reals) *)(p))
 #define WEIGHTS(p) ((NAME(sums))*(const NAME(weights) *)(p))
 
-/* `rows`, a constant, of one panel; `words` of a row's inputs. */
+/* `rows`, a constant, of one panel; `words` of a row's inputs. Beside each of these `each` lines from `ahead` on are
+ * fetched, or, where there are none, what is soon needed of the panel itself. */
 static inline __attribute__((always_inline)) void NAME(tile)(const size_t rows, const int32_t *x, size_t x_row,
                                                              const float *sizes, const int32_t *w, size_t words,
-                                                             const float *bias, float *y, size_t y_row)
+                                                             const float *bias, float *y, size_t y_row,
+                                                             const int32_t *ahead, size_t each)
 {
     NAME(sums) sum[ROWS][COLUMNS];
     const int32_t *const scale = w + PANEL;
@@ -34,7 +36,10 @@ static inline __attribute__((always_inline)) void NAME(tile)(const size_t rows, 
         NAME(sums) weights[COLUMNS];
 #pragma GCC unroll 8
         for (size_t column = 0; column < COLUMNS; column++) {
-            __builtin_prefetch(w + AHEAD * PANEL + column * LANES);
+            if (!ahead)
+                __builtin_prefetch(w + AHEAD * PANEL + column * LANES);
+            else if (column < each)
+                __builtin_prefetch(ahead + (k * each + column) * 16);
             weights[column] = WEIGHTS(w + column * LANES);
         }
 #pragma GCC unroll 8
@@ -61,11 +66,14 @@ static void NAME(panel)(const int32_t *x, size_t rows, size_t words, const float
                         const float *bias, float *y, size_t y_row)
 {
     const size_t blocks = (rows + ROWS - 1) / ROWS, least = rows / blocks, more = rows % blocks;
+    const size_t each = lines_each(blocks, COLUMNS);
     for (size_t block = 0, row = 0, count; block < blocks; block++, row += count) {
+        const int32_t *const ahead = block ? w + (2 + words) * PANEL + (block - 1) * words * each * 16 : NULL;
         count = least + (block < more);
 #define CASE(rows)                                                                                                     \
     case rows:                                                                                                         \
-        NAME(tile)(rows, x + row * words, words, sizes + row, w, words, bias, y + row * y_row, y_row);                 \
+        NAME(tile)(rows, x + row * words, words, sizes + row, w, words, bias, y + row * y_row, y_row, ahead,           \
+                   block > LINES ? 0 : each);                                                                          \
         break;
         switch (count) {
             CASE(1) CASE(2) CASE(3) CASE(4)

@@ -27,6 +27,10 @@
 #define MOST_HEADS 64 /* query heads that share a K/V head, where they have to be copied */
 #define MOST_DIM 256
 
+#define LINES 3         /* of a cache in a row of a panel */
+#define ROWS_TOGETHER 8 /* of a product whose activations are rounded, that are few */
+#define FEW_WORDS 8192  /* of rounded rows that every thread makes for itself */
+
 #define KEYS 256      /* of a block that many queries see */
 #define QUERIES 6     /* that see it together */
 #define MOST_ROWS 384 /* that share its layout, at most; a multiple of QUERIES */
@@ -116,6 +120,13 @@ struct full_attention {
 #undef MOST_COLUMNS
 #undef TOGETHER
 #pragma GCC pop_options
+
+/* The first of some blocks of rows meets weights that come from memory; of how many lines of the next weights each of
+ * the others has those fetched meanwhile, for each row of a panel. */
+static inline size_t lines_each(size_t blocks, size_t lines)
+{
+    return blocks > lines ? 1 : blocks > 1 ? (lines + blocks - 2) / (blocks - 1) : 0;
+}
 
 /* Products of bytes, by what adds up their products. */
 #pragma GCC push_options
@@ -307,27 +318,50 @@ int64_t segue_product_scratch(int number, int kind, int64_t rows, int64_t inputs
     return (rows < BLOCK ? rows : BLOCK) * (1 + (int64_t)rounded_words(sets + number, kind, inputs));
 }
 
-/* Blocks of rows are rounded, and then multiplied with every panel. */
+/* Row `row` as its kind has it, into `words` words; what a byte of it is worth into `size`. */
+static void round_row(const struct product *of, const float *x, word *to, float *size)
+{
+    if (of->kind == BYTES)
+        *size = of->set->to_bytes(x, of->inputs, (uint8_t *)to);
+    else if (of->set->pairs)
+        to_pairs(x, of->inputs, to);
+    else
+        of->set->halved(x, of->inputs, (float *)to);
+}
+
+/* Few rows: every thread rounds all of them, so that none waits for another. */
+static void few_rounded(const struct product *of, const float *x, size_t rows, size_t panels, size_t words, int threads)
+{
+#pragma omp parallel num_threads(threads) if (rows * of->inputs * of->outputs > 1 << 15)
+    {
+        word given[FEW_WORDS] __attribute__((aligned(64)));
+        float sizes[ROWS_TOGETHER];
+        for (size_t row = 0; row < rows; row++)
+            round_row(of, x + row * of->inputs, given + row * words, sizes + row);
+#pragma omp for schedule(dynamic, 1)
+        for (size_t panel = 0; panel < panels; panel++)
+            one_panel(of, panel, given, 0, rows, words, sizes);
+    }
+}
+
+/* Blocks of rows are rounded, and then multiplied with every panel. Each thread has panels that follow each other. */
 static void rounded_product(const struct product *of, const float *x, size_t rows, float *scratch, int threads)
 {
     const struct set *const set = of->set;
     const size_t panels = (of->outputs + set->panel - 1) / set->panel, words = rounded_words(set, of->kind, of->inputs);
+    if (rows <= ROWS_TOGETHER && rows * words <= FEW_WORDS) {
+        few_rounded(of, x, rows, panels, words, threads);
+        return;
+    }
     float *const sizes = scratch;
     word *const given = (word *)(scratch + (rows < BLOCK ? rows : BLOCK));
 #pragma omp parallel num_threads(threads) if (rows * of->inputs * of->outputs > 1 << 15)
     for (size_t begin = 0; begin < rows; begin += BLOCK) {
         const size_t here = rows - begin < BLOCK ? rows - begin : BLOCK;
 #pragma omp for schedule(static)
-        for (size_t row = 0; row < here; row++) {
-            const float *const from = x + (begin + row) * of->inputs;
-            if (of->kind == BYTES)
-                sizes[row] = set->to_bytes(from, of->inputs, (uint8_t *)(given + row * words));
-            else if (set->pairs)
-                to_pairs(from, of->inputs, given + row * words);
-            else
-                set->halved(from, of->inputs, (float *)(given + row * words));
-        }
-#pragma omp for schedule(dynamic, 1)
+        for (size_t row = 0; row < here; row++)
+            round_row(of, x + (begin + row) * of->inputs, given + row * words, sizes + row);
+#pragma omp for schedule(guided, 4)
         for (size_t panel = 0; panel < panels; panel++)
             one_panel(of, panel, given, begin, here, words, sizes);
     }

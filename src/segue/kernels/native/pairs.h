@@ -4,10 +4,11 @@
 #define PAIRS_PANEL 48
 #define PAIRS_ROWS 8
 
-/* y = on + x w: `rows`, a constant, of one panel; `depth` pairs of inputs. */
+/* y = on + x w: `rows`, a constant, of one panel; `depth` pairs of inputs. `ahead` and `each` as in bytes.h. */
 static inline __attribute__((always_inline)) void pairs_tile(const size_t rows, const word *x, size_t x_row,
                                                              const float *w, size_t depth, const float *on,
-                                                             size_t on_row, float *y, size_t y_row)
+                                                             size_t on_row, float *y, size_t y_row,
+                                                             const float *ahead, size_t each)
 {
     __m512 sum[PAIRS_ROWS][3];
 #pragma GCC unroll 8
@@ -19,7 +20,10 @@ static inline __attribute__((always_inline)) void pairs_tile(const size_t rows, 
         __m512bh weights[3];
 #pragma GCC unroll 3
         for (size_t column = 0; column < 3; column++) {
-            __builtin_prefetch(w + AHEAD * PAIRS_PANEL + column * 16);
+            if (!ahead)
+                __builtin_prefetch(w + AHEAD * PAIRS_PANEL + column * 16);
+            else if (column < each)
+                __builtin_prefetch(ahead + (k * each + column) * 16);
             weights[column] = (__m512bh)_mm512_loadu_ps(w + column * 16);
         }
 #pragma GCC unroll 8
@@ -42,15 +46,18 @@ static inline __attribute__((always_inline)) void pairs_tile(const size_t rows, 
 static void pairs_panel(const word *x, size_t rows, size_t pairs, const float *w, const float *bias, float *y, size_t y_row)
 {
     const size_t blocks = (rows + PAIRS_ROWS - 1) / PAIRS_ROWS, least = rows / blocks, more = rows % blocks;
+    const size_t each = lines_each(blocks, 3);
     for (size_t first = 0, depth; first < pairs; first += depth) {
         depth = pairs - first < STRETCH / 2 ? pairs - first : STRETCH / 2;
         for (size_t block = 0, row = 0, count; block < blocks; block++, row += count) {
-            count = least + (block < more);
+            const float *const next = w + (first + depth) * PAIRS_PANEL;
+            const float *const ahead = block ? next + (block - 1) * depth * each * 16 : NULL;
             float *const to = y + row * y_row;
+            count = least + (block < more);
 #define CASE(rows)                                                                                                     \
     case rows:                                                                                                         \
         pairs_tile(rows, x + row * pairs + first, pairs, w + first * PAIRS_PANEL, depth, first ? to : bias,            \
-                   first ? y_row : 0, to, y_row);                                                                      \
+                   first ? y_row : 0, to, y_row, ahead, block > LINES ? 0 : each);                                     \
         break;
             switch (count) {
                 CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
