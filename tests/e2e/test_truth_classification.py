@@ -54,7 +54,8 @@ def test_over_http(model: Path, expected: Found) -> None:
         for entry, (_, scores) in zip(found, expected, strict=True):
             assert entry["probs"] == pytest.approx(scores, abs=1e-5)
         pooled = http.post("/pooling", json={"model": NAME, "input": TEXTS}).json()["data"]
-        assert [entry["data"] for entry in pooled] == [entry["probs"] for entry in found]
+        for entry, other in zip(pooled, found, strict=True):
+            assert entry["data"] == pytest.approx(other["probs"], abs=1e-5)  # they may have shared another call
         refused = http.post("/classify", json={"model": NAME, "input": "sea " * 600})
         assert "takes at most 512" in refused.json()["error"]["message"]
         card = http.get("/v1/models").json()["data"][0]
