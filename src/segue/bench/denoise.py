@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import gc
-import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +13,8 @@ import torch
 from segue.bench.ceilings import Ceilings, ceilings
 from segue.bench.denoise_sides import LibrarySide, Painted, SegueSide, Side, row_flops
 from segue.bench.hardware import machine
-from segue.bench.load_results import GrowingResult, Level, measure
+from segue.bench.load_results import Level, measure
+from segue.bench.one_loaded import DeviceResult, OneLoaded, failure_lines, name_of
 from segue.bench.report import table
 
 EXACT = "segue"
@@ -58,7 +56,7 @@ class Denoised(msgspec.Struct, kw_only=True):
     """Root mean square difference of the latents from Segue's exact ones, over their own."""
 
 
-class DenoiseResult(GrowingResult, kw_only=True):
+class DenoiseResult(DeviceResult, kw_only=True):
     benchmark: str = "denoise"
     model: str
     device: str
@@ -68,11 +66,7 @@ class DenoiseResult(GrowingResult, kw_only=True):
     row_flops: float
     """Operations of one call for one row."""
     ceilings: Ceilings
-    startup: dict[str, float] = msgspec.field(default_factory=dict)
-    peak_bytes: dict[str, int] = msgspec.field(default_factory=dict)
     denoised: list[Denoised] = msgspec.field(default_factory=list)
-    failures: dict[str, str] = msgspec.field(default_factory=dict)
-    """Level → what was raised in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,44 +83,22 @@ class DenoiseBench:
 
 
 class _Run:
-    def __init__(self, bench: DenoiseBench, result: DenoiseResult, began: float) -> None:
+    def __init__(self, bench: DenoiseBench, result: DenoiseResult, one: OneLoaded[Side]) -> None:
         self.bench = bench
         self.result = result
-        self.began = began
-        self.loaded: dict[str, Side] = {}
-        """At most one: the weights of two may be more than the device holds."""
+        self.one = one
         self.exact: list[torch.Tensor] = []
         """What Segue gave, on the CPU."""
 
     async def level(self, way: str, clients: int) -> None:
-        """A failure is noted. After `seconds` there is nothing but the note."""
         name, make = SIDES[way]
-        what = f"{name}, {clients} at once"
-        if time.monotonic() - self.began > self.bench.seconds:
-            self.result.failures[what] = f"not begun: {self.bench.seconds:g} s were over"
-            return
-        try:
-            self.bench.say(f"{what}: {self._measured(name, self._side(name, make), clients)}")
-        except Exception as error:  # whatever it is, it is a finding about this level, and kept as one
-            self.result.failures[what] = traceback.format_exc()
-            self.bench.say(f"{what}: {type(error).__name__}: {error}")
-        if self.bench.painted.device.type == "cuda":
-            self.result.peak_bytes[name] = torch.cuda.max_memory_allocated(self.bench.painted.device)
 
-    def _side(self, name: str, make: Callable[[Painted], Side]) -> Side:
-        if name not in self.loaded:
-            self.loaded.clear()
-            gc.collect()
-            if self.bench.painted.device.type == "cuda":
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats(self.bench.painted.device)
-            began = time.monotonic()
+        def made() -> Side:
             side = make(self.bench.painted)
             side.run(1, _WARM)
-            self.loaded[name] = side
-            self.result.startup[name] = time.monotonic() - began
-            self.bench.say(f"{name} is there after {self.result.startup[name]:.1f} s")
-        return self.loaded[name]
+            return side
+
+        self.one.level(name, f"{name}, {clients} at once", made, lambda side: self._measured(name, side, clients))
 
     def _measured(self, name: str, side: Side, clients: int) -> str:
         painted, result = self.bench.painted, self.result
@@ -159,23 +131,20 @@ class _Run:
 
 async def run(bench: DenoiseBench) -> DenoiseResult:
     """Measure; what fails is in the result, and the rest is measured all the same."""
-    began = time.monotonic()
-    painted = bench.painted
-    if painted.device.type == "cuda":
-        torch.cuda.set_device(painted.device)
+    painted, device = bench.painted, name_of(bench.painted.device)
     bench.say("what the device can do")
     result = DenoiseResult(
         machine=machine(),
         model=painted.directory.name,
-        device=torch.cuda.get_device_name(painted.device) if painted.device.type == "cuda" else "cpu",
+        device=device,
         dtype=str(painted.dtype).removeprefix("torch."),
         request=painted.request,
         steps=painted.steps,
         row_flops=row_flops(painted),
         ceilings=ceilings(painted.device, painted.dtype),
     )
-    one = _Run(bench, result, began)
-    levels: list[Level] = [partial(one.level, way, clients) for way in bench.sides for clients in bench.clients]
+    taken = _Run(bench, result, OneLoaded(result, painted.device, bench.seconds, bench.say))
+    levels: list[Level] = [partial(taken.level, way, clients) for way in bench.sides for clients in bench.clients]
     await measure(result, levels, bench.keep)
     return result
 
@@ -204,5 +173,4 @@ def markdown(result: DenoiseResult) -> str:
         for one in result.denoised
     ]
     parts.append(table(["side", "clients", "all (s)", "steps/s", "TFLOP/s", "of the ceiling", "error"], rows))
-    parts += [f"{level}: `{said.strip().splitlines()[-1]}`" for level, said in result.failures.items()]
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, *failure_lines(result)])

@@ -42,6 +42,7 @@ def _denoise(arguments: argparse.Namespace) -> int:
     from segue.bench.result_file import write_result
     from segue.models.diffusion.shapes import SHAPES as PUBLISHED
     from segue.models.diffusion.shapes import write_shape
+    from segue.parallel.orders import dtype_of
 
     shape = PUBLISHED[arguments.shape]
     directory = write_shape(arguments.cache, arguments.shape).resolve()
@@ -54,7 +55,7 @@ def _denoise(arguments: argparse.Namespace) -> int:
             shape=shape,
             request={**shape.request, **{name: value for name, value in said.items() if value is not None}},
             device=torch.device(arguments.device),
-            dtype=getattr(torch, arguments.dtype),
+            dtype=dtype_of(arguments.dtype),
             steps=arguments.steps,
             together=max(clients),
         ),

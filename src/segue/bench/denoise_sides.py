@@ -19,7 +19,7 @@ from segue.messages.diffusion import DiffusionParams, diffusion_from
 from segue.messages.request import Request
 from segue.messages.sampling import FALLBACK
 from segue.models.diffusion.library import LIBRARIES
-from segue.models.diffusion.loading import load_component
+from segue.models.diffusion.loading import component_class, load_component
 from segue.models.diffusion.shapes import Shape
 from segue.models.registry import family_of, read_config
 
@@ -119,7 +119,7 @@ class LibrarySide:
     def __init__(self, painted: Painted, *, compiled: bool) -> None:
         self._painted = painted
         context = painted.context
-        scheduler = getattr(LIBRARIES["diffusers"], painted.shape.scheduler["_class_name"])
+        scheduler = component_class(painted.directory, "scheduler")
         network = load_component(context, "transformer")
         if compiled:
             network.compile_repeated_blocks()

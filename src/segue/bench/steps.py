@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-import gc
 import random
-import time
-import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -18,10 +15,12 @@ import torch
 from segue.bench.ceilings import ceilings
 from segue.bench.hardware import machine
 from segue.bench.load_results import Level, measure
+from segue.bench.one_loaded import OneLoaded, name_of
 from segue.bench.steps_results import Decode, Prefill, StepsResult, StepsSettings
 from segue.bench.steps_sides import CONTINUOUS, SEGUE, STATIC, LibrarySide, Model, SegueSide, Side
 from segue.bench.steps_work import work_of
 from segue.models.registry import read_config
+from segue.parallel.orders import dtype_of
 
 _WARM = 4
 """Tokens of the load that is not counted, before every level."""
@@ -55,7 +54,7 @@ class StepsBench:
         return Model(
             directory=self.model_dir,
             device=torch.device(self.device),
-            dtype=getattr(torch, self.dtype),
+            dtype=dtype_of(self.dtype),
             batch=max(self.batches),
             longest=longest,
         )
@@ -63,13 +62,10 @@ class StepsBench:
 
 @dataclass
 class _Run:
-    """A run under way. At most one side is loaded: the weights of two may be more than the device holds."""
-
     bench: StepsBench
     result: StepsResult
-    began: float
+    sides: OneLoaded[Side]
     vocabulary: int
-    loaded: dict[str, Side] = field(default_factory=dict)
 
 
 MAKERS: dict[str, tuple[str, Callable[[Model], Side]]] = {
@@ -82,16 +78,14 @@ MAKERS: dict[str, tuple[str, Callable[[Model], Side]]] = {
 
 async def run(bench: StepsBench) -> StepsResult:
     """Measure; what fails is in the result, and the rest is measured all the same."""
-    began = time.monotonic()
     model = bench.model
-    if model.device.type == "cuda":
-        torch.cuda.set_device(model.device)
+    device = name_of(model.device)
     bench.say("what the device can do")
     result = StepsResult(
         machine=machine(),
         settings=StepsSettings(
             model=bench.model_dir.name,
-            device=torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "cpu",
+            device=device,
             dtype=bench.dtype,
             prompt=bench.prompt,
             output=bench.output,
@@ -101,48 +95,21 @@ async def run(bench: StepsBench) -> StepsResult:
         ceilings=ceilings(model.device, model.dtype),
         work=work_of(bench.model_dir, model.dtype.itemsize),
     )
-    one = _Run(bench, result, began, int(read_config(bench.model_dir)["vocab_size"]))
+    sides: OneLoaded[Side] = OneLoaded(result, model.device, bench.seconds, bench.say)
+    one = _Run(bench, result, sides, int(read_config(bench.model_dir)["vocab_size"]))
     levels: list[Level] = []
     for way in bench.sides:
-        levels += [partial(_level, one, way, batch, partial(_decode, batch=batch)) for batch in bench.batches]
+        levels += [partial(_level, one, way, batch, "decode", _decode) for batch in bench.batches]
         if way != "continuous":  # what it takes for one prompt is mostly its own start
-            levels += [partial(_level, one, way, tokens, partial(_prefill, tokens=tokens)) for tokens in bench.prefills]
+            levels += [partial(_level, one, way, tokens, "prefill", _prefill) for tokens in bench.prefills]
     await measure(result, levels, bench.keep)
     return result
 
 
-async def _level(one: _Run, way: str, number: int, measured: Callable[[_Run, str, Side], str]) -> None:
-    """One level; a failure is noted. After `seconds` there is nothing but the note."""
+async def _level(one: _Run, way: str, number: int, kind: str, measured: Callable[[_Run, str, Side, int], str]) -> None:
     name, make = MAKERS[way]
-    what = f"{name}, {measured.func.__name__.strip('_')} {number}" if isinstance(measured, partial) else name
-    if time.monotonic() - one.began > one.bench.seconds:
-        one.result.failures[what] = f"not begun: {one.bench.seconds:g} s were over"
-        return
-    try:
-        side = _side(one, name, make)
-        one.bench.say(f"{what}: {measured(one, name, side)}")
-    except Exception as error:  # whatever it is, it is a finding about this level, and kept as one
-        one.result.failures[what] = traceback.format_exc()
-        one.bench.say(f"{what}: {type(error).__name__}: {error}")
-    device = one.bench.model.device
-    if device.type == "cuda":
-        one.result.peak_bytes[name] = torch.cuda.max_memory_allocated(device)
-
-
-def _side(one: _Run, name: str, make: Callable[[Model], Side]) -> Side:
-    """The side, loaded; any other is let go before."""
-    if name not in one.loaded:
-        one.loaded.clear()
-        gc.collect()
-        device = one.bench.model.device
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(device)
-        began = time.monotonic()
-        one.loaded[name] = make(one.bench.model)
-        one.result.startup[name] = time.monotonic() - began
-        one.bench.say(f"{name} is there after {one.result.startup[name]:.1f} s")
-    return one.loaded[name]
+    what = f"{name}, {kind} {number}"
+    one.sides.level(name, what, lambda: make(one.bench.model), lambda side: measured(one, name, side, number))
 
 
 def _prompts(one: _Run, count: int, tokens: int, salt: int) -> list[list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from segue.bench.one_loaded import failure_lines
 from segue.bench.report import table
 from segue.bench.steps_results import StepsResult
 
@@ -38,8 +39,7 @@ def markdown(result: StepsResult) -> str:
         [one.side, str(one.tokens), f"{1e3 * one.seconds:.1f}", f"{one.of_ceiling:.0%}"] for one in result.prefills
     ]
     parts.append(table(["side", "prompt", "prefill (ms)", "of the ceiling"], prefills))
-    parts += [f"{level}: `{said.strip().splitlines()[-1]}`" for level, said in result.failures.items()]
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, *failure_lines(result)])
 
 
 def plot(result: StepsResult, path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from segue.bench.ceilings import Ceilings
-from segue.bench.load_results import GrowingResult
+from segue.bench.one_loaded import DeviceResult
 from segue.bench.steps_work import Work
 
 
@@ -52,16 +52,10 @@ class Prefill(msgspec.Struct, kw_only=True):
     of_ceiling: float
 
 
-class StepsResult(GrowingResult, kw_only=True):
+class StepsResult(DeviceResult, kw_only=True):
     benchmark: str = "steps"
     settings: StepsSettings
     ceilings: Ceilings
     work: Work
-    startup: dict[str, float] = msgspec.field(default_factory=dict)
-    """Side → seconds until it could run."""
-    peak_bytes: dict[str, int] = msgspec.field(default_factory=dict)
-    """Side → most memory of the GPU."""
     decodes: list[Decode] = msgspec.field(default_factory=list)
     prefills: list[Prefill] = msgspec.field(default_factory=list)
-    failures: dict[str, str] = msgspec.field(default_factory=dict)
-    """Level → what was raised in it."""

@@ -91,7 +91,7 @@ class Receiver:
                 segment.swap(found.page, word, 0)
         try:
             payload = read_from(segment.view(found.page, found.size))
-        except BaseException:
+        except BaseException:  # an interrupt, too: the page is the producer's again, and whoever asked is told
             segment.swap(found.page, word, 0)
             raise
         slots = self._taken.setdefault(request_id, _Taken()).slots

@@ -224,7 +224,8 @@ def _check_lists(params: SamplingParams, field: str) -> None:
 
 def check_structured(asked: StructuredOutput, field: str) -> None:
     """Raise `InvalidRequest` unless exactly one form is set. Whether it can be had shows when it is compiled."""
-    given = [name for name in FORMS if getattr(asked, name) not in (None, False)]
+    values = msgspec.structs.asdict(asked)
+    given = [name for name in FORMS if values[name] not in (None, False)]
     if len(given) != 1:
         said = f"sets {' and '.join(given)}" if given else "sets nothing"
         raise InvalidRequest(f"{field} {said}; give exactly one of: {', '.join(FORMS)}", field=field)

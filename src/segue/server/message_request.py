@@ -101,7 +101,8 @@ def messages_request(values: dict[str, Any], card: ModelCard, settings: ServerSe
     user = (body.metadata or {}).get("user_id")
     if user is not None and not isinstance(user, str):
         raise InvalidRequest(f"metadata.user_id is {shown(user)}; it must be a string", field="metadata.user_id")
-    more = {name: getattr(body, name) for name in _AS_IN_CHAT}
+    given = msgspec.structs.asdict(body)
+    more = {name: given[name] for name in _AS_IN_CHAT}
     more |= {"max_completion_tokens": body.max_tokens, "stop": body.stop_sequences or None, "user": user}
     return _checked(body, more, bool(body.stream), card, settings)
 

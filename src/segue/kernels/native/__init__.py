@@ -204,7 +204,7 @@ def product(
     compiled = library()
     assert compiled is not None
     rows, inputs = x.shape
-    deep = {FLOATS: inputs, HALVES: inputs / 2, ROUNDED: inputs / 2, BYTES: inputs / 4 + 2}[kind]
+    deep = inputs if kind == FLOATS else inputs / 4 + 2 if kind == BYTES else inputs / 2
     if x.dtype != torch.float32 or panels.shape[1] != deep:
         raise RuntimeError(f"a product of {x.dtype} {list(x.shape)} with panels {list(panels.shape)} of kind {kind}")
     x = x.contiguous()
