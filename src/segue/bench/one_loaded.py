@@ -1,4 +1,4 @@
-"""Sides loaded one after the other, on a device that holds the weights of one: what fails is noted, the rest measured."""
+"""Sides loaded in turn, on a device that holds the weights of one: what fails is noted, and the rest is measured."""
 
 from __future__ import annotations
 
