@@ -107,17 +107,21 @@ static inline VEC NAME(exponential)(VEC x)
         THIRD(STORE(to + 2 * LANES, LOAD(on + m * on_row + 2 * LANES) + s##m##2);)                                     \
     }
 
-/* y = on + x w: COUNT rows of one panel, `depth` of its inputs; `on` is the bias or what was summed before. */
+#define FETCH(p)                                                                                                       \
+    __builtin_prefetch(p);                                                                                             \
+    __builtin_prefetch((p) + 16);                                                                                      \
+    THIRD(__builtin_prefetch((p) + 32);)
+
+/* y = on + x w: COUNT rows of one panel, `depth` of its inputs; `on` is the bias or what was summed before. Meanwhile
+ * lines from `ahead` on are fetched, `step` floats further for each row of the panel. */
 #define TILE(COUNT)                                                                                                    \
     static void NAME(tile##COUNT)(const float *x, size_t x_row, const float *w, size_t depth, const float *on,         \
-                                  size_t on_row, float *y, size_t y_row)                                               \
+                                  size_t on_row, float *y, size_t y_row, const float *ahead, size_t step)              \
     {                                                                                                                  \
         ROWS##COUNT(START)                                                                                             \
         for (size_t k = 0; k < depth; k++) {                                                                           \
             const float *from = w + k * PANEL;                                                                         \
-            __builtin_prefetch(from + AHEAD * PANEL);                                                                  \
-            __builtin_prefetch(from + AHEAD * PANEL + 16);                                                             \
-            THIRD(__builtin_prefetch(from + AHEAD * PANEL + 32);)                                                      \
+            FETCH(ahead + k * step)                                                                                    \
             const VEC w0 = LOAD(from), w1 = LOAD(from + LANES);                                                        \
             THIRD(const VEC w2 = LOAD(from + 2 * LANES);)                                                              \
             ROWS##COUNT(ADD)                                                                                           \
@@ -130,14 +134,12 @@ static inline VEC NAME(exponential)(VEC x)
 #define HIGH(p) ((VEC)(*(const NAME(words) *)(p) & -65536))
 #define HALF_TILE(COUNT)                                                                                               \
     static void NAME(half_tile##COUNT)(const float *x, size_t x_row, const float *w, size_t depth, const float *on,    \
-                                       size_t on_row, float *y, size_t y_row)                                          \
+                                       size_t on_row, float *y, size_t y_row, const float *ahead, size_t step)         \
     {                                                                                                                  \
         ROWS##COUNT(START)                                                                                             \
         for (size_t k = 0; k < depth; k++) {                                                                           \
             const float *from = w + k / 2 * PANEL;                                                                     \
-            __builtin_prefetch(from + AHEAD * PANEL);                                                                  \
-            __builtin_prefetch(from + AHEAD * PANEL + 16);                                                             \
-            THIRD(__builtin_prefetch(from + AHEAD * PANEL + 32);)                                                      \
+            FETCH(ahead + k / 2 * step)                                                                                \
             {                                                                                                          \
                 const VEC w0 = LOW(from), w1 = LOW(from + LANES);                                                      \
                 THIRD(const VEC w2 = LOW(from + 2 * LANES);)                                                           \
@@ -159,7 +161,8 @@ TILES(1) TILES(2) TILES(3) TILES(4) TILES(5) TILES(6)
 TILES(7) TILES(8)
 #endif
 
-typedef void (*NAME(tile))(const float *, size_t, const float *, size_t, const float *, size_t, float *, size_t);
+typedef void (*NAME(tile))(const float *, size_t, const float *, size_t, const float *, size_t, float *, size_t,
+                           const float *, size_t);
 static const NAME(tile) NAME(tiles)[] = {
     NULL, NAME(tile1), NAME(tile2), NAME(tile3), NAME(tile4), NAME(tile5), NAME(tile6),
 #if ROWS == 8
@@ -191,10 +194,13 @@ static void NAME(panel)(const float *x, size_t rows, size_t inputs, const float 
                         float *y, size_t y_row)
 {
     const size_t blocks = (rows + ROWS - 1) / ROWS, least = rows / blocks, more = rows % blocks;
+    const size_t lines = PANEL / 16, each = lines_each(blocks, lines);
     float whole[STRETCH * PANEL] __attribute__((aligned(64)));
     for (size_t first = 0; first < inputs; first += STRETCH) {
         const size_t depth = inputs - first < STRETCH ? inputs - first : STRETCH;
         const float *stretch = w + (halves ? first / 2 : first) * PANEL;
+        const size_t words = halves ? depth / 2 : depth;
+        const float *const next = stretch + words * PANEL;
         const NAME(tile) *tiles = halves ? NAME(half_tiles) : NAME(tiles);
         if (halves && blocks > IN_PLACE) {
             NAME(spread)(stretch, depth, whole);
@@ -205,8 +211,11 @@ static void NAME(panel)(const float *x, size_t rows, size_t inputs, const float 
         for (size_t block = 0; block < blocks; block++) {
             const size_t count = least + (block < more);
             float *to = y + row * y_row;
+            /* the first rows meet weights on their way from memory; some of the others have the next ones fetched */
+            const int fetches = block && (block - 1) * each < lines;
             tiles[count](x + row * inputs + first, inputs, stretch, depth, first ? to : bias, first ? y_row : 0, to,
-                         y_row);
+                         y_row, fetches ? next + (block - 1) * words * each * 16 : stretch + AHEAD * PANEL,
+                         fetches ? each * 16 : PANEL);
             row += count;
         }
     }

@@ -45,3 +45,4 @@ static void NAME(row)(int64_t what, float *y, int64_t y_step, const float *p, in
 #undef STORE
 #undef PANEL
 #undef THIRD
+#undef FETCH

@@ -83,6 +83,13 @@ struct full_attention {
 #define PASTED(x, y) PASTE(x, y)
 #define NAME(x) PASTED(x, SET)
 
+/* The first of some blocks of rows meets weights that come from memory; of how many lines of the next weights each of
+ * the others has those fetched meanwhile, for each row of a panel. */
+static inline size_t lines_each(size_t blocks, size_t lines)
+{
+    return blocks > lines ? 1 : blocks > 1 ? (lines + blocks - 2) / (blocks - 1) : 0;
+}
+
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512")
 #define SET wide
@@ -120,13 +127,6 @@ struct full_attention {
 #undef MOST_COLUMNS
 #undef TOGETHER
 #pragma GCC pop_options
-
-/* The first of some blocks of rows meets weights that come from memory; of how many lines of the next weights each of
- * the others has those fetched meanwhile, for each row of a panel. */
-static inline size_t lines_each(size_t blocks, size_t lines)
-{
-    return blocks > lines ? 1 : blocks > 1 ? (lines + blocks - 2) / (blocks - 1) : 0;
-}
 
 /* Products of bytes, by what adds up their products. */
 #pragma GCC push_options
@@ -329,6 +329,14 @@ static void round_row(const struct product *of, const float *x, word *to, float 
         of->set->halved(x, of->inputs, (float *)to);
 }
 
+/* Tasks that a thread takes at least, of those that are left: each has the weights of the next one fetched, but no thread
+ * shall be without. */
+static int64_t at_once(int64_t tasks, int threads)
+{
+    const int64_t fair = tasks / (4 * threads);
+    return fair < 1 ? 1 : fair > 4 ? 4 : fair;
+}
+
 /* Few rows: every thread rounds all of them, so that none waits for another. */
 static void few_rounded(const struct product *of, const float *x, size_t rows, size_t panels, size_t words, int threads)
 {
@@ -361,7 +369,7 @@ static void rounded_product(const struct product *of, const float *x, size_t row
 #pragma omp for schedule(static)
         for (size_t row = 0; row < here; row++)
             round_row(of, x + (begin + row) * of->inputs, given + row * words, sizes + row);
-#pragma omp for schedule(guided, 4)
+#pragma omp for schedule(guided, at_once(panels, threads))
         for (size_t panel = 0; panel < panels; panel++)
             one_panel(of, panel, given, begin, here, words, sizes);
     }
@@ -387,7 +395,7 @@ void segue_product(int number, const float *x, int64_t rows, int64_t inputs, con
     }
     const int64_t panels = (outputs + (int64_t)set->panel - 1) / (int64_t)set->panel;
     const int64_t tasks = (rows + BLOCK - 1) / BLOCK * panels;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (rows * inputs * outputs > 1 << 15)
+#pragma omp parallel for schedule(guided, at_once(tasks, threads)) num_threads(threads) if (rows * inputs * outputs > 1 << 15)
     for (int64_t task = 0; task < tasks; task++) {
         const int64_t begin = task / panels * BLOCK, here = rows - begin < BLOCK ? rows - begin : BLOCK;
         one_panel(&of, task % panels, (const word *)(x + begin * inputs), begin, here, inputs, NULL);
