@@ -19,7 +19,7 @@ and `"tokens"` (`segue.models.prompt.client_tokens`) where the client asks for t
 **input → encoder** (`media_tensors`): `{"media": [as above]}`. **input → llm** (`prompt_facts`): the same payload
 without `ids`, `tensors` and `alone`.
 
-**encoder → llm** (`media_rows`): one chunk per unit, in order:
+**encoder → llm** (`whole`): one chunk per unit, in order:
 `{"media": [{"kind": str, "hash": bytes, "rows": [n, 1 + L, H]}]}`.
 """
 
@@ -33,6 +33,7 @@ from segue.models.multimodal_lm.encoder import Encoder
 from segue.models.multimodal_lm.input import InputProcessor
 from segue.models.multimodal_lm.llm import LLM
 from segue.models.multimodal_lm.units import without_tensors
+from segue.models.transfers import whole
 
 
 def media_tensors(request: StageRequest, output: StageOutput) -> Payload | None:
@@ -47,14 +48,9 @@ def prompt_facts(request: StageRequest, output: StageOutput) -> Payload | None:
     return {**output.payload, "media": [without_tensors(unit) for unit in output.payload["media"]]}
 
 
-def media_rows(request: StageRequest, output: StageOutput) -> Payload | None:
-    """encoder → llm: the rows of one unit."""
-    return output.payload
-
-
 ADAPTERS: dict[str, Callable[..., Any]] = {"input": InputProcessor, "encoder": Encoder, "llm": LLM}
 TRANSFERS: dict[tuple[str, str], Transfer] = {
     ("input", "encoder"): media_tensors,
     ("input", "llm"): prompt_facts,
-    ("encoder", "llm"): media_rows,
+    ("encoder", "llm"): whole,
 }
