@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from segue.models.diffusion.library import LIBRARIES, AutoConfig
+from segue.models.diffusion.library import LIBRARIES, AutoConfig, PreTrainedModel
 from segue.models.diffusion.tiny import Part, randomise, scale_to, write_index, write_tokenizer
 from segue.models.diffusion.tiny_parts import JOINT_GAINS, QWEN_SPECIAL, QWEN_TEMPLATE, write_qwen_tokenizer
 from segue.models.family import TinyPreset
@@ -173,10 +173,10 @@ def _text_config(layers: int) -> dict[str, Any]:
     }
 
 
-def _write_text_encoder(directory: Path, model: torch.nn.Module, seed: int) -> None:
+def _write_text_encoder(directory: Path, model: PreTrainedModel, seed: int) -> None:
     model.eval()
     randomise(model, seed, {r"\.[qk]_norm\.": 2.0, r"\.[qk]_proj\.": 1.6, r"\.o_proj\.": 2.0, r"\.down_proj\.": 0.7})
-    model.save_pretrained(directory / "text_encoder")  # type: ignore[operator]
+    model.save_pretrained(directory / "text_encoder")
 
 
 def _make_transformer(directory: Path, small: _Small, seed: int, *, embeds: bool) -> None:
