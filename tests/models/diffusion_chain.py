@@ -18,6 +18,7 @@ from segue.engines.contract import Engine, LoadContext, StageOutput, StageReques
 from segue.engines.diffusion.contract import DiffusionAdapter
 from segue.engines.diffusion.costs import CostTable
 from segue.engines.diffusion.engine import DiffusionConfig, DiffusionEngine
+from segue.engines.module.contract import ModuleAdapter
 from segue.engines.module.engine import ModuleEngine
 from segue.graph.lora import LoraPlan
 from segue.media.pictures import PICTURES, picture_parts
@@ -81,10 +82,10 @@ class Chain:
         self.batches: list[int] = []
         """Rows of each step of the denoiser."""
 
-    def through(self, denoiser: DiffusionAdapter) -> Chain:
-        """The same with another denoiser."""
+    def through(self, adapter: DiffusionAdapter | ModuleAdapter, stage: str = "denoiser") -> Chain:
+        """The same with another adapter of a stage."""
         other = copy.copy(self)
-        other.adapters = {**self.adapters, "denoiser": denoiser}
+        other.adapters = {**self.adapters, stage: adapter}
         return other
 
     def run(self, *asked: Mapping[str, Any], late: Mapping[int, int] | None = None, max_batch: int = 16) -> list[Made]:

@@ -9,8 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from segue.engines.diffusion.contract import DiffusionAdapter
 from segue.engines.diffusion.ranks import RowLeader
 from segue.engines.diffusion.row_follower import follow_rows
 from segue.graph.lora import LoraPlan
-from segue.models.diffusion import tuning
 from segue.models.registry import family_of, read_config
 from segue.parallel.orders import Crew
 from segue.parallel.ways import Shape, Ways, meet
@@ -37,24 +35,24 @@ def shape_of(keys: dict[str, Any]) -> Shape:
     return Shape(**parts) if parts else Shape(branches=2)
 
 
-def offload_here(patch: pytest.MonkeyPatch) -> None:
-    """From now on weights may wait on a CPU for their turn on it: deployments may not say so, and a GPU has streams."""
-    patch.setattr(tuning, "_check_offload", lambda ctx: None)
-    patch.setattr(tuning, "offload", partial(tuning.offload, use_stream=False))
+@contextmanager
+def compiled_eagerly() -> Iterator[list[torch.fx.GraphModule]]:
+    """Within it, compiled code is what was traced, without the minute that it takes to be made better; all that is
+    traced comes into the list."""
+    graphs: list[torch.fx.GraphModule] = []
 
+    def kept(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
 
-def compile_eagerly(patch: pytest.MonkeyPatch) -> list[Any]:
-    """From now on compiled code is what was traced, without the minute that it takes to be made better; what was given
-    to be compiled comes into the list."""
-    compiled: list[Any] = []
-
-    def eager(forward: Any, *, dynamic: bool) -> Any:
-        compiled.append(forward)
-        return torch._dynamo.optimize("eager", dynamic=dynamic)(forward)
-
-    patch.setattr(torch, "compile", eager)
-    patch.setenv("CXX", "true")
-    return compiled
+    before = torch.compiler.get_default_backend()
+    torch.compiler.set_default_backend(kept)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("CXX", "true")  # nothing is given to it
+            yield graphs
+    finally:
+        torch.compiler.set_default_backend(before)
 
 
 def denoiser(checkpoint: Path, keys: dict[str, Any], ways: Ways) -> DiffusionAdapter:
@@ -121,12 +119,10 @@ def main() -> None:
     for other, (end, _) in enumerate(given, start=1):
         if other != rank:
             os.close(int(end))
-    patch = pytest.MonkeyPatch()  # of a process that ends with it
-    if "offload" in keys:
-        offload_here(patch)
-    if "compile" in keys:
-        compile_eagerly(patch)
-    with socket.socket(fileno=int(given[rank - 1][0])) as orders:
+    with ExitStack() as stack:
+        if "compile" in keys:
+            stack.enter_context(compiled_eagerly())
+        orders = stack.enter_context(socket.socket(fileno=int(given[rank - 1][0])))
         ways = meet(rank, shape_of(keys), meeting, CPU)
         follow_rows(denoiser(Path(given[rank - 1][1]), keys, ways), ways, orders)
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ from diffusion_chain import WITHIN, Chain, apart, pipeline_of
 from row_rank_process import joined, led
 from safetensors.torch import load_file, save_file
 
+from segue.engines.contract import LoadContext
 from segue.engines.diffusion.contract import Row
 from segue.graph.lora import LoraPlan
 from segue.messages.errors import NotFound, StageFailed
+from segue.models.qwen_image.denoiser import QwenImageDenoiser
 
 GUIDED = {
     "prompt": "a small boat left the harbour in the early morning",
@@ -42,23 +44,36 @@ def chain(one_thread: None, qwen_image_dir: Path) -> Chain:
     return Chain(qwen_image_dir)
 
 
-def test_two_equal_one(chain: Chain, qwen_image_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = chain.adapters["denoiser"]
+class Watched(QwenImageDenoiser):
+    """It notes what it computes, and may fail."""
+
+    fails = False
+    """At the third step."""
+
+    def __init__(self, ctx: LoadContext) -> None:
+        self.branches = set[int]()
+        super().__init__(ctx)
+
+    def predict(self, rows: Sequence[Row]) -> Sequence[torch.Tensor]:
+        if self.fails and rows[0].sample.step == 2:
+            raise ValueError("not these")
+        self.branches.update(row.branch for row in rows)
+        return super().predict(rows)
+
+
+@pytest.fixture
+def watched(one_thread: None, qwen_image_dir: Path) -> Watched:
+    return Watched(LoadContext(qwen_image_dir, "denoiser", torch.device("cpu"), torch.float32))
+
+
+def test_two_equal_one(chain: Chain, watched: Watched, qwen_image_dir: Path, tmp_path: Path) -> None:
     expected = [chain.run(case)[0] for case in CASES]
-    branches: set[int] = set()
-    predict = plain.predict
-
-    def noted(rows: Sequence[Row]) -> Sequence[torch.Tensor]:
-        branches.update(row.branch for row in rows)
-        return predict(rows)
-
-    monkeypatch.setattr(plain, "predict", noted)
-    with led(plain, qwen_image_dir, tmp_path / "meeting") as leader:
+    with led(watched, qwen_image_dir, tmp_path / "meeting") as leader:
         divided = chain.through(leader)
         together = divided.run(*CASES, late={1: 1, 3: 2, 4: 3})
         for one, case in zip(together, expected, strict=True):
             assert apart(one, case.pixels) < WITHIN
-        assert branches == {0}, "the others are computed elsewhere"
+        assert watched.branches == {0}, "the others are computed elsewhere"
 
 
 def test_adapters(qwen_image_dir: Path, tmp_path: Path) -> None:
@@ -97,26 +112,13 @@ def test_other_weights_there_are_seen(chain: Chain, qwen_image_dir: Path, tmp_pa
 
 
 def test_an_error_of_one_rank_leaves_them_in_step(
-    chain: Chain, qwen_image_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    chain: Chain, watched: Watched, qwen_image_dir: Path, tmp_path: Path
 ) -> None:
-    plain = chain.adapters["denoiser"]
     expected = chain.run(GUIDED)[0]
-    with led(plain, qwen_image_dir, tmp_path / "meeting") as leader:
+    with led(watched, qwen_image_dir, tmp_path / "meeting") as leader:
         divided = chain.through(leader)
-        fails(plain, divided, monkeypatch)
-        assert apart(divided.run(GUIDED)[0], expected.pixels) < WITHIN
-
-
-def fails(plain: Any, divided: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request whose rows the leader cannot compute."""
-    predict: Callable[[Sequence[Row]], Sequence[torch.Tensor]] = plain.predict
-
-    def broken(rows: Sequence[Row]) -> Sequence[torch.Tensor]:
-        if rows[0].sample.step == 2:
-            raise ValueError("not these")
-        return predict(rows)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(plain, "predict", broken)
+        watched.fails = True
         with pytest.raises(StageFailed, match="ValueError: not these"):
             divided.run(GUIDED)
+        watched.fails = False
+        assert apart(divided.run(GUIDED)[0], expected.pixels) < WITHIN

@@ -12,7 +12,7 @@ import torch
 from diffusers.hooks import HookRegistry
 from diffusion_adapters import drawn, write
 from diffusion_chain import WITHIN, Chain, apart, pipeline_of
-from row_rank_process import compile_eagerly, joined, offload_here
+from row_rank_process import compiled_eagerly, joined
 
 from segue.graph.lora import LoraPlan
 from segue.models.diffusion.tuning import blocks_of
@@ -88,16 +88,13 @@ def test_adapters_and_step_caches(qwen_image_dir: Path, tmp_path: Path) -> None:
         ("wan", {"tensor_parallel": 2, "offload": "layerwise"}, VIDEO),
     ],
 )
-def test_weights_that_wait_elsewhere(
-    family: str, keys: dict[str, Any], more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_wait_elsewhere(family: str, keys: dict[str, Any], more: dict[str, Any], tmp_path: Path) -> None:
     """The blocks' own hooks and the ranks' do not get in each other's way."""
     directory = tmp_path / family
     import_module(f"segue.models.{family}.tiny").make(directory)
     chain = Chain(directory)
     cases = [{**ASKED, **more}, {**ASKED, **more, "height": 80, "width": 80, "seed": 5}]
     expected = [chain.run(case)[0] for case in cases]
-    offload_here(monkeypatch)
     with joined(directory, tmp_path / "meeting", keys) as leader:
         divided = chain.through(leader)
         for one, case in zip(divided.run(*cases), expected, strict=True):
@@ -111,7 +108,7 @@ def test_weights_that_wait_elsewhere(
 @pytest.mark.parametrize(
     ("family", "keys"), [("qwen_image", {"sequence_parallel": 2}), ("flux", {"tensor_parallel": 2})]
 )
-def test_compiled_blocks(family: str, keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_blocks(family: str, keys: dict[str, Any], tmp_path: Path) -> None:
     """Ranks may trace blocks as often as they like, and whenever: nothing that they exchange is traced."""
     directory = tmp_path / family
     import_module(f"segue.models.{family}.tiny").make(directory)
@@ -119,12 +116,12 @@ def test_compiled_blocks(family: str, keys: dict[str, Any], tmp_path: Path, monk
     # tokens that the ranks do not divide evenly: they ask each other for lengths
     asked = {**ASKED, "height": 80, "width": 80}
     expected = chain.run(asked)[0]
-    compiled = compile_eagerly(monkeypatch)
     torch._dynamo.utils.counters.clear()
-    with joined(directory, tmp_path / "meeting", {**keys, "compile": True}) as leader:
+    compiling = {**keys, "compile": True}
+    with compiled_eagerly() as graphs, joined(directory, tmp_path / "meeting", compiling) as leader:
         divided = chain.through(leader)
         assert apart(divided.run(asked)[0], expected.pixels) < WITHIN
     traced = torch._dynamo.utils.counters
-    assert compiled
+    assert graphs
     assert traced["stats"]["unique_graphs"] > 0
     assert any("disable" in reason for reason in traced["graph_break"]), "code ends where ranks exchange something"

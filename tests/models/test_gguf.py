@@ -115,7 +115,7 @@ def test_weights_take_less_and_can_wait_elsewhere(flux: tuple[Path, Path]) -> No
     with torch.inference_mode():
         wanted = theirs(**given())[0]
         torch.testing.assert_close(mine(**given())[0], wanted, atol=1e-4, rtol=1e-4)
-        offload(mine, CPU, use_stream=False)
+        offload(mine, CPU)
         torch.testing.assert_close(mine(**given())[0], wanted, atol=1e-4, rtol=1e-4)
 
 

@@ -14,11 +14,13 @@ from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from diffusion_chain import WITHIN, Chain, apart, expected, pipeline_of
 from safetensors.torch import load_file, save_file
 
+from segue.engines.contract import LoadContext
 from segue.engines.diffusion.contract import Row
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import InvalidRequest, TooLarge
-from segue.models.diffusion import decoder
-from segue.models.qwen_image import denoiser, tiny
+from segue.models.qwen_image import tiny
+from segue.models.qwen_image.decoder import QwenImageDecoder
+from segue.models.qwen_image.denoiser import QwenImageDenoiser
 
 GUIDED = {
     "prompt": "a small boat left the harbour in the early morning",
@@ -115,11 +117,19 @@ def test_guidance_in_a_part_of_the_steps(chain: Chain, theirs: list[list[torch.T
     assert apart(never, chain.run(unguided)[0].pixels) < WITHIN
 
 
+class ByLength(QwenImageDenoiser):
+    padded_tokens = 1
+
+
+class OneByOne(QwenImageDecoder):
+    call_pixels = 1
+
+
 def test_large_pictures_are_computed_by_text_length(
-    chain: Chain, theirs: list[list[torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+    chain: Chain, qwen_image_dir: Path, theirs: list[list[torch.Tensor]]
 ) -> None:
-    monkeypatch.setattr(denoiser, "PADDED_TOKENS", 1)
-    made = chain.run(*CASES)
+    ctx = LoadContext(qwen_image_dir, "denoiser", torch.device("cpu"), torch.float32)
+    made = chain.through(ByLength(ctx)).run(*CASES)
     assert max(apart(one, picture) for one, picture in zip(made, theirs, strict=True)) < WITHIN
 
 
@@ -129,9 +139,7 @@ def test_random_weights_of_the_same_shape(qwen_image_dir: Path) -> None:
     assert made.pixels[0].isfinite().all()
 
 
-def test_large_outputs_in_tiles_and_one_by_one(
-    chain: Chain, qwen_image_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_outputs_in_tiles_and_one_by_one(chain: Chain, qwen_image_dir: Path) -> None:
     large = {**PLAIN, "height": 288, "width": 288, "num_inference_steps": 2, "num_images_per_prompt": 2}
     [whole] = chain.run(large)
     tiled = Chain(qwen_image_dir, options={"decoder": {"tile_pixels": 65536}})
@@ -140,8 +148,8 @@ def test_large_outputs_in_tiles_and_one_by_one(
     for mine, yours in zip(other.pixels, whole.pixels, strict=True):
         assert mine.shape == yours.shape == (288, 288, 3)
         assert 0 < float((mine - yours).abs().mean()) < 0.1
-    monkeypatch.setattr(decoder, "CALL_PIXELS", 1)
-    assert apart(chain.run(large)[0], whole.pixels) < WITHIN
+    ctx = LoadContext(qwen_image_dir, "decoder", torch.device("cpu"), torch.float32)
+    assert apart(chain.through(OneByOne(ctx), "decoder").run(large)[0], whole.pixels) < WITHIN
 
 
 def test_the_published_shape(chain: Chain) -> None:

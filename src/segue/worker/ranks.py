@@ -22,6 +22,7 @@ from segue.engines.contract import LoadContext
 from segue.engines.diffusion.row_follower import follow_rows
 from segue.graph.deployment import StagePlan
 from segue.kernels.backends import attention_backend
+from segue.messages.errors import ConfigError
 from segue.messages.process import WorkerSpec
 from segue.models.registry import families
 from segue.observe.stderr import say
@@ -110,11 +111,19 @@ def shape_of(plan: StagePlan) -> Shape:
 
 
 def load_context(spec: WorkerSpec, plan: StagePlan, rank: int = 0) -> LoadContext:
-    """What a stage's adapter is built with, without what only some stages or ranks have."""
+    """What a stage's adapter is built with, without what only some stages or ranks have. Raises `ConfigError` for keys
+    that do not go with its device."""
+    device = torch.device(plan.device_of(spec.replica, rank))
+    if plan.offload != "none" and device.type == "cpu":
+        raise ConfigError(
+            f"stage {plan.name!r}: offload is {plan.offload!r}, but the stage runs on the CPU, where its weights are "
+            "already; it must be none",
+            field=f"stages.{plan.name}.offload",
+        )
     return LoadContext(
         model_dir=Path(spec.model_dir),
         stage=plan.name,
-        device=torch.device(plan.device_of(spec.replica, rank)),
+        device=device,
         dtype=DTYPES[plan.dtype],
         load_format=spec.load_format if plan.load_format == "auto" else plan.load_format,
         max_model_len=plan.max_model_len,

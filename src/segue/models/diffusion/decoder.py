@@ -16,8 +16,6 @@ from segue.models.diffusion.loading import load_component
 TILE_PIXELS = 2_097_152
 """Larger pictures are decoded in tiles that are blended (diffusers' `enable_tiling`): a small difference, much less
 memory. Option `tile_pixels`."""
-CALL_PIXELS = 4_194_304
-"""Pixels of all pictures or frames of one call; more are decoded one after the other."""
 DEFAULT_FPS = 16.0
 
 
@@ -32,6 +30,8 @@ class Decoder(ABC):
     """`ModuleAdapter`: `{"latents": [1, …], "index", "partial"}` per chunk in, `image` or `video` payloads out."""
 
     component: ClassVar[str] = "vae"
+    call_pixels: ClassVar[int] = 4_194_304
+    """Pixels of all pictures or frames of one call; more are decoded one after the other."""
 
     def __init__(self, ctx: LoadContext, *, dtype: torch.dtype | None = None) -> None:
         self.device = ctx.device
@@ -59,7 +59,7 @@ class Decoder(ABC):
         else:
             self.vae.disable_tiling()
         frames = latents.shape[2] if latents.ndim == 5 else 1
-        at_once = max(1, CALL_PIXELS // (self._area(latents) * frames))
+        at_once = max(1, self.call_pixels // (self._area(latents) * frames))
         decoded = torch.cat([self.decode(part) for part in latents.to(self.device, self.dtype).split(at_once)])
         return (decoded.float() / 2 + 0.5).clamp(0, 1).movedim(1, -1)
 

@@ -107,14 +107,14 @@ def launched_one_by_one(networks: Iterable[nn.Module]) -> Iterator[None]:
         yield
 
 
-def offload(network: Any, device: torch.device, *, use_stream: bool = True) -> None:
-    """Weights of `network` come to `device` block by block; `use_stream`: the next while one is computed."""
+def offload(network: Any, device: torch.device) -> None:
+    """Weights of `network` come to `device` block by block: to a GPU, the next while one is computed."""
     network.enable_group_offload(
         onload_device=device,
         offload_device=_CPU,
         offload_type="block_level",
         num_blocks_per_group=1,
-        use_stream=use_stream,
+        use_stream=device.type == "cuda",
     )
 
 
@@ -194,12 +194,8 @@ def _check_lora(ctx: LoadContext) -> None:
 
 
 def _check_offload(ctx: LoadContext) -> None:
-    field = f"stages.{ctx.stage}.offload"
-    if ctx.device.type == "cpu":
-        raise ConfigError(
-            f"stage {ctx.stage!r}: offload is {ctx.offload!r}, but the stage runs on the CPU, where its weights are "
-            "already; it must be none",
-            field=field,
-        )
     if ctx.compile:
-        raise ConfigError(f"stage {ctx.stage!r}: offload does not go with compile; leave one out", field=field)
+        raise ConfigError(
+            f"stage {ctx.stage!r}: offload does not go with compile; leave one out",
+            field=f"stages.{ctx.stage}.offload",
+        )

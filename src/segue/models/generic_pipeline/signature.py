@@ -56,7 +56,7 @@ class Signature:
 def signature_of(model_dir: Path) -> Signature:
     """Of the pipeline that `model_index.json` names. Raises `ConfigError`."""
     name = pipeline_index(model_dir).get("_class_name")
-    kind = vars(LIBRARIES["diffusers"]).get(name) or getattr(LIBRARIES["diffusers"], str(name), None)
+    kind = getattr(LIBRARIES["diffusers"], str(name), None)  # it loads its classes when they are asked for
     if not (isinstance(kind, type) and issubclass(kind, DiffusionPipeline)):
         raise ConfigError(f"{model_dir}: diffusers {VERSION} has no pipeline {name!r}", field="model")
     parameters = inspect.signature(kind.__call__).parameters

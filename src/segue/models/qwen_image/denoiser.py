@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -23,9 +23,6 @@ from segue.models.qwen_image.folded import fold, foldable
 from segue.models.qwen_image.graph import EDITING
 from segue.models.qwen_image.spaces import pixels_per_latent, to_latents, to_tokens
 
-PADDED_TOKENS = 1024
-"""From so many latent tokens on, the time per row falls no further in larger calls, and a mask only keeps the attention
-from its fastest kernels: there, rows whose texts have other lengths are computed in calls of their own."""
 _TRIAL_TEXT = 61
 """Tokens; as many as no picture has: two lengths that are equal at first are compiled as one."""
 
@@ -44,6 +41,11 @@ class QwenImageDenoiser(Denoiser):
     """`DiffusionAdapter`. Rows of other text lengths share a call: padding is masked out of the attention, and
     positions of text are counted from the picture's size, so that it changes nothing."""
 
+    padded_tokens: ClassVar[int] = 1024
+    """From so many latent tokens on, the time per row falls no further in larger calls, and a mask only keeps the
+    attention from its fastest kernels: there, rows whose texts have other lengths are computed in calls of their
+    own."""
+
     def __init__(self, ctx: LoadContext) -> None:
         super().__init__(ctx)
         if foldable(ctx):
@@ -51,7 +53,7 @@ class QwenImageDenoiser(Denoiser):
             self.weight_bytes += kept_rows_bytes(self.network)
         self._scale = pixels_per_latent(ctx.model_dir)
         masks = ctx.attention in PLAIN_ATTENTION and not rows_of_one_length(ctx)
-        self._padded_tokens = PADDED_TOKENS if masks else 0
+        self._padded_tokens = self.padded_tokens if masks else 0
         self._edits = pipeline_index(ctx.model_dir).get("_class_name") in EDITING
         self._channels: int = self.network.config.in_channels // 4
 
@@ -89,7 +91,7 @@ class QwenImageDenoiser(Denoiser):
         return (super().bucket_of(latents, given, conditions), shapes)
 
     def predict(self, rows: Sequence[Row]) -> Sequence[torch.Tensor]:
-        if rows[0].sample.tokens < min(PADDED_TOKENS, self._padded_tokens):
+        if rows[0].sample.tokens < self._padded_tokens:
             return self._call(rows)
         lengths = [len(row.condition) for row in rows]
         alike = [[place for place, own in enumerate(lengths) if own == length] for length in dict.fromkeys(lengths)]
