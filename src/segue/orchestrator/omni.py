@@ -23,6 +23,7 @@ from segue.messages.diffusion import PARAMETERS, DiffusionParams, check_diffusio
 from segue.messages.errors import ConfigError, InvalidRequest, NotFound, StageFailed, nearest
 from segue.messages.request import Message, Request, check_types
 from segue.messages.sampling import SamplingParams, check_sampling, check_token_ids, sampling_from
+from segue.models.diffusion.sizes import Sizes
 from segue.models.registry import family_of, read_config
 from segue.observe.stats import render_gauges, render_worker_stats
 from segue.orchestrator.model_card import card_of, check_stage_keys
@@ -93,6 +94,7 @@ class AsyncOmni:
             raise ConfigError(f"{self.card.name!r} is the name of the model and of a LoRA adapter", field="lora")
         self._chats = family.chats(model_dir)
         self._open_options = family.open_options
+        self._sizes = family.sizes(checkpoint, model_dir)
         self._pictures = not graph.gives.isdisjoint(("image", "video"))
         self._policy = MediaPolicy(allow_paths=True, max_bytes=self.plan.limits.max_media_bytes)
         self.orchestrator = Orchestrator(
@@ -103,6 +105,11 @@ class AsyncOmni:
             load_format=load_format,
             on_progress=on_progress,
         )
+
+    @property
+    def sizes(self) -> Sizes | None:
+        """What the model can make, of pictures or video; None where its files alone do not say."""
+        return self._sizes
 
     async def start(self) -> None:
         """Return when every stage is ready; raise the first worker's own error otherwise."""
@@ -273,6 +280,17 @@ class AsyncOmni:
             else sampling_from(dict(_mapping(params, f"sampling.{stage}")), f"sampling.{stage}")
             for stage, params in _mapping(sampling, "sampling").items()
         }
+
+    def check(self, request: Request) -> None:
+        """What can be told before anything is loaded, sizes that the model cannot make among it. Raises
+        `InvalidRequest` or `NotFound`; what it lets pass may still be refused by the input stage."""
+        self._check(request)
+        asked = request.diffusion
+        if asked is None or self._sizes is None:
+            return
+        self._sizes.check(asked.height or 0, asked.width or 0, self.plan.limits.max_output_pixels)
+        if asked.num_frames is not None:
+            self._sizes.check_frames(asked.num_frames)
 
     def _check(self, request: Request) -> None:
         """What can be seen at the door, so that nothing wrong goes further. Raises `InvalidRequest`."""

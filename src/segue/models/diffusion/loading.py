@@ -22,7 +22,7 @@ from segue.models.diffusion.library import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from segue.models.json_files import read_object
+from segue.models.diffusion.sizes import config_of
 from segue.models.pretrained import LOAD_FORMATS, without_bars
 from segue.models.registry import PIPELINE
 
@@ -33,7 +33,7 @@ UNREADABLE = (OSError, ValueError, TypeError, KeyError, RuntimeError, ImportErro
 
 def pipeline_index(model_dir: Path) -> dict[str, Any]:
     """`model_index.json`: parts as `name: [library, class]`, settings of the pipeline as plain values."""
-    return _json(model_dir / PIPELINE)
+    return config_of(model_dir, "", PIPELINE)
 
 
 def pipeline_class(model_dir: Path) -> Any:
@@ -46,7 +46,7 @@ def pipeline_class(model_dir: Path) -> Any:
 
 def component_config(model_dir: Path, name: str, file: str = "config.json") -> dict[str, Any]:
     """The config of a part, without building it."""
-    return _json(model_dir / name / file)
+    return config_of(model_dir, name, file)
 
 
 def component_class(model_dir: Path, name: str) -> Any:
@@ -137,9 +137,3 @@ def load_processor(model_dir: Path, name: str = "processor") -> Any:
         return kind.from_pretrained(model_dir / name, local_files_only=True)
     except UNREADABLE as error:
         raise ConfigError(f"{model_dir / name}: the processor cannot be loaded: {error}", field="model") from error
-
-
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ConfigError(f"{path}: not there, so {str(path.parent)!r} is no part of a pipeline", field="model")
-    return read_object(path)

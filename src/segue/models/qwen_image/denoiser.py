@@ -20,8 +20,8 @@ from segue.models.diffusion.sequence import rows_of_one_length
 from segue.models.diffusion.squares import sides_of
 from segue.models.diffusion.tuning import PLAIN_ATTENTION
 from segue.models.qwen_image.folded import fold, foldable
-from segue.models.qwen_image.graph import EDITING
-from segue.models.qwen_image.spaces import pixels_per_latent, to_latents, to_tokens
+from segue.models.qwen_image.graph import EDITING, pixels_per_latent
+from segue.models.qwen_image.spaces import to_latents, to_tokens
 
 PADDED_TOKENS = 1024
 """From so many latent tokens on, the time per row falls no further in larger calls, and a mask only keeps the attention

@@ -14,9 +14,8 @@ from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import InvalidRequest
 from segue.models.diffusion.input import DiffusionInput, Picture, Rules, negative_of
 from segue.models.diffusion.loading import component_config, load_processor, pipeline_index
-from segue.models.qwen_image.graph import EDITING
+from segue.models.qwen_image.graph import EDITING, sizes
 from segue.models.qwen_image.input import Input, check_undistilled
-from segue.models.qwen_image.spaces import pixels_per_latent
 
 _HEAD = (
     "<|im_start|>system\n"
@@ -54,7 +53,7 @@ class EditInput(DiffusionInput):
     def __init__(self, ctx: LoadContext) -> None:
         check_undistilled(ctx.model_dir)
         self._several = pipeline_index(ctx.model_dir).get("_class_name") == "QwenImageEditPlusPipeline"
-        multiple = 2 * pixels_per_latent(ctx.model_dir)
+        made = sizes(pipeline_index(ctx.model_dir), ctx.model_dir)
         super().__init__(
             ctx,
             Rules(
@@ -62,14 +61,14 @@ class EditInput(DiffusionInput):
                 takes=frozenset(
                     {"negative_prompt", "true_cfg_scale", "sigmas"} | (set() if self._several else {"strength"})
                 ),
-                multiple=multiple,
+                sizes=made,
                 pictures=(1, MOST_PICTURES if self._several else 1),
                 with_mask=None if self._several else DiffusionParams(strength=0.6),
-                mask_scale=multiple // 2,
+                mask_scale=made.multiple // 2,
             ),
         )
         self._processor = load_processor(ctx.model_dir)
-        self._images = VaeImageProcessor(vae_scale_factor=multiple)
+        self._images = VaeImageProcessor(vae_scale_factor=made.multiple)
         self._pad: int = component_config(ctx.model_dir, "text_encoder")["image_token_id"]
 
     def warm_up(self) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from segue.graph.stage_graph import StageGraph
 from segue.models.diffusion.graph import denoise
+from segue.models.diffusion.sizes import Sizes, config_of
 
 EDITING = ("QwenImageEditPipeline", "QwenImageEditPlusPipeline")
 """Pipelines that work on pictures."""
@@ -20,3 +22,13 @@ def graph(config: dict[str, Any]) -> StageGraph:
     g.stage("vae_encoder", "module", takes={"image"}, fuse_with=None if edits else "decoder")
     denoise(g, gives="image")
     return g
+
+
+def sizes(config: dict[str, Any], model_dir: Path) -> Sizes:
+    """What it makes. Raises `ConfigError`."""
+    return Sizes(2 * pixels_per_latent(model_dir))
+
+
+def pixels_per_latent(model_dir: Path) -> int:
+    """In height and in width, from the VAE's config."""
+    return int(2 ** len(config_of(model_dir, "vae").get("temperal_downsample", (False, True, True))))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from segue.graph.stage_graph import StageGraph
 from segue.models.diffusion.graph import denoise
+from segue.models.diffusion.sizes import Sizes, config_of
 
 
 def sees(index: dict[str, Any]) -> bool:
@@ -33,3 +35,9 @@ def graph(config: dict[str, Any]) -> StageGraph:
         g.stage(name, "module", takes={"image"})
     denoise(g, gives="video")
     return g
+
+
+def sizes(config: dict[str, Any], model_dir: Path) -> Sizes:
+    """What it makes. Raises `ConfigError`."""
+    vae, (_, patch, _) = config_of(model_dir, "vae"), config_of(model_dir, "transformer").get("patch_size", (1, 2, 2))
+    return Sizes(vae.get("scale_factor_spatial", 8) * patch, frame_step=vae.get("scale_factor_temporal", 4))
