@@ -162,6 +162,20 @@ def test_pages(http: httpx.Client, client: openai.OpenAI) -> None:
     for query in ({"limit": "0"}, {"limit": "101"}, {"limit": "x"}, {"order": "up"}):
         assert http.get(URL, params=query).json()["error"]["param"] == next(iter(query))
     assert http.get(URL, params={"after": "video_x"}).status_code == 404
+    error = http.get(URL, params={"before": made[0]}).json()["error"]
+    assert (error["param"], error["code"]) == ("before", "invalid_value"), error
+
+
+def test_what_takes_a_video_is_refused_by_name(http: httpx.Client, client: openai.OpenAI) -> None:
+    """OpenAI's endpoints, as its client calls them; with one output in both spellings a job begins."""
+    video = created(http, n=1, num_videos_per_prompt=1)
+    with pytest.raises(openai.BadRequestError, match="seed") as remix:
+        client.videos.remix(video["id"], prompt="a ship")
+    assert remix.value.code == "unsupported_parameter"
+    for path in ("edits", "extensions", "characters"):
+        answer = http.post(f"{URL}/{path}", json={"prompt": "a ship", "video": {"id": video["id"]}})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_parameter")
+    assert http.post(f"{URL}/{video['id']}", json={}).status_code == 405
 
 
 @pytest.mark.parametrize(
@@ -172,6 +186,13 @@ def test_pages(http: httpx.Client, client: openai.OpenAI) -> None:
         ({"seconds": -1}, 400, "seconds", "above 0"),
         ({"seconds": 1, "num_frames": 9}, 400, "seconds", "left out"),
         ({"num_images_per_prompt": 2}, 400, "num_images_per_prompt", "one video"),
+        ({"num_videos_per_prompt": 3}, 400, "num_videos_per_prompt", "begin as many jobs"),
+        ({"n": 2}, 400, "n", "begin as many jobs"),
+        ({"num_videos": 2}, 400, "num_videos", "begin as many jobs"),
+        ({"image": "data:,"}, 400, "image", "input_reference"),
+        ({"duration": 2}, 400, "duration", "here: seconds"),
+        ({"steps": 2}, 400, "steps", "here: num_inference_steps"),
+        ({"remix_id": "video_1"}, 400, "remix_id", "not of videos"),
         ({"partial_images": 2}, 400, "partial_images", "previews"),
         ({"input_reference": {"file_id": "file-1"}}, 400, "input_reference", "image_url"),
         ({"input_reference": 7}, 400, "input_reference", "file or a URL"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -77,14 +77,18 @@ async def read_body(request: Request, settings: ServerSettings) -> bytes:
     return b"".join(pieces)
 
 
-def check_names(values: dict[str, Any], known: Iterable[str], where: str = "") -> None:
-    """Raise `InvalidRequest` for a name that is not known, with its nearest neighbour."""
+def check_names(
+    values: Mapping[str, Any], known: Iterable[str], where: str = "", *, offered: Iterable[str] | None = None
+) -> None:
+    """Raise `InvalidRequest` for a name that is not known, with its nearest neighbour; `offered`: those that are worth
+    naming, where not all are."""
     names = frozenset(known)
     for name in values:
         if name not in names:
             place = f"{where}." if where else ""
             raise InvalidRequest(
-                f"unknown parameter {shown(place + name)}{nearest(name, names)}", field=f"{place}{name}"
+                f"unknown parameter {shown(place + name)}{nearest(name, names if offered is None else offered)}",
+                field=f"{place}{name}",
             )
 
 

@@ -22,6 +22,7 @@ from segue.messages.request import MediaPart, Message, Request
 from segue.orchestrator.service import ModelCard
 from segue.server.errors import Unsupported
 from segue.server.numbers import check_integers
+from segue.server.painting_names import check_called
 from segue.server.parameters import check_model, parse_body, turn_fields
 from segue.server.settings import ServerSettings
 
@@ -205,8 +206,11 @@ def picture_part(source: object, field: str, settings: ServerSettings) -> MediaP
     return part_of("image", source, settings.media, field)
 
 
-def painting_body(values: dict[str, Any], kind: type[P], unsupported: dict[str, tuple[object, ...]]) -> P:
-    """The typed body. Raises `InvalidRequest`."""
+def painting_body(
+    values: dict[str, Any], kind: type[P], unsupported: dict[str, tuple[object, ...]], instead: Mapping[str, str]
+) -> P:
+    """The typed body. `instead`: names that this endpoint has not → what it has. Raises `InvalidRequest`."""
+    check_called(values, {*kind.__struct_fields__, *unsupported}, instead)
     given = {name: value for name, value in values.items() if value is not None or name not in PARAMETERS}
     check_integers(given)
     return parse_body(given, kind, unsupported, {})

@@ -198,7 +198,8 @@ def parse_body(
 ) -> B:
     """The typed body. `unsupported`: parameters that cannot be honoured → the values that ask for nothing (null always
     does); `nested`: parameters that are objects → their type. Raises `InvalidRequest`."""
-    check_names(values, {*kind.__struct_fields__, *IGNORED, *unsupported})
+    # what would be refused, or changes nothing, is no advice
+    check_names(values, {*kind.__struct_fields__, *IGNORED, *unsupported}, offered=kind.__struct_fields__)
     for name, harmless in unsupported.items():
         value = values.get(name)
         # True == 1 in Python: compare types as well

@@ -21,6 +21,7 @@ from segue.messages.errors import InvalidRequest, NotFound, SegueError
 from segue.messages.request import Request
 from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import ModelCard, Service
+from segue.server.body import check_names
 from segue.server.disconnect import while_connected
 from segue.server.errors import RangeNotSatisfiable, Unsupported, json_response
 from segue.server.multipart import read_values
@@ -84,6 +85,7 @@ def add_videos(app: FastAPI, service: Service, settings: ServerSettings, videos:
 
     @app.get("/v1/videos")
     async def all_videos(http: HttpRequest) -> Response:
+        check_names(http.query_params, ("after", "limit", "order"))
         jobs = [_object(job) for job in kept().store.jobs()]
         return json_response(listed(jobs, page_of(http.query_params), "video"))
 
@@ -94,6 +96,7 @@ def add_videos(app: FastAPI, service: Service, settings: ServerSettings, videos:
     @app.head("/v1/videos/{video_id}/content")
     @app.get("/v1/videos/{video_id}/content")
     async def content(video_id: str, http: HttpRequest) -> Response:
+        check_names(http.query_params, ("variant",))
         store, job = kept().store, kept().store.job(video_id)
         variant = http.query_params.get("variant", "video")
         if variant == "spritesheet":
@@ -113,6 +116,20 @@ def add_videos(app: FastAPI, service: Service, settings: ServerSettings, videos:
         if not whole and (asked := http.headers.get("range")) is not None:
             _check_range(asked, stat.st_size)
         return answer
+
+    @app.post("/v1/videos/{video_id}/remix")
+    async def remix(video_id: str) -> Response:
+        raise Unsupported(
+            "a model here makes no video of a video: for one like it, send POST /v1/videos what the first was made of "
+            "with its seed (which the job tells) and another prompt",
+            field="video_id",
+        )
+
+    @app.post("/v1/videos/edits")
+    @app.post("/v1/videos/extensions")
+    @app.post("/v1/videos/characters")
+    async def of_videos() -> Response:
+        raise Unsupported("a model here makes no video of a video: send POST /v1/videos a text, or a picture as well")
 
     @app.delete("/v1/videos/{video_id}")
     async def delete(video_id: str) -> Response:
