@@ -6,6 +6,7 @@ from pathlib import Path
 
 from segue.messages.errors import ConfigError
 from segue.messages.sampling import SamplingParams
+from segue.models.json_files import check_objects
 from segue.models.library import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 FILE = "generation_config.json"
@@ -20,7 +21,8 @@ def generation_of(model_dir: Path, config: PreTrainedConfig) -> GenerationConfig
         return GenerationConfig.from_model_config(config)
     try:
         return GenerationConfig.from_pretrained(model_dir)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        check_objects(model_dir, (FILE,))
         raise ConfigError(f"{path}: {error}", field="model") from error
 
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 from segue.engines.contract import LoadContext
 from segue.messages.errors import ConfigError, nearest
-from segue.models.checkpoint import culprit, load_module
+from segue.models.checkpoint import check_index, culprit, load_module
 from segue.models.library import (
     QUANTIZERS,
     VERSION,
@@ -140,7 +140,9 @@ def _read(
                 ignore_mismatched_sizes=emptied,
                 **where,
             )
-    except (*_UNREADABLE, RuntimeError, SafetensorError, ImportError) as error:  # a quantised format needs its package
+    # a quantised format needs its package; a file of another form has not the attributes of the right one
+    except (*_UNREADABLE, AttributeError, IndexError, RuntimeError, SafetensorError, ImportError) as error:
+        check_index(ctx.model_dir)
         at = culprit(ctx.model_dir, error)
         raise ConfigError(f"{at}: the weights cannot be loaded: {error}", field="model") from error
     for name, written, wanted in sorted(info["mismatched_keys"], key=str):

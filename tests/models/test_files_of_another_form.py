@@ -1,0 +1,68 @@
+"""Files of a checkpoint that are JSON, but not what the library makes of them: named, and never a mistake of ours."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from causal_lm_family import load
+
+from segue.messages.errors import ConfigError
+from segue.models.causal_lm import tiny
+from segue.models.tokenizer import load_tokenizer
+
+INDEX = "model.safetensors.index.json"
+NO_OBJECTS = ["[]", "5", "null", '"x"']
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("qwen")
+    tiny.make("qwen3", directory)
+    return directory
+
+
+@pytest.fixture
+def copy(qwen: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(qwen, tmp_path / "qwen"))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("text", NO_OBJECTS)
+def test_a_tokenizer_that_is_no_object(copy: Path, name: str, text: str) -> None:
+    (copy / name).write_text(text)
+    with pytest.raises(ConfigError, match=f"{name}: must hold a JSON object"):
+        load_tokenizer(copy)
+
+
+def test_a_tokenizer_of_no_known_form(copy: Path) -> None:
+    (copy / "tokenizer.json").write_text('{"a": 1}')
+    with pytest.raises(ConfigError, match="the tokenizer cannot be read: "):
+        load_tokenizer(copy)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "not an index of safetensors shards"),
+        *((text, "not an index of safetensors shards") for text in NO_OBJECTS),
+        ("{}", "weight_map"),
+        ('{"weight_map": 5}', "not an index of safetensors shards"),
+        ('{"weight_map": {"a": 5}}', "not an index of safetensors shards"),
+        ('{"metadata": {}, "weight_map": {}}', "names no tensors"),
+        ('{"metadata": {}, "weight_map": {"model.norm.weight": "../x"}}', "names '../x', which is not there"),
+    ],
+)
+def test_an_index_that_is_none(copy: Path, text: str, says: str) -> None:
+    (copy / INDEX).write_text(text)
+    with pytest.raises(ConfigError, match=rf"index\.json.*{says}"):
+        load(copy)
+
+
+def test_an_index_without_what_the_library_reads(copy: Path) -> None:
+    files = json.loads((copy / INDEX).read_text())["weight_map"]
+    (copy / INDEX).write_text(json.dumps({"weight_map": files}))
+    with pytest.raises(ConfigError, match=r"index\.json: has no object 'metadata'"):
+        load(copy)
