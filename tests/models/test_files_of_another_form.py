@@ -11,6 +11,7 @@ from causal_lm_family import load
 
 from segue.messages.errors import ConfigError
 from segue.models.causal_lm import tiny
+from segue.models.chat_template import read_chat_template
 from segue.models.tokenizer import load_tokenizer
 
 INDEX = "model.safetensors.index.json"
@@ -66,3 +67,9 @@ def test_an_index_without_what_the_library_reads(copy: Path) -> None:
     (copy / INDEX).write_text(json.dumps({"weight_map": files}))
     with pytest.raises(ConfigError, match=r"index\.json: has no object 'metadata'"):
         load(copy)
+
+
+def test_a_template_that_is_no_text(copy: Path) -> None:
+    (copy / "chat_template.jinja").write_bytes(b"\xff\xfe{")
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja: cannot be read: 'utf-8' codec"):
+        read_chat_template(copy)
