@@ -73,3 +73,36 @@ def test_a_template_that_is_no_text(copy: Path) -> None:
     (copy / "chat_template.jinja").write_bytes(b"\xff\xfe{")
     with pytest.raises(ConfigError, match=r"chat_template\.jinja: cannot be read: 'utf-8' codec"):
         read_chat_template(copy)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"temperature": "x"}, "temperature is 'x'; it must be a number"),
+        ({"top_k": True}, "top_k is True; it must be a number"),
+        ({"eos_token_id": "no"}, "eos_token_id is 'no'; it must be a token id"),
+        ({"eos_token_id": [5, [1]]}, r"eos_token_id is \[5, \[1\]\]; it must be a token id"),
+        ({"suppress_tokens": ["a"]}, r"suppress_tokens is \['a'\]"),
+    ],
+)
+def test_values_of_another_type_among_those_of_generation(copy: Path, values: dict[str, object], says: str) -> None:
+    (copy / "generation_config.json").write_text(json.dumps({"do_sample": True, **values}))
+    with pytest.raises(ConfigError, match=rf"generation_config\.json: {says}"):
+        load(copy)
+
+
+@pytest.mark.parametrize("text", NO_OBJECTS)
+def test_a_config_of_generation_that_is_no_object(copy: Path, text: str) -> None:
+    (copy / "generation_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"generation_config\.json: must hold a JSON object"):
+        load(copy)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("num_attention_heads", 0), ("num_key_value_heads", 0), ("vocab_size", 10)]
+)
+def test_sizes_that_make_no_network(copy: Path, name: str, value: int) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, name: value}))
+    with pytest.raises(ConfigError, match="the weights cannot be loaded: "):
+        load(copy)

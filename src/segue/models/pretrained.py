@@ -13,11 +13,12 @@ from functools import partial
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 
 from segue.engines.contract import LoadContext
 from segue.messages.errors import ConfigError, nearest
 from segue.models.checkpoint import check_index, culprit, load_module
+from segue.models.generation import FILE as GENERATION
+from segue.models.json_files import check_objects
 from segue.models.library import (
     QUANTIZERS,
     VERSION,
@@ -140,8 +141,10 @@ def _read(
                 ignore_mismatched_sizes=emptied,
                 **where,
             )
-    # a quantised format needs its package; a file of another form has not the attributes of the right one
-    except (*_UNREADABLE, AttributeError, IndexError, RuntimeError, SafetensorError, ImportError) as error:
+    # whatever the library stumbles over is in the checkpoint: files of another form, sizes that make no network (a
+    # division by zero, an assertion), a quantised format whose package is not there
+    except Exception as error:
+        check_objects(ctx.model_dir, (GENERATION,))
         check_index(ctx.model_dir)
         at = culprit(ctx.model_dir, error)
         raise ConfigError(f"{at}: the weights cannot be loaded: {error}", field="model") from error
