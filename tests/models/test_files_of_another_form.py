@@ -7,11 +7,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from causal_lm_family import load
 
+from segue.kernels.kv_store import lazy_zeros
 from segue.messages.errors import ConfigError
 from segue.models.causal_lm import tiny
 from segue.models.chat_template import read_chat_template
+from segue.models.registry import family_of
 from segue.models.tokenizer import load_tokenizer
 
 INDEX = "model.safetensors.index.json"
@@ -106,3 +109,22 @@ def test_sizes_that_make_no_network(copy: Path, name: str, value: int) -> None:
     (copy / "config.json").write_text(json.dumps({**config, name: value}))
     with pytest.raises(ConfigError, match="the weights cannot be loaded: "):
         load(copy)
+
+
+@pytest.mark.parametrize("wrong", [[5], [["a"]], "LlamaForCausalLM", {"a": 1}])
+def test_architectures_that_are_no_names(copy: Path, wrong: object) -> None:
+    with pytest.raises(ConfigError, match="it must be a list of names"):
+        family_of({"architectures": wrong}, copy)
+
+
+def test_a_number_format_that_there_is_not(copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "dtype": "float12"}))
+    with pytest.raises(ConfigError, match=r"config\.json: .*float12"):
+        load(copy)
+
+
+@pytest.mark.parametrize("blocks", [2**55, 2**70])
+def test_a_cache_for_which_there_is_no_memory(blocks: int) -> None:
+    with pytest.raises(ConfigError, match=r"there is no memory for .* set fewer kv_blocks"):
+        lazy_zeros((blocks, 16), torch.float32, torch.device("cpu"))

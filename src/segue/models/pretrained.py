@@ -36,7 +36,7 @@ from segue.parallel.shard import shard
 LOAD_FORMATS = ("auto", "dummy")
 _TABLE = "embedding_rowwise"
 """How a tensor parallel plan cuts the embedding."""
-_UNREADABLE = (OSError, ValueError, TypeError, KeyError, StrictDataclassError)
+_UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError)
 
 
 def load_config(ctx: LoadContext) -> PreTrainedConfig:
