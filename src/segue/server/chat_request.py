@@ -144,6 +144,8 @@ def chat_request(values: dict[str, Any], card: ModelCard, settings: ServerSettin
 
     named = {"logprobs": "logprobs" if body.top_logprobs is None else "top_logprobs"}
     answering = answering_fields(body, card, "chatcmpl", now, named)
+    if body.prompt_token_ids is not None:  # which a stage behind the tokenizer cannot tell from messages
+        answering["written"]["messages"] = "prompt_token_ids"
     request_id = new_id("chatcmpl")
     requests = [
         Request(

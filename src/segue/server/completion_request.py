@@ -163,9 +163,10 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]
 
 
 def _place(prompts: list[str | list[int]], number: int) -> dict[str, str]:
-    """Names of one prompt in a `Request` → where it stands in the body."""
+    """Names of one prompt in a `Request` → where it stands in the body. A stage behind the tokenizer cannot tell what
+    its ids were made of, and says messages."""
     place = "prompt" if len(prompts) == 1 else f"prompt[{number}]"
-    return {"prompt": place, "prompt_token_ids": place}
+    return {"prompt": place, "prompt_token_ids": place, "messages": place}
 
 
 def _text(text: str, field: str) -> str:

@@ -160,7 +160,7 @@ def _written(body: CommonBody, stage: str | None, named: Mapping[str, str]) -> d
     for form, of_form in GUIDED.items():
         if getattr(body, form) is not None:
             names |= {f"structured_outputs.{of_form}": form, "structured_outputs": form}
-    if body.response_format is not None:
+    if body.response_format is not None and body.response_format.get("type") != "text":  # which asks for no form
         names |= {
             "structured_outputs.json": "response_format.json_schema.schema",
             "structured_outputs.structural_tag": "response_format",
