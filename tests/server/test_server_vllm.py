@@ -155,7 +155,6 @@ def test_a_salt_goes_along(server: Live, path: str) -> None:
     ("name", "value", "nothing"),
     [
         ("thinking_token_budget", 5, -1),
-        ("truncation_side", "right", "left"),
         ("spaces_between_special_tokens", False, True),
         ("repetition_detection", {"max_pattern_size": 2}, None),
         ("vllm_xargs", {"a": 1}, {}),

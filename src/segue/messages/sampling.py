@@ -15,6 +15,8 @@ GREEDY_BELOW = 1e-5
 MAX_OUTPUTS = 128
 """Most outputs of one prompt, shown or not."""
 MAX_BEAMS = 16
+SIDES = ("left", "right")
+"""What `truncation_side` may be."""
 MAX_BAD_WORDS = 1024
 MAX_BAD_CHARACTERS = 1 << 16
 """Of all `bad_words` together: the stage tokenizes them, and nobody else gets on meanwhile."""
@@ -79,6 +81,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     """Report the log-probabilities of these tokens, too, in the place of each generated one."""
     truncate_prompt_tokens: int | None = None
     """Keep only so many of the prompt's last tokens; -1: as many as the context holds."""
+    truncation_side: str | None = None
+    """Where `truncate_prompt_tokens` cuts: `left` (the default; the last tokens are kept) or `right`."""
     detokenize: bool | None = None
     """False: give ids, no text."""
     n: int | None = None
@@ -211,6 +215,11 @@ def _check_lists(params: SamplingParams, field: str) -> None:
         raise InvalidRequest(
             f"{field}.truncate_prompt_tokens is 0; it must be an integer from 1, or -1 for what the context holds",
             field=f"{field}.truncate_prompt_tokens",
+        )
+    if params.truncation_side not in (None, *SIDES):
+        raise InvalidRequest(
+            f"{field}.truncation_side is {params.truncation_side!r}; it must be {' or '.join(SIDES)}",
+            field=f"{field}.truncation_side",
         )
     if params.allowed_token_ids is not None and not params.allowed_token_ids:
         raise InvalidRequest(
