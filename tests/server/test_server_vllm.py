@@ -154,7 +154,6 @@ def test_a_salt_goes_along(server: Live, path: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "nothing"),
     [
-        ("thinking_token_budget", 5, -1),
         ("spaces_between_special_tokens", False, True),
         ("repetition_detection", {"max_pattern_size": 2}, None),
         ("vllm_xargs", {"a": 1}, {}),

@@ -98,6 +98,9 @@ class Request(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     """Prompts are found in the prefix cache only among requests with the same salt: nobody else can learn by the time
     to the first token what was asked."""
+    thought_marks: tuple[str, str] | None = None
+    """What opens a thought of the model and closes it; the orchestrator fills it in, where a stage's sampling bounds
+    thoughts."""
     return_prompt_ids: bool = False
     """Give the prompt's token ids with the first text."""
     options: dict[str, Any] = {}

@@ -85,6 +85,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     """Where `truncate_prompt_tokens` cuts: `left` (the default; the last tokens are kept) or `right`."""
     detokenize: bool | None = None
     """False: give ids, no text."""
+    thinking_token_budget: int | None = None
+    """At most so many tokens of thought: then the mark that ends it comes; -1: any number."""
     n: int | None = None
     """Outputs of one prompt, sampled independently; output i has the seed `seed + i`."""
     best_of: int | None = None
@@ -149,6 +151,7 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "logprobs": (-1, 2**31 - 1, "an integer, -1 for all tokens"),
     "prompt_logprobs": (-1, 2**31 - 1, "an integer, -1 for all tokens"),
     "truncate_prompt_tokens": (-1, 2**31 - 1, "an integer from 1, or -1 for what the context holds"),
+    "thinking_token_budget": (-1, 2**31 - 1, "an integer from 0, or -1 for any number"),
     "n": (1, MAX_OUTPUTS, f"an integer from 1 to {MAX_OUTPUTS}"),
     "best_of": (1, MAX_OUTPUTS, f"an integer from 1 to {MAX_OUTPUTS}"),
     "beam_width": (1, MAX_BEAMS, f"an integer from 1 to {MAX_BEAMS}"),
@@ -194,6 +197,12 @@ def check_sampling(params: SamplingParams, field: str) -> None:
             raise InvalidRequest(
                 f"{field}.logit_bias has {bias!r}; a bias must be from -100 to 100", field=f"{field}.logit_bias"
             )
+    if params.thinking_token_budget not in (None, -1) and params.structured_outputs is not None:
+        raise InvalidRequest(
+            f"{field}.thinking_token_budget is {params.thinking_token_budget} beside structured_outputs, which hold "
+            "the text to their form from its first token on: no thought can be there; leave one out",
+            field=f"{field}.thinking_token_budget",
+        )
     _check_lists(params, field)
     _check_outputs(params, field)
     if typed.structured_outputs is not None:

@@ -283,6 +283,7 @@ class AsyncOmni:
             check_sampling(params, f"sampling.{stage}")
             if (vocab := self.card.vocab_sizes.get(stage)) is not None:
                 check_token_ids(params, vocab, f"sampling.{stage}.")
+        self._mark_thoughts(request)
         check_types(request)
         if request.diffusion is not None:
             check_diffusion(request.diffusion)
@@ -296,6 +297,23 @@ class AsyncOmni:
         if request.voice is not None and request.voice not in self.card.voices:
             hint = nearest(request.voice, self.card.voices)
             raise NotFound(f"{self.card.name} has no voice {request.voice!r}{hint}", field="voice")
+
+    def _mark_thoughts(self, request: Request) -> None:
+        """Tell the stage whose thoughts are bounded how they are written. Raises `InvalidRequest`."""
+        for stage in self.card.sampling_stages:
+            asked = request.sampling.get(stage, SamplingParams()).thinking_token_budget
+            most = self.plan.stages[stage].sampling.thinking_token_budget if asked is None else asked
+            if most is None or most == -1:
+                continue
+            marks = self.card.dialect.reasoning if stage == self.card.text_stage else None
+            if marks is None:
+                field = f"sampling.{stage}.thinking_token_budget"
+                raise InvalidRequest(
+                    f"{field} is {most}, but this model marks no thoughts, as far as its chat template shows: leave it "
+                    "out",
+                    field=field,
+                )
+            request.thought_marks = (marks.open, marks.close)
 
 
 def _token_ids(ids: Any) -> list[int]:

@@ -72,6 +72,7 @@ class CommonBody(msgspec.Struct, kw_only=True):
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
+    thinking_token_budget: int | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None

@@ -9,7 +9,6 @@ from segue.messages.errors import InvalidRequest
 
 VLLM_UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "spaces_between_special_tokens": (True,),
-    "thinking_token_budget": (-1,),
     "repetition_detection": (),
     "watermarking": (False,),
     "stream_interval": (1,),
