@@ -125,6 +125,11 @@ def chat_request(values: dict[str, Any], card: ModelCard, settings: ServerSettin
     modalities = _modalities(body.modalities, card)
     voice, audio_format = _audio(body, card)
     tools = tool_plan(body.tools, body.tool_choice, body.parallel_tool_calls, values.get("tools"), dialect)
+    if body.detokenize is False and body.tools:
+        raise InvalidRequest(
+            "detokenize is False, but calls are read out of the text: leave out one of detokenize and tools",
+            field="detokenize",
+        )
     sampling = sampling_of(
         body,
         card,

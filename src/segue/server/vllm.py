@@ -8,8 +8,6 @@ from segue.media.sources import shown
 from segue.messages.errors import InvalidRequest
 
 VLLM_UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "spaces_between_special_tokens": (True,),
-    "repetition_detection": (),
     "watermarking": (False,),
     "stream_interval": (1,),
     "prompt_embeds": (),
