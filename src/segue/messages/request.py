@@ -66,8 +66,8 @@ class ChatOptions(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, kw_only=True):
-    """One generation. One of `messages`, `prompt` and `prompt_token_ids` is set; beside a `prompt` for a model that
-    makes pictures or video, the `messages` hold nothing but the media that go with it."""
+    """One generation. One of `messages`, `prompt`, `prompt_token_ids` and `prompt_embeds` is set; beside a `prompt` for
+    a model that makes pictures or video, the `messages` hold nothing but the media that go with it."""
 
     request_id: str
     messages: list[Message] = []
@@ -75,6 +75,8 @@ class Request(msgspec.Struct, kw_only=True):
     prompt: str | None = None
     """Text that is tokenized as it is, with no chat template."""
     prompt_token_ids: list[int] | None = None
+    prompt_embeds: bytes | None = None
+    """The prompt as input embeddings, [tokens, hidden]: a file as `torch.save` or safetensors writes it."""
     add_special_tokens: bool | None = None
     """Let the tokenizer add its own (a beginning of text, an end). None: to a `prompt` it does, to templated messages,
     whose template writes them, it does not."""

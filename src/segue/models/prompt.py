@@ -106,16 +106,20 @@ def _call(call: Any, field: str) -> Any:
         raise InvalidRequest(f"{field} has arguments that are not JSON: {error}", field=field) from error
 
 
-def given_as(request: Request) -> str:
-    """Which of `messages`, `prompt` and `prompt_token_ids` a request is. Raises `InvalidRequest` unless it is one."""
+def given_as(request: Request, *, embeds: bool = False) -> str:
+    """Which of `messages`, `prompt`, `prompt_token_ids` and, with `embeds`, `prompt_embeds` a request is. Raises
+    `InvalidRequest` unless it is one."""
     values = {
         "messages": request.messages or None,
         "prompt": request.prompt,
         "prompt_token_ids": request.prompt_token_ids,
+        "prompt_embeds": request.prompt_embeds,
     }
     found = [name for name, value in values.items() if value is not None]
     if len(found) > 1:
         raise InvalidRequest(f"give either {found[0]} or {found[1]}, not both", field=found[1])
+    if found == ["prompt_embeds"] and not embeds:
+        raise InvalidRequest("this model takes no prompt_embeds; send its prompt in another form", field=found[0])
     if not found:
         raise InvalidRequest("messages is empty; give at least one", field="messages")
     return found[0]

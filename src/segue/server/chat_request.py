@@ -76,6 +76,7 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "store": (False,),
     "moderation": (),
     "echo": (False,),
+    "prompt_embeds": (),
     "chat_template": (),
     "documents": ([],),
     "mm_processor_kwargs": ({},),

@@ -10,7 +10,6 @@ from segue.messages.errors import InvalidRequest
 VLLM_UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "watermarking": (False,),
     "stream_interval": (1,),
-    "prompt_embeds": (),
     "return_token_offsets": (False,),
     "guided_decoding_backend": ("auto", "xgrammar"),
     "guided_whitespace_pattern": (),

@@ -271,7 +271,7 @@ class Sequence:
         if told is not None:
             output.prompt_logprobs = told.found
             self.prompt_logprobs, self.job.fresh = None, False
-        if request.request.return_prompt_ids and "text" in request.to_client:
+        if request.request.return_prompt_ids and request.request.prompt_embeds is None and "text" in request.to_client:
             output.prompt_token_ids = self.ids[: self.prompt_length]
 
     def become(self, other: Sequence) -> None:
