@@ -64,10 +64,10 @@ def test_nothing_is_run(tmp_path: Path) -> None:
 def packed() -> bytes:
     """An archive of torch's whose files are compressed."""
     made = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(torch_file(torch.zeros(4, 4096)))) as old:
-        with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as new:
-            for entry in old.infolist():
-                new.writestr(entry.filename, old.read(entry))
+    old = zipfile.ZipFile(io.BytesIO(torch_file(torch.zeros(4, 4096))))
+    with old, zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as new:
+        for entry in old.infolist():
+            new.writestr(entry.filename, old.read(entry))
     return made.getvalue()
 
 

@@ -317,12 +317,6 @@ def _check_outputs(params: SamplingParams, field: str) -> None:
             "leave it out or give 0",
             field=f"{field}.temperature",
         )
-    if params.structured_outputs is not None:
-        raise InvalidRequest(
-            f"{field}.structured_outputs is given beside beam_width ({params.beam_width}), which does not go with it; "
-            "leave one out",
-            field=f"{field}.structured_outputs",
-        )
 
 
 def check_token_ids(params: SamplingParams, vocab_size: int, field: str) -> None:

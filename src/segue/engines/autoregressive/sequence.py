@@ -280,6 +280,7 @@ class Sequence:
         assert other.sampler is not None
         self.ids = other.ids[:]
         self.shareable = other.shareable
+        self.grammar = None if other.grammar is None else other.grammar.fork()
         self.sampler.rules.have_seen(other.sampler.rules)
         self.job.hashes = other.job.hashes[:]
 
