@@ -117,15 +117,15 @@ def test_only_where_the_deployment_says_so(running: tuple[System, Embedded], tmp
     _, library = running
     tiny.make("llama", tmp_path)
     closed = AsyncOmni(tmp_path)
-    with pytest.raises(InvalidRequest, match="takes none: see limits.max_prompt_embeds_bytes"):
+    with pytest.raises(InvalidRequest, match="this deployment takes none"):
         closed.stream(closed.request({"prompt_embeds": library.of("Hello")}))
 
 
 def test_a_thought_has_an_end(running: tuple[System, Embedded]) -> None:
     system, library = running
-    budget = SamplingParams(thinking_token_budget=4, skip_special_tokens=False).over(GREEDY)
-    [output] = system.ask({"prompt": "Why? <think>", "sampling": budget})
-    closing = library.tokenizer.encode("</think>", add_special_tokens=False)
+    budget = SamplingParams(thinking_token_budget=4, ignore_eos=True).over(GREEDY)
+    opening, closing = (library.tokenizer.encode(mark, add_special_tokens=False) for mark in ("<think>", "</think>"))
+    [output] = system.ask({"prompt_token_ids": library.ids("Why?") + opening, "sampling": budget})
     assert output.token_ids["llm"][4 : 4 + len(closing)] == closing
     assert "</think>" in output.text
     asked = {"messages": [{"role": "user", "content": "Why?"}], "max_tokens": 12}

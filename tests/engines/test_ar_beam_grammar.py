@@ -21,7 +21,7 @@ def adapter() -> WordAdapter:
 
 def search(adapter: WordAdapter, form: StructuredOutput, *names: str, config=None, **sampling):
     """By name, the outputs of a search, best first: (text, tokens, reason, score) each."""
-    params = SamplingParams(**{"beam_width": 4, "n": 4, "length_penalty": 0.0, "max_tokens": 24, **sampling})
+    params = SamplingParams(**{"beam_width": 4, "n": 4, "length_penalty": 0.0, "max_tokens": 16, **sampling})
     params = SamplingParams(structured_outputs=form).over(params)
     drive, there = driver(adapter, **(config or {}))
     for number, name in enumerate(names):
@@ -55,7 +55,7 @@ def test_however_it_is_served(adapter: WordAdapter) -> None:
     form = StructuredOutput(regex=EXPRESSION)
     alone, _ = search(adapter, form, "it")
     together, _ = search(adapter, form, "it", "second", "third")
-    cramped, stats = search(adapter, form, "it", "second", "third", config={"num_blocks": 18})
+    cramped, stats = search(adapter, form, "it", "second", "third", config={"num_blocks": 13})
     assert stats["preemptions_total"] > 0
     for outputs in (*together.values(), *cramped.values()):
         assert len({text for text, *_ in outputs}) == 4
