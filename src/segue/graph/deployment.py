@@ -213,8 +213,6 @@ class Limits:
     started again."""
     max_media_bytes: int = 64 * MiB
     """Of one picture, clip or recording as it comes in."""
-    max_prompt_embeds_bytes: int = 0
-    """Of a prompt that comes as embeddings; 0: none are taken, as their files are the client's to make."""
     max_image_pixels: int = 64_000_000
     max_audio_seconds: float = 300.0
     max_video_frames: int = 768
@@ -226,6 +224,8 @@ class Limits:
     """Of one video that is made."""
     max_outputs: int = 10
     """Pictures or videos of one request."""
+    max_prompt_embeds_bytes: int = 0
+    """Of a prompt that comes as embeddings; 0: none are taken, as their files are the client's to make."""
 
 
 @dataclass(frozen=True, slots=True)
