@@ -147,6 +147,11 @@ class PagedDecoder:
         if self.lora is not None:
             self.weight_bytes += self.lora.reserved_bytes(self.dtype)
 
+    @property
+    def reads_ids(self) -> bool:
+        """Its layers look up ids, besides the embeddings that they get."""
+        return self._by_layer is not None
+
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[n] → [n, H]."""
         return self._rows(token_ids)

@@ -66,11 +66,16 @@ class CommonBody(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    detokenize: bool | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     logprob_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+    thinking_token_budget: int | None = None
+    repetition_detection: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -228,6 +233,17 @@ def common_fields(body: CommonBody, card: ModelCard, now: float) -> dict[str, An
         raise InvalidRequest("stream_options is given, but stream is not true", field="stream_options")
     if body.prompt_logprobs is not None and body.stream:
         raise InvalidRequest("prompt_logprobs cannot be streamed; leave stream out", field="prompt_logprobs")
+    if body.spaces_between_special_tokens is False and body.skip_special_tokens is False:
+        raise Unsupported(
+            "spaces_between_special_tokens is False; where skip_special_tokens leaves special tokens in, they stand as "
+            "the tokenizer writes them: leave it out or use True",
+            field="spaces_between_special_tokens",
+        )
+    if body.detokenize is False and not body.return_token_ids:
+        raise InvalidRequest(
+            "detokenize is False, so the answer has no text; ask for its ids with return_token_ids, or leave it out",
+            field="detokenize",
+        )
     return {
         "options": options,
         "adapter": body.model if body.model in card.adapters else None,

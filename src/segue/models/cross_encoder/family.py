@@ -7,7 +7,7 @@ from typing import Any
 
 from segue.models.cross_encoder.graph import graph
 from segue.models.cross_encoder.recipe import read_activation
-from segue.models.family import Family
+from segue.models.family import CUT_OPTIONS, Family
 from segue.models.sequence_labels import classifies_sequences, labels_of
 
 TINY = ("bert-cross-encoder", "qwen3-reranker")
@@ -30,7 +30,7 @@ FAMILY = Family(
     graph=graph,
     stages_module="segue.models.cross_encoder.stages",
     chats=lambda model_dir: False,
-    options=frozenset({"text_pair", "use_activation"}),
+    options=frozenset({"text_pair", "use_activation", *CUT_OPTIONS}),
     tiny_module="segue.models.cross_encoder.tiny",
     tiny_names=TINY,
 )

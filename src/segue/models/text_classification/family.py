@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from segue.models.family import Family
+from segue.models.family import CUT_OPTIONS, Family
 from segue.models.sequence_labels import classifies_sequences, labels_of
 from segue.models.text_classification.graph import graph
 from segue.models.text_classification.recipe import read_activation
@@ -31,7 +31,7 @@ FAMILY = Family(
     graph=graph,
     stages_module="segue.models.text_classification.stages",
     chats=lambda model_dir: False,
-    options=frozenset({"use_activation"}),
+    options=frozenset({"use_activation", *CUT_OPTIONS}),
     tiny_module="segue.models.text_classification.tiny",
     tiny_names=TINY,
 )

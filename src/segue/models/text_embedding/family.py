@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from segue.models.family import Family
+from segue.models.family import CUT_OPTIONS, Family
 from segue.models.text_embedding.graph import graph
 from segue.models.text_embedding.recipe import MODULES, read_recipe
 
@@ -28,7 +28,7 @@ FAMILY = Family(
     graph=graph,
     stages_module="segue.models.text_embedding.stages",
     chats=lambda model_dir: False,
-    options=frozenset({"dimensions"}),
+    options=frozenset({"dimensions", *CUT_OPTIONS}),
     tiny_module="segue.models.text_embedding.tiny",
     tiny_names=TINY,
 )
