@@ -170,7 +170,18 @@ def test_limits_of_a_deployment() -> None:
             MediaLimits.from_options({"max_items": bad})
 
 
-FILES = [saved(small(), kind) for kind in ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF")]
+FILES = [
+    saved(small(), kind)
+    for kind in ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "ICO", "TGA")
+]
+
+
+def test_a_broken_avif() -> None:
+    """Its plugin raises an error of its own."""
+    data = saved(small(), "AVIF")
+    head = data.index(b"mdat") + 4
+    with pytest.raises(InvalidRequest, match="not a readable image file"):
+        decode_image(part(data[:head] + bytes(len(data) - head)), LIMITS)
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
