@@ -188,7 +188,7 @@ def test_a_broken_avif() -> None:
 @given(broken(FILES))
 def test_no_file_crashes_it(data: bytes) -> None:
     try:
-        pixels = decode_image(part(data), LIMITS)
+        pixels = decode_image(part(data), MediaLimits(max_image_pixels=100_000))  # so that each takes milliseconds
     except InvalidRequest:
         return
     assert pixels.dtype == np.uint8
