@@ -63,6 +63,11 @@ def read_config(model_dir: Path) -> dict[str, Any]:
 def family_of(config: dict[str, Any], model_dir: Path) -> Family:
     """The family that serves a checkpoint, by the `architectures` of its config, else by what the family looks for."""
     wanted = config.get("architectures") or []
+    if not isinstance(wanted, list) or not all(isinstance(name, str) for name in wanted):
+        raise ConfigError(
+            f"{model_dir}: architectures (of a pipeline: _class_name) is {wanted!r}; it must be the name of a class",
+            field="architectures",
+        )
     known = families()
     for family in known.values():
         if family.architectures & set(wanted):
