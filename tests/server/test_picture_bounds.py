@@ -50,9 +50,13 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
 @pytest.mark.parametrize("asked", ["size", "width", "height"])
 def test_sides_that_a_file_has_not(http: httpx.Client, server: Live, kind: str, most: int, asked: str) -> None:
     long = (most // 16 + 1) * 16
-    sides = {"size": {"size": f"{long}x16"}, "width": {"width": long, "height": 16}, "height": {"height": long}}[asked]
+    by_name: dict[str, dict[str, Any]] = {
+        "size": {"size": f"{long}x16"},
+        "width": {"width": long, "height": 16},
+        "height": {"height": long},
+    }
     for stream in (False, True):
-        body = {"prompt": "a wall", "output_format": kind, "stream": stream, **sides}
+        body = {"prompt": "a wall", "output_format": kind, "stream": stream, **by_name[asked]}
         error = error_of(http.post(MAKE, json=body), 413)
         assert error["param"] == "output_format"
         assert f"at most {most}" in error["message"]
