@@ -387,6 +387,38 @@ def test_what_is_half_written_is_not_there(tmp_path: Path) -> None:
     assert not list(jobs.glob("*/*.part"))
 
 
+def test_folders_that_are_not_what_they_say(tmp_path: Path) -> None:
+    """A job under another name, and a link to what is not ours: nothing is served of them, and nothing changed."""
+    jobs, other = tmp_path / "jobs", tmp_path / "other"
+    with serving(jobs) as server, client_of(server.url) as http:
+        video = ended(http, created(http)["id"])
+    other.mkdir(mode=0o755)
+    (other / "notes.part").write_text("keep this")
+    (jobs / ("video_" + "0" * 32)).symlink_to(other)
+    renamed = jobs / ("video_" + "1" * 32)
+    (jobs / video["id"]).rename(renamed)
+    with serving(jobs) as server, client_of(server.url) as http:
+        assert http.get(URL).json()["data"] == []
+        assert http.get(f"{URL}/{video['id']}").status_code == 404
+    assert stat.S_IMODE(other.stat().st_mode) == 0o755
+    assert (other / "notes.part").read_text() == "keep this"
+    assert (renamed / "video.mp4").exists()
+
+
+@pytest.mark.parametrize("request_file", [b"garbage", None])
+def test_a_request_that_cannot_be_read_any_more(tmp_path: Path, request_file: bytes | None) -> None:
+    with serving(tmp_path) as server, client_of(server.url) as http:
+        video = created(http, prompt=f"wait for {tmp_path / 'never'}")
+    file = tmp_path / video["id"] / "request"
+    file.unlink()
+    if request_file is not None:
+        file.write_bytes(request_file)
+    with serving(tmp_path) as server, client_of(server.url) as http:
+        error = ended(http, video["id"])["error"]
+    assert error["code"] == "stage_failed"
+    assert "cannot be read any more" in error["message"]
+
+
 def test_nobody_else_may_read_them(tmp_path: Path) -> None:
     def mode(path: Path) -> int:
         return stat.S_IMODE(path.stat().st_mode)

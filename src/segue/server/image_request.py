@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from segue.media.encode_image import check_image_format
+from segue.media.encode_image import check_image_format, check_image_sides
 from segue.media.parts import part_of
 from segue.media.sources import shown
 from segue.messages.carried import check_carried
@@ -134,7 +134,8 @@ def image_request(
         raise InvalidRequest(f"{given} is given, but stream is not true", field=given)
     output_format = check_image_format("png" if body.output_format is None else body.output_format, "output_format")
     request = painting_request(body, card, settings, prefix="img", modality="image", pictures=pictures)
-    request.diffusion = _with_count(body, request.diffusion or DiffusionParams())
+    request.diffusion = params = _with_count(body, request.diffusion or DiffusionParams())
+    check_image_sides(params.height or 0, params.width or 0, output_format, "output_format")
     request.deadline = turn_fields(None, None, body.deadline, time.time())["deadline"]
     return ImageRequest(
         request=request,
@@ -197,10 +198,11 @@ def picture_part(source: object, field: str, settings: ServerSettings) -> MediaP
     """One picture from the bytes of a file, a URL or `{"image_url": URL}`. Blocking (HTTP). Raises `InvalidRequest`."""
     if isinstance(source, Mapping):
         if set(source) != {"image_url"}:
-            raise Unsupported(
-                f"{field} has {', '.join(map(repr, source))}; send a file, a URL or image_url", field=field
-            )
+            has = ", ".join(map(shown, source)) or "nothing in it"
+            raise Unsupported(f"{field} has {has}; send a file, a URL or image_url", field=field)
         source = source["image_url"]
+    if isinstance(source, list):
+        raise InvalidRequest(f"{field} is a list of {len(source)}; it must be one file or URL", field=field)
     if not isinstance(source, bytes | str):
         raise InvalidRequest(f"{field} is {shown(source)}; it must be a file or a URL", field=field)
     return part_of("image", source, settings.media, field)

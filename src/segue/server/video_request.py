@@ -9,6 +9,8 @@ from typing import Any
 import msgspec
 
 from segue.media.sources import shown
+from segue.media.write_video import check_video_sides
+from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import InvalidRequest, SegueError
 from segue.messages.request import MediaPart, Request
 from segue.orchestrator.service import ModelCard
@@ -49,6 +51,9 @@ def video_request(values: dict[str, Any], card: ModelCard, settings: ServerSetti
     request = painting_request(
         body, card, settings, prefix="video", modality="video", pictures=_pictures(body, card, settings)
     )
+    params = request.diffusion or DiffusionParams()
+    height, width = params.height or 0, params.width or 0
+    check_video_sides(height, width, "size" if body.size is not None else "height" if height >= width else "width")
     assert request.seed is not None  # drawn where there was none
     now = time.time()
     job = Job(

@@ -17,6 +17,7 @@ from starlette.responses import FileResponse, Response
 
 from segue.graph.parts import TOKENS
 from segue.media.sources import shown
+from segue.media.write_video import check_video_encoder
 from segue.messages.errors import InvalidRequest, NotFound, SegueError
 from segue.messages.request import Request
 from segue.observe.metrics import ServerMetrics
@@ -39,7 +40,8 @@ class Videos:
     """The jobs of a server, for as long as it runs."""
 
     def __init__(self, service: Service, settings: ServerSettings, metrics: ServerMetrics) -> None:
-        """Raises `ConfigError` where the jobs cannot be kept."""
+        """Raises `ConfigError` where the jobs cannot be kept, or no video can be written."""
+        check_video_encoder()
         self.store = VideoStore(
             settings.video_dir or default_directory(service.card),
             max_jobs=settings.max_videos,

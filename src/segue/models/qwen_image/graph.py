@@ -11,6 +11,11 @@ from segue.models.diffusion.sizes import Sizes, config_of
 
 EDITING = ("QwenImageEditPipeline", "QwenImageEditPlusPipeline")
 """Pipelines that work on pictures."""
+PLACES = 4096
+"""Positions that the network knows (diffusers' `QwenEmbedRope`): of tokens on each side of a picture's middle, and of
+the text, whose first is where the longest side of a picture ends."""
+LONGEST = 1024
+"""Tokens of a prompt, where no picture is edited."""
 
 
 def graph(config: dict[str, Any]) -> StageGraph:
@@ -26,7 +31,9 @@ def graph(config: dict[str, Any]) -> StageGraph:
 
 def sizes(config: dict[str, Any], model_dir: Path) -> Sizes:
     """What it makes. Raises `ConfigError`."""
-    return Sizes(2 * pixels_per_latent(model_dir))
+    multiple = 2 * pixels_per_latent(model_dir)
+    edits = config.get("_class_name") in EDITING  # whose longest side hangs on the text
+    return Sizes(multiple, largest_side=None if edits else 2 * (PLACES - LONGEST) * multiple)
 
 
 def pixels_per_latent(model_dir: Path) -> int:

@@ -12,7 +12,7 @@ from segue.messages.errors import ConfigError, InvalidRequest
 from segue.models.diffusion.input import DiffusionInput, Picture, Rules, negative_of, pictures_at
 from segue.models.diffusion.library import VaeImageProcessor
 from segue.models.diffusion.loading import component_config, load_tokenizer, pipeline_index
-from segue.models.qwen_image.graph import pixels_per_latent, sizes
+from segue.models.qwen_image.graph import LONGEST, pixels_per_latent, sizes
 
 TEMPLATE = (
     "<|im_start|>system\n"
@@ -23,7 +23,6 @@ TEMPLATE = (
 """What the published text encoder was trained with, as the library's pipeline has it."""
 DROP = 34
 """Tokens of the template before the prompt, whose hidden states are left out."""
-LONGEST = 1024
 _LATENTS = 128
 """Height and width of the latents by default."""
 _FROM_PICTURE = DiffusionParams(strength=0.6)

@@ -48,6 +48,7 @@ class StableDiffusion3Denoiser(Denoiser):
             scheduler.set_timesteps(sigmas=params.sigmas, device=self.device, **more)
         else:
             scheduler.set_timesteps(params.num_inference_steps, device=self.device, **more)
+        scheduler.set_begin_index(0)  # of noise levels that lie close together, two timesteps may be equal
         return after_strength(scheduler, params)
 
     def begins_with(self, given: Given) -> dict[str, torch.Tensor] | None:

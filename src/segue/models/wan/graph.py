@@ -39,5 +39,7 @@ def graph(config: dict[str, Any]) -> StageGraph:
 
 def sizes(config: dict[str, Any], model_dir: Path) -> Sizes:
     """What it makes. Raises `ConfigError`."""
-    vae, (_, patch, _) = config_of(model_dir, "vae"), config_of(model_dir, "transformer").get("patch_size", (1, 2, 2))
-    return Sizes(vae.get("scale_factor_spatial", 8) * patch, frame_step=vae.get("scale_factor_temporal", 4))
+    vae, network = config_of(model_dir, "vae"), config_of(model_dir, "transformer")
+    multiple = vae.get("scale_factor_spatial", 8) * network.get("patch_size", (1, 2, 2))[1]
+    largest = network.get("rope_max_seq_len", 1024) * multiple
+    return Sizes(multiple, largest_side=largest, frame_step=vae.get("scale_factor_temporal", 4))
