@@ -99,9 +99,7 @@ class Encoder:
 
     def _work(self, request_id: str, unit: Payload) -> Work:
         known = (unit["kind"], unit["hash"]) in self.cache
-        return Work(
-            request_id, unit, bucket=_bucket(unit), cost=1 if known else self._cost(unit), ordered=False
-        )
+        return Work(request_id, unit, bucket=_bucket(unit), cost=1 if known else self._cost(unit), ordered=False)
 
     def _cost(self, unit: Payload) -> int:
         """Rows that are made of it."""

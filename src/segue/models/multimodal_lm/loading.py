@@ -151,8 +151,8 @@ def _check_ranks(ctx: LoadContext) -> None:
     model = empty_model(ctx)
     if layers_across(load_config(ctx)):
         raise ConfigError(
-            f"{type(model).__name__} cannot be run tensor parallel: its layers look at rows of pictures, which only the "
-            "first rank is given; leave tensor_parallel out",
+            f"{type(model).__name__} cannot be run tensor parallel: its layers look at rows of pictures, which only "
+            "the first rank is given; leave tensor_parallel out",
             field="tensor_parallel",
         )
     if taken_by(decoder_of(model).forward, dict.fromkeys(DEEP_ARGUMENTS)):

@@ -2,10 +2,10 @@
 
 A picture has one token in the prompt, and many rows beside it. Which of them a token sees, the processor says, by tiles
 (`cross_attention_mask`): from the picture's token on until the next picture's, that picture's tiles, but not those that
-fill it up to a full number. A token that sees none, because it stands before the first picture, is not left alone by the
-library: its masked scores are all alike, so its attention is over every row of every picture, and only the layer's MLP
-is switched off for it (`full_text_row_masked_out_mask`). That is done here, too, because it is what `generate` does; so
-such a token is another one for other pictures behind it.
+fill it up to a full number. A token that sees none, because it stands before the first picture, is not left alone by
+the library: its masked scores are all alike, so its attention is over every row of every picture, and only the layer's
+MLP is switched off for it (`full_text_row_masked_out_mask`). That is done here, too, because it is what `generate`
+does; so such a token is another one for other pictures behind it.
 
 T prompt tokens, m pictures, t tiles of each, n rows of one (t · patches), H hidden size.
 """
