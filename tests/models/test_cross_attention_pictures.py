@@ -128,14 +128,6 @@ def test_text_before_other_pictures_is_another(stages: Stages, directory: Path) 
     assert run.cached["longer"] >= 16
 
 
-def test_after_preemption(stages: Stages, expected: dict[str, list[int]]) -> None:
-    names = ("none", "first", "two turns")
-    lengths = [len(payload_of(stages, TALKS[name])["token_ids"]) + 2 for name in names]
-    run = Run(stages, prefix_caching=False, block_size=4, num_blocks=sum(-(-length // 4) for length in lengths))
-    assert replies(run, {name: TALKS[name] for name in names}) == {name: expected[name] for name in names}
-    assert run.engine.stats()["preemptions_total"] > 0
-
-
 def test_two_replies_to_one_prompt(stages: Stages, expected: dict[str, list[int]]) -> None:
     run = Run(stages, block_size=4, max_tokens_per_step=10)
     assert run.two(payload_of(stages, TALKS["two apart"]), TOKENS) == dict.fromkeys((0, 1), expected["two apart"])
