@@ -18,8 +18,8 @@ from segue.bench.load_results import measure
 from segue.bench.meters import SideUsage
 from segue.bench.profile import baseline_stages
 from segue.bench.report import markdown, plot, typical
-from segue.bench.result_file import write_result
-from segue.bench.results import LevelResult, Result, Settings, StageFigures, read_result
+from segue.bench.result_file import read_values, result_of, write_result
+from segue.bench.results import LevelResult, Result, Settings, StageFigures
 from segue.bench.stats import METRICS, HistogramFigures, agreement, figures, ratio
 from segue.messages.errors import ConfigError
 
@@ -68,6 +68,10 @@ def result() -> Result:
         silence=1e-4,
     )
     return Result(finished="2026-11-21T12:00:00+00:00", machine=found, settings=settings, levels=[level(1), level(8)])
+
+
+def read_result(path: Path) -> Result:
+    return result_of(read_values(path), Result, path)
 
 
 def test_a_result_is_written_and_read_again(result: Result, tmp_path: Path) -> None:

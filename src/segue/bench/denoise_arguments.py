@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 from pathlib import Path
 
-from segue.bench.arguments import count, counts, some_of
+from segue.bench.arguments import add_device, add_out, count, counts, progress, some_of
 from segue.cli_parser import Parser
 
 SHAPES = ("qwen-image", "wan2.2-ti2v-5b", "tiny-image", "tiny-video")
@@ -19,8 +18,7 @@ def add_denoise(commands: argparse._SubParsersAction[Parser]) -> None:
     denoise = commands.add_parser("denoise", help="a denoiser against the device's ceiling and diffusers' pipelines")
     denoise.add_argument("--shape", choices=SHAPES, default="qwen-image", help="(default: qwen-image)")
     denoise.add_argument("--cache", type=Path, default=Path("out"), help="where shapes are written (default: out)")
-    denoise.add_argument("--device", default="cuda:0", help="cpu or cuda:N (default: cuda:0)")
-    denoise.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    add_device(denoise)
     denoise.add_argument("--height", type=count, help="pixels (default: the shape's own)")
     denoise.add_argument("--width", type=count, help="pixels (default: the shape's own)")
     denoise.add_argument("--frames", type=count, help="of a video (default: the shape's own)")
@@ -28,7 +26,7 @@ def add_denoise(commands: argparse._SubParsersAction[Parser]) -> None:
     denoise.add_argument("--clients", type=counts, default=[1, 4], help="requests at once (default: 1,4)")
     denoise.add_argument("--sides", type=some_of(SIDES), default=list(SIDES), help=f"of {','.join(SIDES)}")
     denoise.add_argument("--seconds", type=count, default=480, help="nothing new is begun after so long (default: 480)")
-    denoise.add_argument("--out", type=Path, default=Path("out/bench"), help="directory of the results")
+    add_out(denoise)
     denoise.set_defaults(run=_denoise)
 
 
@@ -63,7 +61,7 @@ def _denoise(arguments: argparse.Namespace) -> int:
         clients=clients,
         seconds=arguments.seconds,
         keep=lambda so_far: write_result(so_far, path),
-        say=lambda line: print(line, file=sys.stderr, flush=True),
+        say=progress,
     )
     result = asyncio.run(run(bench))
     text = markdown(result)

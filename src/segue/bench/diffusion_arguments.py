@@ -6,11 +6,9 @@ import argparse
 import asyncio
 import os
 import shutil
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 
-from segue.bench.arguments import count, counts
+from segue.bench.arguments import add_out, check_installed, count, counts, progress
 from segue.cli_parser import Parser
 from segue.messages.diffusion import diffusion_from
 from segue.messages.errors import ConfigError, InvalidRequest
@@ -65,7 +63,7 @@ def add_diffusion(commands: argparse._SubParsersAction[Parser]) -> None:
     pictures.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     pictures.add_argument("--config", type=Path, help="deployment file of Segue")
     pictures.add_argument("--seed", type=int, default=0)
-    pictures.add_argument("--out", type=Path, default=Path("out/bench"), help="directory of the results")
+    add_out(pictures)
     pictures.set_defaults(run=_diffusion)
 
 
@@ -80,9 +78,7 @@ def step_cache(text: str) -> tuple[str, float | None]:
 
 
 def _diffusion(arguments: argparse.Namespace) -> int:
-    missing = [name for name in NEEDS if find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"segue bench needs {' and '.join(missing)}: pip install 'segue[bench]'")
+    check_installed(NEEDS)
     if arguments.losses:
         return _losses(arguments)
     if arguments.load and 1 not in arguments.concurrency:
@@ -111,7 +107,7 @@ def _diffusion(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         config=yaml.safe_load(arguments.config.read_text()) if arguments.config is not None else {},
         keep=lambda so_far: write_result(so_far, path),
-        say=lambda line: print(line, file=sys.stderr, flush=True),
+        say=progress,
     )
     result = asyncio.run(run(bench))
     write_report(result, path, markdown, plot)
@@ -138,7 +134,7 @@ def _losses(arguments: argparse.Namespace) -> int:
         dtype=arguments.dtype,
         seed=arguments.seed,
         config=yaml.safe_load(arguments.config.read_text()) if arguments.config is not None else {},
-        say=lambda line: print(line, file=sys.stderr, flush=True),
+        say=progress,
     )
     result = asyncio.run(run(bench))
     write_result(result, path)

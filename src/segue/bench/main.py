@@ -6,16 +6,15 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
-from segue.bench.arguments import count, counts, some_of
+from segue.bench.arguments import add_out, check_installed, count, counts, progress, some_of
 from segue.bench.denoise_arguments import add_denoise
 from segue.bench.diffusion_arguments import add_diffusion
 from segue.bench.steps_arguments import add_steps
 from segue.bench.text_arguments import add_text
 from segue.cli_parser import Parser
-from segue.messages.errors import ConfigError, SegueError
+from segue.messages.errors import SegueError
 
 BASELINES = ("one", "static")
 SIZES = ("tiny", "small")
@@ -65,7 +64,7 @@ def parser() -> Parser:
     omni.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     omni.add_argument("--load-format", choices=["auto", "dummy"], default="auto")
     omni.add_argument("--seed", type=int, default=0)
-    omni.add_argument("--out", type=Path, default=Path("out/bench"), help="directory of the results")
+    add_out(omni)
     omni.set_defaults(run=_omni)
     add_text(commands)
     add_diffusion(commands)
@@ -75,9 +74,7 @@ def parser() -> Parser:
 
 
 def _omni(arguments: argparse.Namespace) -> int:
-    missing = [name for name in NEEDS if find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"segue bench needs {' and '.join(missing)}: pip install 'segue[bench]'")
+    check_installed(NEEDS)
     # these bring torch and matplotlib: not for --help
     from segue.bench.checkpoint import make_preset, make_shape
     from segue.bench.load_report import result_path, write_report
@@ -107,7 +104,7 @@ def _omni(arguments: argparse.Namespace) -> int:
         config=arguments.config,
         threads=arguments.threads,
         keep=lambda so_far: write_result(so_far, path),
-        say=lambda line: print(line, file=sys.stderr, flush=True),
+        say=progress,
     )
     write_report(asyncio.run(run(bench)), path, markdown, plot)
     return 0

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 
 from segue.bench.driver import Outcome
 from segue.bench.load_results import GrowingResult
 from segue.bench.meters import SideUsage
-from segue.bench.result_file import read_values, result_of
 from segue.bench.stats import HistogramFigures, Ratio, SideFigures
 
 
@@ -71,8 +68,3 @@ class Result(GrowingResult, kw_only=True):
     settings: Settings
     levels: list[LevelResult]
     gpu_peak_bytes: dict[str, int] = msgspec.field(default_factory=dict)
-
-
-def read_result(path: Path) -> Result:
-    """Raises `ConfigError` for what is no result of this version."""
-    return result_of(read_values(path), Result, path)

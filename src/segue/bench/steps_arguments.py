@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 
-from segue.bench.arguments import count, counts, some_of
+from segue.bench.arguments import add_device, add_out, check_installed, count, counts, progress, some_of
 from segue.cli_parser import Parser
 from segue.messages.errors import ConfigError
 
@@ -23,8 +21,7 @@ def add_steps(commands: argparse._SubParsersAction[Parser]) -> None:
     model.add_argument("--model", type=Path, help="directory with a config.json; weights are random in any case")
     model.add_argument("--shape", choices=SHAPES, default="qwen2.5-7b", help="a published shape (default: qwen2.5-7b)")
     steps.add_argument("--cache", type=Path, default=Path("out"), help="where shapes are written (default: out)")
-    steps.add_argument("--device", default="cuda:0", help="cpu or cuda:N (default: cuda:0)")
-    steps.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    add_device(steps)
     steps.add_argument("--batches", type=counts, default=[1, 32, 128], help="sequences (default: 1,32,128)")
     steps.add_argument("--prompt", type=count, default=512, help="tokens before the decode steps (default: 512)")
     steps.add_argument("--output", type=count, default=64, help="tokens of each sequence (default: 64)")
@@ -33,14 +30,12 @@ def add_steps(commands: argparse._SubParsersAction[Parser]) -> None:
     steps.add_argument("--repeats", type=count, default=3)
     steps.add_argument("--seconds", type=count, default=540, help="nothing new is begun after so long (default: 540)")
     steps.add_argument("--seed", type=int, default=0)
-    steps.add_argument("--out", type=Path, default=Path("out/bench"), help="directory of the results")
+    add_out(steps)
     steps.set_defaults(run=_steps)
 
 
 def _steps(arguments: argparse.Namespace) -> int:
-    missing = [name for name in ("matplotlib",) if find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"segue bench needs {' and '.join(missing)}: pip install 'segue[bench]'")
+    check_installed(["matplotlib"])
     if arguments.output < 2:
         raise ConfigError(f"output is {arguments.output}; it must be at least 2: the first comes of no decode step")
     # these bring torch and matplotlib: not for --help
@@ -65,7 +60,7 @@ def _steps(arguments: argparse.Namespace) -> int:
         seconds=arguments.seconds,
         seed=arguments.seed,
         keep=lambda so_far: write_result(so_far, path),
-        say=lambda line: print(line, file=sys.stderr, flush=True),
+        say=progress,
     )
     result = asyncio.run(run(bench))
     write_report(result, path, markdown, plot)

@@ -6,16 +6,13 @@ import argparse
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import Coroutine
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from segue.bench.arguments import count, counts, some_of
+from segue.bench.arguments import add_out, check_installed, count, counts, progress, some_of
 from segue.cli_parser import Parser
 from segue.graph.deployment import QUANTIZATIONS
-from segue.messages.errors import ConfigError
 
 if TYPE_CHECKING:
     from segue.bench.text_results import TextResult
@@ -72,7 +69,7 @@ def add_text(commands: argparse._SubParsersAction[Parser]) -> None:
     text.add_argument("--long-prompt", type=int, default=0, help="tokens, e.g. 16384: ITL of others meanwhile")
     text.add_argument("--crowds", type=counts, default=[], help="simultaneous requests, e.g. 1,2,4,8,10,16,32,64")
     text.add_argument("--seed", type=int, default=0)
-    text.add_argument("--out", type=Path, default=Path("out/bench"), help="directory of the results")
+    add_out(text)
     text.set_defaults(run=_text)
 
 
@@ -104,9 +101,7 @@ def _shapes(text: str) -> list[Shape]:
 
 
 def _text(arguments: argparse.Namespace) -> int:
-    missing = [name for name in NEEDS if find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"segue bench needs {' and '.join(missing)}: pip install 'segue[bench]'")
+    check_installed(NEEDS)
     # these bring torch and matplotlib: not for --help
     from segue.bench.load_report import result_path, write_report
     from segue.bench.result_file import write_result
@@ -137,7 +132,7 @@ def _text(arguments: argparse.Namespace) -> int:
         long_prompt=arguments.long_prompt,
         crowds=arguments.crowds,
         keep=lambda so_far: write_result(so_far, path),
-        say=lambda line: print(line, file=sys.stderr, flush=True),
+        say=progress,
     )
     try:
         result = asyncio.run(_until_told(run(bench)))

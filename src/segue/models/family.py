@@ -12,9 +12,6 @@ from segue.graph.stage_graph import StageGraph
 from segue.models.dialects.dialect import Dialect, dialect_of
 from segue.models.diffusion.sizes import Sizes
 
-CUT_OPTIONS = frozenset({"truncate_prompt_tokens", "truncation_side"})
-"""Options of every family whose requests are texts that become numbers (`segue.models.text_cut`)."""
-
 
 class Stages(Protocol):
     """The torch half of a family: its `stages` module, imported by workers only."""

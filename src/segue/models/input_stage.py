@@ -29,7 +29,7 @@ class InputStage(ABC):
         """Nothing is upstream of the input stage."""
         return []
 
-    def end(self, state: None) -> None:  # noqa: B027 there is nothing to do, in any family
+    def end(self, state: None) -> None:
         """Nothing is kept per request."""
 
     def run(self, works: list[Work]) -> list[Result]:

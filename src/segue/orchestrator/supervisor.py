@@ -35,7 +35,7 @@ from segue.messages.wire import (
 )
 from segue.orchestrator.adapters import Adapters
 from segue.orchestrator.hangs import HangWatch
-from segue.orchestrator.placement import LocalPlacement
+from segue.orchestrator.placement import LocalPlacement, Placement
 from segue.orchestrator.replicas import Replica, Replicas
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Supervisor:
         """By worker incarnation."""
         self.stopping = False
         """Who dies now is not replaced."""
-        self._placement = LocalPlacement(
+        self._placement: Placement = LocalPlacement(
             preload, on_spawned=self._on_spawned, on_exit=self._on_exit, on_lost=self._on_placement_lost
         )
         self._context: zmq.Context[Any] | None = None  # a system that was never started has nothing to close

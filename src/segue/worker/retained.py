@@ -7,12 +7,12 @@ then dies, the stage itself is run again.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import BinaryIO
 
 from segue.connectors import payload as codec
 from segue.connectors.base import Payload
@@ -38,7 +38,7 @@ class _Stream:
     items: list[_Item] = field(default_factory=list)
     in_memory: int = 0
     whole: bool = True
-    file: BinaryIO | None = None
+    file: io.BufferedRandom | None = None
 
 
 class RetainedStore:
@@ -94,7 +94,7 @@ class RetainedStore:
                 assert stream.file is not None
                 data = bytearray(item.length)
                 stream.file.seek(item.offset)
-                stream.file.readinto(data)  # type: ignore[attr-defined]
+                stream.file.readinto(data)
                 yield codec.read_from(memoryview(data)), item.final, item.nbytes
 
     def _make_room(self) -> None:

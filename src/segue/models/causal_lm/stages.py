@@ -1,6 +1,6 @@
 """The torch half of the family: what each stage is built with, and what leaves over the one edge.
 
-**input → llm** (`prompt`): `{"token_ids": LongTensor [T]}`, one payload, final.
+**input → llm** (`whole`): `{"token_ids": LongTensor [T]}`, one payload, final.
 """
 
 from __future__ import annotations
@@ -8,15 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from segue.engines.contract import Payload, StageOutput, StageRequest, Transfer
+from segue.engines.contract import Transfer
 from segue.models.causal_lm.input import InputProcessor
 from segue.models.causal_lm.llm import LLM
-
-
-def prompt(request: StageRequest, output: StageOutput) -> Payload | None:
-    """input → llm: the prompt."""
-    return output.payload
-
+from segue.models.transfers import whole
 
 ADAPTERS: dict[str, Callable[..., Any]] = {"input": InputProcessor, "llm": LLM}
-TRANSFERS: dict[tuple[str, str], Transfer] = {("input", "llm"): prompt}
+TRANSFERS: dict[tuple[str, str], Transfer] = {("input", "llm"): whole}

@@ -7,8 +7,8 @@ from typing import Any
 
 from segue.models.cross_encoder.graph import graph
 from segue.models.cross_encoder.recipe import read_activation
-from segue.models.family import CUT_OPTIONS, Family
 from segue.models.sequence_labels import classifies_sequences, labels_of
+from segue.models.text_family import text_family
 
 TINY = ("bert-cross-encoder", "qwen3-reranker")
 """The families that `segue tiny` knows."""
@@ -23,14 +23,4 @@ def claims(config: dict[str, Any], model_dir: Path) -> bool:
     return True
 
 
-FAMILY = Family(
-    name="cross_encoder",
-    architectures=frozenset(),
-    claims=claims,
-    graph=graph,
-    stages_module="segue.models.cross_encoder.stages",
-    chats=lambda model_dir: False,
-    options=frozenset({"text_pair", "use_activation", *CUT_OPTIONS}),
-    tiny_module="segue.models.cross_encoder.tiny",
-    tiny_names=TINY,
-)
+FAMILY = text_family("cross_encoder", claims, graph, TINY, frozenset({"text_pair", "use_activation"}))

@@ -71,7 +71,7 @@ class Decoder(ABC):
         """Pixels of one picture or frame."""
         return latents.shape[-1] * latents.shape[-2] * self.scale**2
 
-    def warm_up(self) -> None:  # noqa: B027
+    def warm_up(self) -> None:
         """Families that know a small latent may do more."""
 
     def begin(self, request: StageRequest) -> tuple[_State, list[Work]]:
@@ -100,7 +100,7 @@ class Decoder(ABC):
             for payload, pixels in zip(payloads, decoded, strict=True)
         ]
 
-    def end(self, state: _State) -> None:  # noqa: B027
+    def end(self, state: _State) -> None:
         """Nothing is kept but the state itself."""
 
 

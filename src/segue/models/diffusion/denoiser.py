@@ -285,7 +285,7 @@ class Denoiser(ABC):
         small = functional.adaptive_avg_pool2d(flat.float(), size).to(latents.dtype)
         return {"latents": small.reshape(*latents.shape[:-2], *size), "index": sample.index, **self.told(sample)}
 
-    def end(self, state: Given) -> None:  # noqa: B027
+    def end(self, state: Given) -> None:
         """Nothing is kept but the state itself."""
 
     def _samples(self, given: Given, conditions: list[Any]) -> Iterator[Sample]:

@@ -41,7 +41,7 @@ class TextEncoder(ABC):
         """Only the items of requests of equal bucket share a call."""
         return None
 
-    def warm_up(self) -> None:  # noqa: B027
+    def warm_up(self) -> None:
         """Families that know what an item looks like may do more."""
 
     def padded(self, texts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,7 +79,7 @@ class TextEncoder(ABC):
                     self.cache.put((name, key), found[key][name])
         return [Result({self.key: [found[key] for key, _ in pairs]}) for pairs in keyed]
 
-    def end(self, state: str) -> None:  # noqa: B027
+    def end(self, state: str) -> None:
         """Nothing is kept per request."""
 
     def _known(self, key: bytes) -> dict[str, torch.Tensor] | None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from segue.engines.contract import Payload, StageOutput, StageRequest, Transfer
+from segue.models.transfers import whole
 
 
 def picked(*keys: str) -> Transfer:
@@ -40,11 +41,6 @@ def renamed(key: str, name: str) -> Transfer:
         return {name: payload[key]} if key in payload else None
 
     return transfer
-
-
-def whole(request: StageRequest, output: StageOutput) -> Payload | None:
-    """All of the payload."""
-    return output.payload
 
 
 def texts_for(name: str) -> Transfer:

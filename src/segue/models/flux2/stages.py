@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 from segue.engines.contract import Transfer
-from segue.models.diffusion.transfers import pictures, settings, texts, whole
+from segue.models.diffusion.transfers import pictures, settings, texts
 from segue.models.flux2.denoiser import Flux2Denoiser
 from segue.models.flux2.input import Input
 from segue.models.flux2.text_encoder import Encoder
 from segue.models.flux2.vae import Flux2Decoder, Flux2Encoder
+from segue.models.transfers import whole
 
 ADAPTERS: dict[str, Callable[..., Any]] = {
     "input": Input,

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from segue.messages.errors import InvalidRequest, nearest
-from segue.models.diffusion.library import LIBRARIES, AutoConfig
+from segue.models.diffusion.library import LIBRARIES, AutoConfig, PreTrainedModel
 from segue.models.diffusion.tiny import Part, randomise, scale_to, write_index, write_tokenizer
-from segue.models.diffusion.tiny_parts import QWEN_SPECIAL, QWEN_TEMPLATE, write_qwen_tokenizer
+from segue.models.diffusion.tiny_parts import JOINT_GAINS, QWEN_SPECIAL, QWEN_TEMPLATE, write_qwen_tokenizer
 from segue.models.family import TinyPreset
 from segue.models.tiny.files import BASE_VOCAB, train_tokenizer, write_json
+from segue.models.tiny.sizes import check_size
 
 PARTS: Mapping[str, Part] = {
     "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
@@ -72,8 +72,7 @@ def make(directory: Path, size: str = "tiny", seed: int = 0, *, klein: bool = Fa
     `klein`: of the kind with Qwen 3; `distilled`: of it, the one that takes few steps and no guidance. Raises
     `InvalidRequest` for an unknown size.
     """
-    if size not in SIZES:
-        raise InvalidRequest(f"no size {size!r}{nearest(size, SIZES)}", field="size")
+    check_size(size, SIZES)
     directory.mkdir(parents=True, exist_ok=True)
     if klein:
         write_index(directory, "Flux2KleinPipeline", KLEIN_PARTS, is_distilled=distilled)
@@ -174,10 +173,10 @@ def _text_config(layers: int) -> dict[str, Any]:
     }
 
 
-def _write_text_encoder(directory: Path, model: torch.nn.Module, seed: int) -> None:
+def _write_text_encoder(directory: Path, model: PreTrainedModel, seed: int) -> None:
     model.eval()
     randomise(model, seed, {r"\.[qk]_norm\.": 2.0, r"\.[qk]_proj\.": 1.6, r"\.o_proj\.": 2.0, r"\.down_proj\.": 0.7})
-    model.save_pretrained(directory / "text_encoder")  # type: ignore[operator]
+    model.save_pretrained(directory / "text_encoder")
 
 
 def _make_transformer(directory: Path, small: _Small, seed: int, *, embeds: bool) -> None:
@@ -193,14 +192,7 @@ def _make_transformer(directory: Path, small: _Small, seed: int, *, embeds: bool
         guidance_embeds=embeds,
     )
     network.eval()
-    # the prompt has to be seen: sharp attention, and more of it than of what a token was before
-    gains = {
-        r"\.norm_(added_)?[qk]\.": 2.5,
-        r"\.(to_v|add_v_proj)\.": 2.0,
-        r"\.to_(add_)?out\.": 3.0,
-        "^x_embedder": 0.5,
-    }
-    randomise(network, seed, gains)
+    randomise(network, seed, {**JOINT_GAINS, "^x_embedder": 0.5})
     generator = torch.Generator().manual_seed(seed)
     inputs = {
         "hidden_states": torch.randn(2, 16, 4 * _LATENTS, generator=generator),

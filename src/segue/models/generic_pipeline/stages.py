@@ -9,12 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 from segue.engines.contract import Transfer
-from segue.models.diffusion.transfers import picked, whole
+from segue.models.diffusion.transfers import picked
 from segue.models.generic_pipeline.graph import STAGE
 from segue.models.generic_pipeline.input import Input
 from segue.models.generic_pipeline.pipeline import WholePipeline
 from segue.models.generic_pipeline.split import BlockDecoder, BlockDenoiser, BlockEncoder
 from segue.models.generic_pipeline.splits import DECODER_STAGE, DENOISER_STAGE, PICTURE_STAGE, TEXT_STAGE
+from segue.models.transfers import whole
 
 ADAPTERS: dict[str, Callable[..., Any]] = {
     "input": Input,

@@ -19,7 +19,7 @@ and `"tokens"` (`segue.models.prompt.client_tokens`) where the client asks for t
 **input → encoder** (`media_tensors`): `{"media": [as above]}`. **input → llm** (`prompt_facts`): the same payload
 without `ids`, `tensors` and `alone`.
 
-**encoder → llm** (`media_rows`): one chunk per unit, in order:
+**encoder → llm** (`whole`): one chunk per unit, in order:
 `{"media": [{"kind": str, "hash": bytes, "rows": [n, 1 + L, H]}]}`.
 
 Where a decoder looks at pictures by cross-attention, a picture is one token ("places" and "ids" are [1]), its rows go
@@ -40,6 +40,7 @@ from segue.models.multimodal_lm.llm import LLM
 from segue.models.multimodal_lm.loading import layers_across
 from segue.models.multimodal_lm.units import without_tensors
 from segue.models.pretrained import load_config
+from segue.models.transfers import whole
 
 
 def media_tensors(request: StageRequest, output: StageOutput) -> Payload | None:
@@ -52,11 +53,6 @@ def prompt_facts(request: StageRequest, output: StageOutput) -> Payload | None:
     if output.payload is None:
         return None
     return {**output.payload, "media": [without_tensors(unit) for unit in output.payload["media"]]}
-
-
-def media_rows(request: StageRequest, output: StageOutput) -> Payload | None:
-    """encoder → llm: the rows of one unit."""
-    return output.payload
 
 
 def _input(ctx: LoadContext) -> InputProcessor:
@@ -75,5 +71,5 @@ ADAPTERS: dict[str, Callable[..., Any]] = {"input": _input, "encoder": _encoder,
 TRANSFERS: dict[tuple[str, str], Transfer] = {
     ("input", "encoder"): media_tensors,
     ("input", "llm"): prompt_facts,
-    ("encoder", "llm"): media_rows,
+    ("encoder", "llm"): whole,
 }

@@ -25,7 +25,7 @@ and `"tokens"` (`segue.models.prompt.client_tokens`) where the client asks for t
 **input → encoder** (`media_tensors`): `{"media": [as above]}`. **input → thinker** (`prompt_facts`): the same payload
 with the processor's tensors taken out and `"frames": int` put in for audio.
 
-**encoder → thinker** (`media_embeds`): one chunk per medium, in order:
+**encoder → thinker** (`whole`): one chunk per medium, in order:
 `{"media": [{"kind": str, "hash": bytes, "embeds": [n, H]}]}`.
 
 **thinker → talker** (`reply_hidden_states`): a chunk per step that computed something; `rows[i]` belongs to position
@@ -55,6 +55,7 @@ from segue.models.qwen2_5_omni.input import InputProcessor
 from segue.models.qwen2_5_omni.talker import Talker
 from segue.models.qwen2_5_omni.thinker import Thinker
 from segue.models.qwen2_5_omni.vocoder import Token2Wav
+from segue.models.transfers import whole
 
 _TENSORS = ("pixel_values", "input_features")
 
@@ -77,11 +78,6 @@ def prompt_facts(request: StageRequest, output: StageOutput) -> Payload | None:
             facts["frames"] = item["input_features"].shape[1]
         media.append(facts)
     return {**output.payload, "media": media}
-
-
-def media_embeds(request: StageRequest, output: StageOutput) -> Payload | None:
-    """encoder → thinker: the rows of one medium."""
-    return output.payload
 
 
 def reply_hidden_states(request: StageRequest, output: StageOutput) -> Payload | None:
@@ -123,7 +119,7 @@ ADAPTERS: dict[str, Callable[..., Any]] = {
 TRANSFERS: dict[tuple[str, str], Transfer] = {
     ("input", "encoder"): media_tensors,
     ("input", "thinker"): prompt_facts,
-    ("encoder", "thinker"): media_embeds,
+    ("encoder", "thinker"): whole,
     ("thinker", "talker"): reply_hidden_states,
     ("talker", "vocoder"): codec_chunks,
 }

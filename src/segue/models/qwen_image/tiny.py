@@ -9,7 +9,7 @@ import torch
 
 from segue.models.diffusion.library import LIBRARIES, AutoConfig
 from segue.models.diffusion.tiny import RopeSize, randomise, scale_to, write_index
-from segue.models.diffusion.tiny_parts import write_qwen_tokenizer
+from segue.models.diffusion.tiny_parts import JOINT_GAINS, write_qwen_tokenizer
 from segue.models.family import TinyPreset
 from segue.models.tiny.files import BASE_VOCAB, write_json
 from segue.models.tiny.sizes import check_size
@@ -121,9 +121,7 @@ def _make_transformer(directory: Path, small: RopeSize, seed: int) -> None:
         axes_dims_rope=small.rope,
     )
     network.eval()
-    # the prompt has to be seen: sharp attention, and more of it than of what a token was before
-    gains = {r"\.norm_(added_)?[qk]\.": 2.5, r"\.(to_v|add_v_proj)\.": 2.0, r"\.to_(add_)?out\.": 3.0, "^img_in": 0.5}
-    randomise(network, seed, gains)
+    randomise(network, seed, {**JOINT_GAINS, "^img_in": 0.5})
     generator = torch.Generator().manual_seed(seed)
     inputs = {
         "hidden_states": torch.randn(2, 16, 64, generator=generator),

@@ -13,6 +13,7 @@ from segue.models.diffusion.library import LIBRARIES
 from segue.models.diffusion.tiny import Part, randomise, scale_to, write_index
 from segue.models.diffusion.tiny_parts import (
     CLIP_WIDTH,
+    JOINT_GAINS,
     T5_WIDTH,
     write_clip,
     write_kl_vae,
@@ -91,9 +92,7 @@ def _make_transformer(directory: Path, small: _Small, seed: int) -> None:
         qk_norm="rms_norm",
     )
     network.eval()
-    # the prompt has to be seen: sharp attention, and more of it than of what a token was before
-    gains = {r"\.norm_(added_)?[qk]\.": 2.5, r"\.(to_v|add_v_proj)\.": 2.0, r"\.to_(add_)?out\.": 3.0}
-    randomise(network, seed, gains)
+    randomise(network, seed, JOINT_GAINS)
     generator = torch.Generator().manual_seed(seed)
     inputs = {
         "hidden_states": torch.randn(2, 16, 8, 8, generator=generator),

@@ -6,10 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from segue.models.family import CUT_OPTIONS, Family
 from segue.models.sequence_labels import classifies_sequences, labels_of
 from segue.models.text_classification.graph import graph
 from segue.models.text_classification.recipe import read_activation
+from segue.models.text_family import text_family
 
 TINY = ("bert-classifier", "qwen3-classifier")
 """The families that `segue tiny` knows."""
@@ -24,14 +24,4 @@ def claims(config: dict[str, Any], model_dir: Path) -> bool:
     return True
 
 
-FAMILY = Family(
-    name="text_classification",
-    architectures=frozenset(),
-    claims=claims,
-    graph=graph,
-    stages_module="segue.models.text_classification.stages",
-    chats=lambda model_dir: False,
-    options=frozenset({"use_activation", *CUT_OPTIONS}),
-    tiny_module="segue.models.text_classification.tiny",
-    tiny_names=TINY,
-)
+FAMILY = text_family("text_classification", claims, graph, TINY, frozenset({"use_activation"}))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from segue.models.family import CUT_OPTIONS, Family
 from segue.models.text_embedding.graph import graph
 from segue.models.text_embedding.recipe import MODULES, read_recipe
+from segue.models.text_family import text_family
 
 TINY = ("bert", "qwen3-embedding")
 """The families that `segue tiny` knows."""
@@ -21,14 +21,4 @@ def claims(config: dict[str, Any], model_dir: Path) -> bool:
     return True
 
 
-FAMILY = Family(
-    name="text_embedding",
-    architectures=frozenset(),
-    claims=claims,
-    graph=graph,
-    stages_module="segue.models.text_embedding.stages",
-    chats=lambda model_dir: False,
-    options=frozenset({"dimensions", *CUT_OPTIONS}),
-    tiny_module="segue.models.text_embedding.tiny",
-    tiny_names=TINY,
-)
+FAMILY = text_family("text_embedding", claims, graph, TINY, frozenset({"dimensions"}))
