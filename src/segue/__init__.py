@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from segue.messages.sampling import SamplingParams, StructuredOutput
+from segue.messages.sampling import RepetitionDetection, SamplingParams, StructuredOutput
 
 if TYPE_CHECKING:
     from segue.orchestrator.blocking import Omni
     from segue.orchestrator.omni import AsyncOmni
 
-__all__ = ["AsyncOmni", "Omni", "SamplingParams", "StructuredOutput"]
+__all__ = ["AsyncOmni", "Omni", "RepetitionDetection", "SamplingParams", "StructuredOutput"]
 
 
 def __getattr__(name: str) -> Any:

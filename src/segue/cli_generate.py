@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from segue.cli_model import model_settings
-from segue.messages.errors import ConfigError
+from segue.messages.diffusion import STEP_CACHES
+from segue.messages.errors import ConfigError, InvalidRequest, NotFound, SegueError
 
 if TYPE_CHECKING:
     from PIL import Image
 
+    from segue.orchestrator.omni import AsyncOmni
     from segue.orchestrator.outputs import RequestOutput
 
 _PICTURES = {".png": "png", ".webp": "webp", ".jpg": "jpeg", ".jpeg": "jpeg"}
@@ -28,6 +30,7 @@ _PARAMETERS = {
     "guidance": "guidance_scale",
     "true_cfg": "true_cfg_scale",
     "scheduler": "scheduler",
+    "step_cache": "step_cache",
     "number": "num_images_per_prompt",
     "frames": "num_frames",
     "seconds": "seconds",
@@ -43,6 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--audio", type=Path, action="append", default=[])
     parser.add_argument("--video", type=Path, action="append", default=[])
     parser.add_argument("--voice")
+    parser.add_argument(
+        "--lora",
+        metavar="NAME|PATH",
+        help="a LoRA adapter: one of the deployment's by name, or the directory or file of another (or NAME=PATH)",
+    )
     parser.add_argument("--seed", type=int)
     parser.add_argument("--max-tokens", type=int)
     parser.add_argument("--temperature", type=float)
@@ -55,11 +63,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     pictures = parser.add_argument_group("pictures and video")
     pictures.add_argument("--size", type=_size, metavar="WxH", help="pixels, e.g. 1024x768; default: the model's")
+    pictures.add_argument(
+        "--mask",
+        type=Path,
+        metavar="FILE",
+        help="with --image: what is made anew of it, white in this picture, or fully transparent where it has a "
+        "transparency",
+    )
     pictures.add_argument("--steps", type=int, help="denoising steps")
     pictures.add_argument("--negative", metavar="TEXT", help="what should not be there")
     pictures.add_argument("--guidance", type=float, help="guidance_scale of the model's pipeline")
     pictures.add_argument("--true-cfg", type=float, help="true_cfg_scale of the model's pipeline")
     pictures.add_argument("--scheduler", help="class name of one of diffusers' schedulers")
+    pictures.add_argument(
+        "--step-cache", choices=STEP_CACHES, help="guess some of the network's calls from earlier ones: faster, a loss"
+    )
     pictures.add_argument("-n", "--number", type=int, help="how many pictures or videos")
     pictures.add_argument("--frames", type=int, help="of a video")
     pictures.add_argument("--seconds", type=float, help="of a video, instead of --frames")
@@ -83,18 +101,26 @@ def run(arguments: argparse.Namespace) -> int:
     modality = _modality(arguments.model, output)
     asks = {"voice": arguments.voice} if modality in (None, "audio") else {}
     sampling = SamplingParams(temperature=arguments.temperature, max_tokens=arguments.max_tokens)
-    said = sampling != SamplingParams()
-    with Omni(
-        **model_settings(arguments),
-    ) as omni:
-        [out] = omni.generate(
-            _prompt(arguments),
-            modalities=None if modality is None else ["text", "audio"] if modality == "audio" else [modality],
-            seed=arguments.seed,
-            sampling=sampling if said else None,
-            **asks,
-            **_parameters(arguments),
-        )
+    settings = {
+        "modalities": None if modality is None else ["text", "audio"] if modality == "audio" else [modality],
+        "seed": arguments.seed,
+        "sampling": sampling if sampling != SamplingParams() else None,
+        **asks,
+        **_parameters(arguments),
+    }
+    prompt = _prompt(arguments)
+    name, adapters = _adapter(arguments.lora)
+    if name is not None:
+        settings["adapter"] = name
+
+    def check(omni: AsyncOmni) -> None:
+        try:
+            omni.check(omni.request(prompt, **settings))
+        except (InvalidRequest, NotFound) as error:
+            raise _as_written(error, arguments, omni) from error
+
+    with Omni(**model_settings(arguments), lora=adapters, before_start=check) as omni:
+        [out] = omni.generate(prompt, **settings)
     if modality in (None, "audio"):
         print(out.text)
     if output is not None:
@@ -110,6 +136,8 @@ def _prompt(arguments: argparse.Namespace) -> Any:
         for kind, paths in (("image", arguments.image), ("audio", arguments.audio), ("video", arguments.video))
         for path in paths
     ]
+    if arguments.mask is not None and not arguments.image:
+        raise ConfigError("--mask says what is made anew of a picture; there is no --image", field="mask")
     content = [*parts, {"type": "text", "text": arguments.prompt}]
     return {"messages": [{"role": "user", "content": content}]} if parts else arguments.prompt
 
@@ -120,7 +148,58 @@ def _parameters(arguments: argparse.Namespace) -> dict[str, Any]:
     parameters = {name: given[option] for option, name in _PARAMETERS.items() if given[option] is not None}
     if arguments.size is not None:
         parameters |= {"width": arguments.size[0], "height": arguments.size[1]}
+    if arguments.mask is not None:
+        parameters["mask_image"] = _mask(arguments.mask)
     return {**parameters, **dict(arguments.parameter)}
+
+
+def _mask(path: Path) -> Image.Image | Path:
+    """White where the picture is made anew: the file itself, or what is fully transparent in it. Raises
+    `ConfigError`."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as mask:
+            if not mask.has_transparency_data:
+                return path
+            return mask.convert("RGBA").getchannel("A").point(lambda alpha: 0 if alpha else 255)
+    except OSError as error:
+        raise ConfigError(f"--mask {str(path)!r} is no picture that can be read: {error}", field="mask") from error
+
+
+def _adapter(lora: str | None) -> tuple[str | None, dict[str, str] | None]:
+    """The adapter's name in the request, and what is to be loaded besides the deployment's. Raises `ConfigError`."""
+    if lora is None:
+        return None, None
+    name, equals, path = lora.partition("=")
+    if equals and name and path:
+        return name, {name: path}
+    if Path(lora).expanduser().exists():
+        return Path(lora).stem or "lora", {Path(lora).stem or "lora": lora}
+    if os.sep in lora:
+        raise ConfigError(f"--lora {lora!r}: there is no such file or directory", field="lora")
+    return lora, None
+
+
+def _as_written(error: SegueError, arguments: argparse.Namespace, omni: AsyncOmni) -> ConfigError:
+    """What a request is refused for, by the option that says it, with what would do."""
+    said = error.message
+    if error.field == "adapter":
+        known = ", ".join(omni.card.adapters) or "none"
+        return ConfigError(
+            f"--lora {arguments.lora!r} is no adapter of the deployment ({known}), nor a file or directory; an adapter "
+            "has the scale that its files say, and no other",
+            field="lora",
+        )
+    if error.field in ("height", "width") and arguments.size is not None:
+        width, height = arguments.size
+        if omni.sizes is not None:
+            fits = omni.sizes.nearest(height, width, omni.plan.limits.max_output_pixels)
+            said = f"{said}; --size {fits[1]}x{fits[0]} would do"
+        return ConfigError(f"--size {width}x{height}: {said}", field="size")
+    options = {name: option for option, name in _PARAMETERS.items() if vars(arguments)[option] is not None}
+    option = options.get(error.field or "")
+    return ConfigError(f"--{option.replace('_', '-')}: {said}" if option else said, field=error.field)
 
 
 def _modality(model: Path, output: Path | None) -> str | None:

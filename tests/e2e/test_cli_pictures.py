@@ -8,7 +8,10 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import save_file
 from server_process import segue
 
 from segue.cli import parser
@@ -25,6 +28,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def read(path: Path) -> np.ndarray:
     with Image.open(path) as image:
         return np.asarray(image).astype(int)
+
+
+def adapter(model: Path, to: Path) -> None:
+    """For the layer that reads the latents, and it shows."""
+    [file] = (model / "transformer").glob("*.safetensors")
+    with safe_open(file, framework="pt") as weights:
+        rows, columns = weights.get_slice("img_in.weight").get_shape()
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        "transformer.img_in.lora_A.weight": torch.randn(4, columns, generator=generator) / 8,
+        "transformer.img_in.lora_B.weight": torch.randn(rows, 4, generator=generator) / 2,
+    }
+    save_file(tensors, to)
 
 
 def test_pictures_are_written(model: Path, tmp_path: Path) -> None:
@@ -49,13 +65,21 @@ def test_pictures_are_written(model: Path, tmp_path: Path) -> None:
         (["-o", "x.wav"], "nothing that this model gives; it writes .png"),
         (["-o", "x.mp4"], "nothing that this model gives; it writes .png"),
         (["-o", "no/x.png"], "there is no directory 'no'"),
+        (["-o", "x.png", "--size", "65x64"], "--size 65x64: width is 65; this model needs a multiple of 16"),
+        (["-o", "x.png", "--size", "65x104"], "--size 64x96 would do"),
+        (["-o", "x.png", "--size", "4096x4112"], "at most 4194304 (max_output_pixels)"),
+        (["-o", "x.png", "--steps", "0"], "--steps: num_inference_steps is 0; it must be at least 1"),
+        (["-o", "x.png", "--lora", "nope:0.5"], "--lora 'nope:0.5' is no adapter of the deployment (none)"),
+        (["-o", "x.png", "--lora", "no/x"], "there is no such file or directory"),
+        (["-o", "x.png", "--mask", "m.png"], "there is no --image"),
+        (["-o", "x.png", "--image", "x.png", "--mask", "m.png"], "'m.png' is no picture that can be read"),
     ],
 )
 def test_refused_before_anything_starts(model: Path, arguments: list[str], says: str) -> None:
     done = segue("generate", str(model), "hi", *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert says in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    assert len(done.stderr.splitlines()) == 1, "no bar of a stage that starts"
 
 
 def test_a_place_that_is_taken_by_a_directory(model: Path, tmp_path: Path) -> None:
@@ -95,3 +119,29 @@ def test_a_video_is_written(tmp_path: Path) -> None:
         shown = [frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)]
         assert file.streams.video[0].average_rate == 8
     assert np.stack(shown).shape == (5, 32, 64, 3)
+
+
+def test_a_part_of_a_picture_is_made_anew_with_an_adapter(model: Path, tmp_path: Path) -> None:
+    """A mask that is white, and one that is transparent, open the same part; the adapter changes what is made there."""
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "given.png")
+    white = np.zeros((64, 64), dtype=np.uint8)
+    white[:, 32:] = 255
+    Image.fromarray(white).save(tmp_path / "white.png")
+    Image.fromarray(np.dstack([noise, 255 - white])).save(tmp_path / "clear.png")
+    adapter(model, tmp_path / "style.safetensors")
+    asked = ["generate", str(model), "a wheel", "--size", "64x64", "--steps", "2", "--seed", "3"]
+    asked += ["--image", str(tmp_path / "given.png"), "--step-cache", "taylorseer"]
+    made = {}
+    for name, more in (
+        ("white", ["--mask", str(tmp_path / "white.png")]),
+        ("clear", ["--mask", str(tmp_path / "clear.png")]),
+        ("styled", ["--mask", str(tmp_path / "white.png"), "--lora", str(tmp_path / "style.safetensors")]),
+        ("whole", []),
+    ):
+        done = segue(*asked, *more, "-o", str(tmp_path / f"{name}-out.png"))
+        assert done.returncode == 0, done.stderr
+        made[name] = read(tmp_path / f"{name}-out.png")
+    assert np.abs(made["white"] - made["clear"]).max() <= 1, "rounding alone"
+    assert np.abs(made["white"] - made["styled"]).mean() > 1
+    assert np.abs(made["white"] - made["whole"]).mean() > 1

@@ -157,13 +157,14 @@ class ConditionedAdapter(TinyAdapter):
 def stage_request(request_id: str, *, seed: int = 0, **fields: Any) -> StageRequest:
     """A request with the library's sampling defaults under what is given as `sampling`."""
     sampling = fields.pop("sampling", SamplingParams(temperature=0.0))
+    request = fields.pop("request", None) or Request(request_id=request_id)
     values: dict[str, Any] = {
         "upstreams": frozenset({"input"}),
         "downstreams": frozenset(),
         "to_client": frozenset(),
         **fields,
     }
-    return StageRequest(request_id, "main", Request(request_id=request_id), sampling.over(FALLBACK), seed, **values)
+    return StageRequest(request_id, "main", request, sampling.over(FALLBACK), seed, **values)
 
 
 @dataclass

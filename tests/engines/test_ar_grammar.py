@@ -186,13 +186,6 @@ def test_several_outputs_each_in_the_form(adapter):
         assert [drive.results[name].token_ids for name in names] == whole
 
 
-def test_beams_have_no_form(adapter):
-    drive, _ = driver(adapter)
-    sampling = SamplingParams(beam_width=2, structured_outputs=StructuredOutput(choice=["ab"]))
-    with pytest.raises(InvalidRequest, match="beam_width"):
-        drive.add(stage_request("it", sampling=sampling, to_client=TEXT), PROMPT)
-
-
 def test_a_journal_that_does_not_fit_fails_its_request(adapter):
     sampling = SamplingParams(structured_outputs=StructuredOutput(choice=["ab"]))
     drive, there = driver(adapter)

@@ -394,6 +394,7 @@ def test_engines_without_speculation_report_the_same_figures(adapter):
     plain, ours = plainly(adapter).engine.stats(), speculating(adapter, Prophet([])).engine.stats()
     assert list(plain) == list(ours)
     assert (plain["spec_active"], ours["spec_active"]) == (0.0, 1.0)
+    assert plain["spec_switched_off_total"] == ours["spec_switched_off_total"] == 0.0
 
 
 def test_it_switches_itself_off_where_it_does_not_pay(adapter, answers):
@@ -405,6 +406,7 @@ def test_it_switches_itself_off_where_it_does_not_pay(adapter, answers):
     drafted, accepted = counts(drive)
     assert 8 <= drafted <= 3 * 8 + 8
     assert accepted < drafted
+    assert 1 <= drive.engine.stats()["spec_switched_off_total"] <= 3
 
 
 class _Fool(Prophet):

@@ -29,8 +29,8 @@ def counted(scheduler: Scheduler) -> float:
     return sum(not holds for holds in slots.values()) / len(slots) if slots else 0.0
 
 
-@pytest.mark.parametrize(("windows", "most"), [((None,), 0.04), ((None, 300), 0.06)])
-def test_a_mixed_load_wastes_little(windows, most):
+@pytest.mark.parametrize("windows", [(None,), (None, 300), (300,)])
+def test_a_mixed_load_wastes_little(windows):
     """Chats with the mean lengths of ShareGPT (161 and 338 tokens: Kwon et al., §6.1), arriving at random, in a pool
     that is short at times. A windowed group holds fewer slots for the same half block at the end."""
     rng = random.Random(0)
@@ -55,7 +55,7 @@ def test_a_mixed_load_wastes_little(windows, most):
         if step % 50 == 0:
             assert waste[-1] == pytest.approx(counted(scheduler))
     assert len(totals) > 50
-    assert 0 < sum(waste) / len(waste) < most
+    assert 0 < sum(waste) / len(waste) < 0.04
 
 
 def test_the_gauge():

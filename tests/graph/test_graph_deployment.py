@@ -56,6 +56,7 @@ limits:
   max_image_pixels: 1000
   max_audio_seconds: 30
   max_video_frames: 4
+  max_prompt_embeds_bytes: 1MB
 """
 
 
@@ -84,7 +85,9 @@ def test_everything_that_can_be_said(graph: StageGraph, two_gpus: Hardware, tmp_
     assert plan.edge("input", "thinker").connector == "shm"
     assert plan.groups == (("input",), ("encoder",), ("thinker",), ("talker", "vocoder"))
     assert plan.group_of("vocoder") == ("talker", "vocoder")
-    assert plan.limits == Limits(3, 0, 1.5, 1 << 30, 2.0, 30.0, 2_000_000, 1000, 30.0, 4)
+    assert plan.limits == Limits(
+        3, 0, 1.5, 1 << 30, 2.0, 30.0, 2_000_000, 1000, 30.0, 4, max_prompt_embeds_bytes=1_000_000
+    )
 
 
 def test_the_documented_file_loads(plan: Lay) -> None:

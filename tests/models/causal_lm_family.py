@@ -98,6 +98,11 @@ OTHERS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
         "final_logit_softcapping": 5.0,
     },
+    "modernbert-decoder": {
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "tie_word_embeddings": False,
+    },
     "nemotron": {"head_dim": 16},
     "diffllama": {"head_dim": 16},
     "hrm_text": {"head_dim": 16, "prefix_lm": False, "H_cycles": 2, "L_cycles": 2, "tie_word_embeddings": False},
@@ -205,7 +210,7 @@ STATES: dict[str, dict[str, Any]] = {
     },
 }
 """The same for those whose layers keep a state per sequence."""
-_END_GAINS = {"nemotron_h": 3.5, "falcon_mamba": 2.5, "kimi_linear": 3.0, "lfm3": 2.3}
+_END_GAINS = {"bloom": 2.5, "nemotron_h": 3.5, "falcon_mamba": 2.5, "kimi_linear": 3.0, "lfm3": 2.3}
 """2.0 for others."""
 
 

@@ -22,10 +22,10 @@ from segue.models.library import AutoModelForMultimodalLM, AutoProcessor
 from segue.models.multimodal_lm.encoder import Encoder
 from segue.models.multimodal_lm.input import InputProcessor
 from segue.models.multimodal_lm.llm import LLM
-from segue.models.multimodal_lm.stages import TRANSFERS
+from segue.models.multimodal_lm.stages import ADAPTERS, TRANSFERS
 
-FAMILIES = ("qwen2.5-vl", "qwen2-audio", "llava-onevision", "qwen3-vl", "gemma3-vision")
-SEES = ("qwen2.5-vl", "llava-onevision", "qwen3-vl", "gemma3-vision")
+FAMILIES = ("qwen2.5-vl", "qwen2-audio", "llava-onevision", "qwen3-vl", "gemma3-vision", "llama3.2-vision")
+SEES = ("qwen2.5-vl", "llava-onevision", "qwen3-vl", "gemma3-vision", "llama3.2-vision")
 TOKENS = 20
 FPS = 2.0
 
@@ -64,7 +64,7 @@ SOUNDS = (
 def cases_of(family: str) -> tuple[Case, ...]:
     if family == "qwen2-audio":
         return SOUNDS
-    if family == "gemma3-vision":
+    if family in ("gemma3-vision", "llama3.2-vision"):
         return PICTURES
     return (*SIGHTS, EQUAL_CLIPS if family == "llava-onevision" else CLIPS)
 
@@ -150,9 +150,9 @@ class Stages:
     """The adapters of one checkpoint."""
 
     def __init__(self, directory: Path) -> None:
-        self.input = InputProcessor(context(directory, "input"))
-        self.encoder = Encoder(context(directory, "encoder"))
-        self.llm = LLM(context(directory, "llm"))
+        self.input: InputProcessor = ADAPTERS["input"](context(directory, "input"))
+        self.encoder: Encoder = ADAPTERS["encoder"](context(directory, "encoder"))
+        self.llm: LLM = ADAPTERS["llm"](context(directory, "llm"))
 
     def encoded(self, payload: Payload) -> list[tuple[Payload, bool]]:
         """The encoder's chunks for the language model, one unit per call."""

@@ -198,6 +198,11 @@ def test_truncated(qwen: Path, keep: int) -> None:
     )
 
 
+def test_the_first_tokens_are_kept(qwen: Path) -> None:
+    cut = {"llm": SamplingParams(truncate_prompt_tokens=3, truncation_side="right")}
+    assert ids(processor(qwen), prompt_token_ids=[5, 6, 7, 8, 9], sampling=cut) == [5, 6, 7]
+
+
 def test_truncated_to_the_context(qwen: Path) -> None:
     given = list(range(5, 65))
     cut = {"llm": SamplingParams(truncate_prompt_tokens=-1)}

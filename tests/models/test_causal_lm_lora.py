@@ -238,6 +238,9 @@ def test_files_ranks_and_counts_that_are_refused(llama: Home, tmp_path: Path) ->
     with pytest.raises(ConfigError, match=r"adapter_config.json: not there, so .* is no LoRA adapter"):
         load(llama.base, lora=LoraPlan({"a": str(tmp_path)}))
     (tmp_path / "adapter_config.json").symlink_to(llama.paths["wide"] / "adapter_config.json")
+    with pytest.raises(ConfigError, match=r"adapter_config.json: cannot be read: File name too long") as refused:
+        load(llama.base, lora=LoraPlan({"a": str(tmp_path / ("a" * 300))}))
+    assert refused.value.field == "lora_path"
     with pytest.raises(ConfigError, match=r"adapter_model.safetensors: not there"):
         load(llama.base, lora=LoraPlan({"a": str(tmp_path)}))
     with pytest.raises(ConfigError, match=r"rank 8, more than lora.max_rank of this stage \(4\)"):

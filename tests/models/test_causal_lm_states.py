@@ -18,11 +18,12 @@ from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.autoregressive.memory import prefix_states, state_bytes
 from segue.engines.autoregressive.speculation.ngram import NgramDrafter
 from segue.engines.autoregressive.speculation.speculation import Speculation
-from segue.engines.contract import StageRequest
+from segue.engines.contract import LoadContext, StageRequest
 from segue.graph.lora import LoraPlan
 from segue.messages.errors import ConfigError, InvalidRequest
 from segue.messages.request import Request
 from segue.messages.sampling import FALLBACK, SamplingParams
+from segue.models.pretrained import load_config
 
 PROMPTS = prompts()
 TOKENS = 14
@@ -347,6 +348,15 @@ def test_what_a_state_cannot_do_is_refused(some: Path) -> None:
     with pytest.raises(ConfigError, match="takes no LoRA adapters") as caught:
         load(some, lora=LoraPlan())
     assert caught.value.field == "lora"
+
+
+def test_several_processes_are_refused(kind: str, directory: Path) -> None:
+    """Before anything is loaded, by name and with the reason; also where the library has a plan."""
+    group: Any = object()
+    name = type(load_config(LoadContext(directory, "llm", device=torch.device("cpu"), dtype=torch.float32))).__name__
+    with pytest.raises(ConfigError, match=f"{name}: its layers keep a state per sequence, which is not divided") as it:
+        load(directory, group=group)
+    assert it.value.field == "tensor_parallel"
 
 
 def test_states_are_counted(some: Path) -> None:

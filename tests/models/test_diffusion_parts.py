@@ -19,9 +19,9 @@ from segue.engines.contract import LoadContext
 from segue.engines.module.contract import Work
 from segue.messages.errors import ConfigError, InvalidRequest, StageFailed
 from segue.models.diffusion.decoder import levels
-from segue.models.diffusion.input import fitting_size
 from segue.models.diffusion.loading import load_component, load_tokenizer
 from segue.models.diffusion.schedulers import Schedulers
+from segue.models.diffusion.sizes import fitting_size
 from segue.models.diffusion.text_encoder import TextEncoder
 from segue.models.registry import PIPELINE, family_of, read_config
 

@@ -50,7 +50,7 @@ def test_one_that_only_hears(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        ({"model_type": "mllama"}, "cross-attention"),
+        ({"model_type": "idefics"}, "cross-attention"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"text_config": {"layer_types": ["indexed_attention", "full_attention"]}}, "layers of type indexed_attention"),
     ],

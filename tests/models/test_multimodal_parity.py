@@ -22,8 +22,7 @@ from multimodal_family import (
 )
 
 from segue.models.multimodal_lm import tiny
-from segue.models.multimodal_lm.encoder import Encoder
-from segue.models.multimodal_lm.llm import LLM
+from segue.models.multimodal_lm.stages import ADAPTERS
 
 Made = tuple[Path, Stages, dict[str, list[int]]]
 
@@ -137,7 +136,7 @@ def test_one_weight_changed_changes_the_replies(made: Made, family: str) -> None
     directory, _, expected = made
     spoilt = Stages(directory)
     with torch.no_grad():
-        spoilt.llm._decoder.model.layers[1].input_layernorm.weight[0] += 1
+        spoilt.llm._decoder.model.layers[0].input_layernorm.weight[0] += 1
     assert Run(spoilt)(cases_of(family)) != expected
 
 
@@ -170,7 +169,6 @@ def test_deep_features_count(made: Made, family: str) -> None:
 
 def test_random_weights_load_as_well(made: Made) -> None:
     directory, _, _ = made
-    encoder = Encoder(context(directory, "encoder", load_format="dummy"))
-    llm = LLM(context(directory, "llm", load_format="dummy"))
+    encoder, llm = (ADAPTERS[stage](context(directory, stage, load_format="dummy")) for stage in ("encoder", "llm"))
     assert llm.weight_bytes > 0
     assert not list(encoder._decoder.layers)

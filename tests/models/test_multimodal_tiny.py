@@ -21,6 +21,14 @@ from segue.models.multimodal_lm.tiny_config import SMALL
         ("qwen3-vl", ["model.visual.deepstack_merger_list.1.norm.weight", "model.language_model.norm.weight"]),
         ("llava-onevision", ["image_newline", "language_model.model.embed_tokens.weight"]),
         ("gemma3-vision", ["multi_modal_projector.mm_soft_emb_norm.weight", "language_model.model.norm.weight"]),
+        (
+            "llama3.2-vision",
+            [
+                "vision_model.global_transformer.layers.0.gate_attn",
+                "language_model.model.layers.1.cross_attn.k_norm.weight",
+                "multi_modal_projector.bias",
+            ],
+        ),
         ("qwen2-audio", ["audio_tower.conv1.weight", "language_model.lm_head.weight"]),
     ],
 )

@@ -191,11 +191,6 @@ def test_a_stage_that_feeds_another_has_one_output(system: System) -> None:
         ({"beam_width": 17}, "beam_width", "beam_width is 17; it must be an integer from 1 to 16"),
         ({"beam_width": 2, "best_of": 2}, "best_of", "best_of is 2 beside beam_width"),
         ({"beam_width": 2, "temperature": 0.5}, "temperature", "temperature is 0.5, but beam search"),
-        (
-            {"beam_width": 2, "structured_outputs": {"regex": "a"}},
-            "structured_outputs",
-            "structured_outputs is given beside beam_width",
-        ),
         ({"beam_width": 2, "length_penalty": 11.0}, "length_penalty", "length_penalty is 11.0; it must be a number"),
     ],
 )

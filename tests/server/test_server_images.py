@@ -171,7 +171,15 @@ def test_streamed_steps_and_several(http: httpx.Client, server: Live) -> None:
         ({"model": "another"}, 404, "model", "painter"),
         ({"deadline": -1}, 400, "deadline", "above 0"),
         ({"priority": 2**40}, 400, "priority", "32-bit"),
-        ({"image": "data:,"}, 400, "image", "unknown parameter"),
+        ({"image": "data:,"}, 400, "image", "unknown parameter 'image'; here: pictures to work on"),
+        ({"mask": "data:,"}, 400, "mask", "/v1/images/edits"),
+        ({"input_reference": "data:,"}, 400, "input_reference", "/v1/videos"),
+        ({"num_images": 2}, 400, "num_images", "here: n"),
+        ({"steps": 2}, 400, "steps", "here: num_inference_steps"),
+        ({"cfg_scale": 2}, 400, "cfg_scale", "here: guidance_scale or true_cfg_scale"),
+        ({"sampler": "Euler"}, 400, "sampler", "here: scheduler"),
+        ({"lora": "poet"}, 400, "lora", "given as model"),
+        ({"negative_promt": "grey"}, 400, "negative_promt", "did you mean 'negative_prompt'"),
     ],
 )
 def test_refused(http: httpx.Client, fields: dict[str, Any], status: int, param: str | None, says: str) -> None:

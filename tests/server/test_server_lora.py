@@ -57,6 +57,7 @@ def test_loaded_and_unloaded(server: Live, client: openai.OpenAI) -> None:
         ({"lora_name": "", "lora_path": "/a"}, "lora_name"),
         ({"lora_name": "a", "lora_path": ""}, "lora_path"),
         ({"lora_name": "a" * 257, "lora_path": "/a"}, "lora_name"),
+        ({"lora_name": "a", "lora_path": "/" + "a" * 4096}, "lora_path"),
         ({"lora_name": "a"}, "lora_path"),
         ({"lora_name": 3, "lora_path": "/a"}, "lora_name"),
         ({"lora_name": "a", "lora_path": "/a", "rank": 3}, "rank"),
@@ -65,6 +66,14 @@ def test_loaded_and_unloaded(server: Live, client: openai.OpenAI) -> None:
 def test_what_cannot_be_loaded(server: Live, body: dict[str, object], param: str) -> None:
     answer = httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, timeout=120)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("length", [0, 257, 100_000])
+def test_a_name_that_none_can_have_is_not_told_again(server: Live, length: int) -> None:
+    answer = httpx.post(f"{server.url}/v1/unload_lora_adapter", json={"lora_name": "a" * length}, timeout=120)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "lora_name")
+    assert error["message"] == f"lora_name has {length} characters; it must have 1 to 256"
 
 
 def test_only_where_the_operator_allows_it() -> None:

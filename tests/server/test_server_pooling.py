@@ -122,7 +122,7 @@ def test_pooling_is_what_the_model_gives(sorting: Live, embedding: Live, path: s
         ("/classify", {"input": []}, "input", "input is empty"),
         ("/classify", {"input": ["a", "too long"]}, "input", "takes at most 8"),
         ("/classify", {"messages": [{"role": "user", "content": "a"}]}, "messages", "leave it out"),
-        ("/classify", {"truncate_prompt_tokens": 3}, "truncate_prompt_tokens", "leave it out"),
+        ("/classify", {"truncate_prompt_tokens": 3}, "truncate_prompt_tokens", "cannot be cut: leave it out"),
         ("/classify", {"use_activation": "no"}, "use_activation", "use_activation is 'no'"),
         ("/classify", {"request_id": ""}, "request_id", "visible ASCII"),
         ("/classify", {"lables": 1}, "lables", "unknown parameter"),

@@ -162,6 +162,20 @@ def test_pages(http: httpx.Client, client: openai.OpenAI) -> None:
     for query in ({"limit": "0"}, {"limit": "101"}, {"limit": "x"}, {"order": "up"}):
         assert http.get(URL, params=query).json()["error"]["param"] == next(iter(query))
     assert http.get(URL, params={"after": "video_x"}).status_code == 404
+    error = http.get(URL, params={"before": made[0]}).json()["error"]
+    assert (error["param"], error["code"]) == ("before", "invalid_value"), error
+
+
+def test_what_takes_a_video_is_refused_by_name(http: httpx.Client, client: openai.OpenAI) -> None:
+    """OpenAI's endpoints, as its client calls them; with one output in both spellings a job begins."""
+    video = created(http, n=1, num_videos_per_prompt=1)
+    with pytest.raises(openai.BadRequestError, match="seed") as remix:
+        client.videos.remix(video["id"], prompt="a ship")
+    assert remix.value.code == "unsupported_parameter"
+    for path in ("edits", "extensions", "characters"):
+        answer = http.post(f"{URL}/{path}", json={"prompt": "a ship", "video": {"id": video["id"]}})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_parameter")
+    assert http.post(f"{URL}/{video['id']}", json={}).status_code == 405
 
 
 @pytest.mark.parametrize(
@@ -172,6 +186,13 @@ def test_pages(http: httpx.Client, client: openai.OpenAI) -> None:
         ({"seconds": -1}, 400, "seconds", "above 0"),
         ({"seconds": 1, "num_frames": 9}, 400, "seconds", "left out"),
         ({"num_images_per_prompt": 2}, 400, "num_images_per_prompt", "one video"),
+        ({"num_videos_per_prompt": 3}, 400, "num_videos_per_prompt", "begin as many jobs"),
+        ({"n": 2}, 400, "n", "begin as many jobs"),
+        ({"num_videos": 2}, 400, "num_videos", "begin as many jobs"),
+        ({"image": "data:,"}, 400, "image", "input_reference"),
+        ({"duration": 2}, 400, "duration", "here: seconds"),
+        ({"steps": 2}, 400, "steps", "here: num_inference_steps"),
+        ({"remix_id": "video_1"}, 400, "remix_id", "not of videos"),
         ({"partial_images": 2}, 400, "partial_images", "previews"),
         ({"input_reference": {"file_id": "file-1"}}, 400, "input_reference", "image_url"),
         ({"input_reference": 7}, 400, "input_reference", "file or a URL"),
@@ -364,6 +385,38 @@ def test_what_is_half_written_is_not_there(tmp_path: Path) -> None:
         assert http.get(f"{URL}/{video['id']}/content").status_code == 404
     assert sorted(path.name for path in jobs.iterdir()) == sorted([".lock", "mine", "video_" + "1" * 32, video["id"]])
     assert not list(jobs.glob("*/*.part"))
+
+
+def test_folders_that_are_not_what_they_say(tmp_path: Path) -> None:
+    """A job under another name, and a link to what is not ours: nothing is served of them, and nothing changed."""
+    jobs, other = tmp_path / "jobs", tmp_path / "other"
+    with serving(jobs) as server, client_of(server.url) as http:
+        video = ended(http, created(http)["id"])
+    other.mkdir(mode=0o755)
+    (other / "notes.part").write_text("keep this")
+    (jobs / ("video_" + "0" * 32)).symlink_to(other)
+    renamed = jobs / ("video_" + "1" * 32)
+    (jobs / video["id"]).rename(renamed)
+    with serving(jobs) as server, client_of(server.url) as http:
+        assert http.get(URL).json()["data"] == []
+        assert http.get(f"{URL}/{video['id']}").status_code == 404
+    assert stat.S_IMODE(other.stat().st_mode) == 0o755
+    assert (other / "notes.part").read_text() == "keep this"
+    assert (renamed / "video.mp4").exists()
+
+
+@pytest.mark.parametrize("request_file", [b"garbage", None])
+def test_a_request_that_cannot_be_read_any_more(tmp_path: Path, request_file: bytes | None) -> None:
+    with serving(tmp_path) as server, client_of(server.url) as http:
+        video = created(http, prompt=f"wait for {tmp_path / 'never'}")
+    file = tmp_path / video["id"] / "request"
+    file.unlink()
+    if request_file is not None:
+        file.write_bytes(request_file)
+    with serving(tmp_path) as server, client_of(server.url) as http:
+        error = ended(http, video["id"])["error"]
+    assert error["code"] == "stage_failed"
+    assert "cannot be read any more" in error["message"]
 
 
 def test_nobody_else_may_read_them(tmp_path: Path) -> None:

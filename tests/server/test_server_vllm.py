@@ -154,10 +154,6 @@ def test_a_salt_goes_along(server: Live, path: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "nothing"),
     [
-        ("thinking_token_budget", 5, -1),
-        ("truncation_side", "right", "left"),
-        ("spaces_between_special_tokens", False, True),
-        ("repetition_detection", {"max_pattern_size": 2}, None),
         ("vllm_xargs", {"a": 1}, {}),
     ],
 )
@@ -183,3 +179,40 @@ def test_wrong_values_are_named(server: Live, path: str, body: dict[str, str], w
     error = refused.json()["error"]
     assert (refused.status_code, error["param"]) == (400, next(iter(body)))
     assert word in error["message"]
+
+
+@BOTH
+@pytest.mark.parametrize("fields", [{}, {"stream": True}])
+def test_ids_without_text(server: Live, path: str, fields: dict[str, Any]) -> None:
+    asked = ask(server, path, detokenize=False, return_token_ids=True, **fields)
+    assert asked.status_code == 200, asked.text
+    assert server.service.requests[-1].sampling["thinker"].detokenize is False
+    refused = ask(server, path, detokenize=False, **fields).json()["error"]
+    assert (refused["param"], "return_token_ids" in refused["message"]) == ("detokenize", True)
+    stopped = ask(server, path, detokenize=False, return_token_ids=True, stop="x", **fields).json()["error"]
+    assert stopped["param"] == "detokenize"
+
+
+@BOTH
+def test_no_spaces_between_special_tokens(server: Live, path: str) -> None:
+    """They are left out, or stand as the tokenizer writes them."""
+    assert ask(server, path, spaces_between_special_tokens=False).status_code == 200
+    refused = ask(server, path, spaces_between_special_tokens=False, skip_special_tokens=False)
+    error = refused.json()["error"]
+    assert (error["code"], error["param"]) == ("unsupported_parameter", "spaces_between_special_tokens")
+
+
+@BOTH
+def test_how_long_and_how_often(server: Live, path: str) -> None:
+    pattern = {"max_pattern_size": 4, "min_count": 3}
+    assert ask(server, path, thinking_token_budget=7, repetition_detection=pattern).status_code == 200
+    params = server.service.requests[-1].sampling["thinker"]
+    assert params.thinking_token_budget == 7
+    assert msgspec.to_builtins(params.repetition_detection) == pattern
+    for wrong, field in (
+        ({"thinking_token_budget": -2}, "thinking_token_budget"),
+        ({"repetition_detection": {"max_pattern_size": 2}}, "repetition_detection.min_count"),
+        ({"repetition_detection": {"max_size": 2}}, "repetition_detection"),
+    ):
+        error = ask(server, path, **wrong).json()["error"]
+        assert (error["code"], error["param"]) == ("invalid_value", field) or error["param"] == field, error

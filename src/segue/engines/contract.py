@@ -93,7 +93,7 @@ class StageOutput:
     """Diffusion: (steps done, steps in all) of sample `index`."""
     finished: bool = False
     finish_reason: str = ""
-    """`stop`, `length`."""
+    """`stop`, `length`, `repetition`."""
     stop_reason: int | str | None = None
     """When finished: the stop token or stop string of the request that ended it; None for the family's end token."""
     cumulative_logprob: float | None = None

@@ -224,6 +224,8 @@ class Limits:
     """Of one video that is made."""
     max_outputs: int = 10
     """Pictures or videos of one request."""
+    max_prompt_embeds_bytes: int = 0
+    """Of a prompt that comes as embeddings; 0: none are taken, as their files are the client's to make."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -258,6 +258,7 @@ def _limits(section: Section) -> Limits:
         drain_seconds=section.number("drain_seconds", default.drain_seconds),
         hang_seconds=section.number("hang_seconds", default.hang_seconds),
         max_media_bytes=section.size("max_media_bytes", default.max_media_bytes),
+        max_prompt_embeds_bytes=section.size("max_prompt_embeds_bytes", default.max_prompt_embeds_bytes, least=0),
         max_image_pixels=section.integer("max_image_pixels", default.max_image_pixels),
         max_audio_seconds=section.number("max_audio_seconds", default.max_audio_seconds),
         max_video_frames=section.integer("max_video_frames", default.max_video_frames),

@@ -13,6 +13,7 @@ import torch
 from segue.kernels.attends import Attends
 from segue.kernels.kv_layout import NOTHING, KVLayout
 from segue.kernels.staging import upload
+from segue.messages.errors import ConfigError
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -25,7 +26,13 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or not size:
         return torch.zeros(shape, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"there is no memory for {size} bytes of cache ({error}): set fewer kv_blocks, or a smaller memory_share",
+            field="kv_blocks",
+        ) from error
     if _SMALL_PAGES is not None:
         pages.madvise(_SMALL_PAGES)
     return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)

@@ -8,7 +8,8 @@ What a layer asks for beyond plain causal attention arrives as arguments: slidin
 done, anything else is refused. What a model says only in its masks (chunked attention, bidirectional spans) cannot
 be seen here: `library_attention` lets the engine's check at load compare with the model's own masks. Chunks come with
 the step, whose parts end at their borders (`segue.kernels.part`), and so do tokens that see each other in both
-directions (`Part.mutual`), for a model that was found to have them.
+directions (`Part.mutual`), for a model that was found to have them. Layers that look at pictures and not at tokens are
+those of another step (`across`, `segue.kernels.cross_attention`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from segue.kernels.attention_calls import called
+from segue.kernels.cross_attention import CrossStep
 from segue.kernels.form import Form
 from segue.kernels.invariant_attention import InvariantStep, invariant_attention
 from segue.kernels.kv_layout import LayerShape
@@ -278,6 +280,7 @@ def paged_attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     paged: PagedStep | HybridStep | InvariantStep | None = None,
+    across: CrossStep | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function `transformers` calls: query [1, heads, tokens, dim] → ([1, tokens, heads, dim], None).
@@ -291,6 +294,8 @@ def paged_attention(
             raise ConfigError(f"paged attention knows no argument {name!r}, so it cannot serve this model")
     form = Form(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
     layer, paged = called(module, paged)
+    if across is not None and layer in across.layers:
+        return across.attend(layer, query[0], form.scaling)[None], None
     if paged is None:
         return _under_library_mask(layer, query, key, value, attention_mask, form), None
     if attention_mask is not None:

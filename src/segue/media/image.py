@@ -29,6 +29,7 @@ _BROKEN = (
     IndexError,
     KeyError,
     OverflowError,
+    RuntimeError,  # of the AVIF plugin
     struct.error,
     zlib.error,
 )

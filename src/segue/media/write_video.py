@@ -15,10 +15,36 @@ from av.audio.stream import AudioStream
 from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc
 from av.video.stream import VideoStream
 
+from segue.messages.errors import ConfigError, TooLarge
+
 Frames = np.ndarray[Any, np.dtype[np.uint8]]
 """[frames, height, width, 3] RGB."""
 _QUALITY = "18"
 """x264's constant rate factor: what most eyes cannot tell from the original."""
+_ENCODER = "libx264"
+_LONGEST = 16_384
+"""Pixels that a side may have: x264's."""
+
+
+def check_video_encoder(name: str = _ENCODER) -> None:
+    """Raise `ConfigError` where PyAV was built upon an FFmpeg without the encoder."""
+    try:
+        av.Codec(name, "w")
+    except av.codec.codec.UnknownCodecError as error:
+        raise ConfigError(
+            f"no video can be written: the FFmpeg that PyAV uses here has no encoder {name!r}; PyAV's own wheels have "
+            "it (pip install --force-reinstall av)",
+            field="model",
+        ) from error
+
+
+def check_video_sides(height: int, width: int, field: str) -> None:
+    """Raise `TooLarge` where an MP4 cannot hold frames of so many pixels."""
+    if max(height, width) > _LONGEST:
+        raise TooLarge(
+            f"frames of {width} x {height} pixels; a side of a video has at most {_LONGEST}: ask for a smaller size",
+            field=field,
+        )
 
 
 class VideoWriter:
@@ -27,7 +53,7 @@ class VideoWriter:
         with VideoWriter(path, fps=16) as video:
             video.add(frames)   # as often as there are frames
 
-    What cannot be written (a full disk, no such directory) raises `OSError`.
+    What cannot be written (a full disk, no such directory) raises `OSError`; frames as `check_video_sides` says.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, fps: float, sample_rate: int | None = None) -> None:
@@ -101,7 +127,8 @@ class VideoWriter:
         """Of the first frame's size; a frame of another size raises `ValueError`."""
         size = (height + height % 2, width + width % 2)
         if self._video is None:
-            stream = self._container.add_stream("libx264", rate=self._fps, options={"crf": _QUALITY})
+            check_video_sides(*size, "size")
+            stream = self._container.add_stream(_ENCODER, rate=self._fps, options={"crf": _QUALITY})
             stream.height, stream.width = size
             stream.pix_fmt = "yuv420p"
             stream.codec_context.colorspace = Colorspace.ITU709

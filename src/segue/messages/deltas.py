@@ -211,7 +211,7 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
     """The last delta of a request."""
 
     finish_reason: str
-    """`stop` (end token or stop string) or `length`, of the stage that makes the main output."""
+    """`stop` (end token or stop string), `length` or `repetition`, of the stage that makes the main output."""
     token_ids: dict[str, list[int]]
     """All generated ids of every autoregressive stage, end token included."""
     usage: Usage

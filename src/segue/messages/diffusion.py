@@ -7,6 +7,7 @@ absurd) are checked by the family's input stage.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
@@ -158,9 +159,10 @@ def check_diffusion(params: DiffusionParams) -> None:
         if not 0 <= begin <= end <= 1:
             raise _wrong("guidance_interval", params.guidance_interval, "(from, to) with 0 <= from <= to <= 1")
     if params.sigmas is not None:
-        falling = all(higher > lower >= 0 for higher, lower in pairwise(params.sigmas))
-        if not (params.sigmas and 0 < params.sigmas[0] <= _MOST and falling):
-            right = f"a list of noise levels that begins above 0 and falls, each from 0 to {_MOST}"
+        levels = list(map(_in_32_bits, params.sigmas))
+        falling = all(higher > lower >= 0 for higher, lower in pairwise(levels))
+        if not (levels and 0 < levels[0] <= _MOST and falling):
+            right = f"a list of noise levels that begins above 0 and falls (in 32 bits), each from 0 to {_MOST}"
             raise _wrong("sigmas", params.sigmas, right)
         if params.num_inference_steps not in (None, len(params.sigmas)):
             right = f"left out beside sigmas, or their number, {len(params.sigmas)}"
@@ -177,6 +179,14 @@ def _check_step_cache(params: DiffusionParams) -> None:
             f"{' and '.join(BLOCK_CACHES)}",
             field="step_cache_threshold",
         )
+
+
+def _in_32_bits(level: float) -> float:
+    """As schedulers have it. What is too large for that stays as it is."""
+    if not abs(level) <= _MOST:
+        return level
+    [rounded] = struct.unpack("f", struct.pack("f", level))
+    return float(rounded)
 
 
 def _wrong(name: str, value: object, right: str) -> InvalidRequest:

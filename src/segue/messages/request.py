@@ -66,8 +66,8 @@ class ChatOptions(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, kw_only=True):
-    """One generation. One of `messages`, `prompt` and `prompt_token_ids` is set; beside a `prompt` for a model that
-    makes pictures or video, the `messages` hold nothing but the media that go with it."""
+    """One generation. One of `messages`, `prompt`, `prompt_token_ids` and `prompt_embeds` is set; beside a `prompt` for
+    a model that makes pictures or video, the `messages` hold nothing but the media that go with it."""
 
     request_id: str
     messages: list[Message] = []
@@ -75,6 +75,8 @@ class Request(msgspec.Struct, kw_only=True):
     prompt: str | None = None
     """Text that is tokenized as it is, with no chat template."""
     prompt_token_ids: list[int] | None = None
+    prompt_embeds: bytes | None = None
+    """The prompt as input embeddings, [tokens, hidden]: a file as `torch.save` or safetensors writes it."""
     add_special_tokens: bool | None = None
     """Let the tokenizer add its own (a beginning of text, an end). None: to a `prompt` it does, to templated messages,
     whose template writes them, it does not."""
@@ -98,6 +100,9 @@ class Request(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     """Prompts are found in the prefix cache only among requests with the same salt: nobody else can learn by the time
     to the first token what was asked."""
+    thought_marks: tuple[str, str] | None = None
+    """What opens a thought of the model and closes it; the orchestrator fills it in, where a stage's sampling bounds
+    thoughts."""
     return_prompt_ids: bool = False
     """Give the prompt's token ids with the first text."""
     options: dict[str, Any] = {}

@@ -15,6 +15,12 @@ GREEDY_BELOW = 1e-5
 MAX_OUTPUTS = 128
 """Most outputs of one prompt, shown or not."""
 MAX_BEAMS = 16
+SIDES = ("left", "right")
+"""What `truncation_side` may be."""
+MAX_PATTERN = 1024
+"""Tokens of the longest pattern that `repetition_detection` looks for."""
+MAX_PATTERN_WORK = 10240
+"""Most sizes of patterns times `min_count`: so much is compared after each token, at worst."""
 MAX_BAD_WORDS = 1024
 MAX_BAD_CHARACTERS = 1 << 16
 """Of all `bad_words` together: the stage tokenizes them, and nobody else gets on meanwhile."""
@@ -39,6 +45,17 @@ class StructuredOutput(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_
 
 FORMS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 """Fields of `StructuredOutput` that say what the form is."""
+
+
+class RepetitionDetection(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What counts as going round in circles (vLLM's `repetition_detection`): the output ends where its last tokens are
+    one pattern `min_count` times in a row."""
+
+    max_pattern_size: int = 0
+    """Tokens of the longest pattern; 0: nothing is looked for."""
+    min_pattern_size: int = 0
+    """Of the shortest; 0 is 1."""
+    min_count: int = 0
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -79,8 +96,14 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     """Report the log-probabilities of these tokens, too, in the place of each generated one."""
     truncate_prompt_tokens: int | None = None
     """Keep only so many of the prompt's last tokens; -1: as many as the context holds."""
+    truncation_side: str | None = None
+    """Where `truncate_prompt_tokens` cuts: `left` (the default; the last tokens are kept) or `right`."""
     detokenize: bool | None = None
     """False: give ids, no text."""
+    thinking_token_budget: int | None = None
+    """At most so many tokens of thought: then the mark that ends it comes; -1: any number."""
+    repetition_detection: RepetitionDetection | None = None
+    """End an output that does nothing but repeat itself."""
     n: int | None = None
     """Outputs of one prompt, sampled independently; output i has the seed `seed + i`."""
     best_of: int | None = None
@@ -145,6 +168,7 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "logprobs": (-1, 2**31 - 1, "an integer, -1 for all tokens"),
     "prompt_logprobs": (-1, 2**31 - 1, "an integer, -1 for all tokens"),
     "truncate_prompt_tokens": (-1, 2**31 - 1, "an integer from 1, or -1 for what the context holds"),
+    "thinking_token_budget": (-1, 2**31 - 1, "an integer from 0, or -1 for any number"),
     "n": (1, MAX_OUTPUTS, f"an integer from 1 to {MAX_OUTPUTS}"),
     "best_of": (1, MAX_OUTPUTS, f"an integer from 1 to {MAX_OUTPUTS}"),
     "beam_width": (1, MAX_BEAMS, f"an integer from 1 to {MAX_BEAMS}"),
@@ -190,8 +214,22 @@ def check_sampling(params: SamplingParams, field: str) -> None:
             raise InvalidRequest(
                 f"{field}.logit_bias has {bias!r}; a bias must be from -100 to 100", field=f"{field}.logit_bias"
             )
+    if params.thinking_token_budget not in (None, -1) and params.structured_outputs is not None:
+        raise InvalidRequest(
+            f"{field}.thinking_token_budget is {params.thinking_token_budget} beside structured_outputs, which hold "
+            "the text to their form from its first token on: no thought can be there; leave one out",
+            field=f"{field}.thinking_token_budget",
+        )
     _check_lists(params, field)
     _check_outputs(params, field)
+    if typed.repetition_detection is not None:
+        _check_repetition(typed.repetition_detection, f"{field}.repetition_detection")
+        if params.beam_width is not None:
+            raise InvalidRequest(
+                f"{field}.repetition_detection is given beside beam_width ({params.beam_width}), which does not go "
+                "with it; leave one out",
+                field=f"{field}.repetition_detection",
+            )
     if typed.structured_outputs is not None:
         check_structured(typed.structured_outputs, f"{field}.structured_outputs")
 
@@ -212,6 +250,11 @@ def _check_lists(params: SamplingParams, field: str) -> None:
             f"{field}.truncate_prompt_tokens is 0; it must be an integer from 1, or -1 for what the context holds",
             field=f"{field}.truncate_prompt_tokens",
         )
+    if params.truncation_side not in (None, *SIDES):
+        raise InvalidRequest(
+            f"{field}.truncation_side is {params.truncation_side!r}; it must be {' or '.join(SIDES)}",
+            field=f"{field}.truncation_side",
+        )
     if params.allowed_token_ids is not None and not params.allowed_token_ids:
         raise InvalidRequest(
             f"{field}.allowed_token_ids is empty; name at least one", field=f"{field}.allowed_token_ids"
@@ -220,6 +263,20 @@ def _check_lists(params: SamplingParams, field: str) -> None:
         raise InvalidRequest(
             f"{field}.detokenize is false, so no text is there to look for {field}.stop in", field=f"{field}.detokenize"
         )
+
+
+def _check_repetition(asked: RepetitionDetection, field: str) -> None:
+    longest, shortest, count = asked.max_pattern_size, asked.min_pattern_size, asked.min_count
+    if not 0 <= longest <= MAX_PATTERN:
+        name, value, right = "max_pattern_size", longest, f"an integer from 1 to {MAX_PATTERN}, or 0 for no detection"
+    elif not 0 <= shortest <= longest:
+        name, value, right = "min_pattern_size", shortest, f"an integer from 0 to max_pattern_size ({longest})"
+    elif longest and not 2 <= count <= MAX_PATTERN_WORK // (longest - max(1, shortest) + 1):
+        most = MAX_PATTERN_WORK // (longest - max(1, shortest) + 1)
+        name, value, right = "min_count", count, f"an integer from 2 to {most}, for so many sizes of patterns"
+    else:
+        return
+    raise InvalidRequest(f"{field}.{name} is {value}; it must be {right}", field=f"{field}.{name}")
 
 
 def check_structured(asked: StructuredOutput, field: str) -> None:
@@ -259,12 +316,6 @@ def _check_outputs(params: SamplingParams, field: str) -> None:
             f"{field}.temperature is {params.temperature!r}, but beam search (beam_width) draws nothing; "
             "leave it out or give 0",
             field=f"{field}.temperature",
-        )
-    if params.structured_outputs is not None:
-        raise InvalidRequest(
-            f"{field}.structured_outputs is given beside beam_width ({params.beam_width}), which does not go with it; "
-            "leave one out",
-            field=f"{field}.structured_outputs",
         )
 
 

@@ -18,6 +18,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from segue.messages.errors import ConfigError
 from segue.models.json_files import read_object
 
 _JINJA = "chat_template.jinja"
@@ -88,7 +89,10 @@ def read_chat_template(model_dir: Path, special: SpecialTokens = ()) -> ChatTemp
     """The template of a checkpoint, None where it has none. Raises `ConfigError` for a file that cannot be read."""
     path = model_dir / _JINJA
     if path.is_file():
-        return ChatTemplate(path.read_text(), special)
+        try:
+            return ChatTemplate(path.read_text("utf-8"), special)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: cannot be read: {error}", field="model") from error
     for name in _JSON:
         text = _default(_object(model_dir / name).get("chat_template"))
         if text is not None:

@@ -19,6 +19,7 @@ from torch import nn
 
 from segue.engines.contract import LoadContext
 from segue.messages.errors import ConfigError
+from segue.models.json_files import read_object
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -124,6 +125,18 @@ def _index(directory: Path) -> dict[str, str]:
             return dict.fromkeys(file.keys(), SINGLE)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
+
+
+def check_index(directory: Path) -> None:
+    """For what the library could not load: raise `ConfigError` where the index of the shards is none, or not as the
+    library writes it."""
+    path = directory / INDEX
+    if not path.is_file():
+        return
+    if not _index(directory):
+        raise ConfigError(f"{path}: names no tensors", field="model")
+    if not isinstance(read_object(path).get("metadata"), dict):
+        raise ConfigError(f"{path}: has no object 'metadata', which the library asks for", field="model")
 
 
 def culprit(directory: Path, error: Exception) -> Path:

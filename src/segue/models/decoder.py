@@ -76,10 +76,12 @@ class PagedDecoder:
         fused: bool = True,
         read_as: Mapping[int, int] = READ_AS,
         rows: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        across: frozenset[int] = frozenset(),
     ) -> None:
         """`fused`: layers with the same input are one product (`segue.kernels.fused_linear`), where there are no
         adapters. `read_as`: as in `takes_ids_again`. `rows`: what ids [n] are embedded as, where that is not the
-        embedding alone.
+        embedding alone. `across`: the layers that look at media and not at tokens, which are left out where a batch
+        has none; what they take goes to `forward` as `others`.
 
         Raises `ConfigError` where the model is not one that can be served, naming it and the reason.
         """
@@ -88,7 +90,7 @@ class PagedDecoder:
         self._parameters = frozenset(inspect.signature(decoder.forward).parameters)
         config = model.config.get_text_config(decoder=True)
         stateful = keeps_states(config)
-        layers = attending(config) if stateful else frozenset(range(config.num_hidden_layers))
+        layers = attending(config) if stateful else frozenset(range(config.num_hidden_layers)) - across
         if layers:
             check_interface(model, decoder, stateful=stateful)
             decoder.set_attn_implementation(PAGED)  # type: ignore[operator]
@@ -132,6 +134,7 @@ class PagedDecoder:
         self.kv = replace(
             kv_spec(self._kind, theirs.record, count, self.dtype, layers),
             coarse=self._coarse,
+            beside=bool(across),
             states=None if states is None else states.layout,
         )
         pack_linears(model, DECODE_ROWS, keep=keep)
@@ -146,6 +149,11 @@ class PagedDecoder:
         self.weight_bytes = held_bytes(held) + packed_bytes(held)
         if self.lora is not None:
             self.weight_bytes += self.lora.reserved_bytes(self.dtype)
+
+    @property
+    def reads_ids(self) -> bool:
+        """Its layers look up ids, besides the embeddings that they get."""
+        return self._by_layer is not None
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[n] → [n, H]."""

@@ -10,6 +10,7 @@ from typing import Any, Protocol, cast
 
 from segue.graph.stage_graph import StageGraph
 from segue.models.dialects.dialect import Dialect, dialect_of
+from segue.models.diffusion.sizes import Sizes
 
 
 class Stages(Protocol):
@@ -48,6 +49,9 @@ class Family:
     """The voices a checkpoint speaks with, the default first; must not import torch."""
     dialect: Callable[[Path, dict[str, Any]], Dialect] = dialect_of
     """Directory and config of a checkpoint → how its model writes tool calls and thoughts; must not import torch."""
+    sizes: Callable[[dict[str, Any], Path], Sizes | None] = lambda config, model_dir: None
+    """Config and directory of a checkpoint that makes pictures or video → which sizes it can make, as far as files say
+    so; must not import torch."""
     options: frozenset[str] = frozenset()
     """Names of request options the family understands, e.g. `use_audio_in_video`."""
     open_options: bool = False

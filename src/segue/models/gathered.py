@@ -79,6 +79,9 @@ class GatheredDecoder:
         held = nn.ModuleList([decoder, self._head])
         self.weight_bytes = held_bytes(held) + packed_bytes(held)
 
+    reads_ids = False
+    """Its layers look up ids, besides the embeddings that they get."""
+
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[n] → [n, H]."""
         rows: torch.Tensor = self._embedding(token_ids)

@@ -6,9 +6,12 @@ from pathlib import Path
 
 from segue.messages.errors import ConfigError
 from segue.messages.sampling import SamplingParams
+from segue.models.json_files import check_objects
 from segue.models.library import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 FILE = "generation_config.json"
+_NUMBERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+_IDS = ("eos_token_id", "suppress_tokens")
 TOP_K = 50
 """`top_k` of `generate` where the config has none."""
 
@@ -17,11 +20,27 @@ def generation_of(model_dir: Path, config: PreTrainedConfig) -> GenerationConfig
     """`generation_config.json`; where there is none, what the model's own config says of generation."""
     path = model_dir / FILE
     if not path.is_file():
-        return GenerationConfig.from_model_config(config)
+        return _checked(GenerationConfig.from_model_config(config), model_dir / "config.json")
     try:
-        return GenerationConfig.from_pretrained(model_dir)
-    except (OSError, ValueError, TypeError) as error:
+        return _checked(GenerationConfig.from_pretrained(model_dir), path)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        check_objects(model_dir, (FILE,))
         raise ConfigError(f"{path}: {error}", field="model") from error
+
+
+def _checked(generation: GenerationConfig, path: Path) -> GenerationConfig:
+    """Raise `ConfigError` for what is of another type than it must be: the library takes anything."""
+    values = generation.to_dict()
+    for name in _NUMBERS:
+        value = values.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ConfigError(f"{path}: {name} is {value!r}; it must be a number", field="model")
+    for name in _IDS:
+        value = values.get(name)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if any(isinstance(one, bool) or not isinstance(one, int) for one in ids):
+            raise ConfigError(f"{path}: {name} is {value!r}; it must be a token id, or a list of them", field="model")
+    return generation
 
 
 def default_sampling(generation: GenerationConfig, max_tokens: int | None = None) -> SamplingParams:

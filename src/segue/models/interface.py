@@ -11,8 +11,12 @@ from segue.models.library import VERSION, PreTrainedModel
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The library's `get_decoder()`; where the head is in there as well (Llama 4), the one model in it."""
+    """The library's `get_decoder()`; where the head is in there as well (Llama 4), the one model in it; where that is
+    how the model calls a layer of its head (ModernBERT), what is under the head."""
     decoder: PreTrainedModel = model.get_decoder()
+    if not isinstance(decoder, PreTrainedModel):
+        base: PreTrainedModel = model.base_model
+        return base
     inside = [child for child in decoder.children() if isinstance(child, PreTrainedModel)]
     head = model.get_output_embeddings()
     holds_head = head is not None and any(module is head for module in decoder.modules())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,3 +26,11 @@ def read_json(path: Path) -> Any:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}", field="model") from error
     except ValueError as error:
         raise ConfigError(f"{path}: not JSON: {error}", field="model") from error
+
+
+def check_objects(directory: Path, names: Iterable[str]) -> None:
+    """For what a library could not make sense of: raise `ConfigError` naming the first of these files that is there and
+    holds no JSON object."""
+    for name in names:
+        if name.endswith(".json") and (directory / name).is_file():
+            read_object(directory / name)

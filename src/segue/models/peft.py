@@ -43,7 +43,7 @@ def read_adapter(directory: Path, layers: Mapping[str, LoraLinear], max_rank: in
     config = _read_config(directory / CONFIG)
     found: dict[str, dict[str, torch.Tensor]] = {}
     path = directory / WEIGHTS
-    if not path.is_file():
+    if not is_file(path):
         raise ConfigError(f"{path}: not there; adapters are read from safetensors files", field="lora_path")
     try:
         with safe_open(path, framework="pt") as file:
@@ -57,8 +57,16 @@ def read_adapter(directory: Path, layers: Mapping[str, LoraLinear], max_rank: in
     return {layer: scaled_pair(path, layers[layer], tensors, config, max_rank) for layer, tensors in found.items()}
 
 
+def is_file(path: Path) -> bool:
+    """Whether there is one. Raises `ConfigError` where that cannot be told: too long a name, a closed directory."""
+    try:
+        return path.is_file()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}", field="lora_path") from error
+
+
 def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    if not is_file(path):
         raise ConfigError(f"{path}: not there, so {str(path.parent)!r} is no LoRA adapter", field="lora_path")
     try:
         config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])

@@ -13,11 +13,12 @@ from functools import partial
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 
 from segue.engines.contract import LoadContext
 from segue.messages.errors import ConfigError, nearest
-from segue.models.checkpoint import culprit, load_module
+from segue.models.checkpoint import check_index, culprit, load_module
+from segue.models.generation import FILE as GENERATION
+from segue.models.json_files import check_objects
 from segue.models.library import (
     QUANTIZERS,
     VERSION,
@@ -35,7 +36,7 @@ from segue.parallel.shard import shard
 LOAD_FORMATS = ("auto", "dummy")
 _TABLE = "embedding_rowwise"
 """How a tensor parallel plan cuts the embedding."""
-_UNREADABLE = (OSError, ValueError, TypeError, KeyError, StrictDataclassError)
+_UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError)
 
 
 def load_config(ctx: LoadContext) -> PreTrainedConfig:
@@ -140,7 +141,11 @@ def _read(
                 ignore_mismatched_sizes=emptied,
                 **where,
             )
-    except (*_UNREADABLE, RuntimeError, SafetensorError, ImportError) as error:  # a quantised format needs its package
+    # whatever the library stumbles over is in the checkpoint: files of another form, sizes that make no network (a
+    # division by zero, an assertion), a quantised format whose package is not there
+    except Exception as error:
+        check_objects(ctx.model_dir, (GENERATION,))
+        check_index(ctx.model_dir)
         at = culprit(ctx.model_dir, error)
         raise ConfigError(f"{at}: the weights cannot be loaded: {error}", field="model") from error
     for name, written, wanted in sorted(info["mismatched_keys"], key=str):

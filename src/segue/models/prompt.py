@@ -106,16 +106,20 @@ def _call(call: Any, field: str) -> Any:
         raise InvalidRequest(f"{field} has arguments that are not JSON: {error}", field=field) from error
 
 
-def given_as(request: Request) -> str:
-    """Which of `messages`, `prompt` and `prompt_token_ids` a request is. Raises `InvalidRequest` unless it is one."""
+def given_as(request: Request, *, embeds: bool = False) -> str:
+    """Which of `messages`, `prompt`, `prompt_token_ids` and, with `embeds`, `prompt_embeds` a request is. Raises
+    `InvalidRequest` unless it is one."""
     values = {
         "messages": request.messages or None,
         "prompt": request.prompt,
         "prompt_token_ids": request.prompt_token_ids,
+        "prompt_embeds": request.prompt_embeds,
     }
     found = [name for name, value in values.items() if value is not None]
     if len(found) > 1:
         raise InvalidRequest(f"give either {found[0]} or {found[1]}, not both", field=found[1])
+    if found == ["prompt_embeds"] and not embeds:
+        raise InvalidRequest("this model takes no prompt_embeds; send its prompt in another form", field=found[0])
     if not found:
         raise InvalidRequest("messages is empty; give at least one", field="messages")
     return found[0]
@@ -134,7 +138,7 @@ def checked_ids(ids: list[int], vocab: int) -> list[int]:
     return ids
 
 
-def tokenized(tokenizer: Tokenizer | None, request: Request, longest: int, stage: str = "") -> list[int]:
+def tokenized(tokenizer: Tokenizer | None, request: Request, longest: int, stage: str) -> list[int]:
     """A bare prompt's ids, with the special tokens that the tokenizer adds by itself unless the request forbids it.
 
     `longest`, `stage`: as for `check_text`.
@@ -149,9 +153,12 @@ def tokenized(tokenizer: Tokenizer | None, request: Request, longest: int, stage
     return ids
 
 
-def check_text(text: str, tokenizer: Tokenizer, request: Request, longest: int, stage: str, field: str) -> None:
+def check_text(
+    text: str, tokenizer: Tokenizer, request: Request, longest: int, stage: str, field: str, *, cut: bool = False
+) -> None:
     """Raise `TooLong` for a text that cannot fit into `longest` tokens, before all of it is tokenized: that takes
-    seconds per megabyte, in which nobody else's is. `stage`: the one whose sampling may cut the prompt."""
+    seconds per megabyte, in which nobody else's is. `stage`: the one whose sampling may cut the prompt; `cut`: it is
+    cut in any case."""
     most = max(MOST_CHARACTERS, WIDE * longest)
     if len(text) > most:
         raise TooLong(
@@ -159,7 +166,7 @@ def check_text(text: str, tokenizer: Tokenizer, request: Request, longest: int, 
             field=field,
         )
     sampling = request.sampling.get(stage)
-    if own_tokens_only(request) or (sampling is not None and sampling.truncate_prompt_tokens is not None):
+    if cut or own_tokens_only(request) or (sampling is not None and sampling.truncate_prompt_tokens is not None):
         return
     part = 8 * longest
     while part < len(text):
@@ -187,7 +194,8 @@ def own_tokens_only(request: Request) -> bool:
 
 
 def truncated(ids: list[int], request: Request, stage: str, longest: int, *, media: bool = False) -> list[int]:
-    """The last `truncate_prompt_tokens` ids, as `stage`'s sampling has it; all of them where it has none.
+    """The last `truncate_prompt_tokens` ids, as `stage`'s sampling has it, or the first where its `truncation_side` is
+    `right`; all of them where it has none.
 
     `longest`: tokens of the context; a prompt may have one fewer. `media`: some of the ids stand for media, of which
     none can be cut in two. Raises `InvalidRequest`, also for another stage that is to have its prompt cut: no client
@@ -216,7 +224,7 @@ def truncated(ids: list[int], request: Request, stage: str, longest: int, *, med
             f"{field} is {keep}, but the prompt ({len(ids)} tokens) has more than text in it, which cannot be cut",
             field=field,
         )
-    return ids[-keep:]
+    return ids[:keep] if request.sampling[stage].truncation_side == "right" else ids[-keep:]
 
 
 def client_tokens(ids: Sequence[int], tokenizer: Tokenizer | None) -> Payload:

@@ -63,6 +63,11 @@ def read_config(model_dir: Path) -> dict[str, Any]:
 def family_of(config: dict[str, Any], model_dir: Path) -> Family:
     """The family that serves a checkpoint, by the `architectures` of its config, else by what the family looks for."""
     wanted = config.get("architectures") or []
+    if not isinstance(wanted, list) or not all(isinstance(name, str) for name in wanted):
+        raise ConfigError(
+            f"{model_dir}: architectures is {wanted!r}; it must be a list of names (_class_name of a pipeline: a name)",
+            field="architectures",
+        )
     known = families()
     for family in known.values():
         if family.architectures & set(wanted):

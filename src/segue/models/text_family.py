@@ -9,6 +9,9 @@ from typing import Any
 from segue.graph.stage_graph import StageGraph
 from segue.models.family import Family
 
+_CUT = frozenset({"truncate_prompt_tokens", "truncation_side"})
+"""Where a text is cut (`segue.models.text_cut`)."""
+
 
 def text_family(
     name: str,
@@ -18,7 +21,7 @@ def text_family(
     options: frozenset[str],
 ) -> Family:
     """A family in the folder of its name: no class of the library is its own, so it is found by what it claims.
-    `presets`: of `segue tiny`; `options`: of a request."""
+    `presets`: of `segue tiny`; `options`: of a request, besides where its texts are cut."""
     return Family(
         name=name,
         architectures=frozenset(),
@@ -26,7 +29,7 @@ def text_family(
         graph=graph,
         stages_module=f"segue.models.{name}.stages",
         chats=lambda model_dir: False,
-        options=options,
+        options=options | _CUT,
         tiny_module=f"segue.models.{name}.tiny",
         tiny_names=presets,
     )

@@ -9,7 +9,16 @@ from segue.graph.parts import TOKENS
 from segue.messages.errors import InvalidRequest, TooLong
 from segue.messages.request import Request
 from segue.models.input_stage import InputStage
-from segue.models.prompt import Tokenizer, checked_ids, client_tokens, given_as, own_tokens_only, tokenized
+from segue.models.prompt import (
+    Tokenizer,
+    check_text,
+    checked_ids,
+    client_tokens,
+    given_as,
+    own_tokens_only,
+    tokenized,
+)
+from segue.models.text_cut import Cut, cut_of
 
 
 class TextInput(InputStage):
@@ -25,11 +34,23 @@ class TextInput(InputStage):
         form = given_as(request)
         if form == "messages":
             raise InvalidRequest("this model has no chat; send a prompt or prompt_token_ids", field="messages")
+        cut = cut_of(request, self._longest)
         if form == "prompt":
-            ids = tokenized(self._tokenizer, request, self._longest)
+            ids = self._read(request, cut)
         else:
             ids = checked_ids(request.prompt_token_ids or [], self._vocab)
+            ids = ids if cut is None else cut.ids(ids)
         if len(ids) > self._longest and not own_tokens_only(request):
             raise TooLong(f"the text has {len(ids)} tokens; this model takes at most {self._longest}", field=form)
         seen = client_tokens(ids, self._tokenizer) if TOKENS in request.modalities else {}
         return {"token_ids": torch.tensor(ids, dtype=torch.long), **seen}
+
+    def _read(self, request: Request, cut: Cut | None) -> list[int]:
+        if cut is None or self._tokenizer is None:
+            return tokenized(self._tokenizer, request, self._longest, "")
+        text = request.prompt or ""
+        check_text(text, self._tokenizer, request, self._longest, "", "prompt", cut=True)
+        read = cut.encoded(self._tokenizer, text, add_special_tokens=request.add_special_tokens is not False)
+        if not (ids := list(read["input_ids"])):
+            raise InvalidRequest("prompt is empty; give at least one token", field="prompt")
+        return ids

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from segue.messages.errors import ConfigError
+from segue.models.json_files import check_objects
 from segue.models.library import AutoTokenizer, PreTrainedTokenizerBase
 
 _FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "tokenizer_config.json")
@@ -17,7 +18,9 @@ def load_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase | None:
         return None
     try:
         return AutoTokenizer.from_pretrained(model_dir)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+    # tokenizers raises bare exceptions, and the library whatever a file of another form makes it stumble over
+    except Exception as error:
+        check_objects(model_dir, _FILES)
         raise ConfigError(f"{model_dir}: the tokenizer cannot be read: {error}", field="model") from error
 
 

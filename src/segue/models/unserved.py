@@ -12,10 +12,28 @@ _ATTENTION = frozenset(("full_attention", "sliding_attention", "chunked_attentio
 _NEITHER = frozenset(("mlp", "moe"))
 """Layer types that keep nothing."""
 _OUTSIDE = "its layers keep a state per sequence, and not in the library's cache, from where it could be served"
+_BY_CACHE = (
+    "it is the decoder of an encoder-decoder, which counts positions by its cache: one for all sequences of a batch"
+)
 _SHARED = "several of its layers share an attention module, which is not told for which of them it runs"
 _REASONS = {
     **dict.fromkeys(("rwkv", "xlstm", "recurrent_gemma", "minimax"), _OUTSIDE),
     **dict.fromkeys(("zamba", "zamba2"), _SHARED),
+    **dict.fromkeys(
+        (
+            "bart",
+            "bigbird_pegasus",
+            "blenderbot",
+            "blenderbot-small",
+            "marian",
+            "mbart",
+            "mvp",
+            "pegasus",
+            "plbart",
+            "trocr",
+        ),
+        _BY_CACHE,
+    ),
 }
 """By model type, where nothing else in the config says it."""
 

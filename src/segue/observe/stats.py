@@ -18,6 +18,7 @@ _HELP = {
     "segue_stage_errors_total": "Requests that failed in the stage.",
     "segue_stage_spec_draft_tokens_total": "Guessed tokens that were verified (speculative decoding).",
     "segue_stage_spec_accepted_tokens_total": "Guessed tokens that became output.",
+    "segue_stage_spec_switched_off_total": "Times a request's guesses were switched off because they did not pay.",
     "segue_stage_spec_active": "Whether the stage speculates: 0 after its drafter has failed.",
     "segue_stage_requests": "Requests that are in the stage.",
     "segue_stage_retained_bytes": "Payloads the worker keeps in memory for recovery (told of its first stage).",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -26,11 +26,22 @@ class Omni:
     The event loop runs in a thread of its own; a script needs no `__main__` guard.
     """
 
-    def __init__(self, model: str | Path, *, progress: bool = True, **settings: Any) -> None:
-        """`progress`: show bars while starting and generating. `settings` as for `AsyncOmni`."""
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        progress: bool = True,
+        before_start: Callable[[AsyncOmni], object] | None = None,
+        **settings: Any,
+    ) -> None:
+        """`progress`: show bars while starting and generating; `before_start`: called when the settings are checked and
+        nothing is started; what it raises is raised, e.g. what `AsyncOmni.check` has to say of a request. `settings` as
+        for `AsyncOmni`."""
         self._progress = progress
         bars = StartBars() if progress else None
         self._async = AsyncOmni(model, on_progress=bars.show if bars else None, **settings)
+        if before_start is not None:
+            before_start(self._async)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="segue-omni", daemon=True)
         self._thread.start()

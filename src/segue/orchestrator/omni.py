@@ -23,11 +23,13 @@ from segue.messages.diffusion import PARAMETERS, DiffusionParams, check_diffusio
 from segue.messages.errors import ConfigError, InvalidRequest, NotFound, StageFailed, nearest
 from segue.messages.request import Message, Request, check_types
 from segue.messages.sampling import SamplingParams, check_sampling, check_token_ids, sampling_from
+from segue.models.diffusion.sizes import Sizes
 from segue.models.registry import family_of, read_config
 from segue.observe.stats import render_gauges, render_worker_stats
 from segue.orchestrator.model_card import card_of, check_stage_keys
 from segue.orchestrator.orchestrator import Orchestrator
 from segue.orchestrator.outputs import Collector, RequestOutput
+from segue.orchestrator.prompt_embeds import check_embeds_bytes, embeds_file
 from segue.orchestrator.service import Health
 from segue.orchestrator.step_bar import StepBar
 from segue.orchestrator.supervisor import OnProgress
@@ -40,8 +42,8 @@ Sampling = SamplingParams | Mapping[str, SamplingParams | Mapping[str, Any]] | N
 """Of the stage that makes the main output, or by stage name."""
 
 _PROMPT_KEYS = frozenset(
-    {"messages", "prompt", "prompt_token_ids", "modalities", "voice", "sampling", "seed", "priority", "deadline",
-     "options", "return_prompt_ids", "adapter", "cache_salt"}
+    {"messages", "prompt", "prompt_token_ids", "prompt_embeds", "modalities", "voice", "sampling", "seed",
+     "priority", "deadline", "options", "return_prompt_ids", "adapter", "cache_salt"}
 )  # fmt: skip
 
 
@@ -93,6 +95,7 @@ class AsyncOmni:
             raise ConfigError(f"{self.card.name!r} is the name of the model and of a LoRA adapter", field="lora")
         self._chats = family.chats(model_dir)
         self._open_options = family.open_options
+        self._sizes = family.sizes(checkpoint, model_dir)
         self._pictures = not graph.gives.isdisjoint(("image", "video"))
         self._policy = MediaPolicy(allow_paths=True, max_bytes=self.plan.limits.max_media_bytes)
         self.orchestrator = Orchestrator(
@@ -103,6 +106,11 @@ class AsyncOmni:
             load_format=load_format,
             on_progress=on_progress,
         )
+
+    @property
+    def sizes(self) -> Sizes | None:
+        """What the model can make, of pictures or video; None where its files alone do not say."""
+        return self._sizes
 
     async def start(self) -> None:
         """Return when every stage is ready; raise the first worker's own error otherwise."""
@@ -221,18 +229,23 @@ class AsyncOmni:
         given = self._written(prompt) if isinstance(prompt, str) else dict(_mapping(prompt, "the prompt"))
         given = {**parameters, **given}
         known = _PROMPT_KEYS | (PARAMETERS | PICTURES if self._pictures else frozenset())
+        if self._open_options:
+            known -= {"prompt_embeds"}  # a pipeline may have an argument of that name
         others = {key: value for key, value in given.items() if self._open_options and key not in known}
         for key in given.keys() - others.keys():
             if key not in known:
                 raise InvalidRequest(f"a request has no key {key!r}{nearest(key, known)}", field=key)
         pictures = picture_parts({key: given[key] for key in given if key in PICTURES}, self._policy)
-        ids, text = given.get("prompt_token_ids"), given.get("prompt")
-        if sum(value is not None for value in (ids, text, given.get("messages"))) != 1:
+        ids, text, embeds = given.get("prompt_token_ids"), given.get("prompt"), given.get("prompt_embeds")
+        embeds = embeds if "prompt_embeds" in known else None
+        if sum(value is not None for value in (ids, text, embeds, given.get("messages"))) != 1:
             raise InvalidRequest(
-                "a request needs one of 'messages', 'prompt' and 'prompt_token_ids', and no other of them",
+                "a request needs one of 'messages', 'prompt', 'prompt_token_ids' and 'prompt_embeds', and no other of "
+                "them",
                 field="messages",
             )
-        messages = messages_from(given["messages"], self._policy) if ids is None and text is None else []
+        written = given.get("messages")
+        messages = [] if written is None else messages_from(written, self._policy)
         if pictures:
             messages.append(Message("user", list(pictures)))
         default_out = min(self.plan.graph.stages[self.plan.graph.main].gives)
@@ -241,6 +254,7 @@ class AsyncOmni:
             messages=messages,
             prompt=text,
             prompt_token_ids=None if ids is None else _token_ids(ids),
+            prompt_embeds=None if embeds is None else embeds_file(embeds),
             modalities=_listed(given.get("modalities", modalities) or [default_out]),
             voice=given.get("voice", voice),
             sampling=self._sampling(given.get("sampling", sampling)),
@@ -274,6 +288,17 @@ class AsyncOmni:
             for stage, params in _mapping(sampling, "sampling").items()
         }
 
+    def check(self, request: Request) -> None:
+        """What can be told before anything is loaded, sizes that the model cannot make among it. Raises
+        `InvalidRequest` or `NotFound`; what it lets pass may still be refused by the input stage."""
+        self._check(request)
+        asked = request.diffusion
+        if asked is None or self._sizes is None:
+            return
+        self._sizes.check(asked.height or 0, asked.width or 0, self.plan.limits.max_output_pixels)
+        if asked.num_frames is not None:
+            self._sizes.check_frames(asked.num_frames)
+
     def _check(self, request: Request) -> None:
         """What can be seen at the door, so that nothing wrong goes further. Raises `InvalidRequest`."""
         for stage, params in request.sampling.items():
@@ -283,6 +308,9 @@ class AsyncOmni:
             check_sampling(params, f"sampling.{stage}")
             if (vocab := self.card.vocab_sizes.get(stage)) is not None:
                 check_token_ids(params, vocab, f"sampling.{stage}.")
+        if request.prompt_embeds is not None:
+            check_embeds_bytes(len(request.prompt_embeds), self.plan.limits.max_prompt_embeds_bytes)
+        self._mark_thoughts(request)
         check_types(request)
         if request.diffusion is not None:
             check_diffusion(request.diffusion)
@@ -296,6 +324,23 @@ class AsyncOmni:
         if request.voice is not None and request.voice not in self.card.voices:
             hint = nearest(request.voice, self.card.voices)
             raise NotFound(f"{self.card.name} has no voice {request.voice!r}{hint}", field="voice")
+
+    def _mark_thoughts(self, request: Request) -> None:
+        """Tell the stage whose thoughts are bounded how they are written. Raises `InvalidRequest`."""
+        for stage in self.card.sampling_stages:
+            asked = request.sampling.get(stage, SamplingParams()).thinking_token_budget
+            most = self.plan.stages[stage].sampling.thinking_token_budget if asked is None else asked
+            if most is None or most == -1:
+                continue
+            marks = self.card.dialect.reasoning if stage == self.card.text_stage else None
+            if marks is None:
+                field = f"sampling.{stage}.thinking_token_budget"
+                raise InvalidRequest(
+                    f"{field} is {most}, but this model marks no thoughts, as far as its chat template shows: leave it "
+                    "out",
+                    field=field,
+                )
+            request.thought_marks = (marks.open, marks.close)
 
 
 def _token_ids(ids: Any) -> list[int]:

@@ -157,10 +157,11 @@ class Orchestrator:
         if request.seed is None:
             request.seed = secrets.randbits(63)
         for stage in walk.stages:
-            keep = self.plan.stages[stage.name].sampling.truncate_prompt_tokens
-            if keep is not None:  # the input stage cuts prompts, and knows the deployment of no other stage
+            planned = self.plan.stages[stage.name].sampling
+            keep, side = planned.truncate_prompt_tokens, planned.truncation_side
+            if keep is not None or side is not None:  # the input stage cuts prompts, and knows no other stage's plan
                 asked = request.sampling.get(stage.name, SamplingParams())
-                default = SamplingParams(truncate_prompt_tokens=keep)
+                default = SamplingParams(truncate_prompt_tokens=keep, truncation_side=side)
                 request.sampling = {**request.sampling, stage.name: asked.over(default)}
         books = RequestBooks(request=request, walk=walk, main=self.graph.main)
         for stage in walk.stages:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,12 +22,13 @@ T = TypeVar("T")
 _LARGE = 1 << 20
 
 
-async def read_json(request: Request, settings: ServerSettings) -> dict[str, Any]:
-    """The JSON object of a request. Raises `InvalidRequest`, and as `read_body`."""
+async def read_json(request: Request, settings: ServerSettings, right: str = "application/json") -> dict[str, Any]:
+    """The JSON object of a request; `right`: what its Content-Type may be. Raises `InvalidRequest`, and as
+    `read_body`."""
     declared = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if declared != "application/json" and not declared.endswith("+json"):
         # also what keeps a web page of another origin from posting here without asking first
-        raise UnsupportedMediaType(f"Content-Type is {shown(declared)}; it must be application/json")
+        raise UnsupportedMediaType(f"Content-Type is {shown(declared)}; it must be {right}")
     body = await read_body(request, settings)
     # a large body (base64 of a video) takes tens of milliseconds: other clients' events go out meanwhile
     value = _decode(body) if len(body) < _LARGE else await asyncio.to_thread(_decode, body)
@@ -50,8 +51,12 @@ async def read_body(request: Request, settings: ServerSettings) -> bytes:
     """The body, whatever it is. What is over the limit is read on and dropped (up to as much again), so that the client
     gets to reading the answer instead of failing to write; who declares more than that is not waited for.
 
-    Raises `TooLarge` above `max_body_bytes`, and `UploadTimeout` where it has not come within `upload_seconds`.
+    Raises `TooLarge` above `max_body_bytes`, `UploadTimeout` where it has not come within `upload_seconds`, and
+    `UnsupportedMediaType` for one that is compressed.
     """
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        raise UnsupportedMediaType(f"Content-Encoding is {shown(coding)}; send the body as it is")
     limit = settings.max_body_bytes
     declared = request.headers.get("content-length", "")
     if declared.isascii() and declared.isdecimal() and int(declared[:20]) > 2 * limit:
@@ -77,14 +82,18 @@ async def read_body(request: Request, settings: ServerSettings) -> bytes:
     return b"".join(pieces)
 
 
-def check_names(values: dict[str, Any], known: Iterable[str], where: str = "") -> None:
-    """Raise `InvalidRequest` for a name that is not known, with its nearest neighbour."""
+def check_names(
+    values: Mapping[str, Any], known: Iterable[str], where: str = "", *, offered: Iterable[str] | None = None
+) -> None:
+    """Raise `InvalidRequest` for a name that is not known, with its nearest neighbour; `offered`: those that are worth
+    naming, where not all are."""
     names = frozenset(known)
     for name in values:
         if name not in names:
             place = f"{where}." if where else ""
             raise InvalidRequest(
-                f"unknown parameter {shown(place + name)}{nearest(name, names)}", field=f"{place}{name}"
+                f"unknown parameter {shown(place + name)}{nearest(name, names if offered is None else offered)}",
+                field=f"{place}{name}",
             )
 
 

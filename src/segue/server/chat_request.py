@@ -76,6 +76,7 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "store": (False,),
     "moderation": (),
     "echo": (False,),
+    "prompt_embeds": (),
     "chat_template": (),
     "documents": ([],),
     "mm_processor_kwargs": ({},),
@@ -125,6 +126,11 @@ def chat_request(values: dict[str, Any], card: ModelCard, settings: ServerSettin
     modalities = _modalities(body.modalities, card)
     voice, audio_format = _audio(body, card)
     tools = tool_plan(body.tools, body.tool_choice, body.parallel_tool_calls, values.get("tools"), dialect)
+    if body.detokenize is False and body.tools:
+        raise InvalidRequest(
+            "detokenize is False, but calls are read out of the text: leave out one of detokenize and tools",
+            field="detokenize",
+        )
     sampling = sampling_of(
         body,
         card,
@@ -144,6 +150,8 @@ def chat_request(values: dict[str, Any], card: ModelCard, settings: ServerSettin
 
     named = {"logprobs": "logprobs" if body.top_logprobs is None else "top_logprobs"}
     answering = answering_fields(body, card, "chatcmpl", now, named)
+    if body.prompt_token_ids is not None:  # which a stage behind the tokenizer cannot tell from messages
+        answering["written"]["messages"] = "prompt_token_ids"
     request_id = new_id("chatcmpl")
     requests = [
         Request(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -34,8 +35,10 @@ DEFAULT_MAX_TOKENS = 16
 class CompletionBody(CommonBody, kw_only=True):
     """Every parameter that does something. null means not given."""
 
-    prompt: str | list[str | int | list[int]]
+    prompt: str | list[str | int | list[int]] | None = None
     """A text, token ids, or a list of either."""
+    prompt_embeds: str | list[str] | None = None
+    """vLLM's, instead of a prompt: base64 of a tensor's file, or a list of such."""
     echo: bool | None = None
     logprobs: int | None = None
     add_special_tokens: bool | None = None
@@ -61,7 +64,7 @@ class CompletionRequest(Answering):
     """Beside `requests`."""
     named: list[dict[str, str]]
     """Beside `requests`: the prompt by the names of a `Request` → where the client wrote it."""
-    prompts: list[str | list[int]]
+    prompts: list[str | list[int] | bytes]
     choices_each: int
     """Of every prompt; choice `i` of prompt `p` has index `p * choices_each + i`."""
     echo: bool
@@ -78,10 +81,12 @@ def completion_request(values: dict[str, Any], card: ModelCard, settings: Server
         raise Unsupported("this model makes no text; this server does not support that endpoint for it", field="model")
     now = time.time()
     common = common_fields(body, card, now)
-    prompts = _prompts(body.prompt)
+    prompts = _given(body)
     # tokens that are to be told of stand among the log-probabilities
     logprobs = 0 if body.logprobs is None and body.logprob_token_ids else body.logprobs
     echo = bool(body.echo)
+    if echo and body.prompt_embeds is not None:
+        raise InvalidRequest("echo is true, but prompt_embeds have no text; leave one out", field="echo")
     if echo and body.truncate_prompt_tokens is not None:
         raise InvalidRequest(
             "echo is true, but truncate_prompt_tokens leaves a part of the prompt out; give one", field="echo"
@@ -112,7 +117,8 @@ def completion_request(values: dict[str, Any], card: ModelCard, settings: Server
             Request(
                 request_id=request_id if len(slots) == 1 else f"{request_id}-{number}",
                 prompt=prompt if isinstance(prompt, str) else None,
-                prompt_token_ids=None if isinstance(prompt, str) else prompt,
+                prompt_token_ids=prompt if isinstance(prompt, list) else None,
+                prompt_embeds=prompt if isinstance(prompt, bytes) else None,
                 add_special_tokens=body.add_special_tokens,
                 modalities=["text", TOKENS] if seen else ["text"],
                 sampling=sampling,
@@ -125,7 +131,7 @@ def completion_request(values: dict[str, Any], card: ModelCard, settings: Server
         **answering,
         requests=requests,
         slots=slots,
-        named=[_place(prompts, slot.prompt) for slot in slots],
+        named=[_place(prompts, slot.prompt, "prompt_embeds" if body.prompt is None else "prompt") for slot in slots],
         prompts=prompts,
         choices_each=each,
         echo=echo,
@@ -140,6 +146,27 @@ def _max_tokens(body: CompletionBody) -> int:
     if body.max_tokens == 0 and not body.echo:
         raise InvalidRequest("max_tokens is 0; it must be at least 1, unless echo is true", field="max_tokens")
     return body.max_tokens or 1
+
+
+def _given(body: CompletionBody) -> list[str | list[int] | bytes]:
+    """One entry per prompt; bytes: embeddings."""
+    if body.prompt is not None:
+        if body.prompt_embeds is not None:
+            raise InvalidRequest("prompt and prompt_embeds are given; give one", field="prompt_embeds")
+        return [*_prompts(body.prompt)]
+    if body.prompt_embeds is None:
+        raise InvalidRequest("prompt is missing", field="prompt")
+    files = [body.prompt_embeds] if isinstance(body.prompt_embeds, str) else body.prompt_embeds
+    if not files:
+        raise InvalidRequest("prompt_embeds is empty; give at least one", field="prompt_embeds")
+    return [_decoded(file, f"prompt_embeds[{index}]") for index, file in enumerate(files)]
+
+
+def _decoded(file: str, field: str) -> bytes:
+    try:
+        return base64.b64decode(file, validate=True)
+    except ValueError as error:
+        raise InvalidRequest(f"{field} is not base64: {error}", field=field) from error
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
@@ -162,10 +189,11 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]
     ]
 
 
-def _place(prompts: list[str | list[int]], number: int) -> dict[str, str]:
-    """Names of one prompt in a `Request` → where it stands in the body."""
-    place = "prompt" if len(prompts) == 1 else f"prompt[{number}]"
-    return {"prompt": place, "prompt_token_ids": place}
+def _place(prompts: list[str | list[int] | bytes], number: int, name: str) -> dict[str, str]:
+    """Names of one prompt in a `Request` → where it stands in the body, under `name`. A stage behind the tokenizer
+    cannot tell what its ids were made of, and says messages."""
+    place = name if len(prompts) == 1 else f"{name}[{number}]"
+    return dict.fromkeys(("prompt", "prompt_token_ids", "prompt_embeds", "messages"), place)
 
 
 def _text(text: str, field: str) -> str:

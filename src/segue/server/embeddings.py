@@ -60,7 +60,7 @@ def embeddings_request(values: dict[str, Any], card: ModelCard, settings: Server
             "this model gives no embeddings; this server does not support that endpoint for it", field="model"
         )
     as_base64 = written_as_base64(body.encoding_format)
-    requests = text_requests(body, "embd", "embedding", vector_options(body.dimensions, card))
+    requests = text_requests(body, "embd", "embedding", vector_options(body.dimensions, card), card)
     return EmbeddingsRequest(body.model, requests, as_base64)
 
 

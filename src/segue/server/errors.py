@@ -35,7 +35,7 @@ class Unsupported(InvalidRequest):
 
 
 class UnsupportedMediaType(InvalidRequest):
-    """The body is not declared as JSON."""
+    """The body is not declared as what the endpoint takes, or is compressed."""
 
     status = 415
     code = "unsupported_media_type"

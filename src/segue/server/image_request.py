@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from segue.media.encode_image import check_image_format
+from segue.media.encode_image import check_image_format, check_image_sides
 from segue.media.parts import part_of
 from segue.media.sources import shown
 from segue.messages.carried import check_carried
@@ -22,6 +22,7 @@ from segue.messages.request import MediaPart, Message, Request
 from segue.orchestrator.service import ModelCard
 from segue.server.errors import Unsupported
 from segue.server.numbers import check_integers
+from segue.server.painting_names import check_called
 from segue.server.parameters import check_model, parse_body, turn_fields
 from segue.server.settings import ServerSettings
 
@@ -133,7 +134,8 @@ def image_request(
         raise InvalidRequest(f"{given} is given, but stream is not true", field=given)
     output_format = check_image_format("png" if body.output_format is None else body.output_format, "output_format")
     request = painting_request(body, card, settings, prefix="img", modality="image", pictures=pictures)
-    request.diffusion = _with_count(body, request.diffusion or DiffusionParams())
+    request.diffusion = params = _with_count(body, request.diffusion or DiffusionParams())
+    check_image_sides(params.height or 0, params.width or 0, output_format, "output_format")
     request.deadline = turn_fields(None, None, body.deadline, time.time())["deadline"]
     return ImageRequest(
         request=request,
@@ -196,17 +198,21 @@ def picture_part(source: object, field: str, settings: ServerSettings) -> MediaP
     """One picture from the bytes of a file, a URL or `{"image_url": URL}`. Blocking (HTTP). Raises `InvalidRequest`."""
     if isinstance(source, Mapping):
         if set(source) != {"image_url"}:
-            raise Unsupported(
-                f"{field} has {', '.join(map(repr, source))}; send a file, a URL or image_url", field=field
-            )
+            has = ", ".join(map(shown, source)) or "nothing in it"
+            raise Unsupported(f"{field} has {has}; send a file, a URL or image_url", field=field)
         source = source["image_url"]
+    if isinstance(source, list):
+        raise InvalidRequest(f"{field} is a list of {len(source)}; it must be one file or URL", field=field)
     if not isinstance(source, bytes | str):
         raise InvalidRequest(f"{field} is {shown(source)}; it must be a file or a URL", field=field)
     return part_of("image", source, settings.media, field)
 
 
-def painting_body(values: dict[str, Any], kind: type[P], unsupported: dict[str, tuple[object, ...]]) -> P:
-    """The typed body. Raises `InvalidRequest`."""
+def painting_body(
+    values: dict[str, Any], kind: type[P], unsupported: dict[str, tuple[object, ...]], instead: Mapping[str, str]
+) -> P:
+    """The typed body. `instead`: names that this endpoint has not → what it has. Raises `InvalidRequest`."""
+    check_called(values, {*kind.__struct_fields__, *unsupported}, instead)
     given = {name: value for name, value in values.items() if value is not None or name not in PARAMETERS}
     check_integers(given)
     return parse_body(given, kind, unsupported, {})

@@ -28,6 +28,7 @@ from segue.server.image_request import (
     with_one_name,
 )
 from segue.server.multipart import read_values
+from segue.server.painting_names import OF_EDITS, OF_GENERATIONS
 from segue.server.settings import ServerSettings
 
 
@@ -37,7 +38,7 @@ def add_images(app: FastAPI, service: Service, settings: ServerSettings, metrics
     @app.post("/v1/images/generations")
     async def generate(request: Request) -> Response:
         values = await read_json(request, settings)
-        body = painting_body(values, ImageBody, UNSUPPORTED)
+        body = painting_body(values, ImageBody, UNSUPPORTED, OF_GENERATIONS)
         asked = image_request(body, service.card, settings, event="image_generation", pictures=[])
         return await _answer(asked, request, service, settings, metrics)
 
@@ -46,7 +47,7 @@ def add_images(app: FastAPI, service: Service, settings: ServerSettings, metrics
         values = with_one_name(await read_values(request, settings, EditBody, EDIT_FILES))
         if values.get("mask") is not None and values.get("image") is None:
             raise InvalidRequest("mask says which part of a picture is made anew; image is missing", field="mask")
-        body = painting_body(values, EditBody, UNSUPPORTED_OF_EDITS)
+        body = painting_body(values, EditBody, UNSUPPORTED_OF_EDITS, OF_EDITS)
         pictures = await asyncio.to_thread(edited_pictures, body, service.card, settings)
         asked = image_request(body, service.card, settings, event="image_edit", pictures=pictures)
         return await _answer(asked, request, service, settings, metrics)

@@ -12,7 +12,8 @@ from segue.server.body import check_names, convert, read_json
 from segue.server.errors import Unsupported
 from segue.server.settings import ServerSettings
 
-_LONGEST_NAME = 256
+_LONGEST = {"lora_name": 256, "lora_path": 4096}
+"""Characters; a path is what Linux takes."""
 
 
 class LoadLoraBody(msgspec.Struct, kw_only=True):
@@ -42,13 +43,7 @@ def add_lora(app: FastAPI, service: Service, settings: ServerSettings) -> None:
         values = await body_of(http)
         check_names(values, LoadLoraBody.__struct_fields__)
         body = convert(values, LoadLoraBody)
-        for name, value in (("lora_name", body.lora_name), ("lora_path", body.lora_path)):
-            if not value:
-                raise InvalidRequest(f"{name} is empty; give at least one character", field=name)
-        if len(body.lora_name) > _LONGEST_NAME:
-            raise InvalidRequest(
-                f"lora_name has {len(body.lora_name)} characters; it may have {_LONGEST_NAME}", field="lora_name"
-            )
+        _check_lengths(lora_name=body.lora_name, lora_path=body.lora_path)
         if body.lora_name in settings.served_names:
             raise InvalidRequest(f"lora_name is {body.lora_name!r}, a name of the model itself", field="lora_name")
         await service.load_lora(body.lora_name, body.lora_path)
@@ -59,5 +54,13 @@ def add_lora(app: FastAPI, service: Service, settings: ServerSettings) -> None:
         values = await body_of(http)
         check_names(values, UnloadLoraBody.__struct_fields__)
         body = convert(values, UnloadLoraBody)
+        _check_lengths(lora_name=body.lora_name)
         await service.unload_lora(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+def _check_lengths(**given: str) -> None:
+    """Raise `InvalidRequest` for what is empty, or too long to be told again in a message."""
+    for name, value in given.items():
+        if not 0 < len(value) <= _LONGEST[name]:
+            raise InvalidRequest(f"{name} has {len(value)} characters; it must have 1 to {_LONGEST[name]}", field=name)

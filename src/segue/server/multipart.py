@@ -50,7 +50,7 @@ async def read_values(
     """
     declared = request.headers.get("content-type", "")
     if declared.partition(";")[0].strip().lower() != "multipart/form-data":
-        return await read_json(request, settings)
+        return await read_json(request, settings, "application/json or multipart/form-data")
     _check_origin(request)
     body = await read_body(request, settings)
     parts = await asyncio.to_thread(parse_multipart, body, declared)

@@ -44,6 +44,7 @@ class ErrorAnswer(msgspec.Struct, kw_only=True):
 _POST: dict[str, tuple[type[msgspec.Struct] | None, str, bool]] = {
     "/v1/chat/completions": (ChatBody, "An answer to messages, whole or streamed.", True),
     "/v1/responses": (ResponsesBody, "An answer to items of a conversation, whole or streamed.", True),
+    "/v1/responses/input_tokens": (ResponsesBody, "How many tokens the input of a response is.", False),
     "/v1/messages": (MessagesBody, "An answer to messages, as Anthropic has it, whole or streamed.", True),
     "/v1/messages/count_tokens": (CountBody, "How many tokens messages are.", False),
     "/v1/completions": (CompletionBody, "What a prompt goes on with, whole or streamed.", True),

@@ -66,11 +66,16 @@ class CommonBody(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    detokenize: bool | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     logprob_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+    thinking_token_budget: int | None = None
+    repetition_detection: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -160,7 +165,7 @@ def _written(body: CommonBody, stage: str | None, named: Mapping[str, str]) -> d
     for form, of_form in GUIDED.items():
         if getattr(body, form) is not None:
             names |= {f"structured_outputs.{of_form}": form, "structured_outputs": form}
-    if body.response_format is not None:
+    if body.response_format is not None and body.response_format.get("type") != "text":  # which asks for no form
         names |= {
             "structured_outputs.json": "response_format.json_schema.schema",
             "structured_outputs.structural_tag": "response_format",
@@ -198,7 +203,8 @@ def parse_body(
 ) -> B:
     """The typed body. `unsupported`: parameters that cannot be honoured → the values that ask for nothing (null always
     does); `nested`: parameters that are objects → their type. Raises `InvalidRequest`."""
-    check_names(values, {*kind.__struct_fields__, *IGNORED, *unsupported})
+    # what would be refused, or changes nothing, is no advice
+    check_names(values, {*kind.__struct_fields__, *IGNORED, *unsupported}, offered=kind.__struct_fields__)
     for name, harmless in unsupported.items():
         value = values.get(name)
         # True == 1 in Python: compare types as well
@@ -227,6 +233,17 @@ def common_fields(body: CommonBody, card: ModelCard, now: float) -> dict[str, An
         raise InvalidRequest("stream_options is given, but stream is not true", field="stream_options")
     if body.prompt_logprobs is not None and body.stream:
         raise InvalidRequest("prompt_logprobs cannot be streamed; leave stream out", field="prompt_logprobs")
+    if body.spaces_between_special_tokens is False and body.skip_special_tokens is False:
+        raise Unsupported(
+            "spaces_between_special_tokens is False; where skip_special_tokens leaves special tokens in, they stand as "
+            "the tokenizer writes them: leave it out or use True",
+            field="spaces_between_special_tokens",
+        )
+    if body.detokenize is False and not body.return_token_ids:
+        raise InvalidRequest(
+            "detokenize is False, so the answer has no text; ask for its ids with return_token_ids, or leave it out",
+            field="detokenize",
+        )
     return {
         "options": options,
         "adapter": body.model if body.model in card.adapters else None,

@@ -46,6 +46,8 @@ async def _part(
     except InvalidRequest as error:
         if error.field is not None and error.field.startswith("prompt"):
             error.field = field
+        elif error.field is not None:  # an option of ours is a parameter of the body
+            error.field = error.field.removeprefix("options.")
         raise
     if len(found) != len(requests):
         missing = next(index for index in range(len(requests)) if index not in found)

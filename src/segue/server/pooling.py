@@ -29,8 +29,6 @@ from segue.server.vllm import checked_id
 
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "messages": (),
-    "truncate_prompt_tokens": (),
-    "truncation_side": (),
     "padding": ("do_not_pad",),
     "mm_processor_kwargs": ({},),
     "embed_dtype": ("float32",),
@@ -119,7 +117,7 @@ def classify_request(
     check_model(body.model, card, settings)
     checked_id(body.request_id)
     _check_gives("classify", body.model, card, "model")
-    return body, text_requests(body, "classify", "classes", _activation(body))
+    return body, text_requests(body, "classify", "classes", _activation(body), card)
 
 
 def pooling_request(
@@ -143,12 +141,12 @@ def pooling_request(
             raise InvalidRequest(
                 f"dimensions is {body.dimensions}; classes cannot be cut: leave it out", field="dimensions"
             )
-        return body, text_requests(body, "pool", "classes", _activation(body)), as_base64
+        return body, text_requests(body, "pool", "classes", _activation(body), card), as_base64
     if body.use_activation is False:
         raise Unsupported(
             "use_activation is False; vectors come as the checkpoint makes them: leave it out", field="use_activation"
         )
-    return body, text_requests(body, "pool", "embedding", vector_options(body.dimensions, card)), as_base64
+    return body, text_requests(body, "pool", "embedding", vector_options(body.dimensions, card), card), as_base64
 
 
 def _check_gives(task: str, model: str, card: ModelCard, field: str) -> None:

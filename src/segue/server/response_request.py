@@ -120,6 +120,7 @@ _WRITTEN = {
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
     "tool_choice.function": "tool_choice",
+    "messages": "input",
 }
 """What a chat completion calls it → what the client wrote; the most special names first."""
 

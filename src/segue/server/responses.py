@@ -1,4 +1,5 @@
-"""/v1/responses: OpenAI's Responses API over chat, with what is kept, and what is made in the background."""
+"""/v1/responses: OpenAI's Responses API over chat, with what is kept, what is made in the background, and how many
+tokens an input is."""
 
 from __future__ import annotations
 
@@ -8,9 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from segue.graph.parts import TOKENS
 from segue.messages.deltas import Delta, Finished
 from segue.messages.errors import SegueError
 from segue.observe.metrics import ServerMetrics
@@ -21,12 +24,14 @@ from segue.server.errors import json_response
 from segue.server.events import named_events
 from segue.server.generations import run_generations
 from segue.server.paging import page_of
+from segue.server.parameters import as_written
 from segue.server.response_background import BackgroundResponses
 from segue.server.response_queries import events_after, listed_items
 from segue.server.response_request import ResponsesRequest, responses_request
 from segue.server.response_store import ResponseStore, Turn, items_so_far
 from segue.server.response_writer import ResponseWriter
 from segue.server.settings import ServerSettings
+from segue.server.tokenize import prompt_tokens
 
 _CHECKING_THREADS = 8
 
@@ -47,8 +52,8 @@ def add_responses(
     checking = ThreadPoolExecutor(_CHECKING_THREADS, thread_name_prefix="segue-response")
     store, background = responses.store, responses.background
 
-    @app.post("/v1/responses")
-    async def respond(request: Request) -> Response:
+    async def asked_in(request: Request) -> tuple[ResponsesRequest, Turn | None]:
+        """The checked request, and what it goes on from."""
         values = await read_json(request, settings)
         previous = values.get("previous_response_id")
         before = store.turn(previous) if isinstance(previous, str) else None
@@ -56,7 +61,11 @@ def add_responses(
         def checked() -> ResponsesRequest:
             return responses_request(values, items_so_far(before), service.card, settings)
 
-        asked = await asyncio.get_running_loop().run_in_executor(checking, checked)
+        return await asyncio.get_running_loop().run_in_executor(checking, checked), before
+
+    @app.post("/v1/responses")
+    async def respond(request: Request) -> Response:
+        asked, before = await asked_in(request)
         if asked.background:
             queued, journal = background.submit(asked, before)
             return EventStream(journal.after(-1), settings.stall_seconds) if asked.stream else json_response(queued)
@@ -64,6 +73,16 @@ def add_responses(
         if asked.stream:
             return EventStream(named_events(_events(asked, deltas, store, before)), settings.stall_seconds)
         return json_response(await while_connected(request.receive, _whole(asked, deltas, store, before)))
+
+    @app.post("/v1/responses/input_tokens")
+    async def count(request: Request) -> Response:
+        asked, _ = await asked_in(request)
+        prompt = msgspec.structs.replace(asked.chat.requests[0], modalities=[TOKENS], return_prompt_ids=False)
+        try:
+            found = await while_connected(request.receive, prompt_tokens(service, prompt))
+        except SegueError as error:
+            raise as_written(error, asked.written) from error
+        return json_response({"object": "response.input_tokens", "input_tokens": len(found.token_ids)})
 
     @app.get("/v1/responses/{response_id}")
     async def retrieve(response_id: str, request: Request) -> Response:

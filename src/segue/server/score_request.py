@@ -16,6 +16,7 @@ from segue.orchestrator.service import ModelCard
 from segue.server.errors import Unsupported
 from segue.server.parameters import check_model, parse_body, turn_fields
 from segue.server.settings import ServerSettings
+from segue.server.text_requests import cut_options
 
 MAX_PAIRS = 2048
 _SIDES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
@@ -28,6 +29,9 @@ class ScoringBody(msgspec.Struct, kw_only=True):
     model: str
     use_activation: bool | None = None
     """Of a cross-encoder: false gives its bare logits."""
+    truncate_prompt_tokens: int | None = None
+    """Of a text, and of a pair where a model reads both together."""
+    truncation_side: str | None = None
     user: str | None = None
     """The tenant, for fair scheduling."""
     priority: int | None = None
@@ -65,8 +69,6 @@ class RerankBody(ScoringBody, kw_only=True):
 
 
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "truncate_prompt_tokens": (),
-    "truncation_side": (),
     "mm_processor_kwargs": ({},),
     "add_special_tokens": (True,),
     "max_tokens_per_doc": (),
@@ -94,7 +96,7 @@ class Scoring:
 
     def singly(self, texts: list[str]) -> list[Request]:
         """A vector of each."""
-        return [_request(text, ["embedding"], {}, self.turn) for text in texts]
+        return [_request(text, ["embedding"], self.options, self.turn) for text in texts]
 
     def paired(self) -> list[Request]:
         """A score of each pair."""
@@ -175,6 +177,9 @@ def _scoring(
         seconds=seconds,
         fields=fields,
         crossed=crossed,
-        options={} if body.use_activation is None else {"use_activation": body.use_activation},
+        options={
+            **({"use_activation": body.use_activation} if crossed and body.use_activation is not None else {}),
+            **cut_options(body, card),
+        },
         turn=turn_fields(body.priority, body.user, body.deadline, time.time()),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import time
 import uuid
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -13,6 +13,9 @@ import numpy as np
 from segue.media.sources import shown
 from segue.messages.errors import InvalidRequest
 from segue.messages.request import Request
+from segue.messages.sampling import SIDES
+from segue.orchestrator.service import ModelCard
+from segue.server.errors import Unsupported
 from segue.server.parameters import checked_token_ids, turn_fields
 
 MAX_INPUTS = 2048
@@ -30,14 +33,47 @@ class TextsBody(msgspec.Struct, kw_only=True):
     """The tenant, for fair scheduling."""
     # ours (and vLLM's) from here on
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
     priority: int | None = None
     deadline: float | None = None
     """Seconds from now."""
 
 
-def text_requests(body: TextsBody, prefix: str, modality: str, options: dict[str, Any]) -> list[Request]:
+class Cutting(Protocol):
+    """A body whose texts may be cut."""
+
+    truncate_prompt_tokens: int | None
+    truncation_side: str | None
+
+
+def cut_options(body: Cutting, card: ModelCard) -> dict[str, Any]:
+    """Options of a request whose text is to be cut. Raises `InvalidRequest`."""
+    given = {"truncate_prompt_tokens": body.truncate_prompt_tokens, "truncation_side": body.truncation_side}
+    options = {name: value for name, value in given.items() if value is not None}
+    for name, value in options.items():
+        if name not in card.options:
+            raise Unsupported(f"{name} is {shown(value)}; this model's texts cannot be cut: leave it out", field=name)
+    if body.truncation_side is not None and body.truncation_side not in SIDES:
+        raise InvalidRequest(
+            f"truncation_side is {shown(body.truncation_side)}; it must be {' or '.join(SIDES)}",
+            field="truncation_side",
+        )
+    most = body.truncate_prompt_tokens
+    if most is not None and not (most == -1 or 1 <= most < 1 << 31):
+        raise InvalidRequest(
+            f"truncate_prompt_tokens is {most}; it must be at least 1, or -1 for what the model takes",
+            field="truncate_prompt_tokens",
+        )
+    return options
+
+
+def text_requests(
+    body: TextsBody, prefix: str, modality: str, options: dict[str, Any], card: ModelCard
+) -> list[Request]:
     """One per text. `prefix`: of their ids. Raises `InvalidRequest` naming the parameter, its value and what would be
     right."""
+    options = {**options, **cut_options(body, card)}
     turn = turn_fields(body.priority, body.user, body.deadline, time.time())
     return [
         Request(

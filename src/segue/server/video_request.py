@@ -9,12 +9,15 @@ from typing import Any
 import msgspec
 
 from segue.media.sources import shown
+from segue.media.write_video import check_video_sides
+from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import InvalidRequest, SegueError
 from segue.messages.request import MediaPart, Request
 from segue.orchestrator.service import ModelCard
 from segue.server.errors import Unsupported
 from segue.server.image_request import PaintingBody, painting_body, painting_request, picture_part
 from segue.server.image_request import as_written as size_as_written
+from segue.server.painting_names import OF_VIDEOS, ONE_VIDEO
 from segue.server.settings import ServerSettings
 from segue.server.video_store import Job
 
@@ -27,19 +30,30 @@ class VideoBody(PaintingBody, kw_only=True, frozen=True):
 
     input_reference: Any = None
     """The picture the video begins with: a file, a URL, or `{"image_url": URL}`."""
+    n: int | None = None
+    """1: a job makes one video."""
+    num_videos_per_prompt: int | None = None
+    """The same, by the pipelines' name."""
     last_image: Any = None
     """Ours: the picture it ends with."""
 
 
 def video_request(values: dict[str, Any], card: ModelCard, settings: ServerSettings) -> tuple[Job, Request]:
     """Check everything that can be checked without the stages. Blocking (HTTP). Raises `InvalidRequest`."""
-    body = painting_body(_with_seconds(values), VideoBody, _UNSUPPORTED)
-    for name, harmless in (("num_images_per_prompt", 1), ("partial_images", 0)):
-        if (value := getattr(body, name)) != harmless:
-            raise Unsupported(f"{name} is {value}; a job makes one video, without previews: leave it out", field=name)
+    body = painting_body(_with_seconds(values), VideoBody, _UNSUPPORTED, OF_VIDEOS)
+    for name in ("n", "num_videos_per_prompt", "num_images_per_prompt"):
+        if (value := getattr(body, name)) not in (None, 1):
+            raise Unsupported(f"{name} is {value}; {ONE_VIDEO}", field=name)
+    if body.partial_images:
+        raise Unsupported(
+            f"partial_images is {body.partial_images}; a job shows no previews: leave it out", field="partial_images"
+        )
     request = painting_request(
         body, card, settings, prefix="video", modality="video", pictures=_pictures(body, card, settings)
     )
+    params = request.diffusion or DiffusionParams()
+    height, width = params.height or 0, params.width or 0
+    check_video_sides(height, width, "size" if body.size is not None else "height" if height >= width else "width")
     assert request.seed is not None  # drawn where there was none
     now = time.time()
     job = Job(

@@ -11,7 +11,7 @@ from contextlib import aclosing, suppress
 
 import msgspec
 
-from segue.media.encode_image import encode_image
+from segue.media.encode_image import encode_thumbnail
 from segue.media.write_video import VideoWriter
 from segue.messages.deltas import Delta, ProgressDelta, VideoDelta
 from segue.messages.diffusion import DiffusionParams
@@ -100,7 +100,7 @@ class VideoRunner:
     async def _make(self, job: Job) -> None:
         try:
             request = await asyncio.to_thread(self._store.request, job)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             raise StageFailed(f"what was asked for cannot be read any more: {error}") from error
         job.status, job.attempts = "in_progress", job.attempts + 1
         await asyncio.to_thread(self._store.update, job)
@@ -152,8 +152,7 @@ class _Parts:
     """The files of a job while they are written. Blocking."""
 
     def __init__(self, store: VideoStore, job: Job, first: VideoDelta) -> None:
-        thumbnail = encode_image(first.array[0].tobytes(), first.height, first.width, "webp", 90)
-        store.part(job, THUMBNAIL).write_bytes(thumbnail)
+        store.part(job, THUMBNAIL).write_bytes(encode_thumbnail(first.array[0]))
         self._path = store.part(job, VIDEO)
         self._writer = VideoWriter(self._path, fps=first.fps)
 

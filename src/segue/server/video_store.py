@@ -219,7 +219,7 @@ class VideoStore:
         for folder in self._directory.iterdir():
             if _LEFTOVER.fullmatch(folder.name):
                 shutil.rmtree(folder, ignore_errors=True)
-            elif _ID.fullmatch(folder.name):
+            elif _ID.fullmatch(folder.name) and not folder.is_symlink():  # or what it leads to would be changed
                 with suppress(PermissionError):  # of another user, who has let us in
                     folder.chmod(_PRIVATE)
                 for part in folder.glob(f"*{_PART}"):
@@ -228,6 +228,9 @@ class VideoStore:
                     job = msgspec.json.decode((folder / _JOB).read_bytes(), type=Job)
                 except (OSError, msgspec.DecodeError) as error:
                     log.warning("%s is left alone: %s", folder, error)
+                    continue
+                if job.id != folder.name:
+                    log.warning("%s is left alone: it says that it is %s", folder, shown(job.id))
                     continue
                 jobs.append(self._as_found(job))
         return jobs

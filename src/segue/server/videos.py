@@ -17,10 +17,12 @@ from starlette.responses import FileResponse, Response
 
 from segue.graph.parts import TOKENS
 from segue.media.sources import shown
+from segue.media.write_video import check_video_encoder
 from segue.messages.errors import InvalidRequest, NotFound, SegueError
 from segue.messages.request import Request
 from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import ModelCard, Service
+from segue.server.body import check_names
 from segue.server.disconnect import while_connected
 from segue.server.errors import RangeNotSatisfiable, Unsupported, json_response
 from segue.server.multipart import read_values
@@ -38,7 +40,8 @@ class Videos:
     """The jobs of a server, for as long as it runs."""
 
     def __init__(self, service: Service, settings: ServerSettings, metrics: ServerMetrics) -> None:
-        """Raises `ConfigError` where the jobs cannot be kept."""
+        """Raises `ConfigError` where the jobs cannot be kept, or no video can be written."""
+        check_video_encoder()
         self.store = VideoStore(
             settings.video_dir or default_directory(service.card),
             max_jobs=settings.max_videos,
@@ -84,6 +87,7 @@ def add_videos(app: FastAPI, service: Service, settings: ServerSettings, videos:
 
     @app.get("/v1/videos")
     async def all_videos(http: HttpRequest) -> Response:
+        check_names(http.query_params, ("after", "limit", "order"))
         jobs = [_object(job) for job in kept().store.jobs()]
         return json_response(listed(jobs, page_of(http.query_params), "video"))
 
@@ -94,6 +98,7 @@ def add_videos(app: FastAPI, service: Service, settings: ServerSettings, videos:
     @app.head("/v1/videos/{video_id}/content")
     @app.get("/v1/videos/{video_id}/content")
     async def content(video_id: str, http: HttpRequest) -> Response:
+        check_names(http.query_params, ("variant",))
         store, job = kept().store, kept().store.job(video_id)
         variant = http.query_params.get("variant", "video")
         if variant == "spritesheet":
@@ -113,6 +118,20 @@ def add_videos(app: FastAPI, service: Service, settings: ServerSettings, videos:
         if not whole and (asked := http.headers.get("range")) is not None:
             _check_range(asked, stat.st_size)
         return answer
+
+    @app.post("/v1/videos/{video_id}/remix")
+    async def remix(video_id: str) -> Response:
+        raise Unsupported(
+            "a model here makes no video of a video: for one like it, send POST /v1/videos what the first was made of "
+            "with its seed (which the job tells) and another prompt",
+            field="video_id",
+        )
+
+    @app.post("/v1/videos/edits")
+    @app.post("/v1/videos/extensions")
+    @app.post("/v1/videos/characters")
+    async def of_videos() -> Response:
+        raise Unsupported("a model here makes no video of a video: send POST /v1/videos a text, or a picture as well")
 
     @app.delete("/v1/videos/{video_id}")
     async def delete(video_id: str) -> Response:

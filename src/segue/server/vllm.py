@@ -8,13 +8,8 @@ from segue.media.sources import shown
 from segue.messages.errors import InvalidRequest
 
 VLLM_UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "spaces_between_special_tokens": (True,),
-    "truncation_side": ("left",),
-    "thinking_token_budget": (-1,),
-    "repetition_detection": (),
     "watermarking": (False,),
     "stream_interval": (1,),
-    "prompt_embeds": (),
     "return_token_offsets": (False,),
     "guided_decoding_backend": ("auto", "xgrammar"),
     "guided_whitespace_pattern": (),

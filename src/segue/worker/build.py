@@ -93,6 +93,7 @@ def build(
         if plan.name == INPUT:
             context.options["limits"] = _media_limits(limits)
             context.options["output_limits"] = _output_limits(limits)
+            context.options["max_prompt_embeds_bytes"] = limits.max_prompt_embeds_bytes
         adapter = _adapter(stages_module.ADAPTERS[plan.name], context, ranks)
         give_back()
         defaults = SamplingParams()

@@ -19,6 +19,7 @@ import torch
 from segue.engines.autoregressive.beam_logprobs import BeamLogprobs
 from segue.engines.autoregressive.beams import BeamSearch, End, Step
 from segue.engines.autoregressive.branching import Branching
+from segue.engines.autoregressive.grammar import Grammar, Place, apply_grammars
 from segue.engines.autoregressive.jobs import Limits
 from segue.engines.autoregressive.mutual import longest_of
 from segue.engines.autoregressive.penalties import apply_rules
@@ -88,8 +89,11 @@ class BeamGroup(Branching):
         rules = [beam.sampler.rules for beam in beams if beam.sampler is not None]
         if not all(rule.plain for rule in rules):
             apply_rules(log_probs, rules, [beam.generated for beam in beams])
+        _hold(log_probs, beams)
         generated = [beam.ids[beam.prompt_length :] for beam in beams]
-        self._step = self._search.step(log_probs, generated, lambda beam, token: self._end([*generated[beam], token]))
+        self._step = self._search.step(
+            log_probs, generated, lambda beam, token: self._end(beams[beam], [*generated[beam], token])
+        )
         if self._likely is not None:
             before = [tuple(ids) for ids in generated]
             step = self._step or Step([], [])
@@ -144,6 +148,8 @@ class BeamGroup(Branching):
         self.beams = following
         for beam, token in zip(following, step.tokens, strict=True):
             beam.append(token, block_size)
+            if beam.grammar is not None:
+                beam.grammar.accept(token)  # it may not come where a beam is as good as dropped: that goes nowhere
 
     def _branch(self, roster: Roster, block_size: int) -> None:
         root = self.root
@@ -151,6 +157,7 @@ class BeamGroup(Branching):
             beam = Sequence(root.request, root.adapter, root.rank_of(number), parent=root, number=number)
             beam.branches, beam.announced = self, True
             beam.follow(root, block_size)
+            beam.grammar = None if root.grammar is None else root.grammar.fork()
             roster.fork(root, beam)
             self.beams.append(beam)
         root.job.fresh = False  # all that is to be known of the prompt is known
@@ -167,12 +174,14 @@ class BeamGroup(Branching):
             for beam in self.beams:
                 beam.job.ready = beam.job.length
 
-    def _end(self, generated: list[int]) -> End | None:
-        """Whether a beam with these tokens can go on."""
+    def _end(self, beam: Sequence, generated: list[int]) -> End | None:
+        """Whether `beam` can go on with these tokens, of which it has all but the last."""
         root, params = self.root, self.root.request.sampling
         token = generated[-1]
         if token in root.end_ids:
             return End("stop", token if token in (params.stop_token_ids or ()) else None)
+        if beam.grammar is not None and _completes(beam.grammar, token):
+            return End("stop")
         if params.stop and len(generated) >= root.min_tokens and (stop := self._stop_string(generated)):
             return End("stop", stop)
         return End("length") if len(generated) >= root.most else None
@@ -193,7 +202,7 @@ class BeamGroup(Branching):
         if len(best) < self._shown:
             raise InvalidRequest(
                 f"what the sampling of stage {request.stage!r} forbids leaves {len(best)} outputs of {self._shown}; "
-                "see its allowed_token_ids, suppress_tokens, bad_words and min_tokens",
+                "see its allowed_token_ids, suppress_tokens, bad_words, min_tokens and structured_outputs",
                 field=f"sampling.{request.stage}",
             )
         for sequence in roster.of(request.request_id):
@@ -224,3 +233,21 @@ class BeamGroup(Branching):
             piece, found = output.push(token, ends=token in root.end_ids, may_stop=count >= root.min_tokens)
             text += piece
         return text if found else text + output.flush(may_stop=len(token_ids) >= root.min_tokens)
+
+
+def _hold(log_probs: torch.Tensor, beams: list[Sequence]) -> None:
+    """-inf for what may not come after each beam, in `log_probs` [width, vocab]."""
+    held = [(row, beam.grammar) for row, beam in enumerate(beams) if beam.grammar is not None]
+    apply_grammars(log_probs, [Place(grammar, row) for row, grammar in held if not grammar.over])
+    for row, grammar in held:
+        if grammar.over:  # it stands in for beams that there are not: nothing follows
+            log_probs[row] = float("-inf")
+
+
+def _completes(grammar: Grammar, token: int) -> bool:
+    """Whether the text is over with this token."""
+    if grammar.over or not grammar.accept(token):
+        return False
+    complete = grammar.over or grammar.exhausted
+    grammar.rollback(1)
+    return complete

@@ -25,9 +25,10 @@ from segue.messages.errors import ConfigError
 _LENGTHS = (21, 40)
 _SIZE = 8  # tokens per block
 _BLOCKS = (range(3), range(3, 8))
-# (start, stop) of both sequences per step: whole; then chunks, a decode beside a chunk, and a decode of each
+# (start, stop) of both sequences per step: whole; then chunks, a decode beside a chunk, decodes of both at places that
+# differ, and a chunk after that
 _WHOLE = (((0, 21), (0, 40)),)
-_PIECES = (((0, 5), (0, 30)), ((5, 20), (30, 31)), ((20, 21), (31, 39)), (None, (39, 40)))
+_PIECES = (((0, 5), (0, 30)), ((5, 20), (30, 31)), ((20, 21), (31, 32)), (None, (32, 40)))
 _ENTIRE = (((0, 20), (0, 38)), ((20, 21), (38, 39)), (None, (39, 40)))
 """Where only the first tokens of a sequence can be computed together."""
 _TOLERANCE = {torch.float32: 2e-3, torch.float64: 1e-6}

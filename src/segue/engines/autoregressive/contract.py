@@ -47,6 +47,8 @@ class KVSpec:
     """The decoder rounds to 8 or 16 bits inside, whatever `dtype` says."""
     states: StateLayout | None = None
     """What it keeps of a sequence besides keys and values; None: nothing."""
+    beside: bool = False
+    """Some of its layers look at what a prompt has beside its tokens (`Prompt.beside`); they keep nothing here."""
     gathered: bool = False
     """Its layers attend by themselves, over keys and values that are gathered for them: its steps are not recorded."""
 
@@ -102,6 +104,9 @@ class Prompt:
     adapter: object | None = None
     """What changes the weights for this sequence's tokens (LoRA), for the family's forward; `identity` must tell it. A
     step in which a sequence has one is not run as a recording."""
+    beside: object | None = None
+    """What layers of the decoder look at that is no token (pictures, by cross-attention), for the family's forward;
+    `identity` must tell it. A step in which a sequence has any is not run as a recording."""
     extras: dict[str, Any] = field(default_factory=dict)
     """The family's own, for its forward and transfers; per-token tensors are [T, …] and are sliced by the adapter."""
 

@@ -217,7 +217,8 @@ def _there(forward: Forward) -> list[torch.Tensor]:
 def _not_recorded(batch: FlatBatch) -> bool:
     """What goes along with a prompt's tokens is not in the recording, nor are weights of a sequence's own."""
     return any(
-        prompt is not None and (start < len(prompt.token_ids) or prompt.adapter is not None)
+        prompt is not None
+        and (start < len(prompt.token_ids) or prompt.adapter is not None or prompt.beside is not None)
         for prompt, start, _ in batch.prompts
     )
 

@@ -230,8 +230,6 @@ class Grammars:
             raise InvalidRequest(f"{field} is set, but stage {request.stage!r} has no tokenizer", field=field)
         if request.sampling.min_tokens and not self._ends:
             raise InvalidRequest(f"{field} with min_tokens needs a model that has an end token", field=field)
-        if (request.sampling.beam_width or 1) > 1:
-            raise InvalidRequest(f"{field} cannot be had with beam_width; give one", field=field)
         key = source_of(asked, field)
         known = self._kept.get(key)
         if known is not None and known.error is None:

@@ -7,6 +7,7 @@ import torch
 
 from segue.engines.autoregressive.jobs import Run
 from segue.engines.autoregressive.picks import Pick
+from segue.engines.autoregressive.repetition import REASON, STOP_REASON, looked_at, repeats
 from segue.engines.autoregressive.sequence import Sequence
 from segue.engines.contract import Rows, StageOutput
 from segue.kernels.kv_store import KVStore
@@ -56,6 +57,19 @@ def accept(sequence: Sequence, picked: Pick, block_size: int, output: StageOutpu
         if whole or sequence.generated >= sequence.most:
             _end(sequence, output, token if ends else None, found=found, whole=whole, scored=bool(scores))
             return
+        if may_stop and _goes_round(sequence):
+            _end(sequence, output, None, found=False, whole=False, scored=bool(scores))
+            output.finish_reason, output.stop_reason = REASON, STOP_REASON
+            return
+
+
+def _goes_round(sequence: Sequence) -> bool:
+    """Whether the newest token completes a repetition that ends the output."""
+    asked = sequence.request.sampling.repetition_detection
+    if asked is None:
+        return False
+    begin = max(sequence.prompt_length, len(sequence.ids) - looked_at(asked))
+    return repeats(sequence.ids[begin:], asked)
 
 
 def _end(sequence: Sequence, output: StageOutput, token: int | None, *, found: bool, whole: bool, scored: bool) -> None:

@@ -12,6 +12,7 @@ from copy import copy, deepcopy
 import numpy as np
 import torch
 
+from segue.engines.autoregressive.thinking import Thinking
 from segue.engines.autoregressive.words import BadWords
 from segue.kernels.staging import upload
 from segue.messages.sampling import SamplingParams
@@ -74,6 +75,7 @@ class RowRules:
         vocab_size: int,
         end_token_ids: Collection[int],
         words: BadWords | None = None,
+        thinking: Thinking | None = None,
     ) -> None:
         self.repetition = _set(params.repetition_penalty, 1.0)
         self.presence = _set(params.presence_penalty, 0.0)
@@ -82,6 +84,7 @@ class RowRules:
         self.suppressed = _ids(params.suppress_tokens or (), vocab_size)
         self.allowed = None if params.allowed_token_ids is None else _ids(params.allowed_token_ids, vocab_size)
         self.words = words
+        self.thinking = thinking
         # forbidden until `min_tokens`, with `ignore_eos` too: who asks for so many tokens wants no end among them
         ends = {*(params.stop_token_ids or ()), *end_token_ids}
         self.ends = _ids(ends, vocab_size)
@@ -96,12 +99,13 @@ class RowRules:
         other = copy(self)
         other.seen = None if self.seen is None else self.seen.after(tokens)
         other.words = None if self.words is None else self.words.after(tokens)
+        other.thinking = None if self.thinking is None else self.thinking.after(tokens)
         return other
 
     @property
     def remember(self) -> bool:
         """What they do depends on which tokens came before."""
-        return self.seen is not None or self.words is not None
+        return self.seen is not None or self.words is not None or self.thinking is not None
 
     @property
     def plain(self) -> bool:
@@ -111,7 +115,7 @@ class RowRules:
     @property
     def forbids(self) -> bool:
         """The rules may forbid tokens."""
-        restricted = self.allowed is not None or self.words is not None
+        restricted = self.allowed is not None or self.words is not None or self.thinking is not None
         return restricted or bool(len(self.suppressed)) or bool(self.min_tokens)
 
     def saw(self, token: int) -> None:
@@ -120,10 +124,13 @@ class RowRules:
             self.seen.add(token)
         if self.words is not None:
             self.words.saw(token)
+        if self.thinking is not None:
+            self.thinking.saw(token)
 
     def have_seen(self, other: RowRules) -> None:
         """Take over the output of another sequence of the same request."""
         self.seen, self.words = deepcopy(other.seen), None if other.words is None else other.words.copy()
+        self.thinking = None if other.thinking is None else other.thinking.copy()
 
     def forbidden(self, generated: int) -> Ids:
         """Tokens that may not come now, `allowed` apart."""
@@ -140,7 +147,8 @@ def apply_rules(logits: torch.Tensor, rules: Sequence[RowRules], generated: Sequ
 
     Order as in transformers' `_get_logits_processor`: bias, repetition, (presence, frequency: OpenAI's, not in
     transformers), then what is forbidden: all but the allowed tokens, suppressed ones, the end before the minimum
-    length, the ends of bad words. A row of which nothing is left is all -inf.
+    length, the ends of bad words; and last what must come now, whatever else is said. A row of which nothing is left is
+    all -inf.
     """
     bias = _pairs((row, rule.bias_ids, rule.bias) for row, rule in enumerate(rules))
     if bias is not None:
@@ -152,6 +160,18 @@ def apply_rules(logits: torch.Tensor, rules: Sequence[RowRules], generated: Sequ
     none = _pairs((row, ids, ids) for row, ids in enumerate(forbidden))
     if none is not None:
         logits[_on(logits, none[0]), _on(logits, none[1])] = float("-inf")
+    _force(logits, rules)
+
+
+def _force(logits: torch.Tensor, rules: Sequence[RowRules]) -> None:
+    found = [None if rule.thinking is None else rule.thinking.forced for rule in rules]
+    forced = [(row, token) for row, token in enumerate(found) if token is not None]
+    if not forced:
+        return
+    rows, ids = (_on(logits, np.array(column, dtype=np.int64)) for column in zip(*forced, strict=True))
+    scores = logits[rows, ids].nan_to_num_(neginf=0.0)  # it comes although something forbids it
+    logits[rows] = float("-inf")
+    logits[rows, ids] = scores
 
 
 def _allow(logits: torch.Tensor, rules: Sequence[RowRules]) -> None:

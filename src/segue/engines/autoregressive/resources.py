@@ -131,6 +131,12 @@ def _backend(
     """What computes attention, checked against the model."""
     if adapter.kv.states is not None:
         check_states_served(adapter.kv.states, config.deterministic, speculation)
+    if adapter.kv.beside and config.deterministic:
+        raise ConfigError(
+            "layers of this model look at pictures, which deterministic cannot do: tokens that see the same picture "
+            "are one call",
+            field="deterministic",
+        )
     kernel = "torch" if config.deterministic else config.attention
     backend = attention_backend(kernel, adapter.device, config.block_size)
     if config.kv_dtype != "auto" and backend is not None and not backend.widens:

@@ -19,6 +19,7 @@ from segue.engines.autoregressive.logprobs import output_wanted, prompt_wanted
 from segue.engines.autoregressive.mutual import check_mutual
 from segue.engines.autoregressive.policies import Rank
 from segue.engines.autoregressive.sampler import RowSampler
+from segue.engines.autoregressive.thinking import Thinking, marks_of
 from segue.engines.autoregressive.words import bad_words
 from segue.engines.contract import StageOutput, StageRequest
 from segue.messages.errors import InvalidRequest, StageFailed, TooLong
@@ -134,6 +135,7 @@ class Sequence:
         self.compiling: Compilation | None = None
         """The grammar it waits for: until then it does not run."""
         self.words = bad_words(request, adapter.vocabulary, adapter.vocab_size)
+        self._marks = marks_of(request, adapter.vocabulary, adapter.vocab_size)
         # an earlier attempt that had emitted a token had told of the prompt with it
         told = bool(request.resume) or parent is not None
         self.prompt_logprobs = None if told else prompt_wanted(sampling, adapter.vocab_size)
@@ -233,7 +235,13 @@ class Sequence:
         self.shareable = self.shareable and (prompt.identity is None or bool(prompt.identity))
         adapter, request = self.adapter, self.request
         self.sampler = RowSampler.of(
-            request.sampling, request.seed, prompt.token_ids, adapter.vocab_size, adapter.end_token_ids, self.words
+            request.sampling,
+            request.seed,
+            prompt.token_ids,
+            adapter.vocab_size,
+            adapter.end_token_ids,
+            self.words,
+            None if self._marks is None else Thinking(self._marks, prompt.token_ids),
         )
         self.ids = list(prompt.token_ids)
         if self.branches is None:
@@ -263,7 +271,7 @@ class Sequence:
         if told is not None:
             output.prompt_logprobs = told.found
             self.prompt_logprobs, self.job.fresh = None, False
-        if request.request.return_prompt_ids and "text" in request.to_client:
+        if request.request.return_prompt_ids and request.request.prompt_embeds is None and "text" in request.to_client:
             output.prompt_token_ids = self.ids[: self.prompt_length]
 
     def become(self, other: Sequence) -> None:
@@ -272,6 +280,7 @@ class Sequence:
         assert other.sampler is not None
         self.ids = other.ids[:]
         self.shareable = other.shareable
+        self.grammar = None if other.grammar is None else other.grammar.fork()
         self.sampler.rules.have_seen(other.sampler.rules)
         self.job.hashes = other.job.hashes[:]
 

@@ -8,6 +8,7 @@ from segue.engines.contract import LoadContext, Payload
 from segue.graph.parts import TOKENS
 from segue.messages.errors import InvalidRequest
 from segue.messages.request import Request
+from segue.messages.sampling import SamplingParams
 from segue.models.chat_template import read_chat_template
 from segue.models.context_length import context_length
 from segue.models.input_stage import InputStage
@@ -24,6 +25,7 @@ from segue.models.prompt import (
     tokenized,
     truncated,
 )
+from segue.models.prompt_embeds import read_embeds
 from segue.models.tokenizer import load_tokenizer
 
 _TEXT_STAGE = "llm"
@@ -36,13 +38,18 @@ class InputProcessor(InputStage):
         config = load_config(ctx)
         self._vocab: int = config.vocab_size
         self._longest = context_length(config, ctx.max_model_len)
+        # a decoder may have narrower embeddings, which it makes as wide as its layers (OPT)
+        self._width: int = config.word_embed_proj_dim if "word_embed_proj_dim" in config else config.hidden_size
+        self._most_bytes: int = ctx.options.get("max_prompt_embeds_bytes", 0)
         self._tokenizer = load_tokenizer(ctx.model_dir)
         template = read_chat_template(ctx.model_dir)
         self._template = None if template is None else template.text
 
     def process(self, request: Request) -> Payload:
         """The payload of one request. Raises `InvalidRequest` naming the field, the value and what would be right."""
-        form = given_as(request)
+        form = given_as(request, embeds=True)
+        if form == "prompt_embeds":
+            return self._embedded(request)
         match form:
             case "messages":
                 ids = self._templated(request)
@@ -55,6 +62,20 @@ class InputProcessor(InputStage):
             check_length(len(ids), self._longest, form)
         seen = client_tokens(ids, self._tokenizer) if TOKENS in request.modalities else {}
         return {"token_ids": torch.tensor(ids, dtype=torch.long), **seen}
+
+    def _embedded(self, request: Request) -> Payload:
+        sampling = request.sampling.get(_TEXT_STAGE, SamplingParams())
+        for name, given in (
+            ("prompt_logprobs", sampling.prompt_logprobs),
+            ("truncate_prompt_tokens", sampling.truncate_prompt_tokens),
+        ):
+            if given is not None:
+                field = f"sampling.{_TEXT_STAGE}.{name}"
+                raise InvalidRequest(f"{field} is {given}, but prompt_embeds have no token ids", field=field)
+        if TOKENS in request.modalities:
+            raise InvalidRequest("prompt_embeds have no token ids to give", field="prompt_embeds")
+        embeds = read_embeds(request.prompt_embeds or b"", self._width, self._longest, self._most_bytes)
+        return {"embeds": embeds}
 
     def _templated(self, request: Request) -> list[int]:
         if self._tokenizer is None:

@@ -9,7 +9,7 @@ import torch
 from segue.engines.autoregressive.contract import Fed, FlatBatch, KVSpec, Prompt
 from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.kernels.lora import Lora
-from segue.messages.errors import ConfigError
+from segue.messages.errors import ConfigError, InvalidRequest
 from segue.messages.sampling import SamplingParams
 from segue.models.context_length import context_length
 from segue.models.decoder import PagedDecoder
@@ -18,6 +18,7 @@ from segue.models.generation import default_sampling, end_tokens, generation_of
 from segue.models.library import PreTrainedModel
 from segue.models.lora import named_adapter, with_adapter
 from segue.models.pretrained import load_config, load_model
+from segue.models.prompt_embeds import NO_TOKEN, identity_of
 from segue.models.states import check_divisible
 from segue.models.tokenizer import decode, load_tokenizer
 from segue.models.vocabulary import vocabulary_of
@@ -55,9 +56,26 @@ class LLM:
 
     def feed(self, state: Lora | None, upstream: str, payload: Payload, *, final: bool) -> Fed:
         """The prompt from the input stage."""
-        ids = payload["token_ids"].tolist()
-        prompt = Prompt(token_ids=ids, modality_tokens={"text": len(ids)})
+        if "embeds" in payload:
+            prompt = self._embedded(payload["embeds"])
+        else:
+            ids = payload["token_ids"].tolist()
+            prompt = Prompt(token_ids=ids, modality_tokens={"text": len(ids)})
         return Fed(prompt=prompt if state is None else with_adapter(prompt, state))
+
+    def _embedded(self, embeds: torch.Tensor) -> Prompt:
+        if self._decoder.reads_ids:
+            raise InvalidRequest(
+                "prompt_embeds are given, but this model's layers look up the prompt's token ids, too",
+                field="prompt_embeds",
+            )
+        count = len(embeds)
+        return Prompt(
+            token_ids=[NO_TOKEN] * count,
+            embeds=embeds.to(self.device, self._decoder.kv.dtype),
+            identity=identity_of(embeds.cpu()),
+            modality_tokens={"text": count},
+        )
 
     def embed(self, token_ids: torch.Tensor, conditioning: torch.Tensor | None) -> torch.Tensor:
         """[n] → [n, H]."""

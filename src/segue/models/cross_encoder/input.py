@@ -13,6 +13,7 @@ from segue.messages.request import Request
 from segue.models.input_stage import InputStage
 from segue.models.prompt import check_text, client_tokens, given_as, own_tokens_only
 from segue.models.sequence_classifier import longest_row
+from segue.models.text_cut import cut_of
 from segue.models.tokenizer import load_tokenizer
 
 
@@ -44,9 +45,10 @@ class InputProcessor(InputStage):
             raise InvalidRequest(
                 f"text_pair is {second!r}; it must be the text to compare the prompt with", field="options.text_pair"
             )
+        cut = cut_of(request, self._longest)
         for text, field in ((first, "prompt"), (second, "options.text_pair")):
-            check_text(text, self._tokenizer, request, self._longest, "", field)
-        read = self._tokenizer(first, second)
+            check_text(text, self._tokenizer, request, self._longest, "", field, cut=cut is not None)
+        read = self._tokenizer(first, second) if cut is None else cut.encoded(self._tokenizer, first, second)
         ids = read["input_ids"]
         if not ids:
             raise InvalidRequest("prompt and text_pair are empty; give at least one token", field="prompt")

@@ -22,6 +22,7 @@ from segue.models.diffusion.library import VaeImageProcessor
 from segue.models.diffusion.limits import OutputLimits
 from segue.models.diffusion.masks import MASKS, mask_latents, mask_picture
 from segue.models.diffusion.schedulers import Schedulers
+from segue.models.diffusion.sizes import Sizes
 from segue.models.input_stage import InputStage
 
 COMMON = frozenset(
@@ -42,12 +43,8 @@ class Rules:
     """What the pipeline takes where a request says nothing."""
     takes: frozenset[str]
     """Fields of `DiffusionParams` it understands, besides `COMMON`."""
-    multiple: int
-    """Height and width are multiples of this many pixels."""
-    largest_side: int | None = None
-    """Pixels: what the network has positions for, in height and in width."""
-    frame_step: int = 1
-    """A number of frames is 1 more than a multiple of this."""
+    sizes: Sizes
+    """What it makes, as the family tells it before anything is loaded."""
     max_sequence_length: int | None = None
     """Most tokens of a prompt that can be asked for."""
     pictures: tuple[int, int] = (0, 0)
@@ -60,6 +57,11 @@ class Rules:
     """Of requests with a mask, what goes before `defaults`, in place of `with_picture`; None: masks are not taken."""
     mask_scale: int = 8
     """Pixels per latent, in height and in width: what a mask is shrunk by."""
+
+    @property
+    def multiple(self) -> int:
+        """Height and width are multiples of this many pixels."""
+        return self.sizes.multiple
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +179,8 @@ class DiffusionInput(InputStage):
         fps = given.fps or self.rules.defaults.fps
         if fps is None:
             raise InvalidRequest("this model knows no frame rate; send num_frames, or fps as well", field="seconds")
-        steps = round(min(given.seconds * fps, 1e9) / self.rules.frame_step)
-        return msgspec.structs.replace(given, seconds=None, num_frames=steps * self.rules.frame_step + 1)
+        steps = round(min(given.seconds * fps, 1e9) / self.rules.sizes.frame_step)
+        return msgspec.structs.replace(given, seconds=None, num_frames=steps * self.rules.sizes.frame_step + 1)
 
     def _check_pictures(self, parts: Sequence[MediaPart]) -> None:
         for part in parts:
@@ -194,7 +196,7 @@ class DiffusionInput(InputStage):
 
     def _check(self, params: DiffusionParams) -> None:
         limits = self._limits
-        self._check_size(params)
+        self.rules.sizes.check(params.height or 0, params.width or 0, limits.max_output_pixels)
         _bound("num_images_per_prompt", params.num_images_per_prompt, limits.max_outputs, "max_outputs")
         steps = params.num_inference_steps or 0
         if params.sigmas is not None and steps > limits.max_inference_steps:
@@ -224,44 +226,7 @@ class DiffusionInput(InputStage):
             )
         if params.num_frames is not None:
             _bound("num_frames", params.num_frames, limits.max_output_frames, "max_output_frames")
-            self._check_multiple("num_frames", params.num_frames, self.rules.frame_step, 1)
-
-    def _check_size(self, params: DiffusionParams) -> None:
-        """What is too large is said before what would be a right size near it: that one would be too large as well."""
-        height, width = params.height or 0, params.width or 0
-        sides = (("height", height), ("width", width))
-        for name, value in sides:
-            if self.rules.largest_side is not None and value > self.rules.largest_side:
-                raise TooLarge(f"{name} is {value}; this model makes at most {self.rules.largest_side}", field=name)
-        most = self._limits.max_output_pixels
-        if height * width > most:
-            fits = fitting_size(height, width, most, self.rules.multiple)
-            raise TooLarge(
-                f"height {height} x width {width} is {height * width} pixels; at most {most} (max_output_pixels), e.g. "
-                f"{fits[0]} x {fits[1]}",
-                field="height" if height >= width else "width",
-            )
-        for name, value in sides:
-            self._check_multiple(name, value, self.rules.multiple, 0)
-
-    def _check_multiple(self, name: str, value: int, multiple: int, offset: int) -> None:
-        if (value - offset) % multiple == 0:
-            return
-        below = (value - offset) // multiple * multiple + offset
-        near = [str(size) for size in (below, below + multiple) if size > 0]
-        what = f"a multiple of {multiple}" + (f" and {offset} more" if offset else "")
-        raise InvalidRequest(
-            f"{name} is {value}; this model needs {what}, the nearest: {' or '.join(near)}", field=name
-        )
-
-
-def fitting_size(height: int, width: int, pixels: int, multiple: int) -> tuple[int, int]:
-    """A size of at most so many pixels, in about the same proportions; of very long ones, the short side is one
-    multiple."""
-    shrink = (pixels / (height * width)) ** 0.5
-    short = max(multiple, int(min(height, width) * shrink) // multiple * multiple)
-    long = max(multiple, min(int(max(height, width) * shrink), pixels // short) // multiple * multiple)
-    return (long, short) if height >= width else (short, long)
+            self.rules.sizes.check_frames(params.num_frames)
 
 
 def prompt_of(request: Request) -> str:

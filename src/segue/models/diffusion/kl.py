@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from segue.engines.contract import LoadContext
 from segue.models.diffusion.decoder import Decoder
-from segue.models.diffusion.loading import component_config, load_component
+from segue.models.diffusion.loading import load_component
 from segue.models.diffusion.picture_encoder import PictureEncoder
-
-
-def pixels_per_latent(model_dir: Path) -> int:
-    """In height and in width, from the VAE's config."""
-    return int(2 ** (len(component_config(model_dir, "vae").get("block_out_channels", (0,))) - 1))
 
 
 class KLDecoder(Decoder):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from segue.engines.contract import LoadContext
@@ -22,7 +22,7 @@ from segue.models.diffusion.library import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from segue.models.json_files import read_object
+from segue.models.diffusion.sizes import config_of
 from segue.models.pretrained import LOAD_FORMATS, without_bars
 from segue.models.registry import PIPELINE
 
@@ -33,7 +33,7 @@ UNREADABLE = (OSError, ValueError, TypeError, KeyError, RuntimeError, ImportErro
 
 def pipeline_index(model_dir: Path) -> dict[str, Any]:
     """`model_index.json`: parts as `name: [library, class]`, settings of the pipeline as plain values."""
-    return _json(model_dir / PIPELINE)
+    return config_of(model_dir, "", PIPELINE)
 
 
 def pipeline_class(model_dir: Path) -> Any:
@@ -46,7 +46,7 @@ def pipeline_class(model_dir: Path) -> Any:
 
 def component_config(model_dir: Path, name: str, file: str = "config.json") -> dict[str, Any]:
     """The config of a part, without building it."""
-    return _json(model_dir / name / file)
+    return config_of(model_dir, name, file)
 
 
 def component_class(model_dir: Path, name: str) -> Any:
@@ -105,6 +105,7 @@ def build(kind: Any, directory: Path) -> nn.Module:
 
 
 def _read(kind: Any, directory: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    _check_there(directory)
     try:
         with without_bars():
             network, info = kind.from_pretrained(
@@ -119,11 +120,36 @@ def _read(kind: Any, directory: Path, dtype: torch.dtype, device: torch.device) 
             f"{directory}: {len(missing)} tensors of the model are not in the checkpoint, the first is {missing[0]!r}",
             field="model",
         )
+    _check_stored(network, directory)
     return network.to(device)
+
+
+def _check_there(directory: Path) -> None:
+    """Else the libraries look for a repository of that name."""
+    if not directory.is_dir():
+        raise ConfigError(
+            f"{directory}: not there; the part {directory.name!r} of the pipeline is missing", field="model"
+        )
+
+
+def _check_stored(network: nn.Module, directory: Path) -> None:
+    """Raise `ConfigError` for weights that are whole numbers in the file and none in the network: the libraries would
+    take them as they are."""
+    real = {name for name, weight in network.named_parameters() if weight.is_floating_point()}
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  it is no mapping
+                if name in real and (stored := file.get_slice(name).get_dtype()).startswith(("I", "U", "BOOL")):
+                    raise ConfigError(
+                        f"{path}: the weights cannot be loaded: {name!r} is stored as {stored}; it must be "
+                        "floating-point",
+                        field="model",
+                    )
 
 
 def load_tokenizer(model_dir: Path, name: str = "tokenizer") -> PreTrainedTokenizerBase:
     """Raises `ConfigError` naming the folder."""
+    _check_there(model_dir / name)
     try:
         return AutoTokenizer.from_pretrained(model_dir / name, local_files_only=True)
     except UNREADABLE as error:
@@ -137,9 +163,3 @@ def load_processor(model_dir: Path, name: str = "processor") -> Any:
         return kind.from_pretrained(model_dir / name, local_files_only=True)
     except UNREADABLE as error:
         raise ConfigError(f"{model_dir / name}: the processor cannot be loaded: {error}", field="model") from error
-
-
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ConfigError(f"{path}: not there, so {str(path.parent)!r} is no part of a pipeline", field="model")
-    return read_object(path)

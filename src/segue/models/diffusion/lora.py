@@ -20,7 +20,7 @@ from segue.messages.errors import ConfigError, nearest
 from segue.models.diffusion.gguf_files import layer_kinds
 from segue.models.diffusion.library import convert_unet_state_dict_to_peft
 from segue.models.lora import LINEARS, AdaptersByName, features, named_as_written
-from segue.models.peft import CONFIG, check_config, read_adapter, scaled_pair
+from segue.models.peft import CONFIG, check_config, is_file, read_adapter, scaled_pair
 
 WEIGHTS = "pytorch_lora_weights.safetensors"
 """What diffusers' pipelines save."""
@@ -67,7 +67,7 @@ def read(
     """A and scaled B, float32, by layer: of a directory that PEFT wrote, or of a file (or the one in a directory) that
     diffusers wrote, or another program whose names `rename` makes diffusers'. Raises `ConfigError` naming file, key or
     tensor."""
-    if (path / CONFIG).is_file():
+    if is_file(path / CONFIG):
         return read_adapter(path, layers, max_rank)
     file = _file(path)
     found: dict[str, dict[str, torch.Tensor]] = {}

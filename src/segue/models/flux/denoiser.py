@@ -12,9 +12,9 @@ from segue.engines.diffusion.contract import Row, Sample
 from segue.messages.diffusion import DiffusionParams
 from segue.models.diffusion.denoiser import Denoiser
 from segue.models.diffusion.given import Given
-from segue.models.diffusion.kl import pixels_per_latent
 from segue.models.diffusion.prompts import Condition, stacked
 from segue.models.diffusion.schedulers import set_shifted
+from segue.models.diffusion.sizes import pixels_per_latent
 from segue.models.diffusion.squares import sides_of, to_latents, to_tokens
 
 

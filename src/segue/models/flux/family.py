@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from segue.models.diffusion.family import pipeline_family
-from segue.models.flux.graph import KONTEXT, graph
+from segue.models.flux.graph import KONTEXT, graph, sizes
 
 FAMILY = pipeline_family(
     "flux",
     {"FluxPipeline", "FluxImg2ImgPipeline", KONTEXT},
     graph,
+    sizes,
     presets=("flux", "flux-schnell", "flux-kontext"),
 )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from segue.graph.stage_graph import StageGraph
 from segue.models.diffusion.graph import denoise
+from segue.models.diffusion.sizes import Sizes, pixels_per_latent
 
 KONTEXT = "FluxKontextPipeline"
 """The pipeline that edits."""
@@ -19,3 +21,13 @@ def graph(config: dict[str, Any]) -> StageGraph:
     g.stage("vae_encoder", "module", takes={"image"}, fuse_with="decoder")  # for requests that bring one
     denoise(g, gives="image")
     return g
+
+
+def sizes(config: dict[str, Any], model_dir: Path) -> Sizes | None:
+    """What it makes; None for the pipeline that edits, which makes the nearest that it can. Raises `ConfigError`."""
+    return None if config.get("_class_name") == KONTEXT else sizes_of(model_dir)
+
+
+def sizes_of(model_dir: Path) -> Sizes:
+    """What the network can make."""
+    return Sizes(2 * pixels_per_latent(model_dir))

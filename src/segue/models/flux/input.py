@@ -8,10 +8,11 @@ from typing import Any
 from segue.engines.contract import LoadContext, Payload
 from segue.messages.diffusion import DiffusionParams
 from segue.models.diffusion.input import DiffusionInput, Picture, Rules, negative_of, pictures_at
-from segue.models.diffusion.kl import pixels_per_latent
 from segue.models.diffusion.library import VaeImageProcessor
 from segue.models.diffusion.loading import load_tokenizer
 from segue.models.diffusion.prompts import clip_length, padded_ids, prompt_tokens
+from segue.models.diffusion.sizes import pixels_per_latent
+from segue.models.flux.graph import sizes_of
 
 _LATENTS = 128
 """Height and width of the latents by default."""
@@ -37,7 +38,7 @@ def rules_of(ctx: LoadContext) -> Rules:
             max_sequence_length=512,
         ),
         takes=_TAKES,
-        multiple=2 * scale,
+        sizes=sizes_of(ctx.model_dir),
         max_sequence_length=512,
         pictures=(0, 1),
         with_picture=_FROM_PICTURE,

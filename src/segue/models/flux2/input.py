@@ -13,9 +13,9 @@ from segue.engines.contract import LoadContext, Payload
 from segue.messages.diffusion import BLOCK_CACHES, TAYLORSEER, DiffusionParams
 from segue.messages.errors import InvalidRequest
 from segue.models.diffusion.input import DiffusionInput, Picture, Rules
-from segue.models.diffusion.kl import pixels_per_latent
 from segue.models.diffusion.library import VaeImageProcessor
 from segue.models.diffusion.loading import pipeline_index
+from segue.models.flux2.graph import sizes
 from segue.models.flux2.prompts import KLEIN, prompts_of
 
 AREA = 1024 * 1024
@@ -35,21 +35,21 @@ class Input(DiffusionInput):
     """`ModuleAdapter`. An item for the text encoder: `segue.models.flux2.prompts`; `pictures`: [3, H, W] each."""
 
     def __init__(self, ctx: LoadContext) -> None:
-        multiple = 2 * pixels_per_latent(ctx.model_dir)
+        index = pipeline_index(ctx.model_dir)
+        made = sizes(index, ctx.model_dir)
         super().__init__(
             ctx,
             Rules(
                 defaults=DiffusionParams(num_inference_steps=50, guidance_scale=4.0, max_sequence_length=LONGEST),
                 takes=frozenset({"guidance_scale", "sigmas", "max_sequence_length"}),
-                multiple=multiple,
+                sizes=made,
                 max_sequence_length=LONGEST,
                 pictures=(0, MOST_PICTURES),
             ),
         )
-        index = pipeline_index(ctx.model_dir)
         self._guided = index.get("_class_name") == KLEIN and not index.get("is_distilled", False)
         self._prompts = prompts_of(ctx.model_dir)
-        self._images = VaeImageProcessor(vae_scale_factor=multiple)
+        self._images = VaeImageProcessor(vae_scale_factor=made.multiple)
 
     def completed(self, params: DiffusionParams, pictures: Sequence[Picture]) -> DiffusionParams:
         """What is made is as large as the first picture is seen, unless a size is asked for."""

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from segue.graph.stage_graph import INPUT, StageGraph
+from segue.media.pictures import PICTURES
 from segue.messages.errors import ConfigError
+from segue.models.generic_pipeline.call import arguments_of
 from segue.models.generic_pipeline.splits import (
     DECODER_STAGE,
     DENOISER_STAGE,
@@ -33,10 +35,17 @@ def graph(config: dict[str, Any]) -> StageGraph:
     g = StageGraph("generic_pipeline")
     split = split_of(config)
     if split is None:
-        g.stage(STAGE, "module", takes={"text", "image"}, gives=gives, library=f"diffusers' {kind}, whole")
+        g.stage(STAGE, "module", takes=_takes(kind), gives=gives, library=f"diffusers' {kind}, whole")
     else:
         _draw(g, split, gives)
     return g
+
+
+def _takes(kind: str) -> set[str]:
+    """Of a pipeline that is called whole, as its call has it; where that is not known, its input stage says later what
+    is too much."""
+    arguments = arguments_of(kind)
+    return {"text", "image"} if arguments is None or arguments & PICTURES else {"text"}
 
 
 def _draw(g: StageGraph, split: Split, gives: set[str]) -> None:

@@ -33,7 +33,7 @@ from segue.models.multimodal_lm.loading import (
     taken_by,
 )
 from segue.models.multimodal_lm.mutual import FAILURES, MaskProbe, is_causal, moved
-from segue.models.multimodal_lm.processor import Processor
+from segue.models.multimodal_lm.processor import Processed, Processor
 from segue.models.multimodal_lm.units import units_of
 from segue.models.pretrained import load_config
 
@@ -99,9 +99,11 @@ class Encoder:
 
     def _work(self, request_id: str, unit: Payload) -> Work:
         known = (unit["kind"], unit["hash"]) in self.cache
-        return Work(
-            request_id, unit, bucket=_bucket(unit), cost=1 if known else max(1, len(unit["ids"])), ordered=False
-        )
+        return Work(request_id, unit, bucket=_bucket(unit), cost=1 if known else self._cost(unit), ordered=False)
+
+    def _cost(self, unit: Payload) -> int:
+        """Rows that are made of it."""
+        return max(1, len(unit["ids"]))
 
     def _encode(self, units: Sequence[Payload]) -> list[torch.Tensor]:
         """Units of one bucket in one call → [n, 1 + L, H] each."""
@@ -164,14 +166,12 @@ class Encoder:
     def _try_out(self, processor: Processor) -> None:
         """Two small media of each kind, encoded as one prompt's and each by itself. Raises `ConfigError` where the
         model does not do the former, or the latter gives something else."""
-        probe = MaskProbe(self._kind, self._inner, self._decoder, processor, self.device, self.dtype)
-        self._mutual = probe.sight().kinds
+        self._see(processor)
         for kind in processor.kinds:
             try:
                 text, media = processor.examples(kind)
                 made = processor(text, {kind: media})
-                [whole] = self._encode(units_of(made, {kind: len(media)}, split=False))
-                alone = torch.cat([self._encode([unit])[0] for unit in units_of(made, {kind: len(media)})])
+                whole, alone = self._both_ways(made, kind, len(media))
             except ConfigError:
                 raise
             except (*FAILURES, StageFailed) as error:
@@ -187,6 +187,15 @@ class Encoder:
                     f"others than alone (by {difference:.1e})",
                     field="architectures",
                 )
+
+    def _see(self, processor: Processor) -> None:
+        probe = MaskProbe(self._kind, self._inner, self._decoder, processor, self.device, self.dtype)
+        self._mutual = probe.sight().kinds
+
+    def _both_ways(self, made: Processed, kind: str, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of so many media of a kind, encoded together and one by one."""
+        [whole] = self._encode(units_of(made, {kind: count}, split=False))
+        return whole, torch.cat([self._encode([unit])[0] for unit in units_of(made, {kind: count})])
 
 
 def _bucket(unit: Payload) -> Any:

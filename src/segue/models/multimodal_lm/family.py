@@ -17,7 +17,7 @@ from segue.models.multimodal_lm.graph import graph, kinds_of
 from segue.models.unserved import unserved
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-TINY = ("qwen2.5-vl", "qwen3-vl", "llava-onevision", "gemma3-vision", "qwen2-audio")
+TINY = ("qwen2.5-vl", "qwen3-vl", "llava-onevision", "gemma3-vision", "llama3.2-vision", "qwen2-audio")
 """The families that `segue tiny` knows."""
 _SUFFIXES = ("ForConditionalGeneration", "ForCausalLM", "NemotronH_Omni_Reasoning_V3")
 _CROSS = "its decoder looks at media by cross-attention, which is not in the engine"
@@ -27,7 +27,7 @@ _BESIDE = "it takes a row of sound along with every token it writes, which is no
 _ADAPTER = "its language model has other weights (an adapter) for prompts with sound than for those without"
 _REASONS = MappingProxyType(
     {
-        **dict.fromkeys(("mllama", "idefics", "blip", "evolla"), _CROSS),
+        **dict.fromkeys(("idefics", "blip", "evolla"), _CROSS),
         **dict.fromkeys(("chameleon", "emu3"), _CODES),
         **dict.fromkeys(("kyutai_speech_to_text", "voxtral_realtime"), _BESIDE),
         **dict.fromkeys(("granite_speech", "granite_speech_plus"), _ADAPTER),

@@ -4,6 +4,7 @@ checkpoint's processor and chat template. What the payload holds is written in `
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -50,6 +51,9 @@ class InputProcessor(InputStage):
     Options: `limits`, a dict of `MediaLimits` fields.
     """
 
+    _least = 2
+    """Tokens of a unit."""
+
     def __init__(self, ctx: LoadContext) -> None:
         text = load_config(ctx).get_text_config(decoder=True)
         self._vocab: int = text.vocab_size
@@ -86,19 +90,26 @@ class InputProcessor(InputStage):
             case _:
                 ids = checked_ids(request.prompt_token_ids or [], self._vocab)
         ids = truncated(ids, request, _TEXT_STAGE, self._longest, media=made is not None)
-        units = [] if made is None else units_of(made, count)
+        units = [] if made is None else self._units(made, count)
         if not own_tokens_only(request):
             check_length(len(ids), self._longest, form, _shares(units))
         for unit in units:
-            if len(unit["places"]) < 2:  # models take a lone placeholder for one that is still to be repeated
+            if len(unit["places"]) < self._least:  # models take a lone placeholder for one that is still to be repeated
                 raise InvalidRequest(f"the {unit['kind']} is too small or too short for this model", field=form)
-        positions = None if made is None else self._positions(made)
         return {
             "token_ids": torch.tensor(ids, dtype=torch.long),
-            **({} if positions is None else {"positions": positions[0], "position_delta": positions[1]}),
+            **({} if made is None else self._beside(made)),
             "media": units,
             **(client_tokens(ids, self._processor.tokenizer) if TOKENS in request.modalities else {}),
         }
+
+    def _units(self, made: Processed, count: Mapping[str, int]) -> list[Payload]:
+        return units_of(made, count)
+
+    def _beside(self, made: Processed) -> Payload:
+        """What the payload says of a prompt with media, besides its ids."""
+        positions = self._positions(made)
+        return {} if positions is None else {"positions": positions[0], "position_delta": positions[1]}
 
     def _templated(self, request: Request) -> tuple[str, list[MediaPart]]:
         """The conversation with one placeholder per medium, and the media in their order."""

@@ -29,7 +29,7 @@ from segue.models.multimodal_lm.loading import (
     load_whole,
     media_tokens,
 )
-from segue.models.multimodal_lm.mutual import MaskProbe
+from segue.models.multimodal_lm.mutual import MaskProbe, Sight
 from segue.models.multimodal_lm.processor import Processor
 from segue.models.multimodal_lm.stand_ins import stand_ins
 from segue.models.multimodal_lm.token_rows import token_rows
@@ -71,12 +71,9 @@ class LLM:
         self.max_model_len: int = context_length(text, ctx.max_model_len)
         model = load_whole(ctx, config)
         self.axes = axes_of(model, text)
-        probe = _probe(ctx, model)
-        self._rows = token_rows(probe)
-        self._sight = replace(probe, plain=self._rows).sight()
-        self._decoder = PagedDecoder(
-            model, inner=inner_of(model), fused=ctx.fused, read_as=stand_ins(probe), rows=self._rows
-        )
+        self._sight = Sight()
+        """Which tokens of media see each other."""
+        self._decoder = self._paged(ctx, model)
         self._tokenizer = load_tokenizer(ctx.model_dir)
         self.vocabulary = vocabulary_of(self._tokenizer)
         self.device = self._decoder.device
@@ -89,6 +86,12 @@ class LLM:
         generation = generation_of(ctx.model_dir, config)
         self.end_token_ids = end_tokens(generation, self._tokenizer)
         self.default_sampling: SamplingParams = default_sampling(generation)
+
+    def _paged(self, ctx: LoadContext, model: PreTrainedModel) -> PagedDecoder:
+        probe = _probe(ctx, model)
+        self._rows = token_rows(probe)
+        self._sight = replace(probe, plain=self._rows).sight()
+        return PagedDecoder(model, inner=inner_of(model), fused=ctx.fused, read_as=stand_ins(probe), rows=self._rows)
 
     def begin(self, request: StageRequest) -> _State:
         return _State(from_encoder="encoder" in request.upstreams)
@@ -122,8 +125,7 @@ class LLM:
     @torch.inference_mode()
     def _prompt(self, payload: Payload, rows: list[Payload]) -> Prompt:
         ids, units = payload["token_ids"].cpu(), payload["media"]
-        if [unit["hash"] for unit in units] != [medium["hash"] for medium in rows]:
-            raise StageFailed(f"the prompt has {len(units)} media, but the encoder sent {len(rows)} or others")
+        check_same_media(units, rows)
         counts = {"text": len(ids)}
         if self._sight.whole and not units:  # the library leaves open what such a prompt's tokens see
             raise InvalidRequest(
@@ -163,6 +165,12 @@ class LLM:
             modality_tokens=counts,
             extras={MEDIA: media, DEEP: deep[media.to(self.device)]} if layers else {},
         )
+
+
+def check_same_media(units: list[Payload], rows: list[Payload]) -> None:
+    """The encoder sent the media of the prompt. Raises `StageFailed`."""
+    if [unit["hash"] for unit in units] != [medium["hash"] for medium in rows]:
+        raise StageFailed(f"the prompt has {len(units)} media, but the encoder sent {len(rows)} or others")
 
 
 def _probe(ctx: LoadContext, model: PreTrainedModel) -> MaskProbe:

@@ -117,6 +117,12 @@ def axes_of(model: PreTrainedModel, text: PreTrainedConfig) -> int:
     return len((rope or {}).get("mrope_section") or (1, 1, 1))
 
 
+def layers_across(config: PreTrainedConfig) -> frozenset[int]:
+    """The layers of the text decoder that look at media by cross-attention, and not at tokens."""
+    text = config.get_text_config(decoder=True)
+    return frozenset(text.cross_attention_layers if "cross_attention_layers" in text else ())
+
+
 def taken_by(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
     """What of `given` a function names among its parameters."""
     names = inspect.signature(function).parameters.keys()
@@ -143,6 +149,12 @@ def _tables_of_nothing() -> Iterator[None]:
 
 def _check_ranks(ctx: LoadContext) -> None:
     model = empty_model(ctx)
+    if layers_across(load_config(ctx)):
+        raise ConfigError(
+            f"{type(model).__name__} cannot be run tensor parallel: its layers look at rows of pictures, which only "
+            "the first rank is given; leave tensor_parallel out",
+            field="tensor_parallel",
+        )
     if taken_by(decoder_of(model).forward, dict.fromkeys(DEEP_ARGUMENTS)):
         raise ConfigError(
             f"{type(model).__name__} cannot be run tensor parallel: its media have features for the first layers as "

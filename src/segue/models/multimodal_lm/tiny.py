@@ -1,5 +1,5 @@
-"""`segue tiny qwen2.5-vl | qwen3-vl | llava-onevision | gemma3-vision | qwen2-audio`: a small model that sees or hears,
-in a family's published format, made here."""
+"""`segue tiny qwen2.5-vl | qwen3-vl | llava-onevision | gemma3-vision | llama3.2-vision | qwen2-audio`: a small
+model that sees or hears, in a family's published format, made here."""
 
 from __future__ import annotations
 

@@ -123,6 +123,25 @@ _GEMMA = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}
 """
+_LLAMA = """\
+{{- bos_token }}
+{%- for message in messages %}
+{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}
+{%- if message.content is string %}{{- message.content }}{%- else %}
+{%- for part in message.content %}
+{%- if part.type == 'image' %}{{- '<|image|>' }}
+{%- elif part.type == 'text' %}{{- part.text }}
+{%- endif %}
+{%- endfor %}
+{%- endif %}
+{{- '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
+"""
+_LLAMA_TOKENS = (
+    *("<|begin_of_text|>", "<|end_of_text|>", "<|finetune_right_pad_id|>", "<|start_header_id|>", "<|end_header_id|>"),
+    *("<|eom_id|>", "<|eot_id|>", "<|python_tag|>", "<|image|>"),
+)
 _CLIP = MappingProxyType(
     {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 )
@@ -321,6 +340,61 @@ SMALL: Mapping[str, Small] = MappingProxyType(
                     "size": _SIDE,
                 },
                 "processor_config.json": {"image_seq_length": 16, "processor_class": "Gemma3Processor"},
+            },
+        ),
+        "llama3.2-vision": Small(
+            "mllama",
+            special=_LLAMA_TOKENS,
+            template=_LLAMA,
+            ids={"image_token_index": "<|image|>"},
+            text={
+                # a picture's token is the first one behind those that the head writes
+                "vocab_size": BASE_VOCAB + len(_LLAMA_TOKENS) - 1,
+                "num_hidden_layers": 5,
+                "cross_attention_layers": [1, 3],
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "rope_theta": 5e5,
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 1024,
+                },
+            },
+            config={
+                "vision_config": {
+                    "hidden_size": 32,
+                    "intermediate_size": 64,
+                    "num_hidden_layers": 2,
+                    "num_global_layers": 1,
+                    "attention_heads": 2,
+                    "image_size": _SIDE["height"],
+                    "patch_size": 14,
+                    "intermediate_layers_indices": [0, 1],
+                    "vision_output_dim": 96,
+                },
+            },
+            # gates: the library starts them at nothing, with which pictures change nothing
+            rows={r"cross_attn_(attn|mlp)_gate$": 8.0, r"vision_model.*\.gate(_attn|_ffn)?$": 10.0},
+            end_gain=1.9,
+            end="<|eot_id|>",
+            pad="<|finetune_right_pad_id|>",
+            begin="<|begin_of_text|>",
+            files={
+                "preprocessor_config.json": {
+                    **_CLIP,
+                    "do_convert_rgb": True,
+                    "do_normalize": True,
+                    "do_pad": True,
+                    "do_rescale": True,
+                    "do_resize": True,
+                    "image_processor_type": "MllamaImageProcessor",
+                    "max_image_tiles": 4,
+                    "processor_class": "MllamaProcessor",
+                    "resample": 2,
+                    "rescale_factor": 1 / 255,
+                    "size": _SIDE,
+                },
             },
         ),
         "qwen2-audio": Small(

@@ -7,6 +7,7 @@ p patches, n placeholder tokens, m media of one kind in one prompt.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +22,7 @@ _GRID = "grid_thw"
 """End of the name of [m, 3] sizes in patches; such models take the patches of all media one after the other."""
 
 
-def units_of(processed: Processed, count: dict[str, int], *, split: bool = True) -> list[Payload]:
+def units_of(processed: Processed, count: Mapping[str, int], *, split: bool = True) -> list[Payload]:
     """The units of a prompt, kind by kind. `count`: media per kind; `split`: by medium, where that can be done.
 
     A unit: `{"kind", "hash", "places": LongTensor [n] in the prompt, "ids": LongTensor [n] there, "tensors": {…},

@@ -20,8 +20,8 @@ from segue.models.diffusion.sequence import rows_of_one_length
 from segue.models.diffusion.squares import sides_of
 from segue.models.diffusion.tuning import PLAIN_ATTENTION
 from segue.models.qwen_image.folded import fold, foldable
-from segue.models.qwen_image.graph import EDITING
-from segue.models.qwen_image.spaces import pixels_per_latent, to_latents, to_tokens
+from segue.models.qwen_image.graph import EDITING, pixels_per_latent
+from segue.models.qwen_image.spaces import to_latents, to_tokens
 
 _TRIAL_TEXT = 61
 """Tokens; as many as no picture has: two lengths that are equal at first are compiled as one."""

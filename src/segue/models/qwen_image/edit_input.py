@@ -11,12 +11,11 @@ from PIL import Image
 
 from segue.engines.contract import LoadContext, Payload
 from segue.messages.diffusion import DiffusionParams
-from segue.messages.errors import InvalidRequest
+from segue.messages.errors import InvalidRequest, TooLarge
 from segue.models.diffusion.input import DiffusionInput, Picture, Rules, negative_of
 from segue.models.diffusion.loading import component_config, load_processor, pipeline_index
-from segue.models.qwen_image.graph import EDITING
+from segue.models.qwen_image.graph import EDITING, PLACES, sizes
 from segue.models.qwen_image.input import Input, check_undistilled
-from segue.models.qwen_image.spaces import pixels_per_latent
 
 _HEAD = (
     "<|im_start|>system\n"
@@ -54,7 +53,7 @@ class EditInput(DiffusionInput):
     def __init__(self, ctx: LoadContext) -> None:
         check_undistilled(ctx.model_dir)
         self._several = pipeline_index(ctx.model_dir).get("_class_name") == "QwenImageEditPlusPipeline"
-        multiple = 2 * pixels_per_latent(ctx.model_dir)
+        made = sizes(pipeline_index(ctx.model_dir), ctx.model_dir)
         super().__init__(
             ctx,
             Rules(
@@ -62,14 +61,14 @@ class EditInput(DiffusionInput):
                 takes=frozenset(
                     {"negative_prompt", "true_cfg_scale", "sigmas"} | (set() if self._several else {"strength"})
                 ),
-                multiple=multiple,
+                sizes=made,
                 pictures=(1, MOST_PICTURES if self._several else 1),
                 with_mask=None if self._several else DiffusionParams(strength=0.6),
-                mask_scale=multiple // 2,
+                mask_scale=made.multiple // 2,
             ),
         )
         self._processor = load_processor(ctx.model_dir)
-        self._images = VaeImageProcessor(vae_scale_factor=multiple)
+        self._images = VaeImageProcessor(vae_scale_factor=made.multiple)
         self._pad: int = component_config(ctx.model_dir, "text_encoder")["image_token_id"]
 
     def warm_up(self) -> None:
@@ -86,7 +85,9 @@ class EditInput(DiffusionInput):
         prompts = [prompt]
         if (negative := negative_of(params)) is not None:
             prompts.append(negative)
-        return [self._item(text, seen) for text in prompts]
+        items = [self._item(text, seen) for text in prompts]
+        self._check_places(params, pictures, max(len(item["ids"]) for item in items) - DROP)
+        return items
 
     def text_tokens(self, prompt: str, item: Any, params: DiffusionParams) -> int:
         """Without those that stand for a picture."""
@@ -101,6 +102,18 @@ class EditInput(DiffusionInput):
             # the pipeline for one picture resizes it for both at once; the second time changes nothing
             made.append(self._images.preprocess(one.image, height, width)[0])
         return {"pictures": made}
+
+    def _check_places(self, params: DiffusionParams, pictures: Sequence[Picture], text: int) -> None:
+        """`text`: tokens of the longest prompt, pictures counted. Raises `TooLarge`."""
+        height, width = params.height or 0, params.width or 0
+        longest = max(height, width, *(max(sides(one.image, AREA)) for one in pictures))
+        if text + longest // self.rules.sizes.multiple // 2 > PLACES:
+            fits = max(0, 2 * (PLACES - text)) * self.rules.sizes.multiple
+            raise TooLarge(
+                f"height {height} x width {width}, a prompt and pictures of {text} tokens: with so many, a side has at "
+                f"most {fits} pixels, also that of a picture at {AREA} pixels: ask for a smaller size, or write less",
+                field="height" if height >= width else "width",
+            )
 
     def _item(self, prompt: str, seen: Sequence[Image.Image]) -> dict[str, Any]:
         if _PICTURE in prompt or "<|image_pad|>" in prompt:

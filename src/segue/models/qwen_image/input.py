@@ -11,8 +11,8 @@ from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import ConfigError, InvalidRequest
 from segue.models.diffusion.input import DiffusionInput, Picture, Rules, negative_of, pictures_at
 from segue.models.diffusion.library import VaeImageProcessor
-from segue.models.diffusion.loading import component_config, load_tokenizer
-from segue.models.qwen_image.spaces import pixels_per_latent
+from segue.models.diffusion.loading import component_config, load_tokenizer, pipeline_index
+from segue.models.qwen_image.graph import LONGEST, pixels_per_latent, sizes
 
 TEMPLATE = (
     "<|im_start|>system\n"
@@ -23,7 +23,6 @@ TEMPLATE = (
 """What the published text encoder was trained with, as the library's pipeline has it."""
 DROP = 34
 """Tokens of the template before the prompt, whose hidden states are left out."""
-LONGEST = 1024
 _LATENTS = 128
 """Height and width of the latents by default."""
 _FROM_PICTURE = DiffusionParams(strength=0.6)
@@ -50,7 +49,7 @@ class Input(DiffusionInput):
                     height=size, width=size, num_inference_steps=50, true_cfg_scale=4.0, max_sequence_length=512
                 ),
                 takes=frozenset({"negative_prompt", "true_cfg_scale", "sigmas", "max_sequence_length", "strength"}),
-                multiple=2 * scale,
+                sizes=sizes(pipeline_index(ctx.model_dir), ctx.model_dir),
                 max_sequence_length=LONGEST,
                 pictures=(0, 1),
                 with_picture=_FROM_PICTURE,

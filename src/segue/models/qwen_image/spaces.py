@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from segue.models.diffusion import squares
-from segue.models.diffusion.loading import component_config
-
-
-def pixels_per_latent(model_dir: Path) -> int:
-    """In height and in width, from the VAE's config."""
-    return 2 ** len(component_config(model_dir, "vae").get("temperal_downsample", (False, True, True)))
 
 
 def to_tokens(latents: torch.Tensor) -> torch.Tensor:

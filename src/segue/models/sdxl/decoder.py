@@ -6,7 +6,8 @@ import torch
 
 from segue.engines.contract import LoadContext
 from segue.models.diffusion.decoder import Decoder
-from segue.models.sdxl.spaces import pixels_per_latent, to_vae, vae_dtype
+from segue.models.diffusion.sizes import pixels_per_latent
+from segue.models.sdxl.spaces import to_vae, vae_dtype
 
 
 class SdxlDecoder(Decoder):

@@ -16,8 +16,8 @@ from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import ConfigError, InvalidRequest
 from segue.models.diffusion.denoiser import Denoiser
 from segue.models.diffusion.given import Given
+from segue.models.diffusion.sizes import pixels_per_latent
 from segue.models.diffusion.start import Start
-from segue.models.sdxl.spaces import pixels_per_latent
 
 SIZES = ("original_size", "crops_coords_top_left", "target_size")
 """What the network is told of a picture's making, in this order (Podell et al. 2023, section 2.2)."""

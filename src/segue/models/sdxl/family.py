@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from segue.models.diffusion.family import pipeline_family
-from segue.models.sdxl.graph import graph
+from segue.models.sdxl.graph import graph, sizes
 
-FAMILY = pipeline_family("sdxl", {"StableDiffusionXLPipeline"}, graph, presets=("sdxl",))
+FAMILY = pipeline_family("sdxl", {"StableDiffusionXLPipeline"}, graph, sizes, presets=("sdxl",))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from segue.graph.stage_graph import StageGraph
 from segue.models.diffusion.graph import denoise
+from segue.models.diffusion.sizes import Sizes, pixels_per_latent
 
 
 def graph(config: dict[str, Any]) -> StageGraph:
@@ -16,3 +18,8 @@ def graph(config: dict[str, Any]) -> StageGraph:
     g.stage("vae_encoder", "module", takes={"image"})  # only where there is a picture to begin with
     denoise(g, gives="image")
     return g
+
+
+def sizes(config: dict[str, Any], model_dir: Path) -> Sizes:
+    """What it makes. Raises `ConfigError`."""
+    return Sizes(pixels_per_latent(model_dir))

@@ -15,7 +15,8 @@ from segue.messages.request import Request
 from segue.models.diffusion.input import DiffusionInput, Picture, Rules, prompt_of
 from segue.models.diffusion.loading import component_config, load_tokenizer, pipeline_index
 from segue.models.diffusion.prompts import prompt_tokens
-from segue.models.sdxl.spaces import pixels_per_latent
+from segue.models.diffusion.sizes import pixels_per_latent
+from segue.models.sdxl.graph import sizes
 
 TAKES = frozenset(
     ("negative_prompt", "prompt_2", "negative_prompt_2", "guidance_scale", "guidance_rescale", "eta", "clip_skip",
@@ -40,7 +41,7 @@ class Input(DiffusionInput):
             Rules(
                 defaults=DiffusionParams(height=size, width=size, num_inference_steps=50, guidance_scale=5.0),
                 takes=TAKES,
-                multiple=self._scale,
+                sizes=sizes(pipeline_index(ctx.model_dir), ctx.model_dir),
                 pictures=(0, 1),
                 with_picture=DiffusionParams(strength=STRENGTH),
                 with_mask=DiffusionParams(strength=MASKED_STRENGTH, guidance_scale=7.5, height=size, width=size),

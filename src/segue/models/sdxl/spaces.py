@@ -10,11 +10,6 @@ import torch
 from segue.models.diffusion.loading import component_config
 
 
-def pixels_per_latent(model_dir: Path) -> int:
-    """In height and in width, from the VAE's config."""
-    return int(2 ** (len(component_config(model_dir, "vae")["block_out_channels"]) - 1))
-
-
 def vae_dtype(model_dir: Path, dtype: torch.dtype) -> torch.dtype:
     """What the VAE runs in: the published one overflows in float16 (`force_upcast`)."""
     upcast = dtype == torch.float16 and component_config(model_dir, "vae").get("force_upcast", True)

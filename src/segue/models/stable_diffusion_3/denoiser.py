@@ -13,9 +13,9 @@ from segue.engines.diffusion.contract import Row, Sample
 from segue.messages.diffusion import DiffusionParams
 from segue.models.diffusion.denoiser import Denoiser
 from segue.models.diffusion.given import Given
-from segue.models.diffusion.kl import pixels_per_latent
 from segue.models.diffusion.prompts import Condition, stacked
 from segue.models.diffusion.schedulers import after_strength, shifted
+from segue.models.diffusion.sizes import pixels_per_latent
 from segue.models.diffusion.start import Start
 
 _MAX_SHIFT = 1.16
@@ -48,6 +48,7 @@ class StableDiffusion3Denoiser(Denoiser):
             scheduler.set_timesteps(sigmas=params.sigmas, device=self.device, **more)
         else:
             scheduler.set_timesteps(params.num_inference_steps, device=self.device, **more)
+        scheduler.set_begin_index(0)  # of noise levels that lie close together, two timesteps may be equal
         return after_strength(scheduler, params)
 
     def begins_with(self, given: Given) -> dict[str, torch.Tensor] | None:

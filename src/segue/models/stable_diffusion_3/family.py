@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from segue.models.diffusion.family import pipeline_family
-from segue.models.stable_diffusion_3.graph import graph
+from segue.models.stable_diffusion_3.graph import graph, sizes
 
-FAMILY = pipeline_family("stable_diffusion_3", {"StableDiffusion3Pipeline"}, graph, presets=("sd3", "sd3-without-t5"))
+FAMILY = pipeline_family(
+    "stable_diffusion_3", {"StableDiffusion3Pipeline"}, graph, sizes, presets=("sd3", "sd3-without-t5")
+)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from segue.graph.stage_graph import StageGraph
 from segue.models.diffusion.graph import denoise
+from segue.models.diffusion.sizes import Sizes, config_of, pixels_per_latent
 
 
 def graph(config: dict[str, Any]) -> StageGraph:
@@ -23,3 +25,10 @@ def graph(config: dict[str, Any]) -> StageGraph:
 def reads_with_t5(config: dict[str, Any]) -> bool:
     """Whether the checkpoint has the third text encoder."""
     return (config.get("text_encoder_3") or [None, None])[1] is not None
+
+
+def sizes(config: dict[str, Any], model_dir: Path) -> Sizes:
+    """What it makes. Raises `ConfigError`."""
+    transformer = config_of(model_dir, "transformer")
+    token = transformer.get("patch_size", 2) * pixels_per_latent(model_dir)
+    return Sizes(token, largest_side=transformer.get("pos_embed_max_size", 96) * token)

@@ -8,11 +8,11 @@ from typing import Any
 from segue.engines.contract import LoadContext, Payload
 from segue.messages.diffusion import DiffusionParams
 from segue.models.diffusion.input import DiffusionInput, Picture, Rules, pictures_at
-from segue.models.diffusion.kl import pixels_per_latent
 from segue.models.diffusion.library import VaeImageProcessor
 from segue.models.diffusion.loading import component_config, load_tokenizer, pipeline_index
 from segue.models.diffusion.prompts import clip_length, padded_ids, prompt_tokens
-from segue.models.stable_diffusion_3.graph import reads_with_t5
+from segue.models.diffusion.sizes import pixels_per_latent
+from segue.models.stable_diffusion_3.graph import reads_with_t5, sizes
 
 _PROMPTS = ("prompt_2", "prompt_3", "negative_prompt", "negative_prompt_2", "negative_prompt_3")
 
@@ -25,7 +25,7 @@ class Input(DiffusionInput):
 
     def __init__(self, ctx: LoadContext) -> None:
         transformer = component_config(ctx.model_dir, "transformer")
-        scale, patch = pixels_per_latent(ctx.model_dir), transformer.get("patch_size", 2)
+        scale = pixels_per_latent(ctx.model_dir)
         size = transformer.get("sample_size", 128) * scale
         super().__init__(
             ctx,
@@ -34,8 +34,7 @@ class Input(DiffusionInput):
                     height=size, width=size, num_inference_steps=28, guidance_scale=7.0, max_sequence_length=256
                 ),
                 takes=frozenset((*_PROMPTS, "guidance_scale", "sigmas", "max_sequence_length", "strength")),
-                multiple=patch * scale,
-                largest_side=transformer.get("pos_embed_max_size", 96) * patch * scale,
+                sizes=sizes(pipeline_index(ctx.model_dir), ctx.model_dir),
                 max_sequence_length=512,
                 pictures=(0, 1),
                 with_picture=_FROM_PICTURE,

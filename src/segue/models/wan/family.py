@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from segue.models.diffusion.family import pipeline_family
-from segue.models.wan.graph import graph
+from segue.models.wan.graph import graph, sizes
 
-FAMILY = pipeline_family("wan", {"WanPipeline", "WanImageToVideoPipeline"}, graph, presets=("wan",))
+FAMILY = pipeline_family("wan", {"WanPipeline", "WanImageToVideoPipeline"}, graph, sizes, presets=("wan",))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from segue.graph.stage_graph import StageGraph
 from segue.models.diffusion.graph import denoise
+from segue.models.diffusion.sizes import Sizes, config_of
 
 
 def sees(index: dict[str, Any]) -> bool:
@@ -33,3 +35,11 @@ def graph(config: dict[str, Any]) -> StageGraph:
         g.stage(name, "module", takes={"image"})
     denoise(g, gives="video")
     return g
+
+
+def sizes(config: dict[str, Any], model_dir: Path) -> Sizes:
+    """What it makes. Raises `ConfigError`."""
+    vae, network = config_of(model_dir, "vae"), config_of(model_dir, "transformer")
+    multiple = vae.get("scale_factor_spatial", 8) * network.get("patch_size", (1, 2, 2))[1]
+    largest = network.get("rope_max_seq_len", 1024) * multiple
+    return Sizes(multiple, largest_side=largest, frame_step=vae.get("scale_factor_temporal", 4))

@@ -14,7 +14,8 @@ from segue.engines.contract import LoadContext, Payload
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import ConfigError, InvalidRequest
 from segue.models.diffusion.input import DiffusionInput, Picture, Rules
-from segue.models.diffusion.loading import component_class, load_tokenizer
+from segue.models.diffusion.loading import component_class, load_tokenizer, pipeline_index
+from segue.models.wan.graph import sizes
 from segue.models.wan.library import prompt_clean
 from segue.models.wan.shape import TEXT_TOKENS, Shape
 
@@ -45,8 +46,7 @@ class Input(DiffusionInput):
                     fps=FPS_TI2V if shape.timestep_per_token else FPS,
                 ),
                 takes=frozenset(takes),
-                multiple=shape.scale[1] * shape.patch[1],
-                frame_step=shape.scale[0],
+                sizes=sizes(pipeline_index(ctx.model_dir), ctx.model_dir),
                 max_sequence_length=TEXT_TOKENS,
                 pictures=shape.pictures,
                 roles=frozenset({_LAST} if shape.pictures[1] > 1 else ()),

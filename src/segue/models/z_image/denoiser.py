@@ -13,8 +13,8 @@ from segue.engines.diffusion.contract import Row, Sample
 from segue.messages.diffusion import DiffusionParams
 from segue.models.diffusion.denoiser import Denoiser
 from segue.models.diffusion.given import Given
-from segue.models.diffusion.kl import pixels_per_latent
 from segue.models.diffusion.schedulers import set_shifted
+from segue.models.diffusion.sizes import pixels_per_latent
 
 _CLASSES = 8
 """Of sizes, while the number of tokens doubles: rows of one class share a call, the smaller ones padded by at most a

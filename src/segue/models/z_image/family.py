@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from segue.models.diffusion.family import pipeline_family
-from segue.models.z_image.graph import graph
+from segue.models.z_image.graph import graph, sizes
 
-FAMILY = pipeline_family("z_image", {"ZImagePipeline"}, graph, presets=("z-image",))
+FAMILY = pipeline_family("z_image", {"ZImagePipeline"}, graph, sizes, presets=("z-image",))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from segue.graph.stage_graph import StageGraph
 from segue.models.diffusion.graph import denoise
+from segue.models.diffusion.sizes import Sizes, config_of, pixels_per_latent
 
 
 def graph(config: dict[str, Any]) -> StageGraph:
@@ -15,3 +17,16 @@ def graph(config: dict[str, Any]) -> StageGraph:
     g.stage("vae_encoder", "module", takes={"image"}, fuse_with="decoder")  # for requests that bring one
     denoise(g, gives="image")
     return g
+
+
+def sizes(config: dict[str, Any], model_dir: Path) -> Sizes:
+    """What it makes. Raises `ConfigError`."""
+    _, rows, columns = places_of(model_dir)
+    token = 2 * pixels_per_latent(model_dir)
+    return Sizes(token, largest_side=token * min(rows, columns))
+
+
+def places_of(model_dir: Path) -> tuple[int, int, int]:
+    """Positions that the network knows: along the text, and down and across the tokens of a picture."""
+    places, rows, columns = config_of(model_dir, "transformer").get("axes_lens", (1024, 512, 512))
+    return places, rows, columns

@@ -11,9 +11,10 @@ from segue.engines.contract import LoadContext, Payload
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import ConfigError
 from segue.models.diffusion.input import DiffusionInput, Picture, Rules, pictures_at
-from segue.models.diffusion.kl import pixels_per_latent
 from segue.models.diffusion.library import VaeImageProcessor
-from segue.models.diffusion.loading import component_config, load_tokenizer
+from segue.models.diffusion.loading import load_tokenizer, pipeline_index
+from segue.models.diffusion.sizes import pixels_per_latent
+from segue.models.z_image.graph import places_of, sizes
 
 PIXELS = 1024
 """Height and width by default."""
@@ -26,7 +27,7 @@ class Input(DiffusionInput):
 
     def __init__(self, ctx: LoadContext) -> None:
         scale = pixels_per_latent(ctx.model_dir)
-        places, rows, columns = component_config(ctx.model_dir, "transformer").get("axes_lens", (1024, 512, 512))
+        places, *_ = places_of(ctx.model_dir)
         # a place before them is kept free, and one behind for the picture
         longest = (places - 2) // _PADDED * _PADDED
         super().__init__(
@@ -40,8 +41,7 @@ class Input(DiffusionInput):
                     max_sequence_length=min(512, longest),
                 ),
                 takes=frozenset({"negative_prompt", "guidance_scale", "sigmas", "max_sequence_length", "strength"}),
-                multiple=2 * scale,
-                largest_side=2 * scale * min(rows, columns),
+                sizes=sizes(pipeline_index(ctx.model_dir), ctx.model_dir),
                 max_sequence_length=longest,
                 pictures=(0, 1),
                 with_picture=DiffusionParams(strength=0.6),

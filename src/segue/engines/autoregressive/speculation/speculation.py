@@ -16,7 +16,12 @@ from segue.engines.autoregressive.sequence import Sequence
 from segue.engines.autoregressive.speculation.drafter import Computed, Drafter, Wanted
 from segue.engines.autoregressive.speculation.worth import Costs, Gate
 
-NO_SPECULATION = {"spec_draft_tokens_total": 0.0, "spec_accepted_tokens_total": 0.0, "spec_active": 0.0}
+NO_SPECULATION = {
+    "spec_draft_tokens_total": 0.0,
+    "spec_accepted_tokens_total": 0.0,
+    "spec_switched_off_total": 0.0,
+    "spec_active": 0.0,
+}
 """What an engine without it reports."""
 
 _log = logging.getLogger(__name__)
@@ -45,6 +50,7 @@ class Speculation:
         self._served = 0  # for so many sequences
         self._drafted = 0
         self._accepted = 0
+        self._switched_off = 0
 
     def propose(self, sequences: Iterable[Sequence], limits: Limits, vocab_size: int) -> None:
         """Give drafts to the running sequences that are about to decode and may speculate."""
@@ -80,6 +86,7 @@ class Speculation:
         gate = self._gates.get(sequence.job.key)
         if gate is not None and drafts:
             gate.verified(drafts, accepted, self._costs, self._batch)
+            self._switched_off += self._adaptive and not gate.open
         elif gate is not None:
             gate.rested(tokens)
 
@@ -122,6 +129,7 @@ class Speculation:
         return {
             "spec_draft_tokens_total": self._drafted,
             "spec_accepted_tokens_total": self._accepted,
+            "spec_switched_off_total": self._switched_off,
             "spec_active": float(self._drafter is not None),
         }
 

@@ -1,0 +1,80 @@
+"""Names that clients of other programs, or of another endpoint, give to what pictures and video are asked for: told by
+what this one calls it, and not by what is spelt alike."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from typing import Any
+
+from segue.media.sources import shown
+from segue.messages.errors import InvalidRequest
+
+_EDITS = "pictures to work on, and masks, go to /v1/images/edits as image and mask"
+_FIRST = "the picture to begin with is input_reference, the one to end with last_image"
+_VIDEO = "it is of video, which is made at /v1/videos"
+_COMMON = {
+    **dict.fromkeys(("steps", "num_steps", "sampling_steps", "sample_steps", "timesteps"), "num_inference_steps"),
+    **dict.fromkeys(
+        ("cfg", "cfg_scale", "cfg_weight", "guidance", "text_guidance_scale"),
+        "guidance_scale or true_cfg_scale, as the model's pipeline has it",
+    ),
+    **dict.fromkeys(("negative", "negative_text"), "negative_prompt"),
+    **dict.fromkeys(("sampler", "sampler_name", "sampling_method", "schedule"), "scheduler"),
+    **dict.fromkeys(("denoise", "denoising_strength", "prompt_strength", "image_strength"), "strength"),
+    **dict.fromkeys(("aspect_ratio", "resolution", "dimensions"), "size, WIDTHxHEIGHT in pixels"),
+    **dict.fromkeys(("lora", "loras", "adapter"), "the name of a LoRA adapter is given as model"),
+    **dict.fromkeys(("cache", "cache_backend"), "step_cache"),
+    **dict.fromkeys(("text", "input", "instructions", "messages"), "prompt, a text"),
+    "clip": "clip_skip",
+    "sigma": "sigmas, a list",
+    "extra_body": "its entries are written beside prompt (extra_body is an argument of OpenAI's client)",
+}
+_SEVERAL = ("num_images", "num_outputs", "batch_size", "num_videos", "num_videos_per_prompt")
+_ANY_PICTURES = {
+    **dict.fromkeys(_SEVERAL, "n"),
+    **dict.fromkeys(("duration", "frames", "frame_rate", "num_seconds", "video"), _VIDEO),
+    "format": "output_format",
+    "input_reference": _VIDEO,
+    "last_image": _VIDEO,
+}
+OF_GENERATIONS: Mapping[str, str] = {
+    **_COMMON,
+    **_ANY_PICTURES,
+    **dict.fromkeys(
+        ("image", "images", "image[]", "image_url", "input_image", "init_image", "mask", "mask_image", "mask_url"),
+        _EDITS,
+    ),
+    "image_reference": _EDITS,
+    "file": _EDITS,
+}
+"""Of /v1/images/generations."""
+OF_EDITS: Mapping[str, str] = {
+    **_COMMON,
+    **_ANY_PICTURES,
+    **dict.fromkeys(("image_url", "input_image", "init_image", "file"), "image"),
+    **dict.fromkeys(("mask_image", "mask_url"), "mask, a PNG that is fully transparent where the picture is made anew"),
+}
+"""Of /v1/images/edits."""
+ONE_VIDEO = "a job makes one video: begin as many jobs as videos are wanted; they share the model's calls"
+OF_VIDEOS: Mapping[str, str] = {
+    **_COMMON,
+    **dict.fromkeys((*_SEVERAL[:-1],), ONE_VIDEO),
+    **dict.fromkeys(("duration", "length", "num_seconds"), "seconds"),
+    **dict.fromkeys(("frames", "frame_count"), "num_frames"),
+    **dict.fromkeys(("image", "images", "image_url", "input_image", "init_image", "image_reference", "file"), _FIRST),
+    **dict.fromkeys(("mask", "mask_image"), "no part of a video is kept: there are no masks"),
+    **dict.fromkeys(("remix_id", "remix_video_id", "video"), "videos are made of text and pictures, not of videos"),
+    "frame_rate": "fps",
+    "stream": "a job is watched at /v1/videos/{video_id}",
+    "deadline": "a job is ended by DELETE /v1/videos/{video_id}",
+    "format": "the file is an MP4",
+    "quality": "num_inference_steps is what a better picture takes",
+}
+"""Of /v1/videos."""
+
+
+def check_called(values: Mapping[str, Any], known: Container[str], instead: Mapping[str, str]) -> None:
+    """Raise `InvalidRequest` for a name that is not `known`, where `instead` has what this endpoint calls it."""
+    for name in values:
+        if name not in known and name in instead:
+            raise InvalidRequest(f"unknown parameter {shown(name)}; here: {instead[name]}", field=name)

@@ -1,0 +1,130 @@
+"""Files of a checkpoint that are JSON, but not what the library makes of them: named, and never a mistake of ours."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from causal_lm_family import load
+
+from segue.kernels.kv_store import lazy_zeros
+from segue.messages.errors import ConfigError
+from segue.models.causal_lm import tiny
+from segue.models.chat_template import read_chat_template
+from segue.models.registry import family_of
+from segue.models.tokenizer import load_tokenizer
+
+INDEX = "model.safetensors.index.json"
+NO_OBJECTS = ["[]", "5", "null", '"x"']
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("qwen")
+    tiny.make("qwen3", directory)
+    return directory
+
+
+@pytest.fixture
+def copy(qwen: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(qwen, tmp_path / "qwen"))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("text", NO_OBJECTS)
+def test_a_tokenizer_that_is_no_object(copy: Path, name: str, text: str) -> None:
+    (copy / name).write_text(text)
+    with pytest.raises(ConfigError, match=f"{name}: must hold a JSON object"):
+        load_tokenizer(copy)
+
+
+def test_a_tokenizer_of_no_known_form(copy: Path) -> None:
+    (copy / "tokenizer.json").write_text('{"a": 1}')
+    with pytest.raises(ConfigError, match="the tokenizer cannot be read: "):
+        load_tokenizer(copy)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "not an index of safetensors shards"),
+        *((text, "not an index of safetensors shards") for text in NO_OBJECTS),
+        ("{}", "weight_map"),
+        ('{"weight_map": 5}', "not an index of safetensors shards"),
+        ('{"weight_map": {"a": 5}}', "not an index of safetensors shards"),
+        ('{"metadata": {}, "weight_map": {}}', "names no tensors"),
+        ('{"metadata": {}, "weight_map": {"model.norm.weight": "../x"}}', "names '../x', which is not there"),
+    ],
+)
+def test_an_index_that_is_none(copy: Path, text: str, says: str) -> None:
+    (copy / INDEX).write_text(text)
+    with pytest.raises(ConfigError, match=rf"index\.json.*{says}"):
+        load(copy)
+
+
+def test_an_index_without_what_the_library_reads(copy: Path) -> None:
+    files = json.loads((copy / INDEX).read_text())["weight_map"]
+    (copy / INDEX).write_text(json.dumps({"weight_map": files}))
+    with pytest.raises(ConfigError, match=r"index\.json: has no object 'metadata'"):
+        load(copy)
+
+
+def test_a_template_that_is_no_text(copy: Path) -> None:
+    (copy / "chat_template.jinja").write_bytes(b"\xff\xfe{")
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja: cannot be read: 'utf-8' codec"):
+        read_chat_template(copy)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"temperature": "x"}, "temperature is 'x'; it must be a number"),
+        ({"top_k": True}, "top_k is True; it must be a number"),
+        ({"eos_token_id": "no"}, "eos_token_id is 'no'; it must be a token id"),
+        ({"eos_token_id": [5, [1]]}, r"eos_token_id is \[5, \[1\]\]; it must be a token id"),
+        ({"suppress_tokens": ["a"]}, r"suppress_tokens is \['a'\]"),
+    ],
+)
+def test_values_of_another_type_among_those_of_generation(copy: Path, values: dict[str, object], says: str) -> None:
+    (copy / "generation_config.json").write_text(json.dumps({"do_sample": True, **values}))
+    with pytest.raises(ConfigError, match=rf"generation_config\.json: {says}"):
+        load(copy)
+
+
+@pytest.mark.parametrize("text", NO_OBJECTS)
+def test_a_config_of_generation_that_is_no_object(copy: Path, text: str) -> None:
+    (copy / "generation_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"generation_config\.json: must hold a JSON object"):
+        load(copy)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("num_attention_heads", 0), ("num_key_value_heads", 0), ("vocab_size", 10)]
+)
+def test_sizes_that_make_no_network(copy: Path, name: str, value: int) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, name: value}))
+    with pytest.raises(ConfigError, match="the weights cannot be loaded: "):
+        load(copy)
+
+
+@pytest.mark.parametrize("wrong", [[5], [["a"]], "LlamaForCausalLM", {"a": 1}])
+def test_architectures_that_are_no_names(copy: Path, wrong: object) -> None:
+    with pytest.raises(ConfigError, match="it must be a list of names"):
+        family_of({"architectures": wrong}, copy)
+
+
+def test_a_number_format_that_there_is_not(copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "dtype": "float12"}))
+    with pytest.raises(ConfigError, match=r"config\.json: .*float12"):
+        load(copy)
+
+
+@pytest.mark.parametrize("blocks", [2**55, 2**70])
+def test_a_cache_for_which_there_is_no_memory(blocks: int) -> None:
+    with pytest.raises(ConfigError, match=r"there is no memory for .* set fewer kv_blocks"):
+        lazy_zeros((blocks, 16), torch.float32, torch.device("cpu"))
