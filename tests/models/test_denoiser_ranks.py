@@ -51,13 +51,13 @@ class Watched(QwenImageDenoiser):
     """At the third step."""
 
     def __init__(self, ctx: LoadContext) -> None:
-        self.branches = set[int]()
+        self.computed = set[int]()
         super().__init__(ctx)
 
     def predict(self, rows: Sequence[Row]) -> Sequence[torch.Tensor]:
         if self.fails and rows[0].sample.step == 2:
             raise ValueError("not these")
-        self.branches.update(row.branch for row in rows)
+        self.computed.update(row.branch for row in rows)
         return super().predict(rows)
 
 
@@ -73,7 +73,7 @@ def test_two_equal_one(chain: Chain, watched: Watched, qwen_image_dir: Path, tmp
         together = divided.run(*CASES, late={1: 1, 3: 2, 4: 3})
         for one, case in zip(together, expected, strict=True):
             assert apart(one, case.pixels) < WITHIN
-        assert watched.branches == {0}, "the others are computed elsewhere"
+        assert watched.computed == {0}, "the others are computed elsewhere"
 
 
 def test_adapters(qwen_image_dir: Path, tmp_path: Path) -> None:

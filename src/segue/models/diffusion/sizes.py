@@ -25,17 +25,17 @@ class Sizes:
     def check(self, height: int, width: int, most: int) -> None:
         """Raise `InvalidRequest`, or `TooLarge` for more than `most` pixels, naming `height` or `width`; 0: not known.
         What is too large is said before what would be a right size near it: that one would be too large as well."""
-        sides = (("height", height), ("width", width))
-        for name, value in sides:
-            if self.largest_side is not None and value > self.largest_side:
-                raise TooLarge(f"{name} is {value}; this model makes at most {self.largest_side}", field=name)
         if height * width > most:
-            fits = fitting_size(height, width, most, self.multiple)
+            fits = self.nearest(height, width, most)
             raise TooLarge(
                 f"height {height} x width {width} is {height * width} pixels; at most {most} (max_output_pixels), e.g. "
                 f"{fits[0]} x {fits[1]}",
                 field="height" if height >= width else "width",
             )
+        sides = (("height", height), ("width", width))
+        for name, value in sides:
+            if self.largest_side is not None and value > self.largest_side:
+                raise TooLarge(f"{name} is {value}; this model makes at most {self.largest_side}", field=name)
         for name, value in sides:
             _check_multiple(name, value, self.multiple, 0)
 
