@@ -167,6 +167,10 @@ def stage(**keys: Any) -> dict[str, Any]:
         ({"stages": {"vocoder": {"kv_blocks": 9}}}, "stages.vocoder.kv_blocks is for autoregressive stages; 'vocoder'"),
         ({"defaults": {"threds": 1}}, r"defaults has no key 'threds'; did you mean 'threads'\?"),
         ({"defaults": {"max_batch": -1}}, "defaults.max_batch is -1; it must be an integer of at least 1"),
+        (
+            stage(threads=10**6),
+            "stages.thinker.threads is 1000000; it must be an integer of at least 1 and at most 1024",
+        ),
         ({"limits": {"max_wating": 1}}, r"limits has no key 'max_wating'; did you mean 'max_waiting'\?"),
         (
             {"limits": {"retained_bytes": "much"}},

@@ -69,12 +69,12 @@ class Section:
         """The key is written, here or below, be it null."""
         return key in self.values or (self.below is not None and self.below.says(key))
 
-    def integer(self, key: str, default: T, *, least: int = 1) -> int | T:
+    def integer(self, key: str, default: T, *, least: int = 1, most: int | None = None) -> int | T:
         path, value = self.find(key)
         if value is None:
             return default
-        if type(value) is not int or value < least:
-            raise wrong(path, value, f"an integer of at least {least}")
+        if type(value) is not int or value < least or (most is not None and value > most):
+            raise wrong(path, value, f"an integer of at least {least}" + (f" and at most {most}" if most else ""))
         return value
 
     def number(self, key: str, default: T, *, above: float = 0.0, most: float = math.inf) -> float | T:

@@ -13,6 +13,8 @@ from segue.graph.written import RANK_KEYS
 from segue.messages.errors import ConfigError, nearest
 
 CPU = "cpu"
+MOST_THREADS = 1024
+"""Of a worker: many more, and the runtime that starts them dies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,8 @@ def wish_of(graph: StageGraph, name: str, section: Section, hardware: Hardware) 
             raise wrong(section.at("devices"), section.values["devices"], "cpu: the input stage runs on the CPU")
         devices = (CPU,)
     ranks = _ranks(graph, graph.stages[name], section)
-    return Wish(devices, section.integer("replicas", None), section.integer("threads", None), ranks)
+    threads = section.integer("threads", None, most=MOST_THREADS)
+    return Wish(devices, section.integer("replicas", None), threads, ranks)
 
 
 def _ranks(graph: StageGraph, stage: Stage, section: Section) -> int | None:
