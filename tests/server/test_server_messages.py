@@ -213,7 +213,10 @@ def test_thoughts_and_tools(server: Live, size: int) -> None:
     server.service.script = says(REPLY, size)
     asked = {"tools": [LOOK, WAIT], "thinking": {"type": "enabled", "budget_tokens": 1024}}
     whole = post(server, **asked).json()
-    assert server.service.requests[-1].chat.template_kwargs == {"enable_thinking": True}
+    [params] = server.service.requests[-1].sampling.values()
+    assert (server.service.requests[-1].chat.template_kwargs, params.thinking_token_budget) == (
+        {"enable_thinking": True}, 1024,
+    )  # fmt: skip
     found = events(post(server, stream=True, **asked))
     streamed = put_together(found)
     for message in (whole, streamed):
@@ -231,6 +234,17 @@ def test_thoughts_and_tools(server: Live, size: int) -> None:
         assert kinds == ["text", "tool_use", "tool_use"]
     post(server, thinking={"type": "disabled"})
     assert server.service.requests[-1].chat.template_kwargs == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize("held", [{"tool_choice": {"type": "any"}}, {"output_config": {"format": {
+    "type": "json_schema", "schema": {"type": "object"}}}}, {"thinking": {"type": "adaptive"}}])  # fmt: skip
+def test_thoughts_without_a_bound(server: Live, held: dict[str, Any]) -> None:
+    """A form holds the reply from its first token on: nothing is there to be bounded."""
+    server.service.script = says("{}")
+    asked = {"tools": [LOOK], "thinking": {"type": "enabled", "budget_tokens": 1024}, **held}
+    assert post(server, **asked).status_code == 200
+    [params] = server.service.requests[-1].sampling.values()
+    assert params.thinking_token_budget is None
 
 
 def test_the_prompt_is_counted_at_the_start(server: Live) -> None:
@@ -379,6 +393,7 @@ USER = {"role": "user", "content": "a"}
         ({"tools": [LOOK], "tool_choice": {"type": "tool", "name": "lock"}}, "tool_choice.name is 'lock'"),
         ({"tools": [LOOK], "tool_choice": {"type": "sometimes"}}, "tool_choice.type is 'sometimes'"),
         ({"thinking": {"type": "much"}}, "thinking.type is 'much'"),
+        ({"thinking": {"type": "enabled", "budget_tokens": "1k"}}, "thinking.budget_tokens is '1k'"),
         ({"output_config": {"effort": "enormous"}}, "output_config.effort is 'enormous'"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
         ({"metadata": {"user_id": "u" * 300}}, "metadata.user_id has 300 characters"),

@@ -76,6 +76,7 @@ _WRITTEN = {
     "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
     "max_completion_tokens": "max_tokens",
     "stop": "stop_sequences",
     "user": "metadata.user_id",
@@ -129,6 +130,7 @@ def _checked(
     for index, turn in enumerate(body.messages):
         turns.turn(turn, f"messages[{index}]")
     tools, of_tools = _tools(body.tools or [])
+    dialect = dialect_for(card, settings)
     values = {
         **more,
         "model": body.model,
@@ -136,7 +138,8 @@ def _checked(
         "messages": turns.messages,
         "tools": tools or None,
         **_choice(body.tool_choice),
-        **_thinking(body, knows_effort(dialect_for(card, settings))),
+        **_thinking(body, knows_effort(dialect)),
+        "thinking_token_budget": _budget(body, tools) if dialect.reasoning is not None else None,
         "response_format": _response_format(body.output_config),
         "chat_template_kwargs": body.chat_template_kwargs,
         "continue_final_message": _goes_on(turns.messages) or None,
@@ -225,6 +228,22 @@ def _thinking(body: CountBody, has_levels: bool) -> dict[str, Any]:
     else:
         level = "medium" if effort is None and kind is not None else _EFFORTS.get(effort or "")
     return {"include_reasoning": seen, "reasoning_effort": level}
+
+
+def _budget(body: CountBody, tools: list[dict[str, Any]]) -> int | None:
+    """How many tokens it may think, of a model whose thoughts are marked; None where nothing bounds them, or the reply
+    is held to a form from its first token on."""
+    thinking = body.thinking or {}
+    budget = thinking.get("budget_tokens")
+    if budget is not None and (type(budget) is not int or budget < 1):
+        raise InvalidRequest(
+            f"thinking.budget_tokens is {shown(budget)}; it must be an integer from 1", field="thinking.budget_tokens"
+        )
+    held = (body.output_config or {}).get("format") is not None
+    held |= (body.tool_choice or {}).get("type") in ("any", "tool") or any(
+        tool["function"].get("strict") for tool in tools
+    )
+    return None if held or thinking.get("type") != "enabled" else budget
 
 
 def _response_format(config: dict[str, Any] | None) -> dict[str, Any] | None:
