@@ -136,8 +136,6 @@ def _prompt(arguments: argparse.Namespace) -> Any:
         for kind, paths in (("image", arguments.image), ("audio", arguments.audio), ("video", arguments.video))
         for path in paths
     ]
-    if arguments.mask is not None and not arguments.image:
-        raise ConfigError("--mask says what is made anew of a picture; there is no --image", field="mask")
     content = [*parts, {"type": "text", "text": arguments.prompt}]
     return {"messages": [{"role": "user", "content": content}]} if parts else arguments.prompt
 
@@ -149,6 +147,8 @@ def _parameters(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.size is not None:
         parameters |= {"width": arguments.size[0], "height": arguments.size[1]}
     if arguments.mask is not None:
+        if not arguments.image:
+            raise ConfigError("--mask says what is made anew of a picture; there is no --image", field="mask")
         parameters["mask_image"] = _mask(arguments.mask)
     return {**parameters, **dict(arguments.parameter)}
 
