@@ -136,7 +136,7 @@ def test_a_killed_worker_changes_nothing(running: tuple[System, Library]) -> Non
 def test_one_way_to_write_a_prompt(running: tuple[System, Library]) -> None:
     system, _ = running
     for prompt in ({}, {"prompt": "a", "messages": []}, {"prompt": "a", "prompt_token_ids": [1]}):
-        with pytest.raises(InvalidRequest, match="one of 'messages', 'prompt' and 'prompt_token_ids'"):
+        with pytest.raises(InvalidRequest, match="one of 'messages', 'prompt', 'prompt_token_ids' and 'prompt_embeds'"):
             system.ask(prompt)
 
 
