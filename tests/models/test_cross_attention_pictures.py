@@ -5,6 +5,7 @@ What other models that see are held to as well is in `test_multimodal_parity`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +176,8 @@ def test_prompts_with_pictures_may_be_penalised_and_asked_for(stages: Stages) ->
     assert int(payload["token_ids"].max()) >= stages.llm._decoder.vocab_size
     asked = SamplingParams(max_tokens=4, temperature=0.0, repetition_penalty=1.3, prompt_logprobs=1).over(FALLBACK)
     engine = AutoregressiveEngine(stages.llm, AutoregressiveConfig(num_blocks=100, block_size=8))
-    engine.add(stage_request("r", frozenset({"input", "encoder"}), asked))
+    request = stage_request("r", frozenset({"input", "encoder"}), asked)
+    engine.add(replace(request, to_client=frozenset({"text"})))
     engine.feed("r", "input", sent("input", "llm", payload), final=True)
     for chunk, final in stages.encoded(payload):
         engine.feed("r", "encoder", chunk, final=final)

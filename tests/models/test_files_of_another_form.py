@@ -113,7 +113,7 @@ def test_sizes_that_make_no_network(copy: Path, name: str, value: int) -> None:
 
 @pytest.mark.parametrize("wrong", [[5], [["a"]], "LlamaForCausalLM", {"a": 1}])
 def test_architectures_that_are_no_names(copy: Path, wrong: object) -> None:
-    with pytest.raises(ConfigError, match="it must be a list of names"):
+    with pytest.raises(ConfigError, match="it must be the name of a class"):
         family_of({"architectures": wrong}, copy)
 
 

@@ -65,7 +65,7 @@ def family_of(config: dict[str, Any], model_dir: Path) -> Family:
     wanted = config.get("architectures") or []
     if not isinstance(wanted, list) or not all(isinstance(name, str) for name in wanted):
         raise ConfigError(
-            f"{model_dir}: architectures is {wanted!r}; it must be a list of names (_class_name of a pipeline: a name)",
+            f"{model_dir}: architectures (of a pipeline: _class_name) is {wanted!r}; it must be the name of a class",
             field="architectures",
         )
     known = families()
