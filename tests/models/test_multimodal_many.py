@@ -12,7 +12,7 @@ from segue.models.multimodal_lm import tiny
 
 TOKENS = 10
 TEXT = "what is this a picture of the sea and some hills behind it or who spoke first in that old house"
-KINDS = {"qwen2-audio": ("audio",), "gemma3-vision": ("image",)}
+KINDS = {"qwen2-audio": ("audio",), "gemma3-vision": ("image",), "llama3.2-vision": ("image",)}
 
 
 def drawn(family: str, count: int = 30) -> list[Case]:

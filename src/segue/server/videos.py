@@ -119,7 +119,7 @@ def add_videos(app: FastAPI, service: Service, settings: ServerSettings, videos:
             _check_range(asked, stat.st_size)
         return answer
 
-    @app.post("/v1/videos/{video_id}/remix")
+    @app.post("/v1/videos/{video_id}/remix", include_in_schema=False)
     async def remix(video_id: str) -> Response:
         raise Unsupported(
             "a model here makes no video of a video: for one like it, send POST /v1/videos what the first was made of "
@@ -127,9 +127,9 @@ def add_videos(app: FastAPI, service: Service, settings: ServerSettings, videos:
             field="video_id",
         )
 
-    @app.post("/v1/videos/edits")
-    @app.post("/v1/videos/extensions")
-    @app.post("/v1/videos/characters")
+    @app.post("/v1/videos/edits", include_in_schema=False)
+    @app.post("/v1/videos/extensions", include_in_schema=False)
+    @app.post("/v1/videos/characters", include_in_schema=False)
     async def of_videos() -> Response:
         raise Unsupported("a model here makes no video of a video: send POST /v1/videos a text, or a picture as well")
 
