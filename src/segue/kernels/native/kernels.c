@@ -369,7 +369,7 @@ static void rounded_product(const struct product *of, const float *x, size_t row
 #pragma omp for schedule(static)
         for (size_t row = 0; row < here; row++)
             round_row(of, x + (begin + row) * of->inputs, given + row * words, sizes + row);
-#pragma omp for schedule(guided, at_once(panels, threads))
+#pragma omp for schedule(dynamic, at_once(panels, threads))
         for (size_t panel = 0; panel < panels; panel++)
             one_panel(of, panel, given, begin, here, words, sizes);
     }
@@ -395,7 +395,7 @@ void segue_product(int number, const float *x, int64_t rows, int64_t inputs, con
     }
     const int64_t panels = (outputs + (int64_t)set->panel - 1) / (int64_t)set->panel;
     const int64_t tasks = (rows + BLOCK - 1) / BLOCK * panels;
-#pragma omp parallel for schedule(guided, at_once(tasks, threads)) num_threads(threads) if (rows * inputs * outputs > 1 << 15)
+#pragma omp parallel for schedule(dynamic, at_once(tasks, threads)) num_threads(threads) if (rows * inputs * outputs > 1 << 15)
     for (int64_t task = 0; task < tasks; task++) {
         const int64_t begin = task / panels * BLOCK, here = rows - begin < BLOCK ? rows - begin : BLOCK;
         one_panel(&of, task % panels, (const word *)(x + begin * inputs), begin, here, inputs, NULL);
