@@ -9,8 +9,8 @@ of 387M parameters, ms, on two cores of a Xeon with AVX-512 (memory is read at 2
 
 Most checkpoints are published in bfloat16. In float32 such weights are the same numbers in twice the bytes, so panels
 keep them in two, and the kernels widen them on their way into a register: the same sums to the bit. On two cores of an
-EPYC (Zen 4), oneDNN's / panels of floats / of halves: 1 row 57 / 39 / 27, 4 rows 56 / 45 / 27, 8 rows 75 / 51 / 40,
-16 rows 93 / 83 / 71, 32 rows 153 / 144 / 130; from 64 rows they are equal.
+EPYC (Zen 4), oneDNN's / panels of floats / of halves: 1 row 61 / 47 / 24, 8 rows 62 / 48 / 29, 16 rows 78 / 68 / 56,
+32 rows 128 / 111 / 109; from 64 rows they are equal.
 
 Where a CPU has tiles of bfloat16 (AMX), products with halves are made of these, with activations in three parts whose
 sum is the float (native/tiles.h): as exact as float32, and two to three times as fast from 32 rows on, so that prefill
