@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 
 import pytest
+import spec_kinds
 import torch
 from ar_adapter import ConditionedAdapter, TinyAdapter, generate, stage_request, tiny_model
 from ar_speculation import CONDITIONS, PROMPTS, SAMPLINGS, TOKENS, Prophet, plainly, serve, speculating
@@ -18,16 +19,7 @@ from segue.messages.sampling import SamplingParams
 
 GREEDY = SAMPLINGS["greedy"]
 TEXT = frozenset({"text"})
-
-
-@pytest.fixture(scope="module")
-def adapter():
-    return TinyAdapter(tiny_model("qwen2", seed=7))
-
-
-@pytest.fixture(scope="module")
-def answers(adapter):
-    return [generate(adapter.model, prompt, TOKENS) for prompt in PROMPTS]
+adapter, answers = spec_kinds.adapter, spec_kinds.answers
 
 
 def letters(tokens) -> str:

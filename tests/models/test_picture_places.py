@@ -12,7 +12,6 @@ import torch
 from diffusion_chain import Chain
 
 from segue.messages.errors import TooLarge
-from segue.models.qwen_image import edit_input
 from segue.models.qwen_image import tiny as qwen_image
 from segue.models.stable_diffusion_3 import tiny as stable_diffusion_3
 from segue.models.wan import tiny as wan
@@ -51,9 +50,8 @@ def places(chain: Chain, width: int, text: int) -> int:
     return len(words)
 
 
-def test_a_text_and_pictures_that_leave_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_and_pictures_that_leave_no_place(tmp_path: Path) -> None:
     """Of an edit, what is written and what is asked for share the places."""
-    monkeypatch.setattr(edit_input, "AREA", 64 * 64)
     qwen_image.make(tmp_path, pipeline="QwenImageEditPipeline")
     chain = Chain(tmp_path)
     picture = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)

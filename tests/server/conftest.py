@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import httpx
 import openai
 import pytest
 from calling_model import HERMES
@@ -29,6 +30,14 @@ def server(running: Live) -> Live:
 def calling(server: Live) -> None:
     """Its model thinks aloud and calls tools."""
     server.service.card.dialect = HERMES
+
+
+@pytest.fixture
+def http(server: Live) -> Iterator[httpx.Client]:
+    """Any client of a file's server, which has been asked nothing."""
+    server.service.requests.clear()
+    with httpx.Client(base_url=server.url, timeout=120) as client:
+        yield client
 
 
 @pytest.fixture

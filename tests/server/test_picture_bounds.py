@@ -33,13 +33,6 @@ def server() -> Iterator[Live]:
         yield server
 
 
-@pytest.fixture
-def http(server: Live) -> Iterator[httpx.Client]:
-    server.service.requests.clear()
-    with httpx.Client(base_url=server.url, timeout=120) as client:
-        yield client
-
-
 def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
     assert answer.status_code == status, answer.text[:300]
     error: dict[str, Any] = answer.json()["error"]

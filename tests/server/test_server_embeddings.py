@@ -46,13 +46,6 @@ def server() -> Iterator[Live]:
 
 
 @pytest.fixture
-def http(server: Live) -> Iterator[httpx.Client]:
-    server.service.requests.clear()
-    with httpx.Client(base_url=server.url, timeout=120) as client:
-        yield client
-
-
-@pytest.fixture
 def client(server: Live) -> Iterator[openai.OpenAI]:
     server.service.requests.clear()
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:

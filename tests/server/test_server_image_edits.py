@@ -36,13 +36,6 @@ def server() -> Iterator[Live]:
         yield server
 
 
-@pytest.fixture
-def http(server: Live) -> Iterator[httpx.Client]:
-    server.service.requests.clear()
-    with httpx.Client(base_url=server.url, timeout=120) as client:
-        yield client
-
-
 def sent(server: Live) -> list[MediaPart]:
     """The pictures of the last request."""
     [message] = server.service.requests[-1].messages

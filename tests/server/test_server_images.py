@@ -29,13 +29,6 @@ def server() -> Iterator[Live]:
         yield server
 
 
-@pytest.fixture
-def http(server: Live) -> Iterator[httpx.Client]:
-    server.service.requests.clear()
-    with httpx.Client(base_url=server.url, timeout=120) as client:
-        yield client
-
-
 def opened(encoded: str | None) -> tuple[str | None, np.ndarray]:
     """(format, [height, width, 3]) of a file in base64."""
     assert encoded is not None

@@ -27,13 +27,6 @@ def server() -> Iterator[Live]:
         yield server
 
 
-@pytest.fixture
-def http(server: Live) -> Iterator[httpx.Client]:
-    server.service.requests.clear()
-    with httpx.Client(base_url=server.url, timeout=120) as client:
-        yield client
-
-
 def test_a_prompt_becomes_ids_and_ids_a_prompt(http: httpx.Client, server: Live) -> None:
     answer = http.post("/tokenize", json={"prompt": "Hi", "add_special_tokens": False}).json()
     assert answer == {"count": 2, "max_model_len": 1000, "tokens": [172, 205], "token_strs": None}

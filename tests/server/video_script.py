@@ -1,4 +1,4 @@
-"""Run by `test_server_videos.py` as a process of its own, to be killed: serves the filmer from a directory."""
+"""Run by `video_jobs.process` as a process of its own, to be killed: serves the filmer from a directory."""
 
 from __future__ import annotations
 

@@ -41,8 +41,13 @@ class VideoBody(PaintingBody, kw_only=True, frozen=True):
 def video_request(values: dict[str, Any], card: ModelCard, settings: ServerSettings) -> tuple[Job, Request]:
     """Check everything that can be checked without the stages. Blocking (HTTP). Raises `InvalidRequest`."""
     body = painting_body(_with_seconds(values), VideoBody, _UNSUPPORTED, OF_VIDEOS)
-    for name in ("n", "num_videos_per_prompt", "num_images_per_prompt"):
-        if (value := getattr(body, name)) not in (None, 1):
+    counts = {
+        "n": body.n,
+        "num_videos_per_prompt": body.num_videos_per_prompt,
+        "num_images_per_prompt": body.num_images_per_prompt,
+    }
+    for name, value in counts.items():
+        if value not in (None, 1):
             raise Unsupported(f"{name} is {value}; {ONE_VIDEO}", field=name)
     if body.partial_images:
         raise Unsupported(
