@@ -329,8 +329,8 @@ static void round_row(const struct product *of, const float *x, word *to, float 
         of->set->halved(x, of->inputs, (float *)to);
 }
 
-/* Tasks that a thread takes at least, of those that are left: each has the weights of the next one fetched, but no thread
- * shall be without. */
+/* Tasks that a thread takes at a time: each has the weights of the next one fetched, but no thread shall be without, nor
+ * wait for another that took a large share and was held up. */
 static int64_t at_once(int64_t tasks, int threads)
 {
     const int64_t fair = tasks / (4 * threads);
