@@ -15,7 +15,8 @@ from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 from segue.kernels.fused_norm import FusedNorm
 from segue.kernels.linear import PackedLinear
 from segue.kernels.native import libraries, library
-from segue.kernels.recording import NotRecordable, Recording, record
+from segue.kernels.recorder import anew, record
+from segue.kernels.recording import NotRecordable, Recording, TooLarge
 
 pytestmark = pytest.mark.skipif(not libraries(), reason="the kernels were not compiled, or not for this CPU")
 
@@ -157,3 +158,70 @@ def test_what_is_not_the_same_each_time_is_refused(what: str, inference: bool) -
         record(library(), lambda: REFUSED[what](x))
     # and the kernels are as they were
     assert play(lambda x: -x, 2, 3).calls == (1, 0)
+
+
+def test_what_the_host_looks_at_is_looked_at_anew() -> None:
+    def looked_up(x: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([[float(int(row[0])) for row in x.tolist()]])
+
+    kernels, of_torch = play(lambda x: anew(looked_up, x * 40) + x.T[:1] - 1, 5, 3).calls
+    assert (kernels, of_torch) == (3, 1)
+    assert torch.equal(anew(looked_up, torch.full((2, 1), 3.7)), torch.tensor([[3.0, 3.0]])), "and where nobody records"
+
+
+def test_memory_that_is_used_again_while_recording() -> None:
+    """Intermediate results go as soon as the function lets go of them; constants may come to lie where they were."""
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        total = x * 1
+        for number in range(30):
+            half = (total * 0.5).cumsum(0)
+            del total
+            constant = torch.tensor([[float(number)]] * 64).expand(64, 64).clone()
+            total = half + constant
+            del half, constant
+        return total
+
+    recording = play(run, 64, 64)
+    assert recording.nbytes <= 4 * 64 * 64 * 4
+
+
+def test_complex_numbers_and_changes_in_place_are_moved_along() -> None:
+    turns = torch.polar(torch.ones(7, 4), torch.randn(7, 4))
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        made = torch.cat([x, x + 1], 1)[:, :8]
+        torch.view_as_complex(made.unflatten(-1, (-1, 2))).mul_(turns)
+        return made.mul_(2) + torch.view_as_complex(x[:, :8].reshape(7, 4, 2).contiguous()).conj().imag.repeat(1, 2)
+
+    assert play(run, 7, 9).calls[1]
+
+
+def test_places_that_are_numbers_and_attention_of_which_nothing_is_dropped() -> None:
+    places = torch.tensor([2, 0, 1])
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        q = x[places].view(1, 3, 4, 8)
+        return nn.functional.scaled_dot_product_attention(q, q * 2, q)
+
+    play(run, 3, 32)
+    with pytest.raises(NotRecordable, match="draws"):
+        record(
+            library(), lambda: nn.functional.scaled_dot_product_attention(*[torch.ones(1, 1, 2, 8)] * 3, dropout_p=0.5)
+        )
+
+
+def test_recordings_share_an_arena_that_is_large_enough() -> None:
+    arena = torch.zeros(4096, dtype=torch.uint8)
+    x = torch.randn(4, 32)
+    first, one = record(library(), lambda: (x * 2 + 1) * 3, arena)
+    second, other = record(library(), lambda: ((x - 1) * 2 + 5) * 0.5, arena)
+    for _ in range(2):
+        x.normal_()
+        second()
+        first()
+        assert torch.equal(one, (x * 2 + 1) * 3)
+        assert torch.equal(other, ((x - 1) * 2 + 5) * 0.5)
+    assert arena.count_nonzero()
+    with pytest.raises(TooLarge, match=r"take 16384 bytes, of 4096"):
+        record(library(), lambda: (x.repeat(16, 1) * 2 + 1) * 3, arena)

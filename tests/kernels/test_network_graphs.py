@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from segue.kernels.network_graphs import HELD_BYTES, MOST, USES, CudaRecorder, NetworkGraphs
+from segue.kernels.linear import PackedLinear
+from segue.kernels.native import libraries
+from segue.kernels.network_graphs import (
+    ARENA_BYTES,
+    HELD_BYTES,
+    MOST,
+    USES,
+    CpuRecorder,
+    CudaRecorder,
+    NetworkGraphs,
+)
 
 CPU = torch.device("cpu")
 
 
 class OnPaper:
     """Runs the function again over the same fixed tensors, and notes what was asked of it."""
+
+    held_bytes = 0
 
     def __init__(self, held: int = 0) -> None:
         self.recorded = 0
@@ -25,7 +37,7 @@ class OnPaper:
     def held(self, run: Callable[[], Any]) -> tuple[Any, int]:
         return run(), self.bytes
 
-    def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    def record(self, run: Callable[[], Any], inputs: Sequence[torch.Tensor]) -> tuple[Callable[[], None], Any]:
         self.recorded += 1
         [made] = run()
         made = made.clone()
@@ -122,7 +134,7 @@ def test_so_many_kinds_at_a_time() -> None:
 
 def test_a_network_that_cannot_be_recorded_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     class Never(OnPaper):
-        def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        def record(self, run: Callable[[], Any], inputs: Sequence[torch.Tensor]) -> tuple[Callable[[], None], Any]:
             self.recorded += 1
             raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -133,6 +145,49 @@ def test_a_network_that_cannot_be_recorded_goes_on(caplog: pytest.LogCaptureFixt
     assert never.recorded == 1
     assert network.calls == 2 * USES
     assert "not permitted" in caplog.text
+
+
+class Layers(nn.Module):
+    """Two products, and what the host does by a value in between, if it does."""
+
+    def __init__(self, *, looks: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = (PackedLinear(nn.Linear(32, 32), 8) for _ in range(2))
+        self.looks = looks
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.calls += 1
+        made = self.first(x).softmax(-1)
+        if self.looks and x.numpy().max() > 3:  # nothing that torch would notice
+            made = made + 1
+        return (self.second(made),)
+
+
+@pytest.mark.skipif(not libraries(), reason="the kernels were not compiled, or not for this CPU")
+@torch.inference_mode()
+def test_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
+    plain, network = Layers(), Layers()
+    network.first, network.second = plain.first, plain.second
+    graphs = NetworkGraphs(network.forward, CPU, CpuRecorder(libraries()[0]))
+    for number in range(8):
+        for rows in (3, 40):
+            x = torch.randn(rows, 32) + number
+            assert torch.equal(graphs(x)[0], plain(x)[0])
+    assert network.calls == 2 * USES + 1, "one is tried on other values"
+
+    large = torch.randn(ARENA_BYTES // 4 // 32, 32)
+    for _ in range(USES + 2):
+        [made] = graphs(large)
+        assert torch.equal(made, plain(large)[0])
+    assert network.calls == 2 * USES + 1 + USES + 3
+    assert not caplog.text
+
+    looking = NetworkGraphs(Layers(looks=True).forward, CPU, CpuRecorder(libraries()[0]))
+    for number in range(USES + 2):
+        x = torch.full((3, 32), 5.0 if number != USES + 1 else 1.0)
+        assert bool((looking(x)[0] == looking(x)[0]).all())
+    assert "it gives something else" in caplog.text
 
 
 @pytest.mark.gpu

@@ -13,8 +13,8 @@ from row_rank_process import compiled_eagerly
 
 from segue.engines.contract import LoadContext
 from segue.graph.lora import LoraPlan
-from segue.kernels.native import library
-from segue.kernels.network_graphs import NetworkGraphs
+from segue.kernels.native import libraries, library
+from segue.kernels.network_graphs import CpuRecorder, NetworkGraphs
 from segue.kernels.quantized import QUANTIZED
 from segue.messages.errors import ConfigError
 from segue.models.diffusion.loading import load_component
@@ -152,25 +152,23 @@ def test_attention_that_is_not_installed_is_named(qwen_image_dir: Path) -> None:
         _set_attention(network, context(qwen_image_dir, attention="flash_3", device=torch.device("cuda")))
 
 
+@pytest.mark.skipif(not libraries(), reason="the kernels were not compiled, or not for this CPU")
 def test_recorded_calls(chain: Chain, qwen_image_dir: Path, exact: Made) -> None:
-    """As on a GPU, over tensors of their own; of a step cache they are launched one by one."""
+    """From the third of a kind on; of a step cache they are launched one by one."""
     replayed: list[int] = []
 
-    class OnPaper:
-        def held(self, run: Any) -> tuple[Any, int]:
-            return run(), 0
+    class Counted(CpuRecorder):
+        def record(self, run: Any, inputs: Any) -> tuple[Any, Any]:
+            again, made = super().record(run, inputs)
 
-        def record(self, run: Any) -> tuple[Any, Any]:
-            [made] = run()
+            def counted() -> None:
+                replayed.append(len(made[0]))
+                again()
 
-            def again() -> None:
-                replayed.append(len(made))
-                made.copy_(run()[0])
+            return counted, made
 
-            return again, (made,)
-
-    network = QwenImageDenoiser(context(qwen_image_dir))
-    network.network.forward = NetworkGraphs(network.network.forward, torch.device("cpu"), OnPaper())
+    network = QwenImageDenoiser(replace(context(qwen_image_dir), recorded=False))
+    network.network.forward = NetworkGraphs(network.network.forward, torch.device("cpu"), Counted(libraries()[0]))
     recorded = chain.through(network)
     cached = {**ASKED, "step_cache": "first_block"}
     assert apart(recorded.run(ASKED)[0], exact.pixels) < WITHIN

@@ -132,7 +132,7 @@ class LoadContext:
     fused: bool = True
     """Linear layers with the same input may be computed as one product."""
     recorded: bool = True
-    """Calls of a denoiser may be recorded as CUDA graphs."""
+    """Calls of a denoiser may be recorded (on a GPU: as CUDA graphs)."""
     options: dict[str, Any] = field(default_factory=dict)
     """The deployment's own options for this stage, e.g. the vocoder's look-ahead."""
     progress: Callable[[float, str], None] = lambda fraction, what: None

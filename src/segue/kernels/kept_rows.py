@@ -12,6 +12,8 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
+from segue.kernels.recorder import anew
+
 MOST_ROWS = 128
 """Kept per layer: the timesteps of a few numbers of steps. Of a layer with as many inputs they take as much memory as
 its weight."""
@@ -21,15 +23,17 @@ class RowNames:
     """Rows by their content, for many layers over one tensor."""
 
     def __init__(self) -> None:
-        self._given: torch.Tensor | None = None
-        """The last; held, so that no other tensor can take its place in memory."""
+        self._given = b""
+        """The last."""
         self._names: list[bytes] = []
 
     def of(self, x: torch.Tensor) -> list[bytes]:
         """x: [rows, features] on the CPU, of a dtype that numpy knows."""
-        if self._given is not x:
-            self._names = [row.tobytes() for row in x.numpy(force=True)]
-            self._given = x
+        rows = x.numpy(force=True)
+        given = rows.tobytes()
+        if self._given != given or len(self._names) != len(rows):
+            self._names = [row.tobytes() for row in rows]
+            self._given = given
         return self._names
 
 
@@ -49,6 +53,9 @@ class KeptRows(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, features] → [rows, features of the output]."""
+        return anew(self._rows, x)
+
+    def _rows(self, x: torch.Tensor) -> torch.Tensor:
         names = self._names.of(x)
         places = {name: place for place, name in enumerate(names) if name not in self._kept}
         if places:

@@ -3,9 +3,12 @@
 On a CPU in float32, `F.linear` lays the weight out anew at every call; done once, decode sizes run 1.5–2.7 times as
 fast, and large ones no slower (measured from 1 to 1024 rows). The packed weight takes the place of the plain one.
 
-Where few rows are usual, the layout is that of the compiled kernels, if they are there. All products of a decode step
-of 387M parameters, ms, on two cores of a Xeon with AVX-512 (memory is read at 27 GB/s), oneDNN's / the kernels': 1 row
-65 / 55, 4 rows 66 / 56, 8 rows 82 / 63, 16 rows 100 / 86, 32 rows 148 / 129; from 64 to 512 rows they are equal.
+The layout is that of the compiled kernels, if they are there, else oneDNN's. All products of a decode step of 387M
+parameters, ms, on two cores of a Xeon with AVX-512 (memory is read at 27 GB/s), oneDNN's / the kernels': 1 row 65 / 55,
+4 rows 66 / 56, 8 rows 82 / 63, 16 rows 100 / 86, 32 rows 148 / 129; from 64 to 512 rows they are equal. On two cores of
+an EPYC (Zen 5; fused multiply-adds alone: 469 GFLOP/s), GFLOP/s of layers of 384 to 4096 features: 16 rows 179-377 /
+248-406, 64 rows 324-403 / 368-437, 160 to 4096 rows 331-456 / 322-463; both with AVX2 alone 192-226 / 183-228,
+and with a GELU behind 138-170 / 179-218.
 
 Most checkpoints are published in bfloat16. In float32 such weights are the same numbers in twice the bytes, so panels
 keep them in two, and the kernels widen them on their way into a register: the same sums to the bit. On two cores of an
@@ -13,9 +16,9 @@ EPYC (Zen 4), oneDNN's / panels of floats / of halves: 1 row 61 / 47 / 24, 8 row
 32 rows 128 / 111 / 109; from 64 rows they are equal.
 
 Where a CPU has tiles of bfloat16 (AMX), products with halves are made of these, with activations in three parts whose
-sum is the float (native/tiles.h): as exact as float32, and two to three times as fast from 32 rows on, so that prefill
-and denoisers have such weights in panels, too. One layer of 896 x 9728 on two cores of a Xeon, GFLOP/s, oneDNN's in
-float32 / tiles: 64 rows 400 / 840, 128 rows 420 / 1060, 512 rows 370 / 970.
+sum is the float (native/tiles.h): as exact as float32, and two to three times as fast from 32 rows on. One layer of
+896 x 9728 on two cores of a Xeon, GFLOP/s, oneDNN's in float32 / tiles: 64 rows 400 / 840, 128 rows 420 / 1060, 512
+rows 370 / 970.
 """
 
 from __future__ import annotations
@@ -31,9 +34,6 @@ from segue.kernels.native import FLOATS, HALVES, halves_are_tiled, library, prod
 
 DECODE_ROWS = 8
 """Rows per call of a decoder on a CPU, most of the time: what its weights are laid out for."""
-
-MANY_ROWS = 128
-"""From here on oneDNN's layout is as quick as any."""
 
 LEAST_ROWS = 6
 """Of oneDNN's layout: fewer rows are computed as if they were so many. Its product of one row with a packed weight
@@ -63,14 +63,15 @@ class PackedLinear(nn.Module):
     bias: torch.Tensor | None
 
     def __init__(self, linear: nn.Linear, rows: int, gelu: str | None = None) -> None:
-        """`gelu`: `none` or `tanh`, as `functional.gelu` calls them, where the layer's output goes through that: oneDNN
-        does it while the product is still in the cache (2048 rows of 384 → 1536 on two cores: 1.2 times as fast)."""
+        """`gelu`: `none` or `tanh`, as `functional.gelu` calls them, where the layer's output goes through that: done
+        while the product is still in the cache, or in place (2048 rows of 384 → 1536 on two cores: 1.2 times as fast,
+        and more)."""
         super().__init__()
         self.gelu = gelu
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         bias = None if linear.bias is None else linear.bias.detach()
-        packed, padded = laid_out(linear.weight.detach(), bias, rows if gelu is None else MANY_ROWS)
+        packed, padded = laid_out(linear.weight.detach(), bias, rows)
         self.register_buffer("weight", packed, persistent=False)
         self.register_buffer("bias", padded, persistent=False)
 
@@ -84,20 +85,16 @@ class PackedLinear(nn.Module):
 
 
 def laid_out(weight: torch.Tensor, bias: torch.Tensor | None, rows: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A weight [out, in] and its bias [out] as `packed_product` takes them, for `rows` per call most of the time: in
-    panels where there are compiled kernels and rows are few, or where products with halves are made of tiles; else as
-    oneDNN has them.
+    """A weight [out, in] and its bias [out] as `packed_product` takes them: in panels where there are compiled kernels,
+    else as oneDNN has them for `rows` per call most of the time.
 
     Panels are [panels, in, panel], their bias [panels * panel], both 0 behind the last output. Where every weight is a
     bfloat16, panels are of halves, [panels, in / 2, panel]: a float in them is the bits of two weights of one output.
     """
     compiled = library()
-    many = rows >= MANY_ROWS
-    if compiled is None or (many and not halves_are_tiled(weight.shape[1])):
+    if compiled is None:
         return torch.ops.mkldnn._reorder_linear_weight(weight, rows), bias
     halves = _halves(weight)
-    if many and halves is None:
-        return torch.ops.mkldnn._reorder_linear_weight(weight, rows), bias
     return in_panels(weight.contiguous() if halves is None else halves, bias, compiled.panel)
 
 
@@ -136,7 +133,8 @@ def packed_product(
         assert bias is not None
         kind = HALVES if weight.shape[1] * 2 == inputs else FLOATS
         made = product(x.reshape(rows, inputs), weight, bias, out_features, kind, gelu=gelu == "tanh")
-        made = functional.gelu(made) if gelu == "none" else made
+        if gelu == "none":
+            torch.ops.aten.gelu_(made)
         return made.view(*x.shape[:-1], out_features)
     if gelu is not None:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "gelu", [], gelu)

@@ -1,10 +1,11 @@
-"""Calls of a network as CUDA graphs: launched as one piece, whatever the number of kernels in them.
+"""Calls of a network as CUDA graphs, or on a CPU as recordings of `segue.kernels.recorder`: launched as one piece,
+whatever the number of kernels in them.
 
-A graph is a recording of kernels with fixed addresses and shapes. So there is one per kind of call: shapes and dtypes
-of all tensors, values of everything else. The first calls of a kind run as they are; from the third on (a request of
-few steps is not worth a recording) its tensors are copied into fixed ones and the recording is run. What is recorded is
-bounded in number and in memory: a call that holds much has kernels so large that launching them takes no time that
-counts, and a recording would hold that memory for good.
+Such a graph is a recording of kernels with fixed addresses and shapes. So there is one per kind of call: shapes and
+dtypes of all tensors, values of everything else. The first calls of a kind run as they are; from the third on (a
+request of few steps is not worth a recording) its tensors are copied into fixed ones and the recording is run. What is
+recorded is bounded in number and in memory: a call that holds much has kernels so large that launching them takes no
+time that counts, and a recording would hold that memory for good.
 
 A network that looks at values on the host cannot be recorded: it goes on as it is, with a line in the log.
 """
@@ -13,12 +14,16 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+
+from segue.kernels.native import Library
+from segue.kernels.recorder import record
+from segue.kernels.recording import NotRecordable, TooLarge
 
 USES = 3
 """The call of a kind that is recorded."""
@@ -27,21 +32,32 @@ MOST = 16
 HELD_BYTES = 256 << 20
 """A call that holds more than this beside its inputs is not recorded."""
 
-_log = logging.getLogger("segue.cuda_graphs")
+ARENA_BYTES = 64 << 20
+"""For what a recorded call holds on a CPU; of a larger one, Python is little."""
+_SAME = 1e-4
+"""Largest difference over largest value."""
+
+_log = logging.getLogger("segue.graphs")
 
 
 class Recorder(Protocol):
     """What records on a device."""
 
+    held_bytes: int
+    """Memory of its own that all recordings share, at most; not what the device's allocator is asked for."""
+
     def held(self, run: Callable[[], Any]) -> tuple[Any, int]:
         """The result of a call, and the bytes it held at most."""
 
-    def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """What runs a call again, and the tensors that it writes to. Raises `RuntimeError` where it cannot be."""
+    def record(self, run: Callable[[], Any], inputs: Sequence[torch.Tensor]) -> tuple[Callable[[], None], Any]:
+        """What runs a call again, and the tensors that it writes to; `inputs`: what it is given, which may be written
+        to meanwhile. Raises `RuntimeError` or `NotRecordable` where it cannot be, `TooLarge` where this one cannot."""
 
 
 class CudaRecorder:
     """Records on a CUDA device; all recordings share one pool of memory, since never two of them run at once."""
+
+    held_bytes = 0
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -54,7 +70,7 @@ class CudaRecorder:
         made = run()
         return made, torch.cuda.max_memory_allocated(self._device) - before
 
-    def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    def record(self, run: Callable[[], Any], inputs: Sequence[torch.Tensor]) -> tuple[Callable[[], None], Any]:
         side = self._side
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
@@ -65,6 +81,33 @@ class CudaRecorder:
         with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
             made = run()
         return graph.replay, made
+
+
+class CpuRecorder:
+    """Records on a CPU; all recordings share one arena. What the host looks at is not always seen, so the first is
+    tried on other values."""
+
+    held_bytes = ARENA_BYTES
+
+    def __init__(self, compiled: Library) -> None:
+        self._compiled = compiled
+        self._arena = torch.empty(ARENA_BYTES, dtype=torch.uint8)  # memory that is not touched is not taken
+        self._tried = False
+
+    def held(self, run: Callable[[], Any]) -> tuple[Any, int]:
+        return run(), 0  # it is told by `record`
+
+    def record(self, run: Callable[[], Any], inputs: Sequence[torch.Tensor]) -> tuple[Callable[[], None], Any]:
+        recording, made = record(self._compiled, run, self._arena)
+        if not self._tried:
+            for tensor in inputs:
+                if tensor.is_floating_point():
+                    tensor.mul_(0.5)
+            recording()
+            if not _alike(made, run()):
+                raise NotRecordable("played back on other values it gives something else")
+            self._tried = True
+        return recording, made
 
 
 @dataclass(slots=True)
@@ -87,6 +130,8 @@ class NetworkGraphs:
         self._recorder = recorder
         self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
         self._eager = False
+        self.held_bytes = recorder.held_bytes
+        """What its recordings share, at most."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors: list[torch.Tensor] = []
@@ -138,8 +183,11 @@ class NetworkGraphs:
         fixed = iter(kind.inputs)
         own_args, own_kwargs = _mapped((args, kwargs), lambda tensor: next(fixed))
         try:
-            kind.replay, kind.made = self._recorder.record(lambda: self._forward(*own_args, **own_kwargs))
-        except RuntimeError as error:  # torch has no other for what cannot be recorded
+            kind.replay, kind.made = self._recorder.record(lambda: self._forward(*own_args, **own_kwargs), kind.inputs)
+        except TooLarge:
+            kind.large = True
+            return False
+        except (NotRecordable, RuntimeError) as error:  # torch has no other for what cannot be recorded
             _log.warning("calls of the network cannot be recorded, and are launched kernel by kernel: %s", error)
             self._eager = True
             self._kinds.clear()
@@ -158,6 +206,19 @@ def _form(value: Any, tensors: list[torch.Tensor]) -> Hashable:
         return tuple((name, _form(part, tensors)) for name, part in value.items())
     form: Hashable = value
     return form
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether the tensors of two values are equal to rounding."""
+    firsts: list[torch.Tensor] = []
+    seconds: list[torch.Tensor] = []
+    if _form(one, firsts) != _form(other, seconds):
+        return False
+    return all(
+        bool((first - second).abs().max() <= _SAME * second.abs().max())
+        for first, second in zip(firsts, seconds, strict=True)
+        if first.numel()
+    )
 
 
 def _mapped(value: Any, made: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -21,7 +21,8 @@ from segue.kernels.kv_store import KVStore
 from segue.kernels.native import library
 from segue.kernels.native_attention import NativeAttention
 from segue.kernels.paged_step import HybridStep, PagedStep
-from segue.kernels.recording import NotRecordable, record
+from segue.kernels.recorder import record
+from segue.kernels.recording import NotRecordable
 from segue.kernels.step_tables import StepTables
 
 logger = logging.getLogger(__name__)

@@ -100,6 +100,7 @@ class Library(NamedTuple):
     full_attention: Callable[..., None]
     norm: Callable[..., None]
     modulate: Callable[..., None]
+    turn: Callable[..., None]
     gate: Callable[..., None]
     replay: Callable[..., None]
     number: int
@@ -125,6 +126,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "full_attention": [_int, ctypes.POINTER(FullAttention), _pointer, _int],
     "norm": [_int, _pointer, _long, _long, _pointer, _float, _pointer, _long, _long, _long, _int],
     "modulate": [_int, _pointer, _pointer, _pointer, _long, _float, _pointer, _long, _long, _long, _int],
+    "turn": [_int, _pointer, _long, _long, _pointer, _float, _pointer, _long, _long, _long, _long, _int],
     "gate": [_int, _pointer, _pointer, _long, _long, _int],
     "replay": [_int, _pointer, _long, _int],
 }
@@ -135,7 +137,7 @@ FLOATS, HALVES, ROUNDED, BYTES = range(4)
 """What the weights of a product are, and what becomes of its activations: float32; bfloat16, two to a word; the same,
 with activations rounded to bfloat16; bytes with a scale per output, with activations rounded to bytes with a scale per
 row."""
-_VERSION = 7
+_VERSION = 8
 """`segue_version` of kernels.c."""
 
 

@@ -402,6 +402,28 @@ static void NAME(norm)(const float *x, const float *weight, float eps, float *y,
         y[i] = x[i] * scale * weight[i];
 }
 
+/* x = x / sqrt(mean(x^2) + eps) * weight of one row, in place; where there are `turns`, neighbours are the parts of a
+ * complex number, and each of these is multiplied by one of them. */
+static void NAME(turned)(float *x, const float *weight, float eps, const float *turns, size_t width)
+{
+    const BITS real = EACH(0, 0, 2, 2), imaginary = EACH(1, 1, 3, 3), other = EACH(1, 0, 3, 2);
+    const BITS negative = (real == other - 1) & INT32_MIN; /* the first of each two */
+    NAME(norm)(x, weight, eps, x, width);
+    if (!turns)
+        return;
+    const size_t whole = width - width % LANES;
+    for (size_t i = 0; i < whole; i += LANES) {
+        const VEC given = LOAD(x + i), by = LOAD(turns + i);
+        const VEC across = __builtin_shuffle(given, other) * __builtin_shuffle(by, imaginary);
+        STORE(x + i, given * __builtin_shuffle(by, real) + (VEC)((BITS)across ^ negative));
+    }
+    for (size_t i = whole; i < width; i += 2) {
+        const float first = x[i], second = x[i + 1];
+        x[i] = first * turns[i] - second * turns[i + 1];
+        x[i + 1] = second * turns[i] + first * turns[i + 1];
+    }
+}
+
 /* y = (x - mean(x)) / sqrt(variance(x) + eps) * (1 + scale) + shift of one row. */
 static void NAME(modulate)(const float *x, const float *scale, const float *shift, float eps, float *y, size_t width)
 {

@@ -207,12 +207,14 @@ struct set {
     void (*gate)(const float *, const float *, float *, size_t);
     void (*gelu)(float *, size_t);
     void (*modulate)(const float *, const float *, const float *, float, float *, size_t);
+    void (*turned)(float *, const float *, float, const float *, size_t);
     void (*rows)(const struct full_attention *, size_t, size_t, size_t, size_t, float *);
     void (*row)(int64_t, float *, int64_t, const float *, int64_t, const float *, int64_t, int64_t);
     void (*halved)(const float *, size_t, float *);
 };
 #define OF(set)                                                                                                        \
-    panel_##set, span_##set, norm_##set, gate_##set, gelu_##set, modulate_##set, rows_##set, row_##set, halved_##set
+    panel_##set, span_##set, norm_##set, gate_##set, gelu_##set, modulate_##set, turned_##set, rows_##set, row_##set,  \
+        halved_##set
 #define BYTES_OF(set) panel_##set, rounded_##set
 enum { NARROW, WIDE, WIDE_BYTES, WIDE_PAIRS, TILED };
 static const struct set sets[] = {
@@ -226,7 +228,7 @@ static const struct set sets[] = {
 /* Counted up with every change of what is called from outside. */
 int segue_version(void)
 {
-    return 7;
+    return 8;
 }
 
 /* The last set that this machine has; -1: none of them. */
@@ -495,6 +497,20 @@ void segue_modulate(int number, const float *x, const float *scale, const float 
                       y + row * width, (size_t)width);
 }
 
+/* x[batch, tokens, heads, width], in place: RMS norms with one weight, and turned by `turns` [tokens, width], real and
+ * imaginary parts by turns, if there are any; heads are next to each other. */
+void segue_turn(int number, float *x, int64_t batch_row, int64_t token_row, const float *weight, float eps,
+                const float *turns, int64_t batch, int64_t tokens, int64_t heads, int64_t width, int threads)
+{
+    const struct set *const set = sets + number;
+#pragma omp parallel for num_threads(threads) if (batch * tokens * heads * width > 1 << 15)
+    for (int64_t row = 0; row < batch * tokens; row++) {
+        float *const from = x + row / tokens * batch_row + row % tokens * token_row;
+        for (int64_t head = 0; head < heads; head++)
+            set->turned(from + head * width, weight, eps, turns ? turns + row % tokens * width : NULL, (size_t)width);
+    }
+}
+
 /* y[rows, width] = silu(x[:, :width]) * x[:, width:]; both are contiguous. */
 void segue_gate(int number, const float *x, float *y, int64_t rows, int64_t width, int threads)
 {
@@ -536,23 +552,49 @@ void segue_full_attention(int number, const struct full_attention *of, float *sc
 
 /* One call of a recording: what it calls, and its arguments without the set and `threads`. */
 struct call {
-    enum { PRODUCT, WRITE, ATTEND, NORM, GATE, EACH } kind;
+    enum { PRODUCT, WRITE, ATTEND, NORM, GATE, EACH, FULLY, MODULATE, TURN } kind;
     float number;
     int64_t of[22];
 };
 
 /* y = what(p, q) over four dimensions: of = {what, sizes[4], y, strides[4], p, strides[4], q, strides[4]}; where there
- * is no q, `number` stands for it. */
-static void each(const struct set *set, const struct call *call)
+ * is no q, `number` stands for it. Of the rows (the last dimension) those from `first` on until before `last`; of each,
+ * what is from `begin` on until before `end`. */
+static void each_part(const struct set *set, const struct call *call, int64_t first, int64_t last, int64_t begin,
+                      int64_t end)
 {
     const int64_t *const of = call->of, *const size = of + 1, *const y = of + 6, *const p = of + 11, *const q = of + 16;
-    float *const to = (float *)of[5];
-    const float *const left = (const float *)of[10], *const right = of[15] ? (const float *)of[15] : &call->number;
-    for (int64_t i = 0; i < size[0]; i++)
-        for (int64_t j = 0; j < size[1]; j++)
-            for (int64_t k = 0; k < size[2]; k++)
-                set->row(of[0], to + i * y[0] + j * y[1] + k * y[2], y[3], left + i * p[0] + j * p[1] + k * p[2], p[3],
-                         right + i * q[0] + j * q[1] + k * q[2], q[3], size[3]);
+    float *const to = (float *)of[5] + begin * y[3];
+    const float *const left = (const float *)of[10] + begin * p[3];
+    const float *const right = of[15] ? (const float *)of[15] + begin * q[3] : &call->number;
+    int64_t k = first % size[2], j = first / size[2] % size[1], i = first / size[2] / size[1];
+    for (int64_t row = first; row < last; row++) {
+        set->row(of[0], to + i * y[0] + j * y[1] + k * y[2], y[3], left + i * p[0] + j * p[1] + k * p[2], p[3],
+                 right + i * q[0] + j * q[1] + k * q[2], q[3], end - begin);
+        if (++k == size[2]) {
+            k = 0;
+            if (++j == size[1]) {
+                j = 0;
+                i++;
+            }
+        }
+    }
+}
+
+/* Each thread has a part of the rows; of few, a part of each. */
+static void each(const struct set *set, const struct call *call, int threads)
+{
+    const int64_t *const size = call->of + 1, rows = size[0] * size[1] * size[2], width = size[3];
+    const int64_t parts = rows * width > 1 << 15 ? threads : 1;
+    const int64_t piece = (width + 16 * parts - 1) / (16 * parts) * 16;
+#pragma omp parallel for num_threads(threads) if (parts > 1)
+    for (int64_t part = 0; part < parts; part++) {
+        const int64_t end = (part + 1) * piece;
+        if (rows >= parts)
+            each_part(set, call, rows * part / parts, rows * (part + 1) / parts, 0, width);
+        else if (part * piece < width)
+            each_part(set, call, 0, rows, part * piece, end < width ? end : width);
+    }
 }
 
 #define AT(i) ((void *)of[i])
@@ -581,7 +623,16 @@ void segue_replay(int number, const struct call *calls, int64_t count, int threa
             segue_gate(number, AT(0), AT(1), of[2], of[3], threads);
             break;
         case EACH:
-            each(set, call);
+            each(set, call, threads);
+            break;
+        case FULLY:
+            segue_full_attention(number, AT(0), AT(1), threads);
+            break;
+        case TURN:
+            segue_turn(number, AT(0), of[1], of[2], AT(3), call->number, AT(4), of[5], of[6], of[7], of[8], threads);
+            break;
+        case MODULATE:
+            segue_modulate(number, AT(0), AT(1), AT(2), of[3], call->number, AT(4), of[5], of[6], of[7], threads);
             break;
         }
     }

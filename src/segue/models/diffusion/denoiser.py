@@ -30,7 +30,7 @@ from segue.models.diffusion.schedulers import Schedulers
 from segue.models.diffusion.start import Start, keeper, noised
 from segue.models.diffusion.teacache import OPTION as TEACACHE_OPTION
 from segue.models.diffusion.teacache import given_coefficients, published, signal_of
-from segue.models.diffusion.tuning import launched_one_by_one, load_network
+from segue.models.diffusion.tuning import launched_one_by_one, load_network, recordings_bytes
 from segue.models.lora import LINEARS, features, named_adapter
 
 PREVIEW_SHRINK = 2
@@ -60,7 +60,7 @@ class Denoiser(ABC):
         self.dtype = ctx.dtype
         self.network = load_network(ctx, self.component, self.read)
         self.schedulers = Schedulers(ctx.model_dir, across=True)
-        self.weight_bytes = held_bytes(self.network) + packed_bytes(self.network)
+        self.weight_bytes = held_bytes(self.network) + packed_bytes(self.network) + recordings_bytes(self.network)
         self._compiled = ctx.compile
         self._sharing = None if ctx.ways is None else ctx.ways.network
         """The ranks that have a part of each call."""
@@ -201,7 +201,9 @@ class Denoiser(ABC):
         for params in self.trial_params():
             given = Given(made_up, params=params)
             if conditions := self.trial_conditions(params):
-                yield from self._samples(given, conditions)
+                # nobody will ask for just these shapes again: no call is recorded until the next sample is asked for
+                with launched_one_by_one(self.networks()):
+                    yield from self._samples(given, conditions)
 
     def row_bytes(self, sample: Sample) -> int:
         """Of a transformer, on this rank: what a layer holds at once for each token (its input and what it adds,

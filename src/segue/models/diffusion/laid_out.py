@@ -1,8 +1,8 @@
 """Linear layers of a network made ready for its calls: one product for what has the same input, weights packed.
 
 Which layers have the same input (q, k and v; gate and up) is seen in the network's first call, whoever makes it; from
-the second on they are one product. On a CPU in float32 their weights are laid out for oneDNN, and a GELU behind a
-product is part of it. All of it changes results by rounding alone.
+the second on they are one product. On a CPU in float32 their weights are laid out for their products, and a GELU
+behind a product is part of it. All of it changes results by rounding alone.
 """
 
 from __future__ import annotations

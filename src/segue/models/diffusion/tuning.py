@@ -9,10 +9,10 @@
 | `offload` | yes | weights wait in the host's memory (diffusers' group offloading), and come block by block |
 | `tensor_parallel` | to rounding | each rank has a part of the weights (`segue.models.diffusion.weight_ranks`) |
 | `sequence_parallel` | to rounding | each rank has a part of the tokens (`segue.models.diffusion.sequence`) |
-| `enforce_eager` | to rounding | no products made of several layers, no CUDA graphs, blocks as the library has them |
+| `enforce_eager` | to rounding | no products made of several layers, no recorded calls, the library's own blocks |
 
 Where none of these is said, and there are no adapters, layers with the same input become one product; on a CPU all
-linear layers are packed (`segue.models.diffusion.laid_out`). On a GPU small calls are recorded as CUDA graphs
+linear layers are packed (`segue.models.diffusion.laid_out`). Small calls are recorded, on a GPU as CUDA graphs
 (`segue.kernels.network_graphs`), but with adapters, offload or several ranks.
 """
 
@@ -31,7 +31,7 @@ from segue.engines.contract import LoadContext
 from segue.kernels.compiled import compile_forwards
 from segue.kernels.full_attention import compile_attention
 from segue.kernels.native import library
-from segue.kernels.network_graphs import CudaRecorder, NetworkGraphs
+from segue.kernels.network_graphs import CpuRecorder, CudaRecorder, NetworkGraphs
 from segue.kernels.quantized import quantize_linears
 from segue.messages.errors import ConfigError
 from segue.models.diffusion.attention import set_attention
@@ -68,7 +68,7 @@ def load_network(ctx: LoadContext, component: str, keep: Collection[str] = ()) -
             network.to(ctx.device)  # where there may be no room for all of them
     if ctx.attention != "auto":
         _set_attention(network, ctx)
-    elif _takes_compiled_attention(ctx):
+    elif _takes_compiled_kernels(ctx):
         # modules with processors, or such as have them by themselves
         compile_attention(
             module for module in network.modules() if isinstance(module, Attention | AttentionModuleMixin)
@@ -87,14 +87,22 @@ def load_network(ctx: LoadContext, component: str, keep: Collection[str] = ()) -
         fuse_after_first_call(network, keep)
     else:
         pack(network, keep, activations=ctx.lora is None)
-    if ctx.device.type == "cuda" and ctx.recorded and ctx.lora is None and ctx.offload == "none" and ctx.ways is None:
-        network.forward = NetworkGraphs(network.forward, ctx.device, CudaRecorder(ctx.device))
+    if ctx.recorded and ctx.lora is None and ctx.offload == "none" and ctx.ways is None:
+        if ctx.device.type == "cuda":
+            network.forward = NetworkGraphs(network.forward, ctx.device, CudaRecorder(ctx.device))
+        elif (compiled := library()) is not None and _takes_compiled_kernels(ctx):
+            network.forward = NetworkGraphs(network.forward, ctx.device, CpuRecorder(compiled))
     return network
 
 
 def _loaded(ctx: LoadContext, component: str) -> Any:
     file = ctx.gguf.get(component)
     return load_component(ctx, component) if file is None else read_gguf(ctx, component, Path(file))
+
+
+def recordings_bytes(network: nn.Module) -> int:
+    """What recorded calls of a network hold at most, beside its weights and what is accounted to calls."""
+    return network.forward.held_bytes if isinstance(network.forward, NetworkGraphs) else 0
 
 
 @contextmanager
@@ -153,7 +161,7 @@ def _plain_linear(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]
     return (module.weight, module.bias) if type(module) is nn.Linear else None
 
 
-def _takes_compiled_attention(ctx: LoadContext) -> bool:
+def _takes_compiled_kernels(ctx: LoadContext) -> bool:
     return (
         library() is not None
         and (ctx.device.type, ctx.dtype) == ("cpu", torch.float32)

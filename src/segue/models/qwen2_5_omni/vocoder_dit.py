@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from segue.kernels.linear import PackedLinear, pack_linears
+from segue.kernels.linear import PackedLinear, pack_linears, packed_product
 
 if TYPE_CHECKING:
     from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import DiTDecoderLayer, Qwen2_5OmniToken2WavDiTModel
@@ -155,7 +155,7 @@ def _with_neighbours(rows: Tensor, view: _View, which: int) -> Tensor:
 def _gelu(linear: nn.Module, x: Tensor, kind: str) -> Tensor:
     """GELU (`none` or `tanh`) of a linear layer; a packed one does both in one pass, in 0.6 of the time."""
     if isinstance(linear, PackedLinear):
-        return torch.ops.mkldnn._linear_pointwise(x, linear.weight, linear.bias, "gelu", [], kind)
+        return packed_product(x, linear.weight, linear.bias, linear.out_features, kind)
     return F.gelu(linear(x), approximate=kind)
 
 

@@ -20,6 +20,7 @@ from segue.kernels.fused_linear import joined_product
 from segue.kernels.kept_rows import KeptRows, RowNames
 from segue.kernels.modulated_norm import modulated_norm
 from segue.kernels.native import library
+from segue.kernels.turned_norm import norm_and_turn
 from segue.models.diffusion.library import (
     Attention,
     QwenDoubleStreamAttnProcessor2_0,
@@ -56,14 +57,14 @@ def _foldable(module: nn.Module) -> bool:
         and not module.zero_cond_t
         and isinstance(module.attn, Attention)
         and type(module.attn.processor) is QwenDoubleStreamAttnProcessor2_0
-        and all(type(norm) is RMSNorm for norm in _norms(module.attn))
+        and all(type(norm) is RMSNorm for norms in _norms(module.attn) for norm in norms)
         and not ("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
     )
 
 
-def _norms(attn: Any) -> tuple[Any, Any, Any, Any]:
-    """Of the text's q and k, and of the picture's."""
-    return attn.norm_added_q, attn.norm_added_k, attn.norm_q, attn.norm_k
+def _norms(attn: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """Of q and of k: the text's, and the picture's."""
+    return (attn.norm_added_q, attn.norm_q), (attn.norm_added_k, attn.norm_k)
 
 
 class FoldedBlock(nn.Module):
@@ -174,11 +175,11 @@ class JointAttention:
         added = joined_product((attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), encoder_hidden_states)
         own = joined_product((attn.to_q, attn.to_k, attn.to_v), hidden_states)
         qkv = torch.cat([added, own], dim=1).unflatten(-1, (3, -1, attn.inner_dim // attn.heads))  # [B, S, 3, H, C]
-        _norm_in_place(qkv[:, :, :2], text, attn)
-        if image_rotary_emb is not None:
-            picture_turns, text_turns = image_rotary_emb
-            turns = torch.cat([text_turns, picture_turns])[:, None, None]
-            torch.view_as_complex(qkv[:, :, :2].unflatten(-1, (-1, 2))).mul_(turns)
+        picture_turns, text_turns = (None, None) if image_rotary_emb is None else image_rotary_emb
+        compiled = library()
+        for place, (text_norm, own_norm) in enumerate(_norms(attn)):
+            norm_and_turn(compiled, qkv[:, :text, place], text_norm.weight, text_norm.eps, text_turns)
+            norm_and_turn(compiled, qkv[:, text:, place], own_norm.weight, own_norm.eps, picture_turns)
         mask = None
         if encoder_hidden_states_mask is not None:
             mask = functional.pad(encoder_hidden_states_mask, (0, hidden_states.shape[1]), value=True)[:, None, None]
@@ -191,12 +192,3 @@ class JointAttention:
         seen = seen.flatten(2)
         # behind the first of `to_out` is a dropout
         return attn.to_out[0](seen[:, text:].contiguous()), attn.to_add_out(seen[:, :text].contiguous())
-
-
-def _norm_in_place(qk: torch.Tensor, text: int, attn: Any) -> None:
-    """RMS norms of [B, S, 2, H, C]; the first `text` positions have others than those behind."""
-    added_q, added_k, own_q, own_k = _norms(attn)
-    squares = torch.linalg.vector_norm(qk, dim=-1, keepdim=True).square_().div_(qk.shape[-1])
-    qk.mul_(squares.add_(own_q.eps).rsqrt_())
-    qk[:, :text].mul_(torch.stack([added_q.weight, added_k.weight])[:, None])
-    qk[:, text:].mul_(torch.stack([own_q.weight, own_k.weight])[:, None])

@@ -17,7 +17,7 @@ from segue.messages.diffusion import DiffusionParams
 from segue.models.checkpoint import held_bytes
 from segue.models.diffusion.denoiser import Denoiser
 from segue.models.diffusion.given import Given
-from segue.models.diffusion.tuning import load_network
+from segue.models.diffusion.tuning import load_network, recordings_bytes
 from segue.models.wan.shape import TEXT_TOKENS, Shape
 
 
@@ -45,7 +45,7 @@ class WanDenoiser(Denoiser):
         self.second: nn.Module | None = None
         if self._shape.boundary is not None:
             self.second = load_network(ctx, "transformer_2", self.read)
-            self.weight_bytes += held_bytes(self.second) + packed_bytes(self.second)
+            self.weight_bytes += held_bytes(self.second) + packed_bytes(self.second) + recordings_bytes(self.second)
 
     def networks(self) -> Sequence[nn.Module]:
         return [self.network] if self.second is None else [self.network, self.second]

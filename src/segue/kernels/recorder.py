@@ -1,0 +1,385 @@
+"""Makes recordings: a function is run once while `record` looks on.
+
+Calls of the compiled kernels and simple operators in float32 become entries of a list; what is not of that kind
+becomes a call of torch. Intermediate results are given places in one arena, where a place is used again as soon as
+nobody reads it any more. Nothing is held while the function runs that it does not hold itself, so that recording takes
+no more memory than running.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from segue.kernels.arena import ALIGNED, Place, Places, arrange
+from segue.kernels.native import Attention, FullAttention, Library
+from segue.kernels.recording import (
+    ATTEND,
+    EACH,
+    FULLY,
+    GATE,
+    MODULATE,
+    NORM,
+    POINTED,
+    POINTERS,
+    PRODUCT,
+    TURN,
+    WRITE,
+    Entry,
+    NotRecordable,
+    Recording,
+    TooLarge,
+)
+
+aten = torch.ops.aten
+_OPERATORS: dict[Any, int] = {
+    aten.neg.default: 1,
+    aten.add.Tensor: 2,
+    aten.sub.Tensor: 3,
+    aten.mul.Tensor: 4,
+    aten.mul.Scalar: 4,
+    aten.div.Tensor: 5,
+    aten.div.Scalar: 5,
+}
+"""What `each` of kernels.c does, by number; 0 copies."""
+_COPIES = (aten.clone.default, aten.contiguous.default, aten.reshape.default, aten._unsafe_view.default)
+_EMPTY = (aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default, aten.empty_strided.default)
+_TAGS = frozenset((torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.inplace_view))
+"""Of operators whose shape hangs on values, which the host looks at, or that change what a tensor is a view of."""
+_UNTAGGED = (aten.where.default, aten.nonzero_numpy.default, aten.repeat_interleave.self_Tensor)
+"""Others like that."""
+_DIMENSIONS = 4
+_KERNELS = {
+    "product": PRODUCT,
+    "write": WRITE,
+    "attend": ATTEND,
+    "norm": NORM,
+    "gate": GATE,
+    "full_attention": FULLY,
+    "modulate": MODULATE,
+    "turn": TURN,
+}
+_STRUCTURES: dict[int, type[Attention] | type[FullAttention]] = {ATTEND: Attention, FULLY: FullAttention}
+_NUMBERS = {NORM: 4, MODULATE: 4, TURN: 4}
+"""Which argument of a call is no whole number."""
+
+
+@torch.no_grad()
+def record(compiled: Library, run: Callable[[], Any], arena: torch.Tensor | None = None) -> tuple[Recording, Any]:
+    """Run a function once and note what it does: (what does it again, what it gave).
+
+    Its results are written anew by every run of the recording. What the host decides by values it looks at is decided
+    once: whoever records tries the recording on others, or says so by `anew`. `arena`: uint8, whole, for intermediate
+    results; recordings that never run at once may share one. Raises `NotRecordable`.
+    """
+    recorder = _Recorder(compiled)
+    active = _ACTIVE.set(recorder)
+    try:
+        with recorder, recorder.listening():
+            result = run()
+    finally:
+        _ACTIVE.reset(active)
+    with torch.inference_mode():
+        return recorder.finish(result, arena), result
+
+
+def anew(function: Callable[..., torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
+    """Call a function that looks at values on the host. A recording calls it each time that it is run; its result must
+    have the same shape then."""
+    recorder = _ACTIVE.get()
+    return function(*given) if recorder is None else recorder.anew(function, given)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, compiled: Library) -> None:
+        super().__init__()
+        self._compiled = compiled
+        self._steps: list[Entry | _ByTorch] = []
+        self._places = Places()
+        self._kept: dict[int, torch.Tensor] = {}
+        """By address: what is no intermediate result."""
+        self._aside = False
+        """Something is called that is not looked at."""
+
+    # --- while it runs -----------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._aside or func is aten.detach_.default:  # the last thing `torch.tensor` does: a view of the same
+            return func(*args, **kwargs)
+        if func in _UNTAGGED or (not _TAGS.isdisjoint(func.tags) and not _by_places(func, args)):
+            raise NotRecordable(f"what {func} does hangs on values")
+        given = list(_tensors((args, kwargs)))
+        known = {_base(tensor) for tensor in given}
+        out = func(*args, **kwargs)
+        results = list(_tensors(out))
+        if any(tensor.device.type != "cpu" or tensor.layout != torch.strided for tensor in (*given, *results)):
+            if not any(tensor.is_mkldnn for tensor in given):
+                raise NotRecordable("there are tensors on other devices, or not laid out in strides")
+            raise NotRecordable("there are weights that are laid out for oneDNN")
+        for tensor in given:
+            if self._places.of(_base(tensor)) is None:
+                self._kept[_base(tensor)] = tensor
+        fresh = [tensor for tensor in results if _base(tensor) not in known and tensor.untyped_storage().nbytes()]
+        if func._schema.is_mutable:
+            if _draws(func, args, kwargs):
+                raise NotRecordable(f"{func} draws numbers")
+            if fresh:
+                raise NotRecordable(f"{func} changes a tensor and gives another")
+            self._by_torch(func, args, kwargs, None)
+            return out
+        for tensor in {_base(tensor): tensor for tensor in fresh}.values():
+            self._places.add(tensor)
+        if not fresh or func in _EMPTY:
+            return out
+        if _draws(func, args, kwargs):  # what dropout gives back at inference is what it was given
+            raise NotRecordable(f"{func} draws numbers")
+        if not (isinstance(out, torch.Tensor) and self._in_list(func, args, kwargs, out)):
+            self._by_torch(func, args, kwargs, out)
+        return out
+
+    def anew(self, function: Callable[..., torch.Tensor], given: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        self._aside = True
+        try:
+            out = function(*given).clone()
+        finally:
+            self._aside = False
+        self._places.add(out)
+        self._by_torch(function, given, {}, out)
+        return out
+
+    def _in_list(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor) -> bool:
+        """Note an operator that `each` knows; whether it is one."""
+        if out.dtype != torch.float32:
+            return False
+        if func in _COPIES:
+            return self._each(0, out.view(args[0].shape), args[0])
+        if func is aten.cat.default:
+            dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+            parts = [part for part in args[0] if part.numel()]
+            targets = out.split([part.shape[dim] for part in parts], dim)
+            if any(part.dtype != torch.float32 or len(_collapsed(part, part, part)) > _DIMENSIONS for part in parts):
+                return False
+            return all(self._each(0, target, part) for target, part in zip(targets, parts, strict=True))
+        what = _OPERATORS.get(func)
+        if what is None or kwargs.get("alpha", 1) != 1 or kwargs.get("rounding_mode") is not None:
+            return False
+        return self._each(what, out, *args[:2])
+
+    def _each(self, what: int, out: torch.Tensor, a: Any, b: Any = 0.0) -> bool:
+        tensors = [value for value in (a, b) if isinstance(value, torch.Tensor)]
+        if not isinstance(a, torch.Tensor) or any(t.dtype != torch.float32 or t.is_neg() for t in tensors):
+            return False
+        first = a.expand(out.shape)
+        second = b.expand(out.shape) if isinstance(b, torch.Tensor) else None
+        dims = _collapsed(out, first, first if second is None else second)
+        if len(dims) > _DIMENSIONS:
+            return False
+        dims = [(1, 0, 0, 0)] * (_DIMENSIONS - len(dims)) + dims
+        sizes, ys, ps, qs = ([dim[index] for dim in dims] for index in range(4))
+        where = 0 if second is None else second.data_ptr()
+        of = [what, *sizes, out.data_ptr(), *ys, first.data_ptr(), *ps, where, *(qs if second is not None else [0] * 4)]
+        self._note(Entry(EACH, of, 0.0 if second is not None else float(b)))
+        return True
+
+    def _note(self, entry: Entry) -> None:
+        addresses: list[tuple[int | str, int]] = [(index, entry.of[index]) for index in POINTERS[entry.kind]]
+        if entry.structure is not None:
+            names = POINTED[type(entry.structure)]
+            addresses += [(name, getattr(entry.structure, name) or 0) for name in names]
+        for where, address in addresses:
+            if (place := self._places.of(address)) is not None:
+                entry.lies.append((where, place))
+                self._touched(place)
+        self._steps.append(entry)
+
+    def _by_torch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        self._steps.append(_ByTorch(func, *(self._lying(value) for value in (args, kwargs, out))))
+
+    def _lying(self, value: Any) -> Any:
+        """The value with descriptions in the place of tensors that are intermediate results."""
+        if isinstance(value, torch.Tensor):
+            place = self._places.of(_base(value))
+            if place is None:
+                return value
+            self._touched(place)
+            if value.is_conj() or value.is_neg():
+                place.kept = value
+                return value
+            where = value.data_ptr() - place.base if value.numel() else 0
+            return _Lying(place, value.dtype, where, tuple(value.shape), value.stride())
+        if isinstance(value, list | tuple):
+            return type(value)(self._lying(part) for part in value)
+        if isinstance(value, dict):
+            return {name: self._lying(part) for name, part in value.items()}
+        return value
+
+    def _touched(self, place: Place) -> None:
+        number = len(self._steps)
+        place.first = number if place.first < 0 else place.first
+        place.last = number
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Within it, calls of the compiled functions are noted."""
+        every: dict[str, Any] = self._compiled._asdict()
+
+        def noting(kind: int) -> Callable[[Any, Any, tuple[Any, ...]], Any]:
+            def called(result: Any, function: Any, args: tuple[Any, ...]) -> Any:
+                if not self._aside:
+                    self._called(kind, args)
+                return result
+
+            return called
+
+        for name, kind in _KERNELS.items():
+            every[name].errcheck = noting(kind)
+        try:
+            yield
+        finally:
+            for name in _KERNELS:
+                del every[name].errcheck
+
+    def _called(self, kind: int, args: tuple[Any, ...]) -> None:
+        values = list(args) if kind == WRITE else list(args[1:-1])  # without the set and threads
+        number = values.pop(_NUMBERS[kind]) if kind in _NUMBERS else 0.0
+        structure = None
+        if kind in _STRUCTURES:
+            structure = _STRUCTURES[kind].from_buffer_copy(values[0]._obj)
+            values[0] = 0
+        if kind == FULLY and structure is not None and structure.blocks:
+            raise NotRecordable("full attention over a paged store is given the lengths of its sequences")
+        self._note(Entry(kind, [int(value) for value in values], number, structure))
+
+    # --- afterwards --------------------------------------------------------------------------------------------------
+
+    def finish(self, result: Any, arena: torch.Tensor | None) -> Recording:
+        for tensor in _tensors(result):
+            if (place := self._places.of(_base(tensor))) is not None:
+                place.kept = tensor
+        size = arrange(self._places.all)
+        if arena is None:
+            arena = torch.empty(size + ALIGNED, dtype=torch.uint8)
+        if size + ALIGNED > arena.nbytes:
+            raise TooLarge(f"its intermediate results take {size} bytes, of {arena.nbytes}")
+        begin = -arena.data_ptr() % ALIGNED
+        steps: list[Entry | Callable[[], None]] = []
+        for step in self._steps:
+            if isinstance(step, Entry):
+                step.move(arena.data_ptr() + begin)
+                steps.append(step)
+            else:
+                steps.append(step.placed(arena, begin))
+        fixed = [place.kept for place in self._places.all if place.kept is not None]
+        kept = [arena, *fixed, *self._kept.values()]
+        return Recording(self._compiled, steps, kept, size + sum(tensor.untyped_storage().nbytes() for tensor in fixed))
+
+
+@dataclass(frozen=True, slots=True)
+class _Lying:
+    """A tensor that is an intermediate result."""
+
+    place: Place
+    dtype: torch.dtype
+    where: int
+    """Bytes from the beginning of its place."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def tensor(self, arena: torch.Tensor, begin: int) -> torch.Tensor:
+        kept = self.place.kept
+        storage = (arena if kept is None else kept).untyped_storage()
+        first = self.where + (begin + self.place.offset if kept is None else 0)
+        made = torch.empty(0, dtype=self.dtype)
+        return made.set_(storage, first // made.itemsize, self.shape, self.stride)
+
+
+@dataclass(frozen=True, slots=True)
+class _ByTorch:
+    """A call of torch, of what lies anywhere; `out`: what it gives, nothing if it changes what it is given."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    out: Any
+
+    def placed(self, arena: torch.Tensor, begin: int) -> Callable[[], None]:
+        """The call, of tensors in the arena."""
+        func = self.func
+        args, kwargs, out = (_found(value, arena, begin) for value in (self.args, self.kwargs, self.out))
+        targets = list(_tensors(out))
+        if not targets:
+            return lambda: func(*args, **kwargs)
+
+        def again() -> None:
+            for target, value in zip(targets, _tensors(func(*args, **kwargs)), strict=True):
+                target.copy_(value)
+
+        return again
+
+
+def _by_places(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether it takes values from places that are numbers; only of masks do they decide how many there are."""
+    return func is aten.index.Tensor and all(places is None or places.dtype == torch.long for places in args[1])
+
+
+def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator draws numbers; attention does so where some of it is dropped."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            dropped = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
+            return bool(dropped)
+    return True
+
+
+def _found(value: Any, arena: torch.Tensor, begin: int) -> Any:
+    """The value with tensors in the place of descriptions."""
+    if isinstance(value, _Lying):
+        return value.tensor(arena, begin)
+    if isinstance(value, list | tuple):
+        return type(value)(_found(part, arena, begin) for part in value)
+    if isinstance(value, dict):
+        return {name: _found(part, arena, begin) for name, part in value.items()}
+    return value
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+def _base(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_mkldnn else tensor.untyped_storage().data_ptr()
+
+
+def _collapsed(*tensors: torch.Tensor) -> list[tuple[int, ...]]:
+    """The loops over tensors of one shape, the longest strides of the first outside: (size, stride of each)."""
+    first = tensors[0]
+    dims = [(size, *(tensor.stride(dim) for tensor in tensors)) for dim, size in enumerate(first.shape) if size != 1]
+    dims.sort(key=lambda dim: -dim[1])
+    merged: list[tuple[int, ...]] = []
+    for dim in dims:
+        if merged and all(outer == inner * dim[0] for outer, inner in zip(merged[-1][1:], dim[1:], strict=True)):
+            merged[-1] = (merged[-1][0] * dim[0], *dim[1:])
+        else:
+            merged.append(dim)
+    return merged or [(1, *(0 for _ in tensors))]
+
+
+_ACTIVE: ContextVar[_Recorder | None] = ContextVar("recorder", default=None)
