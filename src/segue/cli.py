@@ -258,10 +258,14 @@ async def _serve_until_told(arguments: argparse.Namespace, settings: ServerSetti
 def _graph(arguments: argparse.Namespace) -> int:
     from segue.graph.loader import load_plan, stage_overrides
     from segue.graph.render import as_mermaid, as_text
+    from segue.models.checkpoint_values import check_files
     from segue.models.registry import family_of, read_config
 
     config = read_config(arguments.model)
-    graph = family_of(config, arguments.model).graph(config)
+    family = family_of(config, arguments.model)
+    graph = family.graph(config)
+    check_files(arguments.model, config, graph)
+    family.dialect(arguments.model, config)  # refuses a chat template that is none
     overrides = stage_overrides(
         arguments.dtype,
         deterministic=arguments.deterministic,

@@ -279,7 +279,8 @@ def test_templates_are_found_where_checkpoints_keep_them(tmp_path: Path) -> None
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{% generation %}{{ mood }}{% endgeneration %}")
     assert dialect_of(tmp_path, {}).template_variables == {"mood"}
     (tmp_path / "chat_template.jinja").write_text("{% if")
-    assert dialect_of(tmp_path, {}).template_variables == frozenset()
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja: line 1"):
+        dialect_of(tmp_path, {})
     (tmp_path / "chat_template.jinja").unlink()
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ConfigError, match="not JSON"):

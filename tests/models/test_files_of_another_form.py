@@ -10,12 +10,19 @@ import pytest
 import torch
 from causal_lm_family import load
 
+from segue.cli import main
+from segue.engines.contract import LoadContext
+from segue.graph.stage_graph import StageGraph
 from segue.kernels.kv_store import lazy_zeros
 from segue.messages.errors import ConfigError
 from segue.models.causal_lm import tiny
 from segue.models.chat_template import read_chat_template
+from segue.models.checkpoint_values import check_files
+from segue.models.generation import generation_of
+from segue.models.pretrained import load_config
 from segue.models.registry import family_of
 from segue.models.tokenizer import load_tokenizer
+from segue.orchestrator.omni import AsyncOmni
 
 INDEX = "model.safetensors.index.json"
 NO_OBJECTS = ["[]", "5", "null", '"x"']
@@ -79,18 +86,91 @@ def test_a_template_that_is_no_text(copy: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{% for m in messages %}\n{{ m.content }\n{% endfor %}", r"line 2 \('\{\{ m\.content \}'\): unexpected '\}'"),
+        ("{{ messages | shout }}", "line 1 .*: No filter named 'shout'"),
+    ],
+)
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_template_that_is_none(copy: Path, name: str, text: str, says: str) -> None:
+    where = rf"chat_template\.jinja: {says}"
+    if name.endswith("json"):
+        where, text = rf"tokenizer_config\.json: chat_template: {says}", json.dumps({"chat_template": text})
+    (copy / name).write_text(text)
+    with pytest.raises(ConfigError, match=rf"{where}.*; it must be a Jinja template"):
+        AsyncOmni(copy)
+
+
+def test_a_template_of_another_type(copy: Path) -> None:
+    (copy / "tokenizer_config.json").write_text('{"chat_template": 5}')
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: chat_template is '5'; it must be text"):
+        read_chat_template(copy)
+
+
+@pytest.mark.parametrize("length", [0, 1, -5])
+def test_a_length_that_leaves_no_room(copy: Path, length: int) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "max_position_embeddings": length}))
+    says = rf"config\.json: max_position_embeddings is {length}; it must be the number of tokens"
+    with pytest.raises(ConfigError, match=says):
+        AsyncOmni(copy)
+    with pytest.raises(ConfigError, match=says):
+        load(copy)
+
+
+def test_a_length_of_a_part_that_writes() -> None:
+    """Named by where it stands; of parts without a vocabulary it may be anything."""
+    graph = StageGraph("two")
+    graph.stage("writer", "autoregressive", takes={"text"}, gives={"text"})
+    eyes = {"vision_config": {"max_position_embeddings": 0}}
+    check_files(Path("/nowhere"), eyes, graph)
+    with pytest.raises(ConfigError, match=r"config\.json: talker\.text\.n_positions is 0"):
+        check_files(Path("/nowhere"), {**eyes, "talker": {"text": {"vocab_size": 9, "n_positions": 0}}}, graph)
+
+
+def test_the_graph_of_a_checkpoint_that_cannot_be_served(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (copy / "generation_config.json").write_text('{"top_p": 7}')
+    assert main(["graph", str(copy)]) == 2
+    assert "generation_config.json: top_p is 7" in capsys.readouterr().err
+    (copy / "generation_config.json").unlink()
+    assert main(["graph", str(copy)]) == 0
+    (copy / "chat_template.jinja").write_text("{% if %}")
+    assert main(["graph", str(copy)]) == 2
+    assert "chat_template.jinja: line 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("values", "says"),
     [
         ({"temperature": "x"}, "temperature is 'x'; it must be a number"),
-        ({"top_k": True}, "top_k is True; it must be a number"),
+        ({"temperature": -5}, "temperature is -5; it must be a number from 0"),
+        ({"temperature": float("nan")}, "temperature is nan; it must be a number from 0"),
+        ({"top_p": 7}, "top_p is 7; it must be a number from 0 to 1"),
+        ({"min_p": -0.1}, "min_p is -0.1; it must be a number from 0 to 1"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0; it must be a number above 0"),
+        ({"do_sample": "no"}, "do_sample is 'no'; it must be true or false"),
+        ({"top_k": True}, "top_k is True; it must be an integer"),
+        ({"top_k": 3.5}, "top_k is 3.5; it must be an integer"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be an integer from 1"),
         ({"eos_token_id": "no"}, "eos_token_id is 'no'; it must be a token id"),
         ({"eos_token_id": [5, [1]]}, r"eos_token_id is \[5, \[1\]\]; it must be a token id"),
         ({"suppress_tokens": ["a"]}, r"suppress_tokens is \['a'\]"),
     ],
 )
 def test_values_of_another_type_among_those_of_generation(copy: Path, values: dict[str, object], says: str) -> None:
+    """Told by the control plane, and by the worker that would go by them."""
     (copy / "generation_config.json").write_text(json.dumps({"do_sample": True, **values}))
     with pytest.raises(ConfigError, match=rf"generation_config\.json: {says}"):
+        AsyncOmni(copy)
+    config = load_config(LoadContext(copy, "llm", torch.device("cpu"), torch.float32))
+    with pytest.raises(ConfigError, match=r"generation_config\.json: "):
+        generation_of(copy, config)
+
+
+def test_suppressed_tokens_that_there_are_not(copy: Path) -> None:
+    (copy / "generation_config.json").write_text(json.dumps({"suppress_tokens": [5, 99999]}))
+    with pytest.raises(ConfigError, match=r"suppress_tokens is \[5, 99999\]; .* from 0 to 671"):
         load(copy)
 
 

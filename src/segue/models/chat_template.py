@@ -53,11 +53,7 @@ class ChatTemplate:
     @cached_property
     def variables(self) -> frozenset[str]:
         """What a request may set: all the template asks for and does not get from elsewhere."""
-        try:
-            asked = meta.find_undeclared_variables(_environment().parse(self.text))
-        except jinja2.TemplateSyntaxError:
-            return frozenset()  # the input stage says so, to those who send messages
-        return frozenset(asked) - _OWN
+        return frozenset(meta.find_undeclared_variables(_environment().parse(self.text))) - _OWN
 
     @property
     def has_tools(self) -> bool:
@@ -86,18 +82,34 @@ def read_special_tokens(model_dir: Path) -> SpecialTokens:
 
 
 def read_chat_template(model_dir: Path, special: SpecialTokens = ()) -> ChatTemplate | None:
-    """The template of a checkpoint, None where it has none. Raises `ConfigError` for a file that cannot be read."""
+    """The template of a checkpoint, None where it has none. Raises `ConfigError` for a file that cannot be read, and
+    for a template that is none."""
     path = model_dir / _JINJA
     if path.is_file():
         try:
-            return ChatTemplate(path.read_text("utf-8"), special)
+            text = path.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}: cannot be read: {error}", field="model") from error
+        return ChatTemplate(_compiling(text, str(path)), special)
     for name in _JSON:
-        text = _default(_object(model_dir / name).get("chat_template"))
-        if text is not None:
-            return ChatTemplate(text, special)
+        where = f"{model_dir / name}: chat_template"
+        found = _default(_object(model_dir / name).get("chat_template"), where)
+        if found is not None:
+            return ChatTemplate(_compiling(found, where), special)
     return None
+
+
+def _compiling(text: str, where: str) -> str:
+    """The text of a template, of which every conversation could be written. Raises `ConfigError` naming `where`."""
+    try:
+        _environment().from_string(text)
+    except jinja2.TemplateSyntaxError as error:
+        lines = text.splitlines()
+        said = f" ({lines[error.lineno - 1].strip()[:100]!r})" if 0 < error.lineno <= len(lines) else ""
+        raise ConfigError(
+            f"{where}: line {error.lineno}{said}: {error.message}; it must be a Jinja template", field="model"
+        ) from error
+    return text
 
 
 def chats(model_dir: Path) -> bool:
@@ -111,12 +123,14 @@ def _object(path: Path) -> dict[str, Any]:
     return read_object(path)
 
 
-def _default(value: object) -> str | None:
-    """A template, or the one called `default` of a list of them."""
+def _default(value: object, where: str) -> str | None:
+    """A template, or the one called `default` of a list of them. Raises `ConfigError` naming `where`."""
     if isinstance(value, list):
         named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
         value = named.get("default")
-    return value if isinstance(value, str) else None
+    if value is not None and not isinstance(value, str):
+        raise ConfigError(f"{where} is {str(value)[:100]!r}; it must be text, a Jinja template", field="model")
+    return value
 
 
 @lru_cache(maxsize=64)

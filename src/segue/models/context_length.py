@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from segue.messages.errors import ConfigError
+from segue.models.checkpoint_values import check_positions
 from segue.models.library import PreTrainedConfig
 
 UNBOUNDED = 8192
@@ -59,6 +60,10 @@ def _positions(config: PreTrainedConfig) -> int | None:
 
 def _stated(config: PreTrainedConfig) -> int | None:
     """`max_position_embeddings`, by whatever name the config has it: names it goes by besides are found as attributes
-    alone. MPT has `max_seq_len`."""
-    longest: int | None = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
-    return longest
+    alone. MPT has `max_seq_len`. Raises `ConfigError` for a number that leaves no room for a token."""
+    for name in ("max_position_embeddings", "max_seq_len"):
+        longest: int | None = getattr(config, name, None)
+        if longest is not None:
+            check_positions(longest, config.attribute_map.get(name, name), "config.json")
+            return longest
+    return None

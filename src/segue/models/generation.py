@@ -6,12 +6,11 @@ from pathlib import Path
 
 from segue.messages.errors import ConfigError
 from segue.messages.sampling import SamplingParams
+from segue.models.checkpoint_values import GENERATION, check_generation
 from segue.models.json_files import check_objects
 from segue.models.library import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-FILE = "generation_config.json"
-_NUMBERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
-_IDS = ("eos_token_id", "suppress_tokens")
+FILE = GENERATION
 TOP_K = 50
 """`top_k` of `generate` where the config has none."""
 
@@ -20,27 +19,26 @@ def generation_of(model_dir: Path, config: PreTrainedConfig) -> GenerationConfig
     """`generation_config.json`; where there is none, what the model's own config says of generation."""
     path = model_dir / FILE
     if not path.is_file():
-        return _checked(GenerationConfig.from_model_config(config), model_dir / "config.json")
+        return generation_in(config, model_dir)
     try:
-        return _checked(GenerationConfig.from_pretrained(model_dir), path)
+        generation = GenerationConfig.from_pretrained(model_dir)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         check_objects(model_dir, (FILE,))
         raise ConfigError(f"{path}: {error}", field="model") from error
-
-
-def _checked(generation: GenerationConfig, path: Path) -> GenerationConfig:
-    """Raise `ConfigError` for what is of another type than it must be: the library takes anything."""
-    values = generation.to_dict()
-    for name in _NUMBERS:
-        value = values.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise ConfigError(f"{path}: {name} is {value!r}; it must be a number", field="model")
-    for name in _IDS:
-        value = values.get(name)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if any(isinstance(one, bool) or not isinstance(one, int) for one in ids):
-            raise ConfigError(f"{path}: {name} is {value!r}; it must be a token id, or a list of them", field="model")
+    _check(generation, config, path)
     return generation
+
+
+def generation_in(config: PreTrainedConfig, model_dir: Path) -> GenerationConfig:
+    """What a model's own config, in `config.json`, says of generation. Raises `ConfigError` naming what is wrong."""
+    generation = GenerationConfig.from_model_config(config)
+    _check(generation, config, model_dir / "config.json")
+    return generation
+
+
+def _check(generation: GenerationConfig, config: PreTrainedConfig, path: Path) -> None:
+    text = config.get_text_config(decoder=True)
+    check_generation(generation.to_dict(), path, text.vocab_size if "vocab_size" in text else None)
 
 
 def default_sampling(generation: GenerationConfig, max_tokens: int | None = None) -> SamplingParams:

@@ -23,6 +23,7 @@ from segue.messages.diffusion import PARAMETERS, DiffusionParams, check_diffusio
 from segue.messages.errors import ConfigError, InvalidRequest, NotFound, StageFailed, nearest
 from segue.messages.request import Message, Request, check_types
 from segue.messages.sampling import SamplingParams, check_sampling, check_token_ids, sampling_from
+from segue.models.checkpoint_values import check_files
 from segue.models.diffusion.sizes import Sizes
 from segue.models.registry import family_of, read_config
 from segue.observe.stats import render_gauges, render_worker_stats
@@ -90,6 +91,7 @@ class AsyncOmni:
         )
         self.plan = load_plan(graph, config, overrides=overrides)
         check_stage_keys(family, self.plan)
+        check_files(model_dir, checkpoint, graph)
         self.card = card_of(name or model_dir.name, model_dir, checkpoint, family, graph, self.plan)
         if self.card.name in self.card.adapters:
             raise ConfigError(f"{self.card.name!r} is the name of the model and of a LoRA adapter", field="lora")

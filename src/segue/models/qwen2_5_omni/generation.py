@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from segue.models.generation import FILE, end_tokens, generation_of
+from segue.models.generation import FILE, end_tokens, generation_in, generation_of
 from segue.models.qwen2_5_omni.library import GenerationConfig, PreTrainedTokenizerBase, Qwen2_5OmniThinkerConfig
 
 MAX_NEW_TOKENS = 1024
 """`thinker_max_new_tokens` of the reference's `generate`."""
 
 
-def thinker_generation(config: Qwen2_5OmniThinkerConfig) -> GenerationConfig:
+def thinker_generation(config: Qwen2_5OmniThinkerConfig, model_dir: Path) -> GenerationConfig:
     """What `thinker.generate` goes by.
 
     The reference gives `generation_config.json` to the whole model only: the thinker inside takes its end tokens and
     its sampling from its own part of `config.json`.
     """
-    return GenerationConfig.from_model_config(config)
+    return generation_in(config, model_dir)
 
 
 def thinker_ends(

@@ -77,7 +77,7 @@ class Thinker:
         capture_width = text.hidden_size if config.enable_audio_output else 0
         self.kv: KVSpec = kv_spec(decoder.model, ctx.dtype, capture_width)
         self.weight_bytes: int = held_bytes(decoder)
-        generation = thinker_generation(thinker)
+        generation = thinker_generation(thinker, ctx.model_dir)
         self.end_token_ids = thinker_ends(generation, thinker, ctx.model_dir, self._tokenizer)
         self.default_sampling: SamplingParams = default_sampling(generation, MAX_NEW_TOKENS)
 
