@@ -17,29 +17,73 @@ def adapter():
 
 
 @pytest.mark.parametrize(
-    ("form", "word"),
+    ("form", "says"),
     [
-        ({"regex": "(a"}, "parenthesis"),
-        ({"grammar": 'root ::= "a'}, "string literal"),
-        ({"grammar": 'other ::= "a"'}, "root"),
-        ({"grammar": "root ::= root"}, "matches no text"),
-        ({"json": {"type": "nope"}}, "nope"),
-        ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum greater"),
-        ({"json": {"$ref": "#/nowhere"}}, "nowhere"),
-        ({"json": "[1] "}, "got [1]"),
-        ({"choice": ["\u6d77", "\n"]}, "matches no text"),
-        ({"structural_tag": {"format": {"type": "nope"}}}, "compiled: Invalid structural tag error: Format type not"),
-        ({"structural_tag": {"structures": [{"begin": "a", "schema": {}, "end": "b"}], "triggers": ["c"]}}, "trigger"),
+        ({"regex": "(a"}, "at character 3 of its regular expression: The parenthesis is not closed"),
+        ({"regex": "a{3,1}"}, "Lower bound is larger than upper bound: 3 > 1"),
+        ({"grammar": 'root ::= "a'}, 'at line 1, column 12: Expect " in string literal'),
+        ({"grammar": 'other ::= "a"'}, 'at line 1, column 1: The root rule with name "root" is not found'),
+        ({"json": {"type": "nope"}}, 'type is "nope"; it must be string, number, '),
+        ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "no number is within its bounds"),
+        ({"json": {"$ref": "#/nowhere"}}, "$ref is '#/nowhere', and there is no such place in the schema"),
+        ({"json": "[1] "}, "[1] is no schema; it must be an object, true or false"),
+        ({"json": {"properties": {"a": {"items": {"type": "nope"}}}}}, 'at properties.a.items: type is "nope"; '),
+        (
+            {
+                "json": {
+                    "properties": {"a": {"$ref": "#/$defs/b"}},
+                    "$defs": {"b": {"anyOf": [{}, {"minLength": "x", "type": "string"}]}},
+                }
+            },
+            "at $defs.b.anyOf[1]: minLength must be an integer",
+        ),
+        (
+            {"json": {"properties": {"a": {"type": "string", "pattern": "(a"}}}},
+            "at properties.a: at character 3 of its",
+        ),
+        (
+            {"json": {"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {}}},
+            "at properties.a: $ref is '#/$defs/b', and",
+        ),
+        ({"structural_tag": {"format": {"type": "nope"}}}, "there is no format of type 'nope'"),
+        (
+            {"structural_tag": {"format": {"type": "or", "elements": []}}},
+            "the format Or must have at least one element",
+        ),
+        (
+            {
+                "structural_tag": {
+                    "format": {
+                        "type": "or",
+                        "elements": [{"type": "json_schema", "json_schema": {"items": {"type": "nope"}}}],
+                    }
+                }
+            },
+            'at format.elements[0].json_schema.items: type is "nope"; ',
+        ),
+        (
+            {"structural_tag": {"structures": [{"begin": "a", "schema": {}, "end": "b"}], "triggers": ["c"]}},
+            "One tag does",
+        ),
     ],
 )
-def test_a_wrong_form_is_named(adapter, form, word):
+def test_a_wrong_form_is_named(adapter, form, says):
     [result] = write(adapter, form, seeds=[1])
     error = result.last.error
     assert isinstance(error, InvalidRequest)
-    assert error.field == "sampling.main.structured_outputs"
-    assert word in error.message
-    assert error.message.startswith("sampling.main.structured_outputs ")
-    assert ".cc" not in error.message  # where in its own source xgrammar noticed is nothing to a client
+    [name] = form
+    assert error.field == f"sampling.main.structured_outputs.{name}"
+    assert error.message.startswith(f"sampling.main.structured_outputs.{name} cannot be compiled: {says}")
+    for theirs in (".cc", "Check failed", "EBNF", "parsing error"):  # is nothing to a client
+        assert theirs not in error.message
+
+
+@pytest.mark.parametrize("form", [{"grammar": "root ::= root"}, {"choice": ["\u6d77", "\n"]}])
+def test_a_form_without_a_text(adapter, form):
+    [result] = write(adapter, form, seeds=[1])
+    [name] = form
+    said = f"sampling.main.structured_outputs.{name} matches no text that this model can write"
+    assert result.last.error.message == said
 
 
 @pytest.mark.parametrize(
@@ -47,8 +91,8 @@ def test_a_wrong_form_is_named(adapter, form, word):
     [
         ({"json": "{"}, ".json", "no JSON"),
         ({"json": {"properties": {"a": {"items": {"not": {}}}}}}, ".json", "properties.a.items.not (not supported)"),
-        ({"regex": "a" * (1 << 19)}, "", "at most 262144"),
-        ({"choice": ["\ud800"]}, "", "surrogate"),
+        ({"regex": "a" * (1 << 19)}, ".regex", "at most 262144"),
+        ({"choice": ["\ud800"]}, ".choice", "surrogate"),
         ({"structural_tag": "{"}, ".structural_tag", "no JSON"),
         ({"structural_tag": {}}, ".structural_tag", '"format": …'),
         ({"structural_tag": {"structures": [], "triggers": ["a"]}}, ".structural_tag.structures", "at least one"),
@@ -89,7 +133,17 @@ def test_needs_a_tokenizer(adapter):
         ({"type": "object", "properties": {"not": {"type": "string"}}}, None),
         ({"enum": [{"not": 1}], "description": "if"}, None),
         ({"anyOf": [{"type": "string"}, {"uniqueItems": True}]}, "anyOf[1].uniqueItems (not supported)"),
-        ({"allOf": [{"minimum": 1}]}, None),
+        ({"allOf": [{"type": "integer", "minimum": 1}]}, None),
+        ({"items": {"minimum": 1}}, "items.minimum (not without a type beside it)"),
+        ({"pattern": "a"}, "pattern (not without a type beside it)"),
+        ({"required": ["a"]}, "required (not without a type beside it)"),
+        ({"properties": {"a": {}}, "required": ["a"], "minProperties": 1}, None),
+        ({"items": {}, "minItems": 1}, None),
+        ({"type": "object", "required": ["a"]}, "required (names 'a', which is not among properties)"),
+        ({"type": "array", "contains": {}}, "contains (not supported)"),
+        ({"type": "integer", "multipleOf": 3}, None),
+        ({"type": ["null", "number"], "multipleOf": 3}, "multipleOf (of an integer alone)"),
+        ({"type": "integer", "multipleOf": 3, "minimum": 1}, "multipleOf (not together with minimum)"),
         ({"allOf": [{}, {}]}, "allOf (of more than one schema is not supported; merge them)"),
         ({"items": {"anyOf": []}}, "items.anyOf (empty; give at least one)"),
         ({"type": []}, "type (empty; give at least one)"),

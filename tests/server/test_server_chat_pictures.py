@@ -76,3 +76,24 @@ def test_refused(server: Live, fields: dict[str, Any], param: str, says: str) ->
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param), error
     assert says in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "response_format"),
+        ({"guided_regex": "a"}, "guided_regex"),
+        ({"max_completion_tokens": 5}, "max_completion_tokens"),
+        ({"max_tokens": 5}, "max_tokens"),
+        ({"logprobs": True, "top_logprobs": 2}, "top_logprobs"),
+        ({"n": 2, "use_beam_search": True}, "use_beam_search"),
+    ],
+)
+def test_what_is_of_texts_is_refused_by_the_name_it_was_sent_under(
+    server: Live, fields: dict[str, Any], param: str
+) -> None:
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json={**ASKED, **fields}, timeout=120)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert error["message"] == f"{param} is given, but this model has no stage that makes text"

@@ -12,6 +12,8 @@ from fake_service import Live, finished
 from segue.messages.deltas import Delta
 from segue.messages.errors import InvalidRequest, TooLong
 from segue.messages.request import Request
+from segue.models.chat_template import ChatTemplate
+from segue.models.dialects.dialect import Dialect
 
 NAME = "fake-omni"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -87,3 +89,66 @@ def test_a_response_format_that_asks_for_nothing_is_not_what_is_wrong(
     asked: dict[str, Any] = {"messages": HELLO} if "chat" in path else {"prompt": "a"}
     told = refuse(server, InvalidRequest(f"{FORM} cannot be compiled", field=FORM), path, **asked, **fields)
     assert (told["param"], told["message"]) == (param, f"{param} cannot be compiled")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("chat/completions", {"messages": HELLO, "max_completion_tokens": 1 << 40}, "max_completion_tokens"),
+        ("chat/completions", {"messages": HELLO, "max_tokens": 1 << 40}, "max_tokens"),
+        ("responses", {"input": "Hello", "max_output_tokens": 1 << 40}, "max_output_tokens"),
+        ("messages", {"messages": HELLO, "max_tokens": 1 << 40}, "max_tokens"),
+        ("chat/completions", {"messages": HELLO, "use_beam_search": True, "n": 40}, "use_beam_search"),
+        ("completions", {"prompt": "a", "logprobs": -7}, "logprobs"),
+    ],
+)
+def test_what_is_out_of_range_is_named_as_it_was_sent(
+    server: Live, path: str, fields: dict[str, Any], param: str
+) -> None:
+    answer = httpx.post(f"{server.url}/v1/{path}", json={"model": NAME, **fields}, timeout=120)
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert error["message"].startswith(f"{param} is ")
+    assert error.get("param", param) == param  # Anthropic's errors have none
+
+
+BAD = InvalidRequest(f"{FORM}.json cannot be compiled: at properties.a: no", field=f"{FORM}.json")
+TOOL = {"name": "look", "parameters": {"type": "object", "properties": {}}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+            "response_format.json_schema.schema",
+        ),
+        (
+            "/v1/responses",
+            {"input": "Hello", "text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}},
+            "text.format.schema",
+        ),
+        ("/v1/completions", {"prompt": "a", "guided_json": {}}, "guided_json"),
+        ("/v1/completions", {"prompt": "a", "structured_outputs": {"json": {}}}, "structured_outputs.json"),
+    ],
+)
+def test_the_part_of_the_request_that_has_the_schema_is_named(
+    server: Live, path: str, fields: dict[str, Any], param: str
+) -> None:
+    told = refuse(server, BAD, path, **fields)
+    assert told["param"] == param
+    assert told["message"] == f"{param} cannot be compiled: at properties.a: no"
+
+
+def test_the_schema_of_a_tool_is_named(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate("{% for tool in tools %}{{ tool }}{% endfor %}")
+    monkeypatch.setattr(server.service.card, "dialect", Dialect(template))
+    of_chat = {"messages": HELLO, "tools": [{"type": "function", "function": TOOL}]}
+    chosen = {"type": "function", "function": {"name": "look"}}
+    told = refuse(server, BAD, "/v1/chat/completions", **of_chat, tool_choice=chosen)
+    assert told["param"] == "tools[0].function.parameters"
+    told = refuse(server, BAD, "/v1/chat/completions", **of_chat, tool_choice="required")
+    assert told["param"] == "tools"
+    flat = {"tools": [{"type": "function", **TOOL}], "tool_choice": {"type": "function", "name": "look"}}
+    assert refuse(server, BAD, "/v1/responses", input="Hello", **flat)["param"] == "tools[0].parameters"

@@ -47,6 +47,12 @@ FORMS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 """Fields of `StructuredOutput` that say what the form is."""
 
 
+def form_of(asked: StructuredOutput) -> str | None:
+    """Which of `FORMS` is set."""
+    values = msgspec.structs.asdict(asked)
+    return next((name for name in FORMS if values[name] not in (None, False)), None)
+
+
 class RepetitionDetection(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """What counts as going round in circles (vLLM's `repetition_detection`): the output ends where its last tokens are
     one pattern `min_count` times in a row."""

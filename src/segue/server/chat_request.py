@@ -131,9 +131,11 @@ def chat_request(values: dict[str, Any], card: ModelCard, settings: ServerSettin
             "detokenize is False, but calls are read out of the text: leave out one of detokenize and tools",
             field="detokenize",
         )
+    named = _named(body, tools)
     sampling = sampling_of(
         body,
         card,
+        named,
         max_tokens=_max_tokens(body),
         logprobs=asked_logprobs(body.logprobs, body.top_logprobs),
         structured_outputs=tools.structured,
@@ -148,7 +150,6 @@ def chat_request(values: dict[str, Any], card: ModelCard, settings: ServerSettin
     messages = _messages(body, card, settings)
     options = chat_options(body, dialect, tools)
 
-    named = {"logprobs": "logprobs" if body.top_logprobs is None else "top_logprobs"}
     answering = answering_fields(body, card, "chatcmpl", now, named)
     if body.prompt_token_ids is not None:  # which a stage behind the tokenizer cannot tell from messages
         answering["written"]["messages"] = "prompt_token_ids"
@@ -180,6 +181,16 @@ def chat_request(values: dict[str, Any], card: ModelCard, settings: ServerSettin
         in_thought=begins_in_thought(messages, options, dialect),
         include_reasoning=body.include_reasoning is not False,
     )
+
+
+def _named(body: ChatBody, tools: ToolPlan) -> dict[str, str]:
+    """Sampling parameters that stand in the body in another form → what they are called there."""
+    named = {"logprobs": "logprobs" if body.top_logprobs is None else "top_logprobs"}
+    if body.max_completion_tokens is not None:
+        named["max_tokens"] = "max_completion_tokens"
+    if tools.structured is not None:
+        named |= {"structured_outputs.json": tools.schema_at, "structured_outputs": "tool_choice"}
+    return named
 
 
 def _parted(values: dict[str, Any], card: ModelCard) -> tuple[dict[str, Any], DiffusionParams | None]:

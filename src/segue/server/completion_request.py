@@ -92,9 +92,11 @@ def completion_request(values: dict[str, Any], card: ModelCard, settings: Server
             "echo is true, but truncate_prompt_tokens leaves a part of the prompt out; give one", field="echo"
         )
     of_prompt = logprobs if echo and body.prompt_logprobs is None else body.prompt_logprobs
+    named = {} if body.prompt_logprobs is not None else {"prompt_logprobs": "logprobs"}
     sampling = sampling_of(
         body,
         card,
+        named,
         max_tokens=_max_tokens(body),
         logprobs=logprobs,
         prompt_logprobs=of_prompt,
@@ -104,7 +106,6 @@ def completion_request(values: dict[str, Any], card: ModelCard, settings: Server
     if as_one:
         sampling = together(sampling, each, card)
     seeds = seeds_of(body, 1 if as_one else each)
-    named = {} if body.prompt_logprobs is not None else {"prompt_logprobs": "logprobs"}
     answering = answering_fields(body, card, "cmpl", now, named)
     request_id = new_id("cmpl")
     slots = [Slot(prompt, first) for prompt in range(len(prompts)) for first in range(len(seeds))]

@@ -17,7 +17,7 @@ from segue.server.chat_request import ChatRequest, chat_request
 from segue.server.chat_template import dialect_for, knows_effort
 from segue.server.errors import Unsupported
 from segue.server.message_blocks import Turns
-from segue.server.parameters import as_written, check_model, parse_body
+from segue.server.parameters import as_written, check_model, named_as, parse_body
 from segue.server.settings import ServerSettings
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -156,7 +156,7 @@ def _checked(
     return MessagesRequest(
         message_id=message_id,
         chat=replace(chat, completion_id=message_id, requests=requests),
-        written={path: _WRITTEN.get(said, said) for path, said in chat.written.items()} | written,
+        written={path: named_as(said, {**of_tools, **_WRITTEN}) for path, said in chat.written.items()} | written,
         stream=stream,
     )
 

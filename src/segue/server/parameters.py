@@ -159,8 +159,9 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
-def _written(body: CommonBody, stage: str | None, named: Mapping[str, str]) -> dict[str, str]:
-    """What stands at the top of the body and goes to the text stage; the most special names first."""
+def names_at_top(body: CommonBody, named: Mapping[str, str]) -> dict[str, str]:
+    """Sampling parameters of the text stage → what the client wrote, at the top of the body; the most special names
+    first. `named`: those that the endpoint has in a form of its own."""
     names = dict(named)
     for form, of_form in GUIDED.items():
         if getattr(body, form) is not None:
@@ -168,25 +169,45 @@ def _written(body: CommonBody, stage: str | None, named: Mapping[str, str]) -> d
     if body.response_format is not None and body.response_format.get("type") != "text":  # which asks for no form
         names |= {
             "structured_outputs.json": "response_format.json_schema.schema",
+            "structured_outputs.json_object": "response_format",
             "structured_outputs.structural_tag": "response_format",
             "structured_outputs": "response_format",
         }
+    if body.beam_width is None and body.use_beam_search:
+        names["beam_width"] = "use_beam_search"
     same = (name for name in body.__struct_fields__ if name in SamplingParams.__struct_fields__)
-    names = {**names, **{name: name for name in same if name not in names}}
+    return {**names, **{name: name for name in same if name not in names}}
+
+
+def _written(body: CommonBody, stage: str | None, named: Mapping[str, str]) -> dict[str, str]:
+    """What stands at the top of the body and goes to the text stage."""
     own = (body.sampling or {}).get(stage or "", {})
-    return {f"sampling.{stage}.{name}": said for name, said in names.items() if own.get(name.partition(".")[0]) is None}
+    return {
+        f"sampling.{stage}.{name}": said
+        for name, said in names_at_top(body, named).items()
+        if own.get(name.partition(".")[0]) is None
+    }
+
+
+def named_as(field: str, written: Mapping[str, str]) -> str:
+    """A field by the name that the client used. `written`: as in `Answering`."""
+    for path, said in written.items():
+        if field == path or field.startswith((f"{path}.", f"{path}[")):
+            return said + field.removeprefix(path)
+    return field
 
 
 def as_written(error: SegueError, written: Mapping[str, str]) -> SegueError:
     """What a stage has to say, by the names that the client used. `written`: as in `Answering`."""
     field = error.field or ""
-    for path, said in written.items():
-        if field == path or field.startswith((f"{path}.", f"{path}[")):
-            message = re.sub(rf"(?<!\w){re.escape(path)}(?!\w)", said, error.message)
-            renamed = type(error)(message, field=said + field.removeprefix(path), stage=error.stage)
-            renamed.__cause__ = error
-            return renamed
-    return error
+    said = named_as(field, written)
+    if said == field:
+        return error
+    path = next(path for path in written if field == path or field.startswith((f"{path}.", f"{path}[")))
+    message = re.sub(rf"(?<!\w){re.escape(path)}(?!\w)", written[path], error.message)
+    renamed = type(error)(message, field=said, stage=error.stage)
+    renamed.__cause__ = error
+    return renamed
 
 
 def with_metrics(answering: A, http: HttpRequest) -> A:

@@ -15,7 +15,7 @@ from segue.messages.errors import InvalidRequest, SegueError, nearest
 from segue.orchestrator.service import ModelCard
 from segue.server.chat_request import ChatRequest, chat_request
 from segue.server.errors import Unsupported
-from segue.server.parameters import as_written, check_model, parse_body
+from segue.server.parameters import as_written, check_model, named_as, parse_body
 from segue.server.response_items import Conversation
 from segue.server.response_tools import chat_tools
 from segue.server.settings import ServerSettings
@@ -179,7 +179,7 @@ def responses_request(
     return ResponsesRequest(
         response_id=response_id,
         chat=replace(chat, completion_id=response_id, requests=requests),
-        written={path: _WRITTEN.get(said, said) for path, said in chat.written.items()} | written,
+        written={path: named_as(said, {**of_tools, **_WRITTEN}) for path, said in chat.written.items()} | written,
         stream=bool(body.stream),
         store=body.store is not False,
         background=bool(body.background),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ from segue.messages.sampling import (
 )
 from segue.orchestrator.service import ModelCard
 from segue.server.chat_format import GUIDED, structured_output
-from segue.server.parameters import MAX_VOCAB, CommonBody
+from segue.server.parameters import MAX_VOCAB, CommonBody, as_written, names_at_top
 
 MAX_CHOICES = 16
 """Where each answer is a request of its own."""
@@ -32,9 +33,9 @@ _TO_TEXT_STAGE = tuple(
 requests, or set where one makes all."""
 
 
-def sampling_of(body: CommonBody, card: ModelCard, **own: Any) -> dict[str, SamplingParams]:
+def sampling_of(body: CommonBody, card: ModelCard, named: Mapping[str, str], **own: Any) -> dict[str, SamplingParams]:
     """Sampling by stage. `own`: fields of the text stage's that the endpoint has in a form of its own; None: not given.
-    Raises `InvalidRequest`."""
+    `named`: what the client calls these. Raises `InvalidRequest`."""
     by_stage: dict[str, SamplingParams] = {}
     for stage, values in (body.sampling or {}).items():
         if stage not in card.sampling_stages:
@@ -47,12 +48,9 @@ def sampling_of(body: CommonBody, card: ModelCard, **own: Any) -> dict[str, Samp
                 field=f"sampling.{stage}.n",
             )
         check_token_ids(by_stage[stage], card.vocab_sizes.get(stage, MAX_VOCAB), f"sampling.{stage}.")
-    top = _top_level(body, card, own)
-    if top is None:
+    top = _top_level(body, card, own, names_at_top(body, named))
+    if top is None or card.text_stage is None:
         return by_stage
-    if card.text_stage is None:
-        given = next(name for name, value in msgspec.structs.asdict(top).items() if value is not None)
-        raise InvalidRequest(f"{given} is given, but this model has no stage that makes text", field=given)
     # what is said of the stage by name is the more special
     by_stage[card.text_stage] = by_stage.get(card.text_stage, SamplingParams()).over(top)
     return by_stage
@@ -61,8 +59,11 @@ def sampling_of(body: CommonBody, card: ModelCard, **own: Any) -> dict[str, Samp
 _PREFIX = "request"
 
 
-def _top_level(body: CommonBody, card: ModelCard, own: dict[str, Any]) -> SamplingParams | None:
-    """The text stage's parameters as they stand at the top of the body; None where there are none."""
+def _top_level(
+    body: CommonBody, card: ModelCard, own: dict[str, Any], names: Mapping[str, str]
+) -> SamplingParams | None:
+    """The text stage's parameters as they stand at the top of the body; None where there are none. `names`: what the
+    client calls them."""
     values = msgspec.structs.asdict(body)
     stated = {name: values[name] for name in _TO_TEXT_STAGE} | own
     given = {name: value for name, value in stated.items() if value is not None}
@@ -79,8 +80,14 @@ def _top_level(body: CommonBody, card: ModelCard, own: dict[str, Any]) -> Sampli
         raise InvalidRequest(f"stop has {len(body.stop)} strings; at most {MAX_STOPS} are taken", field="stop")
     if not given:
         return None
-    params = _checked_at_top(given)
-    check_token_ids(params, card.vocab_sizes.get(card.text_stage or "", MAX_VOCAB), "")
+    if card.text_stage is None:
+        name = names.get(next(iter(given)), next(iter(given)))
+        raise InvalidRequest(f"{name} is given, but this model has no stage that makes text", field=name)
+    try:
+        params = _checked_at_top(given)
+        check_token_ids(params, card.vocab_sizes.get(card.text_stage, MAX_VOCAB), "")
+    except InvalidRequest as error:
+        raise as_written(error, names) from error
     return params
 
 

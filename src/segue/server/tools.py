@@ -62,6 +62,8 @@ class ToolPlan:
     """What the reply may call; None: nothing."""
     structured: StructuredOutput | None = None
     """The form of a reply that must call."""
+    schema_at: str = "tools"
+    """The parameter that this form is made of."""
     forced: str | None = None
     """The one tool such a reply calls; None: any."""
     parallel: bool = True
@@ -107,9 +109,10 @@ def tool_plan(
     several = parallel is not False
     names = frozenset(given)
     if isinstance(choice, NamedTool):
-        return ToolPlan(as_sent, names, _only(choice, given), choice.function.name, several)
+        only, place = _only(choice, given), f"tools[{[*given].index(choice.function.name)}].function.parameters"
+        return ToolPlan(as_sent, names, only, place, forced=choice.function.name, parallel=several)
     if choice == "required":
-        return ToolPlan(as_sent, names, _any_of(given, several=several), None, several)
+        return ToolPlan(as_sent, names, _any_of(given, several=several), parallel=several)
     if dialect.calls is None:
         raise Unsupported(
             "how this model writes tool calls is not known; start the server with --tool-parser, or use tool_choice "

@@ -11,7 +11,7 @@ from segue.engines.autoregressive import branches
 from segue.engines.autoregressive.beam_group import BeamGroup
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.contract import AutoregressiveAdapter
-from segue.engines.autoregressive.grammar import Grammars
+from segue.engines.autoregressive.grammar import Grammars, form_field
 from segue.engines.autoregressive.inputs import Scheduled
 from segue.engines.autoregressive.jobs import Job
 from segue.engines.autoregressive.landing import Landing
@@ -185,7 +185,7 @@ class AutoregressiveEngine:
             assert compilation is not None
             try:
                 if (error := compilation.error) is not None:
-                    field = f"sampling.{request.stage}.structured_outputs"
+                    field = form_field(request)
                     raise type(error)(f"{field} {error.message}", field=field) from error
                 sequence.take_grammar(self._grammars.grammar(compilation, request.sampling.stop_token_ids or ()))
                 sequence.refresh(self.resources.share_size)

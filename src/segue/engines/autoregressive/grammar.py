@@ -25,7 +25,7 @@ from segue.engines.autoregressive.xgrammar_compiler import MAX_COMPILED_BYTES, X
 from segue.engines.contract import StageRequest
 from segue.kernels.staging import upload
 from segue.messages.errors import InvalidRequest, SegueError, StageFailed
-from segue.messages.sampling import StructuredOutput
+from segue.messages.sampling import StructuredOutput, form_of
 
 MAX_SOURCE_BYTES = 256 << 10
 """Of a schema, an expression, a grammar, or all choices together."""
@@ -39,6 +39,14 @@ COMPILERS_APART = 8
 Compile = Callable[[str, str], Any]
 """(kind, source) → `xgrammar.CompiledGrammar`. Raises `InvalidRequest` for what is wrong with the source; what it says
 follows the name of the parameter."""
+
+
+def form_field(request: StageRequest) -> str:
+    """The parameter that says what form the text must have."""
+    field = f"sampling.{request.stage}.structured_outputs"
+    asked = request.sampling.structured_outputs
+    form = None if asked is None else form_of(asked)
+    return field if form is None else f"{field}.{form}"
 
 
 def source_of(asked: StructuredOutput, field: str) -> tuple[str, str]:
@@ -57,6 +65,7 @@ def source_of(asked: StructuredOutput, field: str) -> tuple[str, str]:
     else:
         texts = (json.dumps(text, ensure_ascii=False) for text in asked.choice or ())
         kind, source = "grammar", "root ::= " + " | ".join(texts)
+    field = f"{field}.{form_of(asked)}"
     try:
         size = len(source.encode())
     except UnicodeEncodeError as error:

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from segue.messages.errors import InvalidRequest
 
-_IGNORED = ("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies")
+_IGNORED = (
+    *("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies"),
+    *("contains", "minContains", "maxContains"),
+)
 """Keywords without which the text could break the schema."""
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_OF_NUMBERS = (*_BOUNDS, "multipleOf")
+_OF_STRINGS = ("minLength", "maxLength", "pattern")
+_OF_ARRAYS = ("minItems", "maxItems")
+_OF_OBJECTS = ("required", "minProperties", "maxProperties", "patternProperties", "propertyNames")
+_SHOWS_ARRAY = ("items", "prefixItems", "unevaluatedItems")
+_SHOWS_OBJECT = ("properties", "additionalProperties", "unevaluatedProperties")
+"""Keywords that say the type by themselves; the others are read over where no type is given."""
+_VALUES = ("enum", "const", "$ref", "anyOf", "oneOf", "allOf")
+"""Keywords that take the place of a type."""
+MOST_TRIES = 256
+"""Parts of a schema that are tried, to find the one that is wrong."""
 _ALTERNATIVES = ("$ref", "anyOf", "oneOf", "allOf")
 _NOTES = frozenset(
     ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "format", "$comment", "$id",
@@ -20,7 +35,8 @@ _ONE = ("items", "additionalProperties", "unevaluatedProperties", "unevaluatedIt
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _FILLED = ("anyOf", "oneOf", "allOf", "type")
 """Lists that may not be empty: of no alternatives xgrammar makes a text of nothing, which is no JSON."""
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_MAPS = ("$defs", "definitions", "properties", "patternProperties")
+"""What others refer to comes first: it is the culprit, and not who refers to it."""
 
 
 def parsed(given: dict[str, Any] | str, field: str) -> Any:
@@ -62,18 +78,59 @@ def _of_one(schema: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "pattern", "not together with minLength or maxLength"
     if isinstance(ref := schema.get("$ref"), str) and not ref.startswith("#"):
         yield "$ref", "to another document is not supported; give it under $defs"
+    yield from _read_over(schema)
     for keyword in _ALTERNATIVES:
         others = sorted(schema.keys() - _NOTES - {keyword})
         if keyword in schema and others:
             yield keyword, f"not together with {', '.join(others)}"
 
 
+def _read_over(schema: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Keywords that are held to in some places and not in this one."""
+    given = schema.keys()
+    if "type" not in given and given.isdisjoint(_VALUES):
+        untyped = [*_OF_NUMBERS, *_OF_STRINGS]
+        untyped += () if given & set(_SHOWS_ARRAY) else _OF_ARRAYS
+        untyped += () if given & set(_SHOWS_OBJECT) else _OF_OBJECTS
+        yield from ((keyword, "not without a type beside it") for keyword in untyped if keyword in given)
+    if "multipleOf" in given:
+        kinds = schema.get("type")
+        if kinds == "number" or (isinstance(kinds, list) and "number" in kinds):
+            yield "multipleOf", "of an integer alone"
+        elif beside := sorted(given & set(_BOUNDS)):
+            yield "multipleOf", f"not together with {', '.join(beside)}"
+    required, known = schema.get("required"), schema.get("properties", {})
+    if isinstance(required, list) and isinstance(known, dict):
+        for name in required:
+            if isinstance(name, str) and name not in known:
+                yield "required", f"names {name!r}, which is not among properties"
+
+
+def culprit(schema: Any, refused: Callable[[Any], str | None]) -> str:
+    """Where in a schema that is `refused` (why, or None) the part is that is refused for the same reason, e.g.
+    `.properties.a`; empty where it is the schema itself, or is not found."""
+    why, path, tries = refused(schema), "", 0
+    root = schema if isinstance(schema, dict) else {}
+    known = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    while why is not None and isinstance(schema, dict):
+        for place, below in _below(schema):
+            tries += 1
+            if below is None or tries > MOST_TRIES:
+                continue
+            if refused({**known, **below} if isinstance(below, dict) else below) == why:
+                path, schema = f"{path}.{place}", below
+                break
+        else:
+            break
+    return path
+
+
 def _below(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for keyword in _ONE:
-        yield keyword, schema.get(keyword)
-    for keyword in _LISTS:
-        if isinstance(entries := schema.get(keyword), list):
-            yield from ((f"{keyword}[{index}]", entry) for index, entry in enumerate(entries))
     for keyword in _MAPS:
         if isinstance(named := schema.get(keyword), dict):
             yield from ((f"{keyword}.{name}", entry) for name, entry in named.items())
+    for keyword in _LISTS:
+        if isinstance(entries := schema.get(keyword), list):
+            yield from ((f"{keyword}[{index}]", entry) for index, entry in enumerate(entries))
+    for keyword in _ONE:
+        yield keyword, schema.get(keyword)

@@ -21,7 +21,7 @@ def structural_tag(given: dict[str, Any] | str, field: str) -> str:
         )
     form = tag["format"] if "format" in tag else _triggered(tag, field)
     try:
-        for path, schema in _schemas(form):
+        for path, schema in schemas_in(form):
             if (wrong := unsupported(schema)) is not None:
                 raise InvalidRequest(f"{field}.format{path} has {wrong}", field=field)
         return json.dumps({"type": "structural_tag", "format": form}, ensure_ascii=False)
@@ -46,14 +46,14 @@ def _triggered(tag: dict[str, Any], field: str) -> dict[str, Any]:
     return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
 
 
-def _schemas(form: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def schemas_in(form: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """(path, schema) of every part that is JSON."""
     if isinstance(form, list):
         for index, below in enumerate(form):
-            yield from _schemas(below, f"{path}[{index}]")
+            yield from schemas_in(below, f"{path}[{index}]")
     elif isinstance(form, dict):
         for name, below in form.items():
             if name == "json_schema":
                 yield f"{path}.{name}", below
             else:
-                yield from _schemas(below, f"{path}.{name}")
+                yield from schemas_in(below, f"{path}.{name}")
