@@ -164,6 +164,41 @@ def test_unknown_routes_and_methods_are_answered_in_the_same_form(http: httpx.Cl
     assert "takes POST, not GET" in wrong.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "says"),
+    [
+        ("POST", "/v1/responses/compact", "OpenAI has /v1/responses/compact, this server does not: send /v1/responses"),
+        ("POST", "/v1/conversations", "previous_response_id"),
+        ("GET", "/v1/conversations/conv_1/items", "OpenAI has /v1/conversations, this server does not"),
+        ("POST", "/v1/audio/speech", "modalities"),
+        ("POST", "/v1/files", "data: URLs"),
+        ("GET", "/v1/files/file-1/content", "OpenAI has /v1/files,"),
+        ("POST", "/v1/uploads", "data: URLs"),
+        ("POST", "/v1/batches", "side by side"),
+        ("POST", "/v1/fine_tuning/jobs", "OpenAI has /v1/fine_tuning, this server does not"),
+        ("POST", "/v1/assistants", "/v1/responses"),
+        ("POST", "/v1/threads/runs", "/v1/responses"),
+        ("POST", "/v1/moderations", "/v1/classify"),
+        ("POST", "/v1/realtime/sessions", "input_audio"),
+        ("POST", "/v1/vector_stores", "/v1/embeddings"),
+        ("POST", "/v1/images/variations", "/v1/images/edits"),
+    ],
+)
+def test_endpoints_of_others_are_refused_by_name(http: httpx.Client, method: str, path: str, says: str) -> None:
+    answer = http.request(method, path, json={} if method == "POST" else None)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["type"]) == (404, "unknown_url", "invalid_request_error")
+    assert error["message"].startswith(f"no such endpoint: {method} {path}; OpenAI has ")
+    assert says in error["message"]
+
+
+def test_batches_of_messages_are_refused_in_their_own_form(http: httpx.Client) -> None:
+    answer = http.post("/v1/messages/batches", json={})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["type"] == "not_found_error"
+    assert "Anthropic has /v1/messages/batches, this server does not" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("path", ["/health", "/nowhere", CHAT])
 def test_every_answer_has_a_request_id(http: httpx.Client, path: str) -> None:
     assert http.get(path, headers={"X-Request-Id": "mine-1"}).headers["x-request-id"] == "mine-1"

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from segue.messages.errors import InvalidRequest, NotFound, Overloaded, SegueError, nearest
+from segue.server.not_here import known_elsewhere
 
 
 class ModelNotFound(NotFound):
@@ -147,14 +148,18 @@ def _on_http_exception(request: Request, error: Exception) -> Response:
     """What the framework refuses by itself: unknown routes and methods."""
     assert isinstance(error, HTTPException)
     method, path = request.method, request.url.path
+    status, headers = error.status_code, error.headers
     message, code = str(error.detail), "http_error"
-    if error.status_code == 404:
+    if status in (404, 405) and (said := known_elsewhere(method, path)) is not None:
+        # 405: where a route with a variable has the path as one of its own
+        message, code, status, headers = said, "unknown_url", 404, None
+    elif status == 404:
         paths = {route.path for route in request.app.routes if isinstance(route, Route)}
         message, code = f"no such endpoint: {method} {path}{nearest(path, paths)}", "unknown_url"
-    elif error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "another method")
+    elif status == 405:
+        allowed = (headers or {}).get("Allow", "another method")
         message, code = f"{path} takes {allowed}, not {method}", "method_not_allowed"
     body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
     if path.startswith(MESSAGES):
-        body = _of_messages(error.status_code, message)
-    return json_response(body, error.status_code, error.headers)
+        body = _of_messages(status, message)
+    return json_response(body, status, headers)
