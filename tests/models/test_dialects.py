@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from segue.messages.errors import ConfigError
-from segue.models.dialects.dialect import CALL_FORMATS, Dialect, dialect_of, forced_parser
+from segue.models.dialects.dialect import CALL_FORMATS, Dialect, dialect_of
 from segue.models.dialects.pieces import CallArguments, CallBegun, Chain, Parser, Said, Thought
 from segue.models.dialects.reasoning import MAGISTRAL, THINK, ReasoningParser
 
@@ -46,6 +46,11 @@ HERMES, LLAMA, MISTRAL, PYTHONIC = map(calls_of, ("hermes", "llama3_json", "mist
 LOOK = ("look", '{"at": "the <sea>", "far": [1, {"x": "}"}]}')
 WAIT = ("wait", "{}")
 L = LOOK[1]
+
+
+def forced(name: str | None) -> Parser:
+    """Of a model that does not think."""
+    return Dialect().forced_parser(name, opened=False)
 
 
 @pytest.mark.parametrize(
@@ -102,13 +107,22 @@ L = LOOK[1]
         (PYTHONIC, "[look(at=", "[look(at=", []),
         (PYTHONIC, "Hello [wait()]", "Hello [wait()]", []),
         # held to it by a grammar
-        (lambda: forced_parser(None), f'[{{"name": "look", "parameters": {L}}}, {{"name": "wait"}}]', "", [LOOK, WAIT]),
-        (lambda: forced_parser("look"), f" {L}", "", [LOOK]),
+        (lambda: forced(None), f'[{{"name": "look", "parameters": {L}}}, {{"name": "wait"}}]', "", [LOOK, WAIT]),
+        (lambda: forced("look"), f" {L}", "", [LOOK]),
     ],
 )  # fmt: skip
 def test_calls(parser: Callable[[], Parser], text: str, said: str, calls: list[tuple[str, str]]) -> None:
     assert read(parser(), [text]) == (said, "", calls)
     assert read(parser(), list(text)) == (said, "", calls), "letter by letter"
+
+
+@pytest.mark.parametrize(
+    ("opened", "text", "thought"),
+    [(True, f"Hm.</think>{L}", "Hm."), (False, f"<think>Hm.</think>{L}", "Hm."), (False, L, "")],
+)
+def test_a_thought_before_a_call_that_must_come(opened: bool, text: str, thought: str) -> None:
+    parser = Dialect(reasoning=THINK).forced_parser("look", opened=opened)
+    assert read(parser, [text]) == ("", thought, [LOOK])
 
 
 @pytest.mark.parametrize(
@@ -150,8 +164,8 @@ PARSERS: dict[str, Callable[[], Parser]] = {
     "thought": lambda: ReasoningParser(THINK, opened=False),
     "open thought": lambda: ReasoningParser(THINK, opened=True),
     "both": lambda: Chain(ReasoningParser(THINK, opened=False), HERMES()),
-    "forced": lambda: forced_parser(None),
-    "named": lambda: forced_parser("look"),
+    "forced": lambda: forced(None),
+    "named": lambda: forced("look"),
 }
 _PARTS = st.sampled_from(
     ["<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "<|python_tag|>", "[", "]", "{", "}", ";",

@@ -236,15 +236,30 @@ def test_thoughts_and_tools(server: Live, size: int) -> None:
     assert server.service.requests[-1].chat.template_kwargs == {"enable_thinking": False}
 
 
-@pytest.mark.parametrize("held", [{"tool_choice": {"type": "any"}}, {"output_config": {"format": {
-    "type": "json_schema", "schema": {"type": "object"}}}}, {"thinking": {"type": "adaptive"}}])  # fmt: skip
-def test_thoughts_without_a_bound(server: Live, held: dict[str, Any]) -> None:
-    """A form holds the reply from its first token on: nothing is there to be bounded."""
+@pytest.mark.parametrize(
+    ("held", "most"),
+    [
+        ({"tool_choice": {"type": "any"}}, 1024),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}}, 1024),
+        ({"thinking": {"type": "adaptive"}}, None),
+    ],
+)
+def test_how_much_is_thought_before_a_form(server: Live, held: dict[str, Any], most: int | None) -> None:
     server.service.script = says("{}")
     asked = {"tools": [LOOK], "thinking": {"type": "enabled", "budget_tokens": 1024}, **held}
     assert post(server, **asked).status_code == 200
     [params] = server.service.requests[-1].sampling.values()
-    assert params.thinking_token_budget is None
+    assert params.thinking_token_budget == most
+
+
+def test_a_thought_before_a_call_that_must_come(server: Live) -> None:
+    server.service.script = says('<think>Hm.</think>{"at": "sea"}')
+    forced = {"tool_choice": {"type": "tool", "name": "look"}, "tools": [LOOK]}
+    asked = {**forced, "thinking": {"type": "enabled", "budget_tokens": 1024}}
+    for message in (post(server, **asked).json(), put_together(events(post(server, stream=True, **asked)))):
+        thought, call = message["content"]
+        assert (thought["type"], thought["thinking"]) == ("thinking", "Hm.")
+        assert (call["type"], call["name"], call["input"]) == ("tool_use", "look", {"at": "sea"})
 
 
 def test_the_prompt_is_counted_at_the_start(server: Live) -> None:

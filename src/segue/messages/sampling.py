@@ -220,12 +220,6 @@ def check_sampling(params: SamplingParams, field: str) -> None:
             raise InvalidRequest(
                 f"{field}.logit_bias has {bias!r}; a bias must be from -100 to 100", field=f"{field}.logit_bias"
             )
-    if params.thinking_token_budget not in (None, -1) and params.structured_outputs is not None:
-        raise InvalidRequest(
-            f"{field}.thinking_token_budget is {params.thinking_token_budget} beside structured_outputs, which hold "
-            "the text to their form from its first token on: no thought can be there; leave one out",
-            field=f"{field}.thinking_token_budget",
-        )
     _check_lists(params, field)
     _check_outputs(params, field)
     if typed.repetition_detection is not None:

@@ -328,14 +328,18 @@ class AsyncOmni:
             raise NotFound(f"{self.card.name} has no voice {request.voice!r}{hint}", field="voice")
 
     def _mark_thoughts(self, request: Request) -> None:
-        """Tell the stage whose thoughts are bounded how they are written. Raises `InvalidRequest`."""
+        """Tell the stage whose thoughts are bounded, or come before a form, how they are written. Raises
+        `InvalidRequest`."""
         for stage in self.card.sampling_stages:
-            asked = request.sampling.get(stage, SamplingParams()).thinking_token_budget
-            most = self.plan.stages[stage].sampling.thinking_token_budget if asked is None else asked
-            if most is None or most == -1:
+            sampling = request.sampling.get(stage, SamplingParams()).over(self.plan.stages[stage].sampling)
+            most = sampling.thinking_token_budget
+            bounded = most is not None and most != -1
+            if not bounded and sampling.structured_outputs is None:
                 continue
             marks = self.card.dialect.reasoning if stage == self.card.text_stage else None
             if marks is None:
+                if not bounded:
+                    continue
                 field = f"sampling.{stage}.thinking_token_budget"
                 raise InvalidRequest(
                     f"{field} is {most}, but this model marks no thoughts, as far as its chat template shows: leave it "

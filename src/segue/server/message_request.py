@@ -139,7 +139,7 @@ def _checked(
         "tools": tools or None,
         **_choice(body.tool_choice),
         **_thinking(body, knows_effort(dialect)),
-        "thinking_token_budget": _budget(body, tools) if dialect.reasoning is not None else None,
+        "thinking_token_budget": _budget(body) if dialect.reasoning is not None else None,
         "response_format": _response_format(body.output_config),
         "chat_template_kwargs": body.chat_template_kwargs,
         "continue_final_message": _goes_on(turns.messages) or None,
@@ -230,20 +230,15 @@ def _thinking(body: CountBody, has_levels: bool) -> dict[str, Any]:
     return {"include_reasoning": seen, "reasoning_effort": level}
 
 
-def _budget(body: CountBody, tools: list[dict[str, Any]]) -> int | None:
-    """How many tokens it may think, of a model whose thoughts are marked; None where nothing bounds them, or the reply
-    is held to a form from its first token on."""
+def _budget(body: CountBody) -> int | None:
+    """How many tokens it may think, of a model whose thoughts are marked; None where nothing bounds them."""
     thinking = body.thinking or {}
     budget = thinking.get("budget_tokens")
     if budget is not None and (type(budget) is not int or budget < 1):
         raise InvalidRequest(
             f"thinking.budget_tokens is {shown(budget)}; it must be an integer from 1", field="thinking.budget_tokens"
         )
-    held = (body.output_config or {}).get("format") is not None
-    held |= (body.tool_choice or {}).get("type") in ("any", "tool") or any(
-        tool["function"].get("strict") for tool in tools
-    )
-    return None if held or thinking.get("type") != "enabled" else budget
+    return None if thinking.get("type") != "enabled" else budget
 
 
 def _response_format(config: dict[str, Any] | None) -> dict[str, Any] | None:

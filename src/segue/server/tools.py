@@ -13,7 +13,7 @@ from segue.media.sources import shown
 from segue.messages.carried import check_carried
 from segue.messages.errors import InvalidRequest, nearest
 from segue.messages.sampling import StructuredOutput
-from segue.models.dialects.dialect import Dialect, forced_parser
+from segue.models.dialects.dialect import Dialect
 from segue.models.dialects.pieces import Parser, Plain
 from segue.server.errors import Unsupported
 
@@ -73,7 +73,7 @@ class ToolPlan:
     def parser(self, dialect: Dialect, *, opened: bool) -> Callable[[], Parser]:
         """Makes the parser of one reply."""
         if self.structured is not None:
-            return lambda: forced_parser(self.forced)
+            return lambda: dialect.forced_parser(self.forced, opened=opened)
         if self.names is None and dialect.reasoning is None:
             return Plain
         return lambda: dialect.parser(opened=opened, tools=self.names)

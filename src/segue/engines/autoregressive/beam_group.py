@@ -19,7 +19,7 @@ import torch
 from segue.engines.autoregressive.beam_logprobs import BeamLogprobs
 from segue.engines.autoregressive.beams import BeamSearch, End, Step
 from segue.engines.autoregressive.branching import Branching
-from segue.engines.autoregressive.grammar import Grammar, Place, apply_grammars
+from segue.engines.autoregressive.grammar import Form, Place, apply_grammars
 from segue.engines.autoregressive.jobs import Limits
 from segue.engines.autoregressive.mutual import longest_of
 from segue.engines.autoregressive.penalties import apply_rules
@@ -244,7 +244,7 @@ def _hold(log_probs: torch.Tensor, beams: list[Sequence]) -> None:
             log_probs[row] = float("-inf")
 
 
-def _completes(grammar: Grammar, token: int) -> bool:
+def _completes(grammar: Form, token: int) -> bool:
     """Whether the text is over with this token."""
     if grammar.over or not grammar.accept(token):
         return False

@@ -13,7 +13,7 @@ import queue
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -128,10 +128,28 @@ class Grammar:
         return possible(self._matcher, self._vocab_size)
 
 
+class Form(Protocol):
+    """Where one output is in what it must be: a `Grammar`, or one that begins later."""
+
+    def mask(self, bitmask: torch.Tensor, row: int) -> None: ...
+
+    def accept(self, token: int) -> bool: ...
+
+    def rollback(self, tokens: int) -> None: ...
+
+    def fork(self) -> Form: ...
+
+    @property
+    def over(self) -> bool: ...
+
+    @property
+    def exhausted(self) -> bool: ...
+
+
 class Place(NamedTuple):
     """Rows of logits that follow each other in one output."""
 
-    grammar: Grammar
+    grammar: Form
     row: int
     """The first."""
     drafts: Sequence[int] = ()

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from segue.engines.autoregressive.after_thoughts import AfterThoughts
 from segue.engines.autoregressive.blocks import block_hash, chain_root
 from segue.engines.autoregressive.branching import Branching
 from segue.engines.autoregressive.contract import AutoregressiveAdapter, Fed, Prompt
 from segue.engines.autoregressive.detokenize import Detokenizer, StopStrings
-from segue.engines.autoregressive.grammar import Compilation, Grammar
+from segue.engines.autoregressive.grammar import Compilation, Form, Grammar
 from segue.engines.autoregressive.jobs import Job
 from segue.engines.autoregressive.logprobs import output_wanted, prompt_wanted
 from segue.engines.autoregressive.mutual import check_mutual
@@ -104,6 +106,7 @@ class Sequence:
         self.request = request
         self.adapter = adapter
         self.state: Any = adapter.begin(request) if parent is None else parent.state
+        self._root = parent is None
         self.index = 0
         """Which of the request's outputs it makes."""
         self.branches: Branching | None = None
@@ -130,7 +133,7 @@ class Sequence:
         self.text = TextOutput(adapter, request) if spoken or sampling.stop else None
         self.logprobs = output_wanted(sampling, adapter.vocab_size)
         self._start: Grammar | None = None if parent is None else parent._start
-        self.grammar: Grammar | None = None
+        self.grammar: Form | None = None
         """Where it is in the form its text must have."""
         self.compiling: Compilation | None = None
         """The grammar it waits for: until then it does not run."""
@@ -181,16 +184,40 @@ class Sequence:
     def take_grammar(self, start: Grammar) -> None:
         """The grammar it waited for is there: go to where an earlier attempt had come to."""
         self.compiling, self._start = None, start
+        if self.prompt is not None:
+            self._take_form()
+
+    def _take_form(self) -> None:
+        """Prompt and grammar are both there."""
+        assert self.sampler is not None
         for resumed in (self.request.resume, *self.request.resume_others):
-            place = start.fork()
-            if not all(place.accept(token) for token in resumed):
+            place = self._form()
+            if place is not None and not all(place.accept(token) for token in resumed):
                 raise StageFailed("what an earlier attempt had written does not fit structured_outputs any more")
+        thinking = self._thinking()
+        self.sampler.rules.thinking = None if thinking is None else thinking.after(self.request.resume[:-1])
         self._replay(self.request.resume)
+
+    def _thinking(self) -> Thinking | None:
+        """The place in its thoughts of an output that has no token yet."""
+        marks = self._marks
+        if marks is None or self.prompt is None:
+            return None
+        if marks.may_open and self._start is not None and self._start.fork().accept(marks.open[0]):
+            marks = replace(marks, may_open=False)  # the form's own text can begin so
+        return Thinking(marks, self.prompt.token_ids)
+
+    def _form(self) -> Form | None:
+        """The place in its form of an output that has no token yet."""
+        if self._start is None or self._marks is None:
+            return None if self._start is None else self._start.fork()
+        thinking = self._thinking()
+        return None if thinking is None else AfterThoughts(self._start.fork(), thinking, self.end_ids)
 
     def _replay(self, resume: Seq[int]) -> None:
         """The last of what an earlier attempt had generated is accepted when it is taken."""
-        if self._start is not None:
-            self.grammar = self._start.fork()
+        self.grammar = self._form()
+        if self.grammar is not None:
             for token in resume[:-1]:
                 self.grammar.accept(token)
 
@@ -241,11 +268,13 @@ class Sequence:
             adapter.vocab_size,
             adapter.end_token_ids,
             self.words,
-            None if self._marks is None else Thinking(self._marks, prompt.token_ids),
+            self._thinking(),
         )
         self.ids = list(prompt.token_ids)
         if self.branches is None:
             self.go_on(request.resume)
+        if self._start is not None and self._root:
+            self._take_form()
 
     def go_on(self, resume: Seq[int]) -> None:
         """Take what an earlier attempt had generated, but for the last of it, which is taken as if it were drawn."""

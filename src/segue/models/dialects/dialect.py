@@ -99,9 +99,15 @@ class Dialect:
         calls: Parser = Plain()
         if tools is not None and self.calls is not None:
             calls = self.calls.parser(tools.__contains__)
-        if self.reasoning is None:
-            return calls
-        return Chain(ReasoningParser(self.reasoning, opened=opened), calls)
+        return self._behind_thoughts(calls, opened=opened)
+
+    def forced_parser(self, name: str | None, *, opened: bool) -> Parser:
+        """For a reply that a grammar holds to calling this tool, or (None) any, as an array of calls; behind a thought,
+        where there is one."""
+        return self._behind_thoughts(ArrayOfCalls() if name is None else OneCall(name), opened=opened)
+
+    def _behind_thoughts(self, rest: Parser, *, opened: bool) -> Parser:
+        return rest if self.reasoning is None else Chain(ReasoningParser(self.reasoning, opened=opened), rest)
 
 
 class OneCall:
@@ -121,11 +127,6 @@ class OneCall:
 
     def finish(self) -> list[Piece]:
         return []
-
-
-def forced_parser(name: str | None) -> Parser:
-    """For a reply that a grammar holds to calling: this tool, or (None) any, as an array of calls."""
-    return ArrayOfCalls() if name is None else OneCall(name)
 
 
 def dialect_of(model_dir: Path, config: dict[str, Any]) -> Dialect:
