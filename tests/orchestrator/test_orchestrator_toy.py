@@ -143,7 +143,7 @@ def test_a_worker_wakes_up_when_a_grammar_is_there(system: System) -> None:
 
             with pytest.raises(InvalidRequest, match="parenthesis") as caught:
                 await omni.generate({**both("hello"), "sampling": {"counter": {"structured_outputs": {"regex": "(p"}}}})
-            assert caught.value.field == "sampling.counter.structured_outputs"
+            assert caught.value.field == "sampling.counter.structured_outputs.regex"
 
     system.run(body)
 
