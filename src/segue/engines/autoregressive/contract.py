@@ -87,7 +87,8 @@ class Prompt:
     token_ids: list[int]
     """[T] ids, placeholders included: for penalties, for hashing, and for embedding where `embeds` is None."""
     embeds: torch.Tensor | None = None
-    """[T, hidden]: used instead of embedding `token_ids`."""
+    """[T, hidden]: used instead of embedding `token_ids`. Best on the host, where it is as long as the request lives: a
+    step takes what it computes to the device, whose memory is keys' and values'."""
     positions: torch.Tensor | None = None
     """[axes, T] long, rotary positions (axes 3 for M-RoPE, 1 otherwise); None: 0..T-1 on every axis."""
     position_delta: int = 0

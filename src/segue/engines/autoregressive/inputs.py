@@ -63,7 +63,7 @@ def flat_batch(
         prompt = sequence.prompt
         assert prompt is not None
         if border > run.start and prompt.embeds is not None:
-            own.append((begin, prompt.embeds[run.start : border]))
+            own.append((begin, prompt.embeds[run.start : border].to(adapter.device)))
         elif border > run.start:
             plain.append((begin, middle))
         if border < run.stop and adapter.conditioned:

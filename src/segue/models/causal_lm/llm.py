@@ -72,7 +72,7 @@ class LLM:
         count = len(embeds)
         return Prompt(
             token_ids=[NO_TOKEN] * count,
-            embeds=embeds.to(self.device, self._decoder.kv.dtype),
+            embeds=embeds.cpu().to(self._decoder.kv.dtype),
             identity=identity_of(embeds.cpu()),
             modality_tokens={"text": count},
         )

@@ -152,8 +152,8 @@ class CrossLLM(LLM):
 
     def _with_pictures(self, payload: Payload, rows: list[Payload], decoder: PagedDecoder) -> Prompt:
         ids, units = payload["token_ids"].cpu(), payload["media"]
-        here = [{**medium, "rows": medium["rows"].to(decoder.device, decoder.dtype)} for medium in rows]
-        shown = shown_by(payload, here)
+        # on the host: a device's memory has no place in its books for what a request holds beside its keys and values
+        shown = shown_by(payload, [{**medium, "rows": medium["rows"].cpu()} for medium in rows])
         return Prompt(
             token_ids=ids.tolist(),
             identity=identity_of(ids, units, shown),

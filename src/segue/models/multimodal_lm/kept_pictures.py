@@ -157,7 +157,7 @@ def step_pictures(
     step = StepPictures(kept, layers, positions, {key: len(rows[key]) for key in rows if key in seen})
     device = positions.device
     at = [Look(upload(np.concatenate(places), device), look) for look, places in looks.items()]
-    missing = [rows[key] for key in step.missing]
+    missing = [rows[key].to(device, dtype) for key in step.missing]
     return {
         "past_key_values": step,
         "across": CrossStep(kept.layers, at, step.of),

@@ -103,7 +103,10 @@ class LLM:
             state.encoder_done = final
         else:
             state.prompt = payload
-        return Fed(prompt=self._prompt(state.prompt, state.rows)) if state.ready and state.prompt else Fed()
+        if not (state.ready and state.prompt):
+            return Fed()
+        prompt, state.rows = self._prompt(state.prompt, state.rows), []  # which may lie on the device
+        return Fed(prompt=prompt)
 
     def embed(self, token_ids: torch.Tensor, conditioning: torch.Tensor | None) -> torch.Tensor:
         """[n] → [n, H]."""
@@ -157,13 +160,13 @@ class LLM:
             )
         return Prompt(
             token_ids=ids.tolist(),
-            embeds=embeds,
+            embeds=embeds.cpu(),  # a device's memory has no place in its books for what a request holds beside its KV
             positions=None if positions is None else positions.to(self.device),
             position_delta=payload.get("position_delta", 0),
             identity=_identity(ids, units, positions, mutual),
             mutual=mutual,
             modality_tokens=counts,
-            extras={MEDIA: media, DEEP: deep[media.to(self.device)]} if layers else {},
+            extras={MEDIA: media, DEEP: deep[media.to(self.device)].cpu()} if layers else {},
         )
 
 
@@ -213,7 +216,7 @@ def _deep(batch: FlatBatch, embeds: torch.Tensor) -> dict[str, Any]:
     ]
     return {
         "visual_pos_masks": torch.cat(masks).to(embeds.device)[None],
-        "deepstack_visual_embeds": list(torch.cat(features).unbind(1)),
+        "deepstack_visual_embeds": list(torch.cat(features).to(embeds.device).unbind(1)),
     }
 
 

@@ -47,7 +47,7 @@ class Shown:
     """The pictures of a prompt: `Prompt.beside`."""
 
     rows: dict[bytes, torch.Tensor]
-    """By hash, [n, H]: what the layers make keys and values of."""
+    """By hash, [n, H] on the host: what the layers make keys and values of."""
     spans: tuple[Span, ...]
     """All tokens, in order."""
 

@@ -93,7 +93,10 @@ class Thinker:
             state.token_ids = payload["token_ids"].cpu()
             state.media = [facts_of(item) for item in payload["media"]]
             state.use_audio_in_video = bool(payload.get("use_audio_in_video", False))
-        return Fed(prompt=self._prompt(state)) if state.ready else Fed()
+        if not state.ready:
+            return Fed()
+        prompt, state.embeds = self._prompt(state), []  # which may lie on the device
+        return Fed(prompt=prompt)
 
     def embed(self, token_ids: torch.Tensor, conditioning: torch.Tensor | None) -> torch.Tensor:
         """[n] → [n, H]."""
@@ -139,7 +142,7 @@ class Thinker:
         positions, delta = self._positions(ids, state.media, use_audio_in_video=state.use_audio_in_video)
         return Prompt(
             token_ids=ids.tolist(),
-            embeds=embeds,
+            embeds=None if embeds is None else embeds.cpu(),
             positions=positions.to(self.device),
             position_delta=delta,
             identity=self._identity(ids, state) if state.media else None,
