@@ -207,7 +207,8 @@ def spoken(**fields: Any) -> dict[str, Any]:
 
 def ids_of(answer: httpx.Response) -> dict[str, list[int]]:
     assert answer.status_code == 200, answer.text
-    return answer.json()["choices"][0]["token_ids"]
+    [choice] = answer.json()["choices"]
+    return choice.get("segue", {}).get("token_ids") or {"thinker": choice["token_ids"]}
 
 
 def pixels(encoded: str | None) -> np.ndarray:

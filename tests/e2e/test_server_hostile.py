@@ -177,7 +177,7 @@ def test_a_talker_that_must_not_end_speaks_to_its_length(http: httpx.Client) -> 
     asked = body(modalities=["text", "audio"], sampling={"talker": talker}, return_token_ids=True)
     answer = http.post(CHAT, json=asked)
     assert answer.status_code == 200, answer.text
-    codes = answer.json()["choices"][0]["token_ids"]["talker"]
+    codes = ids_of(answer)["talker"]
     assert len(codes) == 30
     assert max(codes) < 290
 

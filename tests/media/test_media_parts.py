@@ -93,6 +93,27 @@ def test_calls_and_what_they_gave_go_to_the_template() -> None:
     assert messages[3].extra["tool_calls"][0]["function"]["arguments"] == {}
 
 
+@pytest.mark.parametrize("arguments", ["{", '{"at": "se', "[]", "3", "null", "[" * 100_000])
+def test_a_call_that_is_no_json_does_not_end_the_conversation(arguments: str) -> None:
+    """The model wrote it, or was cut off: templates print objects, so it is an empty one."""
+    [message] = messages_from(called(arguments), CLOSED)
+    assert message.extra["tool_calls"][0]["function"]["arguments"] == {}
+
+
+def test_what_clients_note_for_other_services_is_left_out() -> None:
+    noted = {"cache_control": {"type": "ephemeral"}}
+    text = {"type": "text", "text": "Hi", **noted}
+    refusal = {"type": "refusal", "refusal": "No."}
+    made = messages_from(
+        [
+            {"role": "user", "content": [text], **noted},
+            {"role": "assistant", "content": [refusal], "reasoning_details": [], "thinking_blocks": []},
+        ],
+        CLOSED,
+    )
+    assert made == [Message("user", [TextPart("Hi")]), Message("assistant", [TextPart("No.")])]
+
+
 @pytest.mark.parametrize(
     ("messages", "field", "says"),
     [
@@ -111,8 +132,7 @@ def test_calls_and_what_they_gave_go_to_the_template() -> None:
         ([{"role": "user", "content": "x", "tool_call_id": "a"}], "messages[0].tool_call_id", "does not go with role"),
         ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls[0]", 'with "function"'),
         ([{"role": "assistant", "content": "x", "tool_calls": 3}], "messages[0].tool_calls", "list of calls"),
-        (called("{"), "messages[0].tool_calls[0].function.arguments", "not JSON"),
-        (called("[]"), "messages[0].tool_calls[0].function.arguments", "JSON of an object"),
+        (called([]), "messages[0].tool_calls[0].function.arguments", "JSON of an object"),
         (called('{"a": "\\ud800"}'), "messages[0]", "surrogate"),
         (called('{"a": 1' + "0" * 30 + "}"), "messages[0]", "too large"),
         ([{"role": "user", "content": [5]}], "messages[0].content[0]", "must be a string or an object"),

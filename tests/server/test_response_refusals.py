@@ -52,9 +52,9 @@ PNG = "data:image/png;base64," + base64.b64encode(encode_png(bytes(range(12)), 2
             "input[0].content[1]",
         ),
         (
-            {"instructions": "b", "input": [{"type": "function_call", "call_id": "c", "name": "n", "arguments": "{"}]},
+            {"instructions": "b", "input": [{"type": "function_call", "call_id": "c", "name": "n", "arguments": 5}]},
             "input[0].arguments",
-            "not JSON",
+            "JSON of an object",
         ),
         ({"input": [{"type": "reasoning", "content": ["a"]}]}, "input[0].content[0]", "reasoning_text"),
         ({"conversation": "conv_1"}, "conversation", "leave it out"),

@@ -130,7 +130,7 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
         # OpenAI's that cannot be honoured
         ({"tools": [{"type": "function"}]}, "tools[0]", "missing required field function"),
         ({"tools": [{"function": {"name": "look"}}]}, "tools", "does not support"),
-        ({"tools": [{"function": {"name": "a b"}}]}, "tools[0].function.name", "1 to 64 letters"),
+        ({"tools": [{"function": {"name": "a b"}}]}, "tools[0].function.name", "1 to 128 letters"),
         ({"tools": [{"function": {"name": "a"}}, {"function": {"name": "a"}}]}, "tools[1].function.name", "second"),
         ({"tools": [{"type": "web", "function": {"name": "a"}}]}, "tools[0].type", "must be 'function'"),
         ({"tool_choice": "required"}, "tool_choice", "tools is missing or empty"),
@@ -208,12 +208,9 @@ def test_the_official_client_sees_its_own_errors(server: Live) -> None:
         assert (bad.value.code, bad.value.param) == ("invalid_value", "temperature")
 
 
-@pytest.mark.parametrize("name", ["model", "messages"])
-def test_what_is_missing_is_named(http: httpx.Client, name: str) -> None:
-    body: dict[str, Any] = {"model": "fake-omni", "messages": HELLO}
-    del body[name]
-    error = error_of(http.post("/v1/chat/completions", json=body))
-    assert (error["param"], error["message"]) == (name, f"{name} is missing")
+def test_what_is_missing_is_named(http: httpx.Client) -> None:
+    error = error_of(http.post("/v1/chat/completions", json={"model": "fake-omni"}))
+    assert (error["param"], error["message"]) == ("messages", "messages is missing")
 
 
 @pytest.mark.parametrize(

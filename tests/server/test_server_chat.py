@@ -54,7 +54,9 @@ def test_usage_counts_every_modality(client: openai.OpenAI) -> None:
         "cached_tokens": 4, "text_tokens": 7, "image_tokens": 3,
     }  # fmt: skip
     assert usage.completion_tokens_details is not None
-    assert usage.completion_tokens_details.model_dump(exclude_none=True) == {"audio_tokens": 2, "text_tokens": 3}
+    assert usage.completion_tokens_details.model_dump(exclude_none=True) == {
+        "audio_tokens": 2, "text_tokens": 3, "reasoning_tokens": 0,
+    }  # fmt: skip
 
 
 def test_audio_comes_as_a_wav_with_its_transcript(client: openai.OpenAI, server: Live) -> None:
@@ -153,7 +155,8 @@ def test_extensions_come_back_when_asked_for(client: openai.OpenAI, server: Live
     body = {"return_token_ids": True, "return_metrics": True}
     choice = client.chat.completions.create(model="fake-omni", messages=HELLO, extra_body=body).choices[0]
     assert choice.model_extra is not None
-    assert choice.model_extra["token_ids"] == {"thinker": [5, 6, 7], "talker": [1, 2]}
+    assert choice.model_extra["token_ids"] == [5, 6, 7]
+    assert choice.model_extra["segue"]["token_ids"] == {"thinker": [5, 6, 7], "talker": [1, 2]}
     metrics = choice.model_extra["segue"]["metrics"]
     assert (metrics["jct"], metrics["ttft"], metrics["ttfa"], metrics["rtf"]) == (2.0, 0.5, 1.0, 0.5)
     assert metrics["spans"] == [{"stage": "thinker", "what": "decode", "start": 0.1, "end": 0.9}]
@@ -332,8 +335,8 @@ def test_a_stream_ends_with_done_and_carries_extensions_at_its_end(server: Live)
         assert answer.headers["content-type"].startswith("text/event-stream")
         lines = [line for line in answer.iter_lines() if line]
     assert lines[-1] == "data: [DONE]"
-    assert '"token_ids":{"thinker":[5,6,7]' in lines[-2]
-    assert '"segue":{"metrics":{"jct":2.0' in lines[-2]
+    assert '"segue":{"token_ids":{"thinker":[5,6,7]' in lines[-2]
+    assert '"metrics":{"jct":2.0' in lines[-2]
     assert "usage" not in lines[-2]
 
 

@@ -124,6 +124,19 @@ def test_a_named_tool_is_held_to_its_arguments(client: openai.OpenAI, server: Li
     assert held.json == LOOK["function"]["parameters"]
 
 
+def test_a_format_of_the_answer_does_not_hold_a_call_that_is_asked_for(client: openai.OpenAI, server: Live) -> None:
+    server.service.script = says('{"at": "sea"}')
+    named: Any = {"type": "function", "function": {"name": "look"}}
+    asked: dict[str, Any] = {"model": "fake-omni", "messages": HELLO, "tools": [LOOK], "tool_choice": named}
+    reply = client.chat.completions.create(**asked, response_format={"type": "json_object"})
+    assert reply.choices[0].message.tool_calls
+    held = server.service.requests[-1].sampling["thinker"].structured_outputs
+    assert held is not None
+    assert (held.json, held.json_object) == (LOOK["function"]["parameters"], None)
+    with pytest.raises(openai.BadRequestError, match="another form"):
+        client.chat.completions.create(**asked, extra_body={"structured_outputs": {"regex": "a"}})
+
+
 def test_a_conversation_with_calls_goes_to_the_template(client: openai.OpenAI, server: Live) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": "sea"}'}}
     turns = [
@@ -196,6 +209,13 @@ def test_thoughts_stand_apart(client: openai.OpenAI, server: Live) -> None:
         said += delta.content or ""
         thought += (delta.model_extra or {}).get("reasoning_content", "")
     assert (said, thought) == ("A ship.", "Hm.")
+    asked: dict[str, Any] = {"model": "fake-omni", "messages": HELLO}
+    whole = client.chat.completions.create(**asked).usage
+    *_, last = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    for usage in (whole, last.usage):
+        assert usage is not None
+        assert usage.completion_tokens_details is not None
+        assert usage.completion_tokens_details.reasoning_tokens == 4
     message = (
         client.chat.completions.create(model="fake-omni", messages=HELLO, extra_body={"include_reasoning": False})
         .choices[0]

@@ -155,6 +155,7 @@ def test_a_salt_goes_along(server: Live, path: str) -> None:
     ("name", "value", "nothing"),
     [
         ("vllm_xargs", {"a": 1}, {}),
+        ("routed_experts_prompt_start", 3, 0),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(server: Live, path: str, name: str, value: object, nothing: object) -> None:
@@ -216,3 +217,46 @@ def test_how_long_and_how_often(server: Live, path: str) -> None:
     ):
         error = ask(server, path, **wrong).json()["error"]
         assert (error["code"], error["param"]) == ("invalid_value", field) or error["param"] == field, error
+
+
+@BOTH
+@pytest.mark.parametrize("named", [{}, {"model": None}, {"model": ""}])
+def test_a_model_that_is_not_named_is_the_one_that_is_served(server: Live, path: str, named: dict[str, Any]) -> None:
+    body = {name: value for name, value in ASKED[path].items() if name != "model"}
+    reply = httpx.post(server.url + path, json={**body, **named}, timeout=120)
+    assert (reply.status_code, reply.json()["model"]) == (200, "fake-omni"), reply.text
+
+
+@BOTH
+def test_the_header_names_the_answer_where_the_body_does_not(server: Live, path: str) -> None:
+    def asked(header: str, **body: Any) -> str:
+        headers = {"X-Request-Id": header}
+        return httpx.post(server.url + path, json={**ASKED[path], **body}, headers=headers, timeout=120).json()["id"]
+
+    prefix = "chatcmpl" if path == CHAT else "cmpl"
+    assert asked("mine-1") == f"{prefix}-mine-1"
+    assert asked("mine-1", request_id="yours") == f"{prefix}-yours"
+    assert asked("two words") not in (f"{prefix}-two words", f"{prefix}-mine-1")
+
+
+def test_the_text_s_ids_in_a_chat(server: Live) -> None:
+    """As vLLM has them: a list, and in a stream those of each event."""
+    assert answer(server, CHAT, return_token_ids=True)["choices"][0]["token_ids"] == [5, 6]
+    told = [event["choices"][0].get("token_ids") for event in events(server, CHAT, return_token_ids=True)]
+    assert [ids for ids in told if ids is not None] == [[5], [6]]
+    assert "token_ids" not in answer(server, CHAT)["choices"][0]
+
+
+@BOTH
+def test_a_form_with_all_fields_of_vllm_s_object(server: Live, path: str) -> None:
+    whole = {
+        "json": None, "regex": "a+", "choice": None, "grammar": None, "json_object": None, "structural_tag": None,
+        "disable_any_whitespace": False, "disable_additional_properties": False, "whitespace_pattern": None,
+        "_backend": None, "_backend_was_auto": False,
+    }  # fmt: skip
+    assert ask(server, path, structured_outputs=whole).status_code == 200
+    form = server.service.requests[-1].sampling["thinker"].structured_outputs
+    assert form is not None
+    assert form.regex == "a+"
+    refused = ask(server, path, structured_outputs={**whole, "whitespace_pattern": " "}).json()["error"]
+    assert (refused["code"], refused["param"]) == ("unsupported_parameter", "structured_outputs.whitespace_pattern")

@@ -20,9 +20,12 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 _MESSAGE_KEYS = frozenset({"role", "content"}) | TURN_KEYS
 _REPLY_KEYS = frozenset({"refusal", "annotations", "function_call", "audio", "images"})
 """Keys of an assistant message as a reply carries them: accepted back as long as they are empty."""
+_NOTED_KEYS = frozenset({"cache_control", "reasoning_details", "thinking_blocks", "provider_specific_fields"})
+"""Keys of a message that are for others than the model: clients of several services send them to all, and back."""
+_NOTED_PART_KEYS = frozenset({"cache_control"})
 _URL_PARTS: dict[str, MediaKind] = {"image_url": "image", "audio_url": "audio", "video_url": "video"}
 _PLAIN_PARTS: dict[str, MediaKind] = {"image": "image", "audio": "audio", "video": "video"}
-_PART_TYPES = ("text", "input_audio", *_URL_PARTS, *_PLAIN_PARTS)
+_PART_TYPES = ("text", "refusal", "input_audio", *_URL_PARTS, *_PLAIN_PARTS)
 _INPUT_AUDIO_FORMATS = frozenset({"wav", "mp3", "flac", "ogg", "opus", "aac", "m4a", "mp4", "webm"})
 _ARRAYS: dict[MediaKind, Callable[[Any, str], MediaPart]] = {
     "image": image_part,
@@ -35,7 +38,7 @@ def messages_from(messages: object, policy: MediaPolicy, field: str = "messages"
     """Checked messages. Blocking (files, HTTP). Raises `InvalidRequest` with the path of what is wrong.
 
     A message is `{"role", "content"}`; content is a string or a list of parts: `text`, `image_url`, `audio_url`,
-    `video_url` (`{"url": data URL | path | http(s)}`), `input_audio` (`{"data": base64, "format"}`), and
+    `video_url` (`{"url": data URL | path | http(s)}`), `input_audio` (`{"data": base64, "format"}`), `refusal`, and
     `{"type": "image" | "audio" | "video", <type>: source}` where a source is a URL, a path, the bytes of a file or an
     array (see `segue.media.arrays`). Besides, the fields of `segue.media.turns`.
     """
@@ -74,7 +77,7 @@ def _message(message: object, policy: MediaPolicy, field: str) -> Message:
 
 def _check_message_keys(values: Mapping[str, Any], field: str) -> None:
     for key, value in values.items():
-        if key in _MESSAGE_KEYS:
+        if key in _MESSAGE_KEYS or key in _NOTED_KEYS:
             continue
         if key not in _REPLY_KEYS:
             known = _MESSAGE_KEYS | _REPLY_KEYS
@@ -87,6 +90,7 @@ def _part(part: object, policy: MediaPolicy, field: str) -> Part:
     if isinstance(part, str):
         return TextPart(_text(part, field))
     values = _object(part, field, 'a string or an object with "type"')
+    values = {key: value for key, value in values.items() if key not in _NOTED_PART_KEYS}
     kind = values.get("type")
     if not isinstance(kind, str) or kind not in _PART_TYPES:
         hint = nearest(kind, _PART_TYPES) if isinstance(kind, str) else f"; known: {', '.join(_PART_TYPES)}"
@@ -94,6 +98,9 @@ def _part(part: object, policy: MediaPolicy, field: str) -> Part:
     if kind == "text":
         _only(values, {"type", "text"}, field)
         return TextPart(_text(values.get("text"), f"{field}.text"))
+    if kind == "refusal":  # what the assistant said instead
+        _only(values, {"type", "refusal"}, field)
+        return TextPart(_text(values.get("refusal"), f"{field}.refusal"))
     if kind == "input_audio":
         _only(values, {"type", "input_audio"}, field)
         return _input_audio(values.get("input_audio"), policy, f"{field}.input_audio", field)

@@ -52,16 +52,23 @@ def _call(call: object, field: str) -> dict[str, Any]:
 
 
 def _arguments(value: object, field: str) -> dict[str, Any]:
-    if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"{field} is {shown(value)}, which is not JSON", field=field) from error
-    elif value in (None, "") or isinstance(value, str):
+    if isinstance(value, str):
+        value = _read(value)
+    if value is None:
         value = {}
     if not isinstance(value, Mapping):
         raise InvalidRequest(f"{field} is {shown(value)}; it must be the JSON of an object", field=field)
     return dict(value)
+
+
+def _read(text: str) -> Any:
+    """The model wrote it, and may have been cut off: a conversation must not end over that. What is no JSON object is
+    an empty one, as in vLLM, since templates print objects."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _text(value: object, field: str) -> str:

@@ -10,8 +10,11 @@ from segue.messages.deltas import Delta, Finished, TextDelta
 from segue.server.parameters import Answering
 
 
-def usage_object(finished: Sequence[Finished], prompts: Sequence[Finished] | None = None) -> dict[str, Any]:
-    """OpenAI's usage: the completions together, the prompt once: of the first one, or of each of `prompts`."""
+def usage_object(
+    finished: Sequence[Finished], prompts: Sequence[Finished] | None = None, thought_tokens: int | None = None
+) -> dict[str, Any]:
+    """OpenAI's usage: the completions together, the prompt once: of the first one, or of each of `prompts`.
+    `thought_tokens`: of all completions, where replies are read for thoughts."""
     read = Counter[str]()
     prompt_tokens = cached_tokens = 0
     for one in finished[:1] if prompts is None else prompts:
@@ -27,7 +30,10 @@ def usage_object(finished: Sequence[Finished], prompts: Sequence[Finished] | Non
         "completion_tokens": completion,
         "total_tokens": prompt_tokens + completion,
         "prompt_tokens_details": {"cached_tokens": cached_tokens, **_by_kind(read)},
-        "completion_tokens_details": _by_kind(made),
+        "completion_tokens_details": {
+            **_by_kind(made),
+            **({} if thought_tokens is None else {"reasoning_tokens": thought_tokens}),
+        },
     }
 
 

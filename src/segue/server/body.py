@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 
 from segue.media.sources import shown
 from segue.messages.errors import Cancelled, InvalidRequest, TooLarge, nearest
-from segue.server.errors import UnsupportedMediaType, UploadTimeout
+from segue.server.errors import Unsupported, UnsupportedMediaType, UploadTimeout
 from segue.server.numbers import unreadable_number
 from segue.server.settings import ServerSettings
 
@@ -95,6 +95,19 @@ def check_names(
                 f"unknown parameter {shown(place + name)}{nearest(name, names if offered is None else offered)}",
                 field=f"{place}{name}",
             )
+
+
+def check_unsupported(
+    values: Mapping[str, Any], unsupported: Mapping[str, tuple[object, ...]], where: str = ""
+) -> None:
+    """Raise `Unsupported` for what is known and cannot be honoured. `unsupported`: names → the values that ask for
+    nothing (null always does)."""
+    for name, harmless in unsupported.items():
+        value, at = values.get(name), f"{where}.{name}" if where else name
+        # True == 1 in Python: compare types as well
+        if value is not None and not any(value == given and type(value) is type(given) for given in harmless):
+            right = f"leave it out or use {' or '.join(map(repr, harmless))}" if harmless else "leave it out"
+            raise Unsupported(f"{at} is {shown(value)}; this server does not support that: {right}", field=at)
 
 
 _AT = re.compile(r"^(?P<what>.*?)(?: - at `(?P<key>key in )?\$(?P<path>.*)`)?$", re.DOTALL)

@@ -24,6 +24,7 @@ from segue.server.events import events
 from segue.server.generations import by_choice, run_generations
 from segue.server.parameters import with_metrics
 from segue.server.settings import ServerSettings
+from segue.server.vllm import with_request_id
 
 _CHECKING_THREADS = 8
 
@@ -35,7 +36,7 @@ def add_chat_completions(app: FastAPI, service: Service, settings: ServerSetting
 
     @app.post("/v1/chat/completions")
     async def complete(request: Request) -> Response:
-        values = await read_json(request, settings)
+        values = with_request_id(await read_json(request, settings), request)
         loop = asyncio.get_running_loop()
         chat = await loop.run_in_executor(checking, chat_request, values, service.card, settings)
         chat = with_metrics(chat, request)
@@ -57,7 +58,9 @@ async def _whole(chat: ChatRequest, service: Service, metrics: ServerMetrics) ->
         "created": chat.created,
         "model": chat.model,
         "choices": await asyncio.to_thread(lambda: [choice.build() for choice in choices]),
-        "usage": usage_object([choice.end for choice in choices]),
+        "usage": usage_object(
+            [choice.end for choice in choices], thought_tokens=sum(choice.thought_tokens for choice in choices)
+        ),
     }
     if chat.return_token_ids:
         answer["prompt_token_ids"] = choices[0].prompt_token_ids

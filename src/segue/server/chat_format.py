@@ -11,7 +11,8 @@ from segue.media.sources import shown
 from segue.messages.carried import check_carried
 from segue.messages.errors import InvalidRequest, nearest
 from segue.messages.sampling import StructuredOutput, check_structured
-from segue.server.body import check_names
+from segue.server.body import check_names, check_unsupported
+from segue.server.vllm import OF_STRUCTURED_OUTPUTS
 
 GUIDED = {
     "guided_json": "json",
@@ -33,8 +34,11 @@ def structured_output(
     if response_format is not None and (form := _response_format(response_format)) is not None:
         found["response_format"] = form
     if structured is not None:
-        check_names(structured, StructuredOutput.__struct_fields__, "structured_outputs")
-        found["structured_outputs"] = _converted(structured, "structured_outputs")
+        fields = StructuredOutput.__struct_fields__
+        check_names(structured, {*fields, *OF_STRUCTURED_OUTPUTS}, "structured_outputs", offered=fields)
+        check_unsupported(structured, OF_STRUCTURED_OUTPUTS, "structured_outputs")
+        asked = {name: value for name, value in structured.items() if name in fields}
+        found["structured_outputs"] = _converted(asked, "structured_outputs")
     for name, value in guided.items():
         try:
             found[name] = _converted({GUIDED[name]: value}, name)

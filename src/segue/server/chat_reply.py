@@ -36,11 +36,12 @@ def ending(finished: Finished, chat: ChatRequest) -> dict[str, Any]:
     """What the end of a choice adds to it: the finish reason, and what was asked for of ours."""
     stopped_by = next((choice.stop_reason for choice in finished.choices), None)
     fields: dict[str, Any] = {"finish_reason": finished.finish_reason, "stop_reason": stopped_by}
-    if chat.return_token_ids:
-        fields["token_ids"] = finished.token_ids
+    own: dict[str, Any] = {}
+    if chat.return_token_ids and len(finished.token_ids) > 1:
+        own["token_ids"] = finished.token_ids
     if chat.return_metrics:
-        fields["segue"] = metrics_object(finished)
-    return fields
+        own |= metrics_object(finished)
+    return {**fields, "segue": own} if own else fields
 
 
 def audio_id() -> str:
@@ -66,6 +67,7 @@ class WholeChoice:
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         """Where asked for; every choice has the same."""
         self.prompt_token_ids: list[int] = []
+        self._token_ids: list[int] = []
         self._samples: list[bytes] = []
         self._rate = _SILENCE_RATE
         self._images: list[ImageDelta] = []
@@ -73,7 +75,8 @@ class WholeChoice:
     def take(self, delta: Delta) -> None:
         """Add what came."""
         if isinstance(delta, TextDelta):
-            self._pieces += self._reader.feed(delta.text)
+            self._pieces += self._reader.feed(delta.text, len(delta.token_ids))
+            self._token_ids += delta.token_ids
             self._logprobs += delta.logprobs
             self.prompt_logprobs += delta.prompt_logprobs
             self.prompt_token_ids += delta.prompt_token_ids
@@ -92,6 +95,11 @@ class WholeChoice:
         """The last delta; there once all of them were taken."""
         assert self._end is not None
         return self._end
+
+    @property
+    def thought_tokens(self) -> int:
+        """Of the text so far."""
+        return self._reader.thought_tokens
 
     def build(self) -> dict[str, Any]:
         """The choice object. Encodes media: call it off the event loop."""
@@ -116,4 +124,5 @@ class WholeChoice:
             message["images"] = [image_object(image) for image in self._images]
         logprobs = logprobs_object(self._logprobs, as_ids=chat.tokens_as_ids) if chat.wants_logprobs else None
         end = {**ending(self.end, chat), "finish_reason": self._reader.finish_reason(self.end)}
-        return {"index": self.index, "message": message, "logprobs": logprobs, **end}
+        ids = {"token_ids": self._token_ids} if chat.return_token_ids else {}
+        return {"index": self.index, "message": message, "logprobs": logprobs, **end, **ids}

@@ -29,6 +29,7 @@ from segue.server.parameters import (
     common_fields,
     new_id,
     parse_body,
+    with_model,
 )
 from segue.server.sampling import choices_of, sampling_of, seeds_of, together
 from segue.server.settings import ServerSettings
@@ -117,7 +118,7 @@ class ChatRequest(Answering):
 
 def chat_request(values: dict[str, Any], card: ModelCard, settings: ServerSettings) -> ChatRequest:
     """Check everything that can be checked without the stages. Blocking (media). Raises `InvalidRequest`."""
-    values, diffusion = _parted(values, card)
+    values, diffusion = _parted(with_model(values, card, settings), card)
     body = parse_body(values, ChatBody, _UNSUPPORTED, {"audio": AudioOptions, "stream_options": StreamOptions})
     check_model(body.model, card, settings)
     dialect = dialect_for(card, settings)

@@ -43,11 +43,11 @@ class _StreamedChoice:
             self._begun = True
             entries.append(self._entry({"role": "assistant", "content": "" if self._chat.wants_text else None}))
         if isinstance(delta, TextDelta):
-            new = self._read(self._reader.feed(delta.text))
-            if delta.logprobs and self._chat.wants_logprobs:
-                # text may be held back while the log-probabilities of its tokens are there already
+            new = self._read(self._reader.feed(delta.text, len(delta.token_ids)))
+            if of_tokens := self._of_tokens(delta):
+                # text may be held back while what is told of its tokens is there already
                 new = new or [self._entry(self._text(""))]
-                new[0]["logprobs"] = logprobs_object(delta.logprobs, as_ids=self._chat.tokens_as_ids)
+                new[0] |= of_tokens
             entries += new
         elif isinstance(delta, AudioDelta):
             if data := await self._encode(delta):
@@ -65,6 +65,19 @@ class _StreamedChoice:
             end = {**ending(delta, self._chat), "finish_reason": self._reader.finish_reason(delta)}
             entries.append({**self._entry({}), **end})
         return entries
+
+    @property
+    def thought_tokens(self) -> int:
+        """Of the text so far."""
+        return self._reader.thought_tokens
+
+    def _of_tokens(self, delta: TextDelta) -> dict[str, Any]:
+        told: dict[str, Any] = {}
+        if delta.logprobs and self._chat.wants_logprobs:
+            told["logprobs"] = logprobs_object(delta.logprobs, as_ids=self._chat.tokens_as_ids)
+        if delta.token_ids and self._chat.return_token_ids:
+            told["token_ids"] = delta.token_ids
+        return told
 
     def _read(self, pieces: list[Piece]) -> list[dict[str, Any]]:
         """The entries of what was found in the text. Without a wish for text, all but a transcript is left out."""
@@ -124,7 +137,8 @@ async def chat_chunks(
                 yield {**head, "choices": [entry], **prompt, **running.fields()}
                 prompt = {}
     if chat.include_usage:
-        yield {**head, "choices": [], "usage": usage_object(finished)}
+        thoughts = sum(choice.thought_tokens for choice in choices)
+        yield {**head, "choices": [], "usage": usage_object(finished, thought_tokens=thoughts)}
 
 
 def _prompt_ids(chat: ChatRequest, delta: Delta) -> dict[str, Any]:

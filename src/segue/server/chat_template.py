@@ -15,7 +15,7 @@ from segue.server.errors import Unsupported
 from segue.server.settings import ServerSettings
 from segue.server.tools import ToolPlan
 
-_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _SWITCHES = ("enable_thinking", "thinking")
 """What templates of models that can think or not call it."""
 

@@ -23,6 +23,7 @@ from segue.server.parameters import (
     common_fields,
     new_id,
     parse_body,
+    with_model,
 )
 from segue.server.sampling import choices_of, sampling_of, seeds_of, together
 from segue.server.settings import ServerSettings
@@ -75,7 +76,9 @@ class CompletionRequest(Answering):
 
 def completion_request(values: dict[str, Any], card: ModelCard, settings: ServerSettings) -> CompletionRequest:
     """Check everything that can be checked without the stages. Raises `InvalidRequest`."""
-    body = parse_body(values, CompletionBody, _UNSUPPORTED, {"stream_options": StreamOptions})
+    body = parse_body(
+        with_model(values, card, settings), CompletionBody, _UNSUPPORTED, {"stream_options": StreamOptions}
+    )
     check_model(body.model, card, settings)
     if card.text_stage is None or "text" not in card.gives:
         raise Unsupported("this model makes no text; this server does not support that endpoint for it", field="model")

@@ -22,6 +22,7 @@ from segue.server.events import events
 from segue.server.generations import run_generations
 from segue.server.parameters import with_metrics
 from segue.server.settings import ServerSettings
+from segue.server.vllm import with_request_id
 
 
 def add_completions(app: FastAPI, service: Service, settings: ServerSettings, metrics: ServerMetrics) -> None:
@@ -29,7 +30,7 @@ def add_completions(app: FastAPI, service: Service, settings: ServerSettings, me
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
-        values = await read_json(request, settings)
+        values = with_request_id(await read_json(request, settings), request)
         completion = with_metrics(completion_request(values, service.card, settings), request)
         if completion.stream:
             return EventStream(events(_chunks(completion, service, metrics)), settings.stall_seconds)

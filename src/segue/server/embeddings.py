@@ -19,10 +19,11 @@ from segue.orchestrator.service import ModelCard, Service
 from segue.server.body import read_json
 from segue.server.disconnect import while_connected
 from segue.server.errors import Unsupported, json_response
-from segue.server.parameters import check_model, parse_body
+from segue.server.parameters import check_model, parse_body, with_model
 from segue.server.pooled import pooled
 from segue.server.settings import ServerSettings
 from segue.server.text_requests import TextsBody, text_requests, written_as_base64, written_numbers
+from segue.server.vllm import OF_TEXTS
 
 
 class EmbeddingsBody(TextsBody, kw_only=True):
@@ -30,6 +31,9 @@ class EmbeddingsBody(TextsBody, kw_only=True):
 
     encoding_format: str | None = None
     dimensions: int | None = None
+
+
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {**OF_TEXTS, "use_activation": (True,), "cache_salt": ()}
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ def add_embeddings(app: FastAPI, service: Service, settings: ServerSettings, met
 
 def embeddings_request(values: dict[str, Any], card: ModelCard, settings: ServerSettings) -> EmbeddingsRequest:
     """Raises `InvalidRequest` naming the parameter, its value and what would be right."""
-    body = parse_body(values, EmbeddingsBody, {}, {})
+    body = parse_body(with_model(values, card, settings), EmbeddingsBody, _UNSUPPORTED, {})
     check_model(body.model, card, settings)
     if "embedding" not in card.gives:
         raise Unsupported(

@@ -68,7 +68,7 @@ class MessageWriter:
     def take(self, delta: Delta) -> list[Event]:
         """What a delta adds; the last one ends the message."""
         if isinstance(delta, TextDelta):
-            return self._written(self._reader.feed(delta.text))
+            return self._written(self._reader.feed(delta.text, len(delta.token_ids)))
         if not isinstance(delta, Finished):
             return []
         events = self._written(self._reader.finish()) + self._closed()

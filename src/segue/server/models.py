@@ -12,6 +12,7 @@ from segue.media.sources import shown
 from segue.messages.errors import nearest
 from segue.orchestrator.service import ModelCard, Service
 from segue.server.errors import ModelNotFound, json_response
+from segue.server.parameters import served_names
 from segue.server.settings import ServerSettings
 
 
@@ -19,7 +20,7 @@ def add_models(app: FastAPI, service: Service, settings: ServerSettings) -> None
     """Add the endpoints."""
 
     def served() -> tuple[str, ...]:
-        return settings.served_names or (service.card.name,)
+        return served_names(service.card, settings)
 
     @app.get("/v1/models")
     async def all_models() -> Response:

@@ -16,7 +16,7 @@ from segue.messages.carried import check_carried
 from segue.messages.errors import InvalidRequest, SegueError, nearest
 from segue.messages.sampling import SamplingParams
 from segue.orchestrator.service import ModelCard
-from segue.server.body import check_names, convert
+from segue.server.body import check_names, check_unsupported, convert
 from segue.server.chat_format import GUIDED
 from segue.server.errors import ModelNotFound, Unsupported
 from segue.server.settings import ServerSettings
@@ -226,21 +226,26 @@ def parse_body(
     does); `nested`: parameters that are objects → their type. Raises `InvalidRequest`."""
     # what would be refused, or changes nothing, is no advice
     check_names(values, {*kind.__struct_fields__, *IGNORED, *unsupported}, offered=kind.__struct_fields__)
-    for name, harmless in unsupported.items():
-        value = values.get(name)
-        # True == 1 in Python: compare types as well
-        if value is not None and not any(value == given and type(value) is type(given) for given in harmless):
-            right = f"leave it out or use {' or '.join(map(repr, harmless))}" if harmless else "leave it out"
-            raise Unsupported(f"{name} is {shown(value)}; this server does not support that: {right}", field=name)
+    check_unsupported(values, unsupported)
     for name, inner in nested.items():
         if isinstance(values.get(name), dict):
             check_names(values[name], inner.__struct_fields__, name)
     return convert(values, kind)
 
 
+def with_model(values: dict[str, Any], card: ModelCard, settings: ServerSettings) -> dict[str, Any]:
+    """The body with a model: where it names none, the one that is served (vLLM's clients may leave it out)."""
+    return values if values.get("model") not in (None, "") else {**values, "model": served_names(card, settings)[0]}
+
+
+def served_names(card: ModelCard, settings: ServerSettings) -> tuple[str, ...]:
+    """What clients may call the model, adapters aside; at least one."""
+    return settings.served_names or (card.name,)
+
+
 def check_model(model: str, card: ModelCard, settings: ServerSettings) -> None:
     """Raise `ModelNotFound` for a name that is not served, be it the model's or that of an adapter."""
-    served = (*(settings.served_names or (card.name,)), *card.adapters)
+    served = (*served_names(card, settings), *card.adapters)
     if model not in served:
         raise ModelNotFound(f"model {shown(model)} is not served here{nearest(model, served)}", field="model")
 

@@ -21,20 +21,12 @@ from segue.server.body import read_json
 from segue.server.disconnect import while_connected
 from segue.server.embeddings import vector_options
 from segue.server.errors import Unsupported, json_response
-from segue.server.parameters import check_model, new_id, parse_body
+from segue.server.parameters import check_model, new_id, parse_body, with_model
 from segue.server.pooled import pooled
 from segue.server.settings import ServerSettings
 from segue.server.text_requests import TextsBody, text_requests, written_as_base64, written_numbers
-from segue.server.vllm import checked_id
+from segue.server.vllm import OF_TEXTS, checked_id
 
-_UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "messages": (),
-    "padding": ("do_not_pad",),
-    "mm_processor_kwargs": ({},),
-    "embed_dtype": ("float32",),
-    "endianness": ("native", "little"),
-}
-"""vLLM's parameters that cannot be honoured → the values that ask for nothing (null always does)."""
 _TASKS = {"embed": "embedding", "classify": "classes"}
 """vLLM's tasks → what a model gives for them."""
 _OTHER_TASKS = ("token_embed", "token_classify", "plugin")
@@ -113,7 +105,7 @@ def classify_request(
     values: dict[str, Any], card: ModelCard, settings: ServerSettings
 ) -> tuple[ClassifyBody, list[Request]]:
     """Raises `InvalidRequest` naming the parameter, its value and what would be right."""
-    body = parse_body(values, ClassifyBody, _UNSUPPORTED, {})
+    body = parse_body(with_model(values, card, settings), ClassifyBody, OF_TEXTS, {})
     check_model(body.model, card, settings)
     checked_id(body.request_id)
     _check_gives("classify", body.model, card, "model")
@@ -125,7 +117,7 @@ def pooling_request(
 ) -> tuple[PoolingBody, list[Request], bool]:
     """(body, a request per text, whether the answer is in base64). Raises `InvalidRequest` naming the parameter, its
     value and what would be right."""
-    body = parse_body(values, PoolingBody, _UNSUPPORTED, {})
+    body = parse_body(with_model(values, card, settings), PoolingBody, OF_TEXTS, {})
     check_model(body.model, card, settings)
     checked_id(body.request_id)
     task = body.task or next((task for task, gives in _TASKS.items() if gives in card.gives), "embed")

@@ -19,17 +19,28 @@ class ReplyReader:
         self._thoughts = chat.include_reasoning
         self.called = False
         """The reply calls a tool."""
+        self.thought_tokens = 0
+        self._unread = 0
+        """Tokens whose text is held back."""
 
-    def feed(self, text: str) -> list[Piece]:
-        return self._wanted(self._parser.feed(text))
+    def feed(self, text: str, tokens: int) -> list[Piece]:
+        """The text of so many tokens."""
+        self._unread += tokens
+        return self._counted(self._parser.feed(text))
 
     def finish(self) -> list[Piece]:
         """What was held back."""
-        return self._wanted(self._parser.finish())
+        return self._counted(self._parser.finish())
 
     def finish_reason(self, finished: Finished) -> str:
         """`tool_calls` where the model ended its reply after calling."""
         return "tool_calls" if self.called and finished.finish_reason == "stop" else finished.finish_reason
+
+    def _counted(self, pieces: Sequence[Piece]) -> list[Piece]:
+        if pieces:
+            self.thought_tokens += self._unread if isinstance(pieces[-1], Thought) else 0
+            self._unread = 0
+        return self._wanted(pieces)
 
     def _wanted(self, pieces: Sequence[Piece]) -> list[Piece]:
         wanted: list[Piece] = []

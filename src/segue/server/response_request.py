@@ -15,10 +15,11 @@ from segue.messages.errors import InvalidRequest, SegueError, nearest
 from segue.orchestrator.service import ModelCard
 from segue.server.chat_request import ChatRequest, chat_request
 from segue.server.errors import Unsupported
-from segue.server.parameters import as_written, check_model, named_as, parse_body
+from segue.server.parameters import as_written, check_model, named_as, parse_body, with_model
 from segue.server.response_items import Conversation
 from segue.server.response_tools import chat_tools
 from segue.server.settings import ServerSettings
+from segue.server.vllm import VLLM_UNSUPPORTED
 
 _MAX_TOP = 20
 _LOGPROBS = "message.output_text.logprobs"
@@ -85,6 +86,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
     structured_outputs: dict[str, Any] | None = None
     include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -105,8 +107,13 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "service_tier": ("auto", "default"),
     "context_management": ([],),
     "moderation": (),
+    "previous_input_messages": (),
+    "enable_response_messages": (False,),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+    **VLLM_UNSUPPORTED,
 }
-"""Parameters of OpenAI's that cannot be honoured → the values that ask for nothing (null always does)."""
+"""Parameters of OpenAI's and vLLM's that cannot be honoured → the values that ask for nothing (null always does)."""
 _NESTED: dict[str, type[msgspec.Struct]] = {
     "reasoning": ReasoningOptions,
     "text": TextOptions,
@@ -146,7 +153,7 @@ def responses_request(
     values: dict[str, Any], earlier: list[Any], card: ModelCard, settings: ServerSettings
 ) -> ResponsesRequest:
     """`earlier`: the items of the conversation so far. Blocking (media). Raises `InvalidRequest`."""
-    body = parse_body(values, ResponsesBody, _UNSUPPORTED, _NESTED)
+    body = parse_body(with_model(values, card, settings), ResponsesBody, _UNSUPPORTED, _NESTED)
     check_model(body.model, card, settings)
     if "text" not in card.gives:
         gives = ", ".join(sorted(card.gives))

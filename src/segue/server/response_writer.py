@@ -31,9 +31,6 @@ class ResponseWriter:
         """Of what the open item holds."""
         self._logprobs: list[Any] = []
         """Of tokens whose text is held back."""
-        self._tokens = 0
-        """Tokens whose text is held back."""
-        self._thought_tokens = 0
         self.response = self._response("in_progress")
         """As it stands."""
 
@@ -53,10 +50,9 @@ class ResponseWriter:
         """What a delta adds; the last one ends the response."""
         events: list[Event] = []
         if isinstance(delta, TextDelta):
-            self._tokens += len(delta.token_ids)
             if delta.logprobs and self._asked.chat.wants_logprobs:
                 self._logprobs += logprobs_object(delta.logprobs, as_ids=False)["content"]
-            events = self._written(self._reader.feed(delta.text))
+            events = self._written(self._reader.feed(delta.text, len(delta.token_ids)))
         elif isinstance(delta, Finished):
             events = self._written(self._reader.finish())
             cut = delta.finish_reason == "length"
@@ -98,9 +94,6 @@ class ResponseWriter:
             assert self._item is not None, "arguments come after the call has begun"
             logprobs, self._logprobs = self._logprobs, []
             events.append(self._item.add(piece.text, logprobs))
-        if pieces:
-            self._thought_tokens += self._tokens if self._kind is Thought else 0
-            self._tokens = 0
         return events
 
     def _next(self) -> int:
@@ -143,11 +136,11 @@ class ResponseWriter:
         }
 
     def _usage(self, end: Finished) -> dict[str, Any]:
-        usage = usage_object([end])
+        usage = usage_object([end], thought_tokens=self._reader.thought_tokens)
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {"cache_write_tokens": 0, **usage["prompt_tokens_details"]},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {**usage["completion_tokens_details"], "reasoning_tokens": self._thought_tokens},
+            "output_tokens_details": usage["completion_tokens_details"],
             "total_tokens": usage["total_tokens"],
         }

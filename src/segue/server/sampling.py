@@ -96,7 +96,8 @@ def _form(body: CommonBody, of_tools: StructuredOutput | None) -> StructuredOutp
     values = msgspec.structs.asdict(body)
     guided = {name: values[name] for name in GUIDED if values[name] is not None}
     form = structured_output(body.response_format, body.structured_outputs, guided)
-    if form is not None and of_tools is not None:
+    # a response_format is of what is said beside calls, which is nothing where a call is asked for
+    if of_tools is not None and (body.structured_outputs is not None or guided):
         raise InvalidRequest(
             "tool_choice asks for a call, and another parameter for another form of the text; give one",
             field="tool_choice",

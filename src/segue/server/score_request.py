@@ -14,7 +14,7 @@ from segue.messages.errors import InvalidRequest
 from segue.messages.request import Request
 from segue.orchestrator.service import ModelCard
 from segue.server.errors import Unsupported
-from segue.server.parameters import check_model, parse_body, turn_fields
+from segue.server.parameters import check_model, parse_body, turn_fields, with_model
 from segue.server.settings import ServerSettings
 from segue.server.text_requests import cut_options
 
@@ -114,7 +114,7 @@ def _request(text: str, modalities: list[str], options: dict[str, Any], turn: di
 
 def score_request(values: dict[str, Any], card: ModelCard, settings: ServerSettings) -> Scoring:
     """Raises `InvalidRequest` naming the parameter, its value and what would be right."""
-    body = parse_body(values, ScoreBody, _UNSUPPORTED, {})
+    body = parse_body(with_model(values, card, settings), ScoreBody, _UNSUPPORTED, {})
     read = msgspec.structs.asdict(body)
     given = tuple(name for name in dict.fromkeys(sum(_SIDES, ())) if read[name] is not None)
     if given not in _SIDES:
@@ -133,7 +133,7 @@ def score_request(values: dict[str, Any], card: ModelCard, settings: ServerSetti
 
 def rerank_request(values: dict[str, Any], card: ModelCard, settings: ServerSettings) -> tuple[Scoring, RerankBody]:
     """Raises `InvalidRequest` naming the parameter, its value and what would be right."""
-    body = parse_body(values, RerankBody, _UNSUPPORTED, {})
+    body = parse_body(with_model(values, card, settings), RerankBody, _UNSUPPORTED, {})
     if body.top_n is not None and body.top_n < 0:
         raise InvalidRequest(f"top_n is {body.top_n}; it must be at least 1, or 0 for all", field="top_n")
     documents = [one if isinstance(one, str) else one.text for one in body.documents]

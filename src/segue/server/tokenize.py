@@ -21,7 +21,7 @@ from segue.messages.errors import InvalidRequest, StageFailed
 from segue.messages.request import Request
 from segue.models.chat_template import SPECIAL_TOKENS
 from segue.orchestrator.service import ModelCard, Service
-from segue.server.body import check_names, convert, read_json
+from segue.server.body import check_names, check_unsupported, convert, read_json
 from segue.server.chat_request import checked_messages
 from segue.server.chat_template import chat_options, dialect_for
 from segue.server.disconnect import while_connected
@@ -46,6 +46,14 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     reasoning_effort: str | None = None
 
 
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "chat_template": (),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+}
+"""vLLM's parameters that cannot be honoured → the values that ask for nothing (null always does)."""
+
+
 class DetokenizeBody(msgspec.Struct, kw_only=True):
     """Token ids."""
 
@@ -59,7 +67,9 @@ def add_tokenize(app: FastAPI, service: Service, settings: ServerSettings) -> No
     @app.post("/tokenize")
     async def tokenize(http: HttpRequest) -> Response:
         values = await read_json(http, settings)
-        check_names(values, TokenizeBody.__struct_fields__)
+        fields = TokenizeBody.__struct_fields__
+        check_names(values, {*fields, *_UNSUPPORTED}, offered=fields)
+        check_unsupported(values, _UNSUPPORTED)
         body = convert(values, TokenizeBody)
         request = await asyncio.to_thread(_tokenize_request, body, values, service.card, settings)
         found = await while_connected(http.receive, prompt_tokens(service, request))

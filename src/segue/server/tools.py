@@ -17,7 +17,8 @@ from segue.models.dialects.dialect import Dialect
 from segue.models.dialects.pieces import Parser, Plain
 from segue.server.errors import Unsupported
 
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+"""OpenAI's names have up to 64 characters, Anthropic's 128."""
 _CHOICES = ("none", "auto", "required")
 _DEFINITIONS = ("$defs", "definitions")
 
@@ -130,7 +131,7 @@ def _checked(tools: list[Tool]) -> dict[str, FunctionDefinition]:
         if tool.type != "function":
             raise InvalidRequest(f"{field}.type is {shown(tool.type)}; it must be 'function'", field=f"{field}.type")
         if not _NAME.fullmatch(name):
-            right = "it must be 1 to 64 letters, digits, _, . or -"
+            right = "it must be 1 to 128 letters, digits, _, . or -"
             raise InvalidRequest(f"{field}.function.name is {shown(name)}; {right}", field=f"{field}.function.name")
         if name in given:
             raise InvalidRequest(f"{field}.function.name is {name!r} a second time", field=f"{field}.function.name")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from typing import Any
+
+from fastapi import Request
 
 from segue.media.sources import shown
 from segue.messages.errors import InvalidRequest
@@ -16,11 +19,37 @@ VLLM_UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "kv_transfer_params": (),
     "ec_transfer_params": (),
     "vllm_xargs": ({},),
+    "routed_experts_prompt_start": (0,),
+    "mm_payload": ("tensors", "none"),
+    "return_mm_kwargs": (True, False),
 }
 """vLLM's parameters that cannot be honoured → the values that ask for nothing."""
+OF_TEXTS: dict[str, tuple[object, ...]] = {
+    "messages": (),
+    "padding": ("do_not_pad",),
+    "mm_processor_kwargs": ({},),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+}
+"""The same of endpoints that make numbers of texts."""
+OF_STRUCTURED_OUTPUTS: dict[str, tuple[object, ...]] = {
+    "disable_fallback": (False,),
+    "disable_additional_properties": (False,),
+    "whitespace_pattern": (),
+    "_backend": (),
+    "_backend_was_auto": (False,),
+}
+"""The same within `structured_outputs`: a client that sends vLLM's own object writes all of its fields."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 MAX_SALT = 1024
 """Characters of `cache_salt`; vLLM's."""
+
+
+def with_request_id(values: dict[str, Any], http: Request) -> dict[str, Any]:
+    """The body with the id that the header `X-Request-Id` has, where it has none itself, as vLLM reads it."""
+    given = http.headers.get("x-request-id", "")
+    named = values.get("request_id") is not None or not _REQUEST_ID.fullmatch(given)
+    return values if named else {**values, "request_id": given}
 
 
 def checked_id(given: str | None) -> str | None:
