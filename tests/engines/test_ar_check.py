@@ -18,6 +18,7 @@ from transformers import (
 
 from segue.engines.autoregressive.check import check_attention
 from segue.kernels.look_back import Chunked
+from segue.kernels.paged_attention import TorchAttention
 from segue.messages.errors import ConfigError
 
 
@@ -111,3 +112,17 @@ def test_an_adapter_that_drops_the_paged_argument_is_refused():
 def test_a_context_too_short_to_check():
     with pytest.raises(ConfigError, match="max_model_len is 12"):
         check_attention(TinyAdapter(tiny_model(), max_model_len=12))
+
+
+class LargeBlocks(TorchAttention):
+    """Takes blocks of at least 128 tokens, as kernels of torch and of FlashAttention do."""
+
+    page = 128
+
+    def attend(self, layer, q, k, v, step, form):
+        assert step.store.block_size % self.page == 0
+        return super().attend(layer, q, k, v, step, form)
+
+
+def test_a_backend_gets_blocks_as_large_as_it_needs():
+    check_attention(mistral(sliding_window=9), LargeBlocks())

@@ -54,6 +54,19 @@ def test_measuring_stops_where_rows_get_no_cheaper_and_in_time() -> None:
     assert max(device.calls) == 2
 
 
+def test_calls_that_are_played_back_from_the_fourth_on_are_measured_so() -> None:
+    made: list[int] = []
+
+    def call(rows: int) -> float:
+        made.append(rows)
+        return {1: 30.0, 2: 30.0, 3: 500.0}.get(made.count(rows), 1.0 + 0.1 * rows)
+
+    table = CostTable()
+    measure(table, 64, 8, call, 1e9, lambda: 0.0, uncounted=2)
+    assert table.per_row[64] == {1: 1.1, 2: 0.6, 4: 0.35, 8: 0.225}
+    assert table.rows_worth(64, 8) == 8
+
+
 def test_without_measurements_all_rows_are_tried_and_work_is_tokens() -> None:
     table = CostTable()
     assert table.rows_worth(64, 16) == 16

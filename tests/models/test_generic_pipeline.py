@@ -201,11 +201,11 @@ def test_a_stepped_call_raises_and_ends() -> None:
         pause()
         raise KeyError("in the middle")
 
-    stepped = Stepped(call)
+    stepped = Stepped(call, torch.device("cpu"))
     stepped.advance()
     assert not stepped.done
     with pytest.raises(KeyError, match="in the middle"):
         stepped.advance()
     assert stepped.done
     stepped.give_up()
-    Stepped(call).give_up()
+    Stepped(call, torch.device("cpu")).give_up()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 from segue.kernels.torchvision_shim import ensure_torchvision
 
@@ -29,6 +32,8 @@ def test_calling_again_changes_nothing() -> None:
 
 
 def test_names_defined_elsewhere_are_left_alone() -> None:
+    if not ensure_torchvision():
+        pytest.skip("torchvision is whole here, and ends a process that defines its operators")
     code = (
         "import torch\n"
         "library = torch.library.Library('torchvision', 'FRAGMENT')\n"
@@ -49,3 +54,19 @@ def test_whole_torchvision_is_left_alone() -> None:
         "print(bool(names) != torchvision.extension._has_ops())"
     )
     assert in_fresh_process(code) == "True"
+
+
+@pytest.mark.parametrize("name", ["_C.so", "_C_stable.so"])
+def test_an_extension_of_either_name_is_found(tmp_path: Path, name: str) -> None:
+    """A second definition of its operators would end the process."""
+    package = tmp_path / "torchvision"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "_meta_registrations.py").write_text('@register_meta("nms")\n')
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import torch, pathlib\n"
+        f"pathlib.Path({str(package / name)!r}).symlink_to(pathlib.Path(torch.__file__).parent / 'lib/libc10.so')\n"
+        "from segue.kernels.torchvision_shim import ensure_torchvision\n"
+        "print(ensure_torchvision())"
+    )
+    assert in_fresh_process(code) == "()"

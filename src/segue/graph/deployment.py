@@ -118,7 +118,7 @@ class StagePlan:
     memory_share: float
     """Of its device, per replica; 0 where the stage keeps nothing that must be sized."""
     memory_bytes: int
-    """`memory_share` in bytes; 0 where the device's memory is unknown."""
+    """`memory_share` in bytes; 0 where the device's memory is not known until a worker runs there."""
     dtype: str
     """`float32`, `bfloat16` or `float16`."""
     threads: int

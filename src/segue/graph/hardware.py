@@ -10,6 +10,8 @@ from pathlib import Path
 
 from segue.graph.deployment import Hardware, MiB
 
+_WHOLE, _INSTANCE = "GPU-", "MIG-"
+"""How the names of a GPU begin, and of an instance of one, of which a process sees the first alone."""
 _PATIENCE = 20
 """Seconds; a driver that wakes up from sleep takes a few."""
 
@@ -51,7 +53,8 @@ def memory_limit(root: Path) -> int:
 
 
 def gpu_memory(environment: Mapping[str, str]) -> tuple[int, ...]:
-    """Bytes of each GPU in CUDA's order; none where there is no driver. `CUDA_VISIBLE_DEVICES` is obeyed."""
+    """Bytes of each GPU in CUDA's order; none where there is no driver. 0: not known here. `CUDA_VISIBLE_DEVICES` is
+    obeyed."""
     program = shutil.which("nvidia-smi", path=environment.get("PATH"))
     if program is None:
         return ()
@@ -60,16 +63,24 @@ def gpu_memory(environment: Mapping[str, str]) -> tuple[int, ...]:
     if answer.returncode:  # the program is there, a driver is not
         return ()
     rows = [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines() if line.strip()]
-    # "[N/A]" where the GPU has no memory of its own: 0, unknown
+    # "[N/A]" where the GPU has no memory of its own
     memory = {name: int(mib) * MiB if mib.isdigit() else 0 for index, uuid, mib in rows for name in (index, uuid)}
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     wanted = [row[0] for row in rows] if visible is None else [name.strip() for name in visible.split(",")]
-    gpus = []
+    gpus: list[int] = []
     for name in wanted:
-        if name not in memory:  # as CUDA does: what follows an unknown name is not seen either
+        if name.startswith(_INSTANCE):
+            return (*gpus, 0)
+        found = [size for known, size in memory.items() if known == name or _begins(known, name)]
+        if len(found) != 1:  # as CUDA does: what follows an unknown name is not seen either
             break
-        gpus.append(memory[name])
+        gpus += found
     return tuple(gpus)
+
+
+def _begins(uuid: str, name: str) -> bool:
+    """Whether it is a shortened name of the GPU."""
+    return len(name) > len(_WHOLE) and name.startswith(_WHOLE) and uuid.startswith(name)
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:

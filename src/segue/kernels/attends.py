@@ -20,6 +20,8 @@ class Attends(Protocol[StepT]):
     """It reads K and V that are stored in fewer bits than queries have."""
     mutual: bool
     """It does tokens that see each other in both directions (`Part.mutual`)."""
+    page: int
+    """The tokens of a block must be a multiple of this."""
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: StepT, form: Form

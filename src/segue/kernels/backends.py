@@ -17,11 +17,6 @@ from segue.kernels.native_attention import NativeAttention
 from segue.kernels.paged_step import AttentionBackend
 from segue.messages.errors import ConfigError
 
-_PAGE = 256
-"""FlashAttention 2 reads blocks of a multiple of so many tokens."""
-_TILE = 128
-"""FlexAttention's kernels read up to so many tokens at once, all of one block."""
-
 
 def attention_backend(name: str, device: torch.device, block_size: int) -> AttentionBackend | None:
     """None: `torch`. `auto`: `triton` on a GPU where it is installed, `cpu` on one, where it was compiled. Raises
@@ -44,19 +39,23 @@ def attention_backend(name: str, device: torch.device, block_size: int) -> Atten
         from segue.kernels.flashinfer_backend import FlashInferAttention
 
         return FlashInferAttention(device)
-    page = _TILE if name == "flex" else _PAGE
+    if name == "flex":
+        from segue.kernels.flex_backend import FlexAttention, compiled
+
+        _check_blocks(name, block_size, FlexAttention.page)
+        return FlexAttention(compiled())
+    from segue.kernels.flash_attn_backend import FlashAttention
+
+    _check_blocks(name, block_size, FlashAttention.page)
+    return FlashAttention()
+
+
+def _check_blocks(name: str, block_size: int, page: int) -> None:
     if block_size % page:
         raise ConfigError(
             f"attention is {name!r} with a block_size of {block_size}; it must be a multiple of {page}",
             field="block_size",
         )
-    if name == "flex":
-        from segue.kernels.flex_backend import FlexAttention, compiled
-
-        return FlexAttention(compiled())
-    from segue.kernels.flash_attn_backend import FlashAttention
-
-    return FlashAttention()
 
 
 def _best(device: torch.device) -> str:

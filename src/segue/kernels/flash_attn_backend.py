@@ -15,6 +15,7 @@ class FlashAttention:
     recordable = False  # the longest sequence is an argument
     widens = False
     mutual = False
+    page = 256
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: PagedStep, form: Form

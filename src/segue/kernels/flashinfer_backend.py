@@ -22,6 +22,7 @@ class FlashInferAttention:
     recordable = False  # plans are made on the host
     widens = False
     mutual = False
+    page = 1
 
     def __init__(self, device: torch.device) -> None:
         self._workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)

@@ -32,6 +32,8 @@ class FlexAttention:
     recordable = False  # masks are made anew in every step
     widens = False
     mutual = True
+    page = 128
+    """Its kernels read up to so many tokens at once, all of one block."""
 
     def __init__(self, attention: Attention) -> None:
         """`attention`: torch's `flex_attention`; compiled, or for tests as it is."""

@@ -31,6 +31,7 @@ class NativeAttention:
     recordable = True
     widens = True
     mutual = True
+    page = 1
 
     def __init__(self, compiled: Library) -> None:
         self._compiled = compiled

@@ -47,6 +47,7 @@ class TorchAttention:
     recordable = False
     widens = True
     mutual = True
+    page = 1
 
     def __init__(self, span_bytes: int = SPAN_BYTES) -> None:
         """`span_bytes`: what one more span of a decoding sequence may save of gathering, to be read in place."""
@@ -136,6 +137,7 @@ class ReferenceAttention:
     recordable = False
     widens = True
     mutual = True
+    page = 1
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: PagedStep, form: Form

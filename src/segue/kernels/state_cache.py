@@ -8,6 +8,8 @@ them in place, others give new ones.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,11 +59,32 @@ class StepCache(_StateCache):
         return not all(group.fresh for group in self.step.groups)
 
 
+class _Asked:
+    """A list whose entries are had when they are asked for."""
+
+    def __init__(self, entry: Callable[[int], Any]) -> None:
+        self._entry = entry
+
+    def __getitem__(self, number: int) -> Any:
+        return self._entry(number)
+
+
+class _LayerStates:
+    """One layer of a `GroupCache`, as mixers of the library look at it that do not ask the cache (those of 5.17)."""
+
+    record_past = False
+
+    def __init__(self, cache: GroupCache, layer: int) -> None:
+        self.conv_states = _Asked(partial(cache.get_conv_state, layer))
+        self.recurrent_states = _Asked(partial(cache.get_recurrent_state, layer))
+
+
 class GroupCache(_StateCache):
     """What a mixer is given for one group."""
 
     def __init__(self, store: StateStore, group: StateGroup) -> None:
         super().__init__()
+        self.layers = _Asked(partial(_LayerStates, self))
         self._store = store
         self._group = group
         self._held: dict[StateKey, torch.Tensor] = {}

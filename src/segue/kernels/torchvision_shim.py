@@ -50,16 +50,15 @@ def _definitions() -> tuple[tuple[str, torch.library.Library | None], ...]:
 
 
 def _extension_loads(package: Path) -> bool:
-    """True if torchvision's compiled operators can be loaded; loading twice is harmless."""
-    for suffix in (*EXTENSION_SUFFIXES, ".pyd"):
-        path = package / f"_C{suffix}"
-        if path.is_file():
-            try:
-                torch.ops.load_library(path)
-            except (ImportError, OSError):
-                return False
-            return True
-    return False
+    """True if torchvision's compiled operators can be loaded; loading twice is harmless. They are in `_C.so`, from 0.29
+    on in `_C_stable.so`."""
+    libraries = [path for path in package.glob("_C*") if path.name.endswith((*EXTENSION_SUFFIXES, ".pyd"))]
+    for path in libraries:
+        try:
+            torch.ops.load_library(path)
+        except (ImportError, OSError):
+            return False
+    return bool(libraries)
 
 
 def _exists(name: str) -> bool:

@@ -8,6 +8,8 @@ from segue.kernels.form import Form
 from segue.kernels.paged_step import PagedStep
 from segue.kernels.triton_attention import Tables, decode, prefill, splits_for
 
+_FP8 = (8, 9)
+"""Compute capability from which on Triton reads float8_e4m3fn."""
 _INTERPRETED = 2
 """Multiprocessors of a device that has none."""
 
@@ -16,10 +18,11 @@ class TritonAttention:
     """Implements `segue.kernels.paged_step.AttentionBackend`; K and V are read where they lie."""
 
     recordable = True
-    widens = True
     mutual = True
+    page = 1
 
     def __init__(self, device: torch.device) -> None:
+        self.widens = device.type != "cuda" or torch.cuda.get_device_capability(device) >= _FP8
         self._processors = (
             torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _INTERPRETED
         )

@@ -242,6 +242,8 @@ def _get(parts: SplitResult, address: str, policy: MediaPolicy, deadline: float,
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise TimeoutError
+                if answer.isclosed():  # with the last block, in newer versions of Python, and the socket with it
+                    break
                 sock.settimeout(left)
             return bytes(data)
     finally:

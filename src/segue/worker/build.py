@@ -36,6 +36,7 @@ from segue.messages.process import WorkerSpec
 from segue.messages.sampling import SamplingParams
 from segue.messages.wire import Loading, StageFacts
 from segue.models.registry import families
+from segue.worker.device_memory import on_device
 from segue.worker.drafters import LoadedDrafter, load_drafter
 from segue.worker.heap import give_back
 from segue.worker.outbox import Channel
@@ -78,7 +79,9 @@ def build(
     edges = [msgspec.convert(edge, EdgePlan) for edge in spec.edges]
     limits = msgspec.convert(spec.limits, Limits)
     torch.set_num_threads(max(map(threads_of, plans)))
-    _work_on(torch.device(plans[0].device_of(spec.replica)))
+    device = torch.device(plans[0].device_of(spec.replica))
+    _work_on(device)
+    plans = [on_device(plan, device) for plan in plans]
     stages_module = family.load_stages()
     stages: dict[str, StageRunner] = {}
     facts: dict[str, StageFacts] = {}

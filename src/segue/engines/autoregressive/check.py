@@ -7,8 +7,10 @@ be silently wrong: it is refused here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -23,8 +25,8 @@ from segue.kernels.state_store import StateLayout, StateStep, StateStore, Stretc
 from segue.messages.errors import ConfigError
 
 _LENGTHS = (21, 40)
-_SIZE = 8  # tokens per block
-_BLOCKS = (range(3), range(3, 8))
+_SIZE = 8
+"""Tokens per block, for what attends to blocks so small."""
 # (start, stop) of both sequences per step: whole; then chunks, a decode beside a chunk, decodes of both at places that
 # differ, and a chunk after that
 _WHOLE = (((0, 21), (0, 40)),)
@@ -113,12 +115,14 @@ def _run_flat(
 ) -> list[torch.Tensor]:
     # each group of layers has blocks of its own; nothing is given back
     layout = adapter.kv.layout(max(_LENGTHS) + 1)
-    check_chunks(layout.windows, _SIZE)
-    blocks = sum(map(len, _BLOCKS))
+    size = math.lcm(_SIZE, 1 if backend is None else backend.page)
+    check_chunks(layout.windows, size)
+    tables = _tables(size)
+    blocks = sum(map(len, tables))
     store = adapter.kv.store(
         layout,
         num_blocks=blocks * layout.groups,
-        block_size=_SIZE,
+        block_size=size,
         dtype=adapter.kv.dtype,
         device=adapter.device,
         backend=backend,
@@ -127,10 +131,10 @@ def _run_flat(
     states = None if kept is None else StateStore(kept, len(sequences), adapter.device)
     pieces: list[list[torch.Tensor]] = [[] for _ in sequences]
     for step in steps:
-        parts = [(which, Part(_BLOCKS[which], *span)) for which, span in enumerate(step) if span is not None]
+        parts = [(which, Part(tables[which], *span)) for which, span in enumerate(step) if span is not None]
         parts.sort(key=lambda entry: step_order(entry[1]))
         groups = [
-            paged_step(store, [piece for _, part in parts for piece in _moved(part, back, group * blocks)])
+            paged_step(store, [piece for _, part in parts for piece in _moved(part, back, group * blocks, size)])
             for group, back in enumerate(layout.windows)
         ]
         paged = groups[0] if len(groups) == 1 else HybridStep(groups, layout.group_of)
@@ -146,10 +150,16 @@ def _run_flat(
     return [torch.cat(piece) for piece in pieces]
 
 
-def _moved(part: Part, back: LookBack, first: int) -> list[Part]:
+def _tables(size: int) -> list[range]:
+    """The blocks of each sequence, one after the other."""
+    ends = list(accumulate((-(-length // size) for length in _LENGTHS), initial=0))
+    return [range(*border) for border in pairwise(ends)]
+
+
+def _moved(part: Part, back: LookBack, first: int, size: int) -> list[Part]:
     """The part as a group of layers sees it that has the blocks from `first` on."""
     blocks = [first + block for block in part.blocks]
-    return within_chunks(Part(blocks, part.start, part.stop), back, 0, _SIZE)
+    return within_chunks(Part(blocks, part.start, part.stop), back, 0, size)
 
 
 def _compare(name: str, ours: torch.Tensor, theirs: torch.Tensor, *, coarse: bool) -> None:

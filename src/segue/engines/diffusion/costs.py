@@ -68,13 +68,20 @@ class CostTable:
 
 
 def measure(
-    table: CostTable, tokens: int, most: int, call: Callable[[int], float], within: float, clock: Callable[[], float]
+    table: CostTable,
+    tokens: int,
+    most: int,
+    call: Callable[[int], float],
+    within: float,
+    clock: Callable[[], float],
+    uncounted: int = 1,
 ) -> None:
-    """Enter calls of 1, 2, 4, …, `most` rows, each the quicker of two after one that is not counted, until the time per
-    row falls no longer or `within` seconds are over. `call`: makes one of so many rows, gives its seconds."""
+    """Enter calls of 1, 2, 4, …, `most` rows, each the quicker of two after some that are not counted, until the time
+    per row falls no longer or `within` seconds are over. `call`: makes one of so many rows, gives its seconds."""
     begin, rows = clock(), 1
     while rows <= most and clock() - begin < within:
-        call(rows)
+        for _ in range(uncounted):
+            call(rows)
         table.enter(tokens, rows, min(call(rows), call(rows)))
         sizes = table.per_row[tokens]
         if rows > 1 and sizes[rows] > (1 - _NOISE) * sizes[rows // 2]:

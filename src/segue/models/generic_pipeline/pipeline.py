@@ -51,6 +51,7 @@ class WholePipeline:
                 )
         except UNREADABLE as error:
             raise ConfigError(f"{ctx.model_dir}: the pipeline cannot be loaded: {error}", field="model") from error
+        self._device = ctx.device
         self._pipeline.to(ctx.device)
         self._pipeline.set_progress_bar_config(disable=True)
         self._schedulers = Schedulers(ctx.model_dir) if "scheduler" in pipeline_index(ctx.model_dir) else None
@@ -65,7 +66,7 @@ class WholePipeline:
     def feed(self, state: _State, upstream: str, payload: Payload, *, final: bool) -> list[Work]:
         """The input stage's one chunk."""
         state.steps, state.outputs, state.fps = payload["steps"], payload["outputs"], payload["fps"]
-        state.call = Stepped(lambda pause: self._called(state, payload, pause))
+        state.call = Stepped(lambda pause: self._called(state, payload, pause), self._device)
         name = state.request.request_id
         works = [Work(name, (state, None), name) for _ in range(state.steps)]
         works += [Work(name, (state, index), name) for index in range(state.outputs)]

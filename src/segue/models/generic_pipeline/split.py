@@ -137,7 +137,7 @@ class BlockDenoiser(_Stage):
             self._blocks.run(held.arguments, held.state, pause)
             return before
 
-        held.call = Stepped(call)
+        held.call = Stepped(call, self._device)
         name = held.request.request_id
         steps = [Work(name, (held, step), name) for step in range(held.settings["steps"])]
         return [*steps, Work(name, (held, None), name)]

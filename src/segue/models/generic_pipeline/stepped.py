@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 
 class GivenUp(Exception):
     """Raised within the call, when nobody waits for it."""
@@ -14,8 +16,10 @@ class GivenUp(Exception):
 class Stepped:
     """Runs `call(pause)` on a thread of its own that never runs at the same time as the one that asks."""
 
-    def __init__(self, call: Callable[[Callable[[], None]], Any]) -> None:
+    def __init__(self, call: Callable[[Callable[[], None]], Any], device: torch.device) -> None:
+        """`device`: where the call computes. A thread begins on the first GPU, wherever others of its process are."""
         self._call = call
+        self._device = device
         self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
         self._thread: threading.Thread | None = None
         self._given_up = False
@@ -61,6 +65,8 @@ class Stepped:
 
     def _run(self) -> None:
         try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
             self._result = self._call(self._pause)
         except BaseException as error:  # it is raised where the call was asked for
             self._error = error
