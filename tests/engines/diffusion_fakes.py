@@ -29,9 +29,21 @@ class Ask:
     outputs: int = 1
     priority: int = 0
     partial_images: int = 0
+    size: tuple[int | None, int | None] = (None, None)
+    """Height and width."""
+    frames: int | None = None
+    given: int = 0
+    """Of `tokens`, those of pictures that it brings."""
 
     def request(self) -> StageRequest:
-        params = DiffusionParams(num_images_per_prompt=self.outputs, partial_images=self.partial_images)
+        height, width = self.size
+        params = DiffusionParams(
+            num_images_per_prompt=self.outputs,
+            partial_images=self.partial_images,
+            height=height,
+            width=width,
+            num_frames=self.frames,
+        )
         return StageRequest(
             request_id=self.name,
             stage="denoiser",
@@ -105,6 +117,7 @@ class FakeDenoiser:
             bucket=ask.tokens,
             conditions=[float(seed), 1.0] if ask.guided else [float(seed)],
             params=ask.request().request.diffusion or DiffusionParams(),
+            given=ask.given,
         )
 
     def branches(self, sample: Sample) -> Sequence[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -213,6 +214,48 @@ def test_a_row_that_never_fits_fails_its_request_alone() -> None:
     torch.testing.assert_close(latents_of(outputs)["small", 0], truth(asks[1], 0))
 
 
+def test_a_row_that_there_is_no_memory_for_is_tried_once_more() -> None:
+    """Calls before it leave memory behind, which is given back then. What is said in the end names what did fit."""
+    tries: list[str] = []
+
+    def fails(rows: Sequence[Row]) -> Exception | None:
+        name = rows[0].sample.request_id
+        tries.append(name)
+        lacking = name == "never" or (name == "later" and tries.count(name) == 1)
+        return RuntimeError("could not create a primitive") if lacking else None
+
+    asks = [Ask("small", size=(64, 32)), Ask("later", tokens=6), Ask("never", tokens=8, size=(64, 128))]
+    engine = engine_of(asks, FakeDenoiser(fails=fails))
+    for ask in asks:
+        join(engine, ask)
+    outputs = finish(engine)
+    [error] = [output.error for output in outputs if output.error]
+    assert isinstance(error, StageFailed)
+    assert "height 64 x width 128" in str(error)
+    assert tries.count("never") == 2
+    assert {name for name, _ in latents_of(outputs)} == {"small", "later"}
+
+
+def test_what_failed_for_memory_holds_none() -> None:
+    """What a row had got when it failed is gone when others of the call are computed."""
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def fails(rows: Sequence[Row]) -> Exception | None:
+        assert all(one() is None for one in held)
+        if all(row.sample.request_id == "small" for row in rows):
+            return None
+        activations = torch.zeros(8)
+        held.append(weakref.ref(activations))
+        raise MemoryError
+
+    asks = [Ask("big"), Ask("small")]
+    engine = engine_of(asks, FakeDenoiser(fails=fails))
+    for ask in asks:
+        join(engine, ask)
+    assert [output.request_id for output in finish(engine) if output.error] == ["big"]
+    assert len(held) == 3, "with the other, alone, and once more"
+
+
 def test_a_guilty_row_fails_alone() -> None:
     def fails(rows: Sequence[Row]) -> Exception | None:
         return ValueError("bad row") if any(row.sample.request_id == "r2" for row in rows) else None
@@ -244,6 +287,43 @@ def test_what_cannot_fit_is_refused_with_a_size_that_would() -> None:
         join(two, Ask(name, tokens=45))
     two.step()
     assert two.stats()["batch"] == 2, "two rows fit"
+
+
+@pytest.mark.parametrize(
+    ("size", "tokens", "given", "offered"),
+    [
+        ((1024, 1024), 4096, 0, "480 x 480"),
+        ((512, 2048), 4096, 0, "224 x 992"),
+        ((64, 16384), 4096, 0, "32 x 8000"),
+        ((1024, 1024), 4096 + 500, 500, "352 x 352"),  # pictures that are brought take as much at any size
+        ((1024, 1024), 4096 + 1000, 1000, None),
+    ],
+)
+def test_the_size_that_is_offered_fits(size: tuple[int, int], tokens: int, given: int, offered: str | None) -> None:
+    ask = Ask("large", tokens=tokens, size=size, given=given)
+    engine = engine_of([ask], FakeDenoiser(bytes_per_token=1), memory_bytes=1000)
+    join(engine, ask)
+    [output] = finish(engine)
+    assert isinstance(output.error, TooLarge)
+    assert f"height {size[0]} x width {size[1]}" in str(output.error)
+    if offered is None:
+        assert str(output.error).endswith("no size would fit")
+        return
+    assert str(output.error).endswith(f"{offered} would fit")
+    height, width = map(int, offered.split(" x "))
+    fits = Ask("fits", tokens=given + (tokens - given) * height * width // (size[0] * size[1]), size=(height, width))
+    engine = engine_of([fits], FakeDenoiser(bytes_per_token=1), memory_bytes=1000)
+    join(engine, fits)
+    assert ("fits", 0) in latents_of(finish(engine))
+
+
+def test_fewer_frames_where_no_size_would_fit() -> None:
+    ask = Ask("long", tokens=400_000, size=(64, 64), frames=257)
+    engine = engine_of([ask], FakeDenoiser(bytes_per_token=1), memory_bytes=1000)
+    join(engine, ask)
+    [output] = finish(engine)
+    assert "and 257 frames" in str(output.error)
+    assert "ask for fewer" in str(output.error)
 
 
 def test_progress_and_previews() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from segue.engines.contract import StageOutput, StageRequest
+from segue.kernels.memory import out_of_memory
 from segue.messages.errors import InvalidRequest, SegueError, StageFailed
 
 
@@ -103,9 +104,13 @@ class Entries(Generic[EntryT]):
 
 
 def as_error(error: Exception) -> SegueError:
-    """Errors of our own tree pass; anything else is the stage's failure and says what it was."""
+    """Errors of our own tree pass; anything else is the stage's failure and says what it was. Of what was not there for
+    lack of memory nothing is kept: what the call had got by then hangs on the traceback."""
     if isinstance(error, SegueError):
         return error
+    if out_of_memory(error):
+        first = str(error).partition("\n")[0]
+        return StageFailed(f"there is no memory left for what this request needs here: {first or type(error).__name__}")
     wrapped = StageFailed(f"{type(error).__name__}: {error}")
     wrapped.__cause__ = error
     return wrapped

@@ -31,6 +31,7 @@ from segue.engines.module.engine import ModuleConfig, ModuleEngine
 from segue.graph.deployment import EdgePlan, Limits, StagePlan
 from segue.graph.stage_graph import INPUT
 from segue.kernels.compiled import compile_layers
+from segue.kernels.memory import give_back
 from segue.messages.errors import ConfigError
 from segue.messages.process import WorkerSpec
 from segue.messages.sampling import SamplingParams
@@ -38,7 +39,6 @@ from segue.messages.wire import Loading, StageFacts
 from segue.models.registry import families
 from segue.worker.device_memory import on_device
 from segue.worker.drafters import LoadedDrafter, load_drafter
-from segue.worker.heap import give_back
 from segue.worker.outbox import Channel
 from segue.worker.ranks import Ranks, load_context, threads_of
 from segue.worker.retained import RetainedStore

@@ -22,6 +22,7 @@ from segue.engines.contract import LoadContext
 from segue.engines.diffusion.row_follower import follow_rows
 from segue.graph.deployment import StagePlan
 from segue.kernels.backends import attention_backend
+from segue.kernels.memory import give_back
 from segue.messages.errors import ConfigError
 from segue.messages.process import WorkerSpec
 from segue.models.registry import families
@@ -29,7 +30,6 @@ from segue.observe.stderr import say
 from segue.parallel.group import Group
 from segue.parallel.orders import Crew
 from segue.parallel.ways import Shape, meet
-from segue.worker.heap import give_back
 from segue.worker.processes import die_with_parent, name_process
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -58,6 +58,8 @@ class Sample:
     is in the bucket."""
     state: Any = None
     """The family's own."""
+    given: int = 0
+    """Of `tokens`, those of pictures that the request brings: as many whatever size is made."""
     step: int = 0
     """Calls of the network that are done; it is finished when this is `len(timesteps)`."""
     step_arguments: dict[str, Any] = field(default_factory=dict)

@@ -22,10 +22,11 @@ from segue.engines.contract import Payload, StageOutput, StageRequest
 from segue.engines.diffusion.choice import Candidate, choose
 from segue.engines.diffusion.contract import DiffusionAdapter, Row, Sample
 from segue.engines.diffusion.costs import CostTable, measure
-from segue.engines.diffusion.room import Room, out_of_memory
+from segue.engines.diffusion.room import Room
 from segue.engines.diffusion.step_caches import StepCaches
 from segue.engines.entries import Entries, Entry
-from segue.messages.errors import ConfigError, SegueError, StageFailed
+from segue.kernels.memory import out_of_memory
+from segue.messages.errors import ConfigError, StageFailed
 
 TRIAL_SECONDS = {"cpu": 1.0}
 """Time that the warm-up takes to measure calls, by kind of device. A worker that comes back takes it again."""
@@ -257,9 +258,10 @@ class DiffusionEngine:
         self._last_batch = len(rows)
         return self._predict(rows)
 
-    def _predict(self, rows: Sequence[Row]) -> list[torch.Tensor | Exception]:
+    def _predict(self, rows: Sequence[Row], *, again: bool = False) -> list[torch.Tensor | Exception]:
         """What the network says to each row, or why it cannot: a call that fails is made again in halves, so that one
-        that is too large for the memory succeeds, and of any other only the guilty row fails."""
+        that is too large for the memory succeeds, and of any other only the guilty row fails. A row that there is no
+        memory for by itself is tried once more (`again`)."""
         self._calls += 1
         self._rows += len(rows)
         try:
@@ -270,16 +272,22 @@ class DiffusionEngine:
             if len(answers) != len(rows):
                 raise StageFailed(f"the adapter gave {len(answers)} predictions for {len(rows)} rows")
         except Exception as error:
-            if out_of_memory(error):
-                self._room.too_large(rows[0].sample, len(rows))
-            if len(rows) == 1:
-                return [error]
+            lacking = out_of_memory(error)
+            # what the call had got by then hangs on the traceback
+            failure = error.with_traceback(None) if lacking else error
         else:
+            self._room.fitted(rows[0].sample)
             # elsewhere the call has only been begun
             if rows[0].sample.latents.device.type == "cpu" and self._caches.measures(rows):
                 self.costs.enter(rows[0].sample.tokens, len(rows), seconds)
             return answers
+        if lacking:
+            self._room.too_large(rows[0].sample, len(rows))
+        if len(rows) == 1 and (again or not lacking):
+            return [failure]
         self._retries += 1
+        if len(rows) == 1:  # what was left behind by calls before it has been given back
+            return self._predict(rows, again=True)
         middle = (len(rows) + 1) // 2
         return self._predict(rows[:middle]) + self._predict(rows[middle:])
 
@@ -289,7 +297,7 @@ class DiffusionEngine:
         predictions: list[torch.Tensor] = []
         for answer in answers:
             if isinstance(answer, Exception):
-                raise _too_large(sample) if out_of_memory(answer) else answer
+                raise self._room.failure(sample) if out_of_memory(answer) else answer
             predictions.append(answer)
         prediction = self._adapter.combine(sample, predictions)
         outputs: list[StageOutput] = []
@@ -322,10 +330,3 @@ def preview_calls(calls: int, previews: int) -> list[int]:
     the same."""
     due = {-(-number * calls // (previews + 1)) for number in range(1, previews + 1)}
     return sorted(call for call in due if call < calls)
-
-
-def _too_large(sample: Sample) -> SegueError:
-    return StageFailed(
-        f"a call of the network over one row of {sample.tokens} latent tokens does not fit into the memory that is "
-        "free; ask for a smaller size"
-    )

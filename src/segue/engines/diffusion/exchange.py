@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from segue.engines.diffusion.room import out_of_memory
+from segue.kernels.memory import out_of_memory
 from segue.messages.errors import InvalidRequest, SegueError, StageFailed, error_from
 from segue.parallel.row_orders import Fared
 from segue.parallel.ways import Ways

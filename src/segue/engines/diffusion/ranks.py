@@ -28,8 +28,8 @@ from segue.engines.contract import Payload, StageRequest
 from segue.engines.diffusion.contract import CachesBlocks, DiffusionAdapter, Row, Sample
 from segue.engines.diffusion.exchange import NO_MEMORY, STRAY, failure_of, gathered, told
 from segue.engines.diffusion.reserve import Reserve
-from segue.engines.diffusion.room import out_of_memory
 from segue.kernels.lora import Lora
+from segue.kernels.memory import out_of_memory
 from segue.messages.errors import ConfigError
 from segue.parallel.group import ReplicaBroken
 from segue.parallel.orders import Crew, LoadAdapter, UnloadAdapter, dtype_name

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from segue.engines.diffusion.contract import DiffusionAdapter, Row
-from segue.engines.diffusion.room import out_of_memory
+from segue.kernels.memory import out_of_memory
 
 _PIECES = 16
 """What is asked for is asked for in so many pieces: what is still in use may lie between them."""

@@ -16,7 +16,7 @@ from segue.engines.contract import StageRequest
 from segue.engines.diffusion.contract import CachesBlocks, DiffusionAdapter, Row, Sample
 from segue.engines.diffusion.exchange import NO_MEMORY, STRAY, gathered, told
 from segue.engines.diffusion.reserve import Reserve
-from segue.engines.diffusion.room import out_of_memory
+from segue.kernels.memory import out_of_memory
 from segue.messages.errors import SegueError, StageFailed
 from segue.parallel.group import ReplicaBroken
 from segue.parallel.orders import LoadAdapter, UnloadAdapter, answer, dtype_of, received

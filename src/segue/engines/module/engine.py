@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from segue.engines.contract import Payload, StageOutput, StageRequest
 from segue.engines.entries import Entries, Entry, as_error
 from segue.engines.module.contract import ModuleAdapter, Result, Work
+from segue.kernels.memory import give_back, out_of_memory
 from segue.messages.errors import ConfigError, StageFailed
 
 
@@ -187,6 +188,9 @@ class ModuleEngine:
         except Exception as error:
             if len(batch) == 1:
                 return [Result(error=as_error(error))]
+            lacking = out_of_memory(error)
+        if lacking:
+            give_back()
         # Some item spoils the call for all: one by one, only that one fails.
         self._retries += 1
         return [result for work in batch for result in self._run([work])]

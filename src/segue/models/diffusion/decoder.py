@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -10,8 +11,11 @@ import torch
 
 from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.engines.module.contract import Result, Work
+from segue.kernels.memory import give_back_on, out_of_memory
 from segue.messages.errors import ConfigError, StageFailed
 from segue.models.diffusion.loading import load_component
+
+log = logging.getLogger(__name__)
 
 TILE_PIXELS = 2_097_152
 """Larger pictures are decoded in tiles that are blended (diffusers' `enable_tiling`): a small difference, much less
@@ -37,6 +41,8 @@ class Decoder(ABC):
         self.device = ctx.device
         self.vae = load_component(ctx, self.component, dtype=dtype)
         self.dtype: torch.dtype = self.vae.dtype
+        self._largest = (0, 0)
+        """Height and width of the largest that was decoded."""
         self._tile_pixels = ctx.options.get("tile_pixels", TILE_PIXELS)
         if not isinstance(self._tile_pixels, int) or self._tile_pixels < 1:
             raise ConfigError(f"tile_pixels is {self._tile_pixels!r}; it must be a number of pixels")
@@ -52,9 +58,9 @@ class Decoder(ABC):
         """Pixels per latent, in height and in width."""
 
     @torch.inference_mode()
-    def pixels(self, latents: torch.Tensor) -> torch.Tensor:
-        """[B, channels, (frames,) h, w] → [B, (frames,) H, W, 3] float32 in [0, 1]."""
-        if self.tiled(latents):
+    def pixels(self, latents: torch.Tensor, *, tiled: bool = False) -> torch.Tensor:
+        """[B, channels, (frames,) h, w] → [B, (frames,) H, W, 3] float32 in [0, 1]; `tiled`: whatever their size."""
+        if tiled or self.tiled(latents):
             self.vae.enable_tiling()
         else:
             self.vae.disable_tiling()
@@ -94,11 +100,54 @@ class Decoder(ABC):
         payloads: list[Any] = [work.item for work in works]
         if payloads[0] is None:
             return [Result() for _ in works]
-        decoded = self.pixels(torch.cat([payload["latents"] for payload in payloads]))
+        latents = torch.cat([payload["latents"] for payload in payloads])
+        try:
+            decoded = self.pixels(latents)
+        except (RuntimeError, MemoryError) as error:
+            if len(works) > 1 or not out_of_memory(error):  # the engine runs them one by one
+                raise
+            reason = str(error).partition("\n")[0]
+        else:
+            reason = ""
+        if reason:
+            decoded = self._with_less(latents, reason)
+        self.note(latents)
         return [
             Result(_shown(payload, levels(pixels, payload["index"])))
             for payload, pixels in zip(payloads, decoded, strict=True)
         ]
+
+    def _with_less(self, latents: torch.Tensor, reason: str) -> torch.Tensor:
+        """`pixels` of one for which there was no memory, in tiles. Raises `StageFailed` where there is none for these
+        either."""
+        give_back_on(self.device)
+        height, width = self._sides(latents)
+        log.warning("there is no memory to decode %d x %d at once (%s): it is decoded in tiles", height, width, reason)
+        try:
+            return self.pixels(latents, tiled=True)
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+        give_back_on(self.device)
+        raise self.too_large(latents)
+
+    def note(self, latents: torch.Tensor) -> None:
+        """These were decoded."""
+        self._largest = max(self._largest, self._sides(latents), key=lambda sides: sides[0] * sides[1])
+
+    def too_large(self, latents: torch.Tensor) -> StageFailed:
+        """There is no memory to decode these."""
+        height, width = self._sides(latents)
+        most = self._largest
+        known = f"; there was memory for {most[0]} x {most[1]}" if 0 < most[0] * most[1] < height * width else ""
+        return StageFailed(
+            f"height {height} x width {width} cannot be decoded in the memory that is free; ask for a smaller "
+            f"size{known}"
+        )
+
+    def _sides(self, latents: torch.Tensor) -> tuple[int, int]:
+        """Height and width in pixels."""
+        return latents.shape[-2] * self.scale, latents.shape[-1] * self.scale
 
     def end(self, state: _State) -> None:
         """Nothing is kept but the state itself."""

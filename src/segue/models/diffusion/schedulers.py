@@ -12,16 +12,20 @@ import torch
 
 from segue.media.sources import shown
 from segue.messages.diffusion import DiffusionParams
-from segue.messages.errors import InvalidRequest, nearest
+from segue.messages.errors import ConfigError, InvalidRequest, nearest
 from segue.models.diffusion.library import (
     DPMSolverMultistepScheduler,
     FlowMatchEulerDiscreteScheduler,
+    FlowMatchHeunDiscreteScheduler,
+    FlowMatchLCMScheduler,
     LCMScheduler,
     SchedulerMixin,
     UniPCMultistepScheduler,
 )
 from segue.models.diffusion.loading import component_class
 
+_UNMADE = (TypeError, ValueError, NotImplementedError, ImportError)
+"""What schedulers raise of settings that they cannot be made of; some need a package (`use_beta_sigmas`: SciPy)."""
 _BETAS = {"beta_start", "beta_end", "beta_schedule"}
 """What a scheduler says that adds noise by a table of variances."""
 
@@ -35,7 +39,18 @@ class Schedulers:
         kind = component_class(model_dir, name)
         self.config: dict[str, Any] = dict(kind.load_config(model_dir / name, local_files_only=True))
         self._default = kind
-        compatible = kind.from_config(self.config).compatibles
+        try:
+            compatible = kind.from_config(self.config).compatibles
+        except _UNMADE as error:
+            raise ConfigError(
+                f"{model_dir / name}: {kind.__name__} cannot be made of its settings: {error}", field="model"
+            ) from error
+        if self.config.get("scale_factors"):
+            raise ConfigError(
+                f"{model_dir / name}: scale_factors is {self.config['scale_factors']}; latents that grow on the way "
+                "(scale-wise generation) are not served",
+                field="model",
+            )
         if self.config.keys() >= _BETAS:  # for adapters distilled to few steps; diffusers lists it with none
             compatible = [*compatible, LCMScheduler]
         # of one that needs a package which is not there, diffusers gives a stand-in
@@ -62,7 +77,7 @@ class Schedulers:
         """Raise `InvalidRequest` for a scheduler that does not go with the checkpoint's, or cannot be made of its
         settings, and for noise levels that it does not take."""
         made = self.make(name)
-        if sigmas is not None and made.config.get("use_flow_sigmas"):
+        if sigmas is not None and (made.config.get("use_flow_sigmas") or not takes_sigmas(made)):
             raise InvalidRequest(
                 f"sigmas is given, but {type(made).__name__} spaces the noise levels itself: leave it out",
                 field="sigmas",
@@ -80,7 +95,7 @@ class Schedulers:
             )
         try:
             return self._kinds[name].from_config(self.config, **self._settings.get(name, {}))
-        except (TypeError, ValueError, NotImplementedError) as error:
+        except _UNMADE as error:
             raise InvalidRequest(
                 f"scheduler is {shown(name)}, which is not made of this model's settings: {error}", field="scheduler"
             ) from error
@@ -93,12 +108,22 @@ def _across(
     they call the same settings otherwise."""
     if issubclass(kind, FlowMatchEulerDiscreteScheduler):
         if config.get("use_dynamic_shifting") and config.get("time_shift_type", "exponential") != "exponential":
+            yield FlowMatchLCMScheduler, {}
             return  # which is all that the others know
         told = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": config.get("shift", 1.0)}
         yield UniPCMultistepScheduler, told
         yield DPMSolverMultistepScheduler, told
+        yield FlowMatchLCMScheduler, {}
+        if not config.get("use_dynamic_shifting"):  # it knows none
+            yield FlowMatchHeunDiscreteScheduler, {}
     elif config.get("use_flow_sigmas"):
-        yield FlowMatchEulerDiscreteScheduler, {"shift": config.get("flow_shift", 1.0)}
+        for one in (FlowMatchEulerDiscreteScheduler, FlowMatchHeunDiscreteScheduler, FlowMatchLCMScheduler):
+            yield one, {"shift": config.get("flow_shift", 1.0)}
+
+
+def takes_sigmas(scheduler: Any) -> bool:
+    """Whether its noise levels can be given to it."""
+    return "sigmas" in inspect.signature(scheduler.set_timesteps).parameters
 
 
 def _meant(name: str, known: tuple[str, ...]) -> str:
@@ -132,7 +157,12 @@ def set_spaced(
     sigmas: Any = params.sigmas if params.sigmas is not None else np.linspace(1.0, 1 / steps, steps)
     spaces_itself = scheduler.config.get("use_flow_sigmas")
     shifts = {} if spaces_itself and not scheduler.config.get("use_dynamic_shifting") else {"mu": mu}
-    takes_any = "sigmas" in inspect.signature(scheduler.set_timesteps).parameters
+    takes_any = takes_sigmas(scheduler)
+    if not (spaces_itself or takes_any):
+        raise InvalidRequest(
+            f"scheduler is {type(scheduler).__name__}, which takes no noise levels; this model spaces them for it",
+            field="scheduler",
+        )
     if spaces_itself and not (always and takes_any):
         scheduler.set_timesteps(steps, device=device, **shifts)
     else:

@@ -55,6 +55,9 @@ class Flux2Denoiser(Denoiser):
         shapes = tuple(tuple(picture["latents"].shape) for picture in given.pictures(self.device))
         return (super().bucket_of(latents, given, conditions), shapes, len(conditions[0]))
 
+    def tokens_beside(self, sample: Sample) -> int:
+        return max(map(len, sample.conditions))
+
     def conditions(self, given: Given) -> list[torch.Tensor]:
         """[text tokens, features] each."""
         return [text["embeds"].to(self.dtype) for text in given.texts(self.device)]
@@ -96,7 +99,8 @@ class Flux2Denoiser(Denoiser):
         for sample in super()._samples(given, conditions):
             if pictures is not None:
                 sample.state = pictures
-                sample.tokens += pictures.tokens.shape[1]
+                sample.given = pictures.tokens.shape[1]
+                sample.tokens += sample.given
             yield sample
 
     def _sides(self, params: DiffusionParams) -> tuple[int, int]:

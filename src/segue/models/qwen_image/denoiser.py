@@ -72,6 +72,9 @@ class QwenImageDenoiser(Denoiser):
             return None
         return next(iter(given.pictures(self.device)), None)
 
+    def tokens_beside(self, sample: Sample) -> int:
+        return max(map(len, sample.conditions))
+
     def conditions(self, given: Given) -> list[torch.Tensor]:
         """[text tokens, hidden] each."""
         return [text["embeds"].to(self.dtype) for text in given.texts(self.device)]
@@ -145,7 +148,8 @@ class QwenImageDenoiser(Denoiser):
                 pictures = Pictures(given.start.picture, pictures.shapes)
             if pictures is not None:
                 sample.state = pictures
-                sample.tokens += pictures.tokens.shape[1]
+                sample.given = pictures.tokens.shape[1]
+                sample.tokens += sample.given
             yield sample
 
     def _sides(self, params: DiffusionParams) -> tuple[int, int]:

@@ -61,6 +61,9 @@ class StableDiffusion3Denoiser(Denoiser):
             return latents
         return super().started_from(start, latents, scheduler, first, given)
 
+    def tokens_beside(self, sample: Sample) -> int:
+        return max(len(one.text) for one in sample.conditions)
+
     def conditions(self, given: Given) -> list[Condition]:
         """CLIP's hidden states, filled up to T5's width, then T5's; where there is no T5, zeros."""
         clips = given.texts(self.device, "clip_encoder")

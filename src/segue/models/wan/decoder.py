@@ -9,6 +9,7 @@ import torch
 
 from segue.engines.contract import LoadContext, Payload
 from segue.engines.module.contract import Result, Work
+from segue.kernels.memory import give_back_on, out_of_memory
 from segue.models.diffusion.decoder import Decoder, levels
 from segue.models.wan.library import WanCausalConv3d, unpatchify
 
@@ -87,12 +88,7 @@ class WanDecoder(Decoder):
 
     def _frames(self, video: _Video) -> Payload:
         place = video.done
-        frames = self.vae.decoder(
-            self.vae.post_quant_conv(video.latents[:, :, place : place + 1]),
-            feat_cache=video.kept,
-            feat_idx=[0],
-            first_chunk=place == 0,
-        )
+        frames = self._decoded(video)
         if self.vae.config.patch_size is not None:
             frames = unpatchify(frames, patch_size=self.vae.config.patch_size)
         first, count = video.frames, frames.shape[2]
@@ -101,3 +97,25 @@ class WanDecoder(Decoder):
             video.kept.clear()
         shades = levels((frames[0].float() / 2 + 0.5).clamp(0, 1), video.index)
         return {"video": shades.permute(1, 2, 3, 0), "index": video.index, "fps": video.fps, "first": first}
+
+    def _decoded(self, video: _Video) -> torch.Tensor:
+        """The frames of the next latent. One for which there is no memory is tried once more, with what was left behind
+        given back. Raises `StageFailed`."""
+        place = video.done
+        piece = video.latents[:, :, place : place + 1]
+        for _ in range(2):
+            kept = list(video.kept)
+            try:
+                made = self.vae.decoder(
+                    self.vae.post_quant_conv(piece), feat_cache=kept, feat_idx=[0], first_chunk=place == 0
+                )
+            except (RuntimeError, MemoryError) as error:
+                if not out_of_memory(error):
+                    raise
+            else:
+                assert isinstance(made, torch.Tensor)
+                video.kept[:] = kept
+                self.note(piece)
+                return made
+            give_back_on(self.device)
+        raise self.too_large(piece)

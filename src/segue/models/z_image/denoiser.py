@@ -47,6 +47,9 @@ class ZImageDenoiser(Denoiser):
     def begins_with(self, given: Given) -> dict[str, torch.Tensor] | None:
         return next(iter(given.pictures(self.device)), None)
 
+    def tokens_beside(self, sample: Sample) -> int:
+        return max(map(len, sample.conditions))
+
     def conditions(self, given: Given) -> list[torch.Tensor]:
         """[text tokens, hidden] each."""
         return [text["embeds"].to(self.dtype) for text in given.texts(self.device)]

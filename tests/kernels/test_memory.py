@@ -1,18 +1,22 @@
-"""What loading leaves behind."""
+"""What loading leaves behind, and how it is told that there is no memory."""
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import subprocess
 import sys
 
 import pytest
+import torch
+
+from segue.kernels.memory import out_of_memory
 
 _SCRIPT = """
 import os
 import torch
-from segue.worker.heap import give_back
+from segue.kernels.memory import give_back
 
 def resident() -> int:
     with open("/proc/self/statm") as file:
@@ -39,3 +43,25 @@ def test_freed_memory_goes_back_to_the_system():
         [sys.executable, "-c", _SCRIPT], env=environment, capture_output=True, text=True, check=True, timeout=120
     )
     assert int(done.stdout) > 150, "MiB of the 240 that were freed"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you"),
+        RuntimeError("could not create a primitive"),
+        RuntimeError("std::bad_alloc"),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+    ],
+)
+def test_words_for_no_memory(error: Exception) -> None:
+    assert out_of_memory(error)
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("shapes differ"), ValueError("std::bad_alloc"), OSError(errno.ENOENT, "")]
+)
+def test_other_failures(error: Exception) -> None:
+    assert not out_of_memory(error)
