@@ -40,7 +40,7 @@ text such as `64MiB` and `1GB`.
     runtime:
       connectors:
         shm: {name: SharedMemoryConnector, extra: {shm_threshold_bytes: 65536, pool_bytes: 64MiB, max_bytes: 512MiB}}
-    limits: {max_waiting: 256, max_retries: 2, default_deadline: null, retained_bytes: 256MiB, drain_seconds: 10,
+    limits: {max_waiting: 2048, max_retries: 2, default_deadline: null, retained_bytes: 256MiB, drain_seconds: 10,
              hang_seconds: 600}
 
 Of these, diffusion stages have `compile`, `quantization` and `attention` (auto, native, cudnn, flash, flash_3, sage,
@@ -198,7 +198,7 @@ class EdgePlan:
 class Limits:
     """Bounds of the whole deployment."""
 
-    max_waiting: int = 256
+    max_waiting: int = 2048
     """Requests admitted and not finished; the next one is refused (429)."""
     max_retries: int = 2
     """How often a request may lose the worker of one and the same stage and go on."""
