@@ -28,8 +28,8 @@ check: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: check  ## everything that needs no GPU
-	$(BIN)/python -m pytest
+test: check  ## everything that needs no GPU; a process per core takes one file of tests after another
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 CONTROL_PLANE := graph messages connectors orchestrator
 cover: $(INSTALLED)  ## coverage of the control plane, at least 95%

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from segue.graph.hardware import detect_hardware
 
 if TYPE_CHECKING:
     from library_reference import Reference
@@ -17,6 +20,13 @@ if TYPE_CHECKING:
 if not Path("/dev/nvidiactl").exists():
     # read when Triton is imported, by whomever: without a GPU its kernels are interpreted
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Each client of httpx, openai's too, reads all of certifi's certificates otherwise (20 ms); none here speaks TLS.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # read when torch is imported, here and in what tests start: the cores are shared out among processes of pytest,
+    # and threads are many where a test asks for `two_threads`
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A busy machine is no failure, and examples are the same in every run: what a change breaks is what its author sees.
 # `pytest --hypothesis-profile search` tries others each time.
@@ -25,7 +35,17 @@ settings.register_profile("search", PATIENT)
 settings.register_profile("segue", PATIENT, derandomize=True)
 settings.load_profile("segue")
 
+MEMORY_OF_TESTS = 4 << 30
+"""Bytes for each of several processes of pytest and what it starts."""
 TOYS = str(Path(__file__).parent / "toys")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One process per core, if there is memory for its models and servers; none beside this one where there are GPUs,
+    whose memory tests take whole."""
+    machine = detect_hardware()
+    return 0 if machine.gpus else max(1, min(machine.cpus, machine.memory_bytes // MEMORY_OF_TESTS))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -33,6 +53,17 @@ def pytest_runtest_setup() -> None:
     """Before fixtures of any scope: what a test draws without a generator does not hang on the tests before it."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Of torch and of the compiled kernels, on any machine: how work is divided among threads is tested, too."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

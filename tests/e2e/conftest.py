@@ -14,7 +14,7 @@ from segue.kernels.torchvision_shim import ensure_torchvision
 
 ensure_torchvision()  # before the tests import transformers
 
-from server_process import Served  # noqa: E402
+from server_process import Served, served  # noqa: E402
 from truth_system import System, Truth  # noqa: E402
 
 from library_reference import Reference  # noqa: E402
@@ -36,7 +36,7 @@ def pytest_runtest_protocol() -> Generator[None, object, object]:
         torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def plain_system(tiny_dir: Path) -> Iterator[System]:
     """Without a deployment file. Starting a system costs seconds: all files that need no other share it."""
     system = System(tiny_dir)
@@ -54,6 +54,13 @@ def system(request: pytest.FixtureRequest, tiny_dir: Path) -> Iterator[System]:
     system = System(tiny_dir, **deployment)
     yield system
     system.close()
+
+
+@pytest.fixture(scope="package")
+def plain_server(tiny_dir: Path) -> Iterator[Served]:
+    """Without options, for all files that leave its processes alone."""
+    with served(tiny_dir) as server:
+        yield server
 
 
 @pytest.fixture

@@ -12,17 +12,9 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save_file
-from server_process import segue
+from server_process import segue, tiny
 
-from segue.cli import parser
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("qwen-image")
-    made = segue("tiny", "qwen-image", str(directory))
-    assert made.returncode == 0, made.stderr
-    return directory
+from segue.cli import main, parser
 
 
 def read(path: Path) -> np.ndarray:
@@ -43,9 +35,9 @@ def adapter(model: Path, to: Path) -> None:
     save_file(tensors, to)
 
 
-def test_pictures_are_written(model: Path, tmp_path: Path) -> None:
+def test_pictures_are_written(qwen_image_dir: Path, tmp_path: Path) -> None:
     """One file of the name that was given; several with numbers, of which the first is the one alone."""
-    asked = ["generate", str(model), "a red bicycle", "--size", "64x96", "--steps", "3", "--seed", "3"]
+    asked = ["generate", str(qwen_image_dir), "a red bicycle", "--size", "64x96", "--steps", "3", "--seed", "3"]
     more = ["--true-cfg", "2", "--negative", "grey", "--parameter", "max_sequence_length=64"]
     one = segue(*asked, *more, "-o", str(tmp_path / "out.png"))
     assert one.returncode == 0, one.stderr
@@ -75,24 +67,27 @@ def test_pictures_are_written(model: Path, tmp_path: Path) -> None:
         (["-o", "x.png", "--image", "x.png", "--mask", "m.png"], "'m.png' is no picture that can be read"),
     ],
 )
-def test_refused_before_anything_starts(model: Path, arguments: list[str], says: str) -> None:
-    done = segue("generate", str(model), "hi", *arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert says in done.stderr
-    assert len(done.stderr.splitlines()) == 1, "no bar of a stage that starts"
+def test_refused_before_anything_starts(
+    qwen_image_dir: Path, arguments: list[str], says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", str(qwen_image_dir), "hi", *arguments]) == 2
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert says in said.err
+    assert len(said.err.splitlines()) == 1, "no bar of a stage that starts"
 
 
-def test_a_place_that_is_taken_by_a_directory(model: Path, tmp_path: Path) -> None:
+def test_a_place_that_is_taken_by_a_directory(qwen_image_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "taken.png").mkdir()
-    done = segue("generate", str(model), "hi", "-o", str(tmp_path / "taken.png"))
+    done = segue("generate", str(qwen_image_dir), "hi", "-o", str(tmp_path / "taken.png"))
     assert (done.returncode, done.stdout) == (2, "")
     assert "that is a directory" in done.stderr
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_directory_that_may_not_be_written_to(model: Path, tmp_path: Path) -> None:
+def test_a_directory_that_may_not_be_written_to(qwen_image_dir: Path, tmp_path: Path) -> None:
     tmp_path.chmod(0o555)
-    done = segue("generate", str(model), "hi", "-o", str(tmp_path / "out.png"))
+    done = segue("generate", str(qwen_image_dir), "hi", "-o", str(tmp_path / "out.png"))
     assert (done.returncode, done.stdout) == (2, "")
     assert "may not be written to" in done.stderr
 
@@ -108,11 +103,10 @@ def test_arguments_are_read(arguments: list[str], says: str, capsys: pytest.Capt
 
 
 def test_a_video_is_written(tmp_path: Path) -> None:
-    made = segue("tiny", "wan", str(tmp_path / "wan"))
-    assert made.returncode == 0, made.stderr
+    model = tiny(tmp_path / "wan", "wan")
     to = tmp_path / "out.mp4"
     asked = ["--size", "64x32", "--steps", "2", "--seconds", "0.5", "--guidance", "2", "--fps", "8", "-o", str(to)]
-    done = segue("generate", str(tmp_path / "wan"), "a small boat", *asked)
+    done = segue("generate", str(model), "a small boat", *asked)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(to)]
     with av.open(str(to)) as file:
@@ -121,7 +115,7 @@ def test_a_video_is_written(tmp_path: Path) -> None:
     assert np.stack(shown).shape == (5, 32, 64, 3)
 
 
-def test_a_part_of_a_picture_is_made_anew_with_an_adapter(model: Path, tmp_path: Path) -> None:
+def test_a_part_of_a_picture_is_made_anew_with_an_adapter(qwen_image_dir: Path, tmp_path: Path) -> None:
     """A mask that is white, and one that is transparent, open the same part; the adapter changes what is made there."""
     noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     Image.fromarray(noise).save(tmp_path / "given.png")
@@ -129,8 +123,8 @@ def test_a_part_of_a_picture_is_made_anew_with_an_adapter(model: Path, tmp_path:
     white[:, 32:] = 255
     Image.fromarray(white).save(tmp_path / "white.png")
     Image.fromarray(np.dstack([noise, 255 - white])).save(tmp_path / "clear.png")
-    adapter(model, tmp_path / "style.safetensors")
-    asked = ["generate", str(model), "a wheel", "--size", "64x64", "--steps", "2", "--seed", "3"]
+    adapter(qwen_image_dir, tmp_path / "style.safetensors")
+    asked = ["generate", str(qwen_image_dir), "a wheel", "--size", "64x64", "--steps", "2", "--seed", "3"]
     asked += ["--image", str(tmp_path / "given.png"), "--step-cache", "taylorseer"]
     made = {}
     for name, more in (

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
-from server_process import HELLO, NAME, Metrics, Served, served, tiny_checkpoint
+from server_process import HELLO, NAME, Metrics, Served
 
 SAMPLED: dict[str, Any] = {"model": NAME, "messages": HELLO, "temperature": 1.0, "max_tokens": 24}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with served(tiny_checkpoint(tmp_path_factory), "--log-level", "warning") as server:
-        yield server
+@pytest.fixture
+def server(plain_server: Served) -> Served:
+    return plain_server
 
 
 def test_streamed_choices_are_those_of_single_requests(client: openai.OpenAI) -> None:

@@ -11,15 +11,15 @@ from pathlib import Path
 import av
 import psutil
 import pytest
-from server_process import ASSETS, environment, segue, tiny_checkpoint
+from server_process import ASSETS, environment, segue
 
 from segue.cli import parser
 from segue.server.settings import ServerSettings
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory)
+def model(tiny_dir: Path) -> Path:
+    return tiny_dir
 
 
 def seconds_of(path: Path) -> float:

@@ -8,11 +8,12 @@ import socket
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from server_process import Metrics, Served, body, ids_of, served, spoken, tiny_checkpoint
+from server_process import Metrics, Served, body, ids_of, served, spoken
 
 CHAT = "/v1/chat/completions"
 MAX_WAITING = 24
@@ -23,10 +24,10 @@ stages: {{thinker: {{kv_blocks: 512}}, talker: {{kv_blocks: 512}}}}  # so few th
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def server(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     config = tmp_path_factory.mktemp("clients") / "deployment.yaml"
     config.write_text(CONFIG)
-    with served(tiny_checkpoint(tmp_path_factory), "--config", str(config), "--log-level", "warning") as server:
+    with served(tiny_dir, "--config", str(config), "--log-level", "warning") as server:
         yield server
 
 

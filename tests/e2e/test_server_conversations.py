@@ -11,17 +11,14 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from server_process import NAME, served, tiny_checkpoint
+from server_process import NAME, Served
 
 from segue.media.encode import encode_png
 
 
 @pytest.fixture(scope="module")
-def omni(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    with (
-        served(tiny_checkpoint(tmp_path_factory), "--log-level", "warning") as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
-    ):
+def omni(plain_server: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{plain_server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 

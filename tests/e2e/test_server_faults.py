@@ -6,11 +6,12 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import psutil
 import pytest
-from server_process import Metrics, Served, body, ids_of, served, spoken, tiny_checkpoint
+from server_process import Metrics, Served, body, ids_of, served, spoken
 
 from shm_names import abandoned
 
@@ -19,8 +20,8 @@ STAGES = ("input", "encoder", "thinker", "talker", "vocoder")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with served(tiny_checkpoint(tmp_path_factory)) as server:
+def server(tiny_dir: Path) -> Iterator[Served]:
+    with served(tiny_dir) as server:
         yield server
 
 
@@ -108,11 +109,11 @@ def test_a_stopped_worker_and_a_deadline(server: Served, right: dict[str, list[i
     server.until_empty()
 
 
-def test_a_worker_that_hangs_is_replaced(tmp_path_factory: pytest.TempPathFactory) -> None:
-    config = tmp_path_factory.mktemp("hangs") / "deployment.yaml"
+def test_a_worker_that_hangs_is_replaced(tiny_dir: Path, tmp_path: Path) -> None:
+    config = tmp_path / "deployment.yaml"
     # a worker that a busy machine keeps waiting for so long is replaced, too: that must not use up the retries
     config.write_text("limits: {hang_seconds: 2, max_retries: 50}\n")
-    with served(tiny_checkpoint(tmp_path_factory), "--config", str(config)) as own:
+    with served(tiny_dir, "--config", str(config)) as own:
         right = ask(own)
         pid = own.pid("thinker")
         os.kill(pid, signal.SIGSTOP)
@@ -123,8 +124,8 @@ def test_a_worker_that_hangs_is_replaced(tmp_path_factory: pytest.TempPathFactor
         own.until_empty()
 
 
-def test_the_server_itself_killed_under_load_leaves_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
-    with served(tiny_checkpoint(tmp_path_factory)) as own, ThreadPoolExecutor(4) as pool:
+def test_the_server_itself_killed_under_load_leaves_nothing(tiny_dir: Path) -> None:
+    with served(tiny_dir) as own, ThreadPoolExecutor(4) as pool:
         before = abandoned()
         directory, family = own.runtime_dir(), own.family()
         answers = [pool.submit(ask, own, max_tokens=20_000, ignore_eos=True) for _ in range(4)]

@@ -13,15 +13,14 @@ import httpx
 import openai
 import pytest
 from PIL import Image
-from server_process import ASSETS, HELLO, NAME, Served, body, ids_of, served, tiny_checkpoint
+from server_process import ASSETS, HELLO, NAME, Served, body, ids_of
 
 CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with served(tiny_checkpoint(tmp_path_factory)) as server:
-        yield server
+def server(plain_server: Served) -> Served:
+    return plain_server
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 import torch
-from server_process import segue, served
+from server_process import served, tiny
 
 from segue.models.dialects.dialect import dialect_of
 from segue.models.library import AutoModelForCausalLM, AutoTokenizer
@@ -22,10 +22,7 @@ ASKED: Any = [{"role": "user", "content": "What is at sea?"}]
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("language") / "tiny"
-    made = segue("tiny", "qwen3", str(directory))
-    assert made.returncode == 0, made.stderr
-    return directory
+    return tiny(tmp_path_factory.mktemp("language") / "tiny", "qwen3")
 
 
 @pytest.fixture(scope="module")

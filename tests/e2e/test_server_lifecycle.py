@@ -15,15 +15,15 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from server_process import NAME, Served, body, finished, ids_of, segue, served, tiny_checkpoint
+from server_process import NAME, Served, body, finished, ids_of, segue, served
 
 CHAT = "/v1/chat/completions"
 LONG = {"max_tokens": 20_000, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory)
+def model(tiny_dir: Path) -> Path:
+    return tiny_dir
 
 
 @pytest.fixture

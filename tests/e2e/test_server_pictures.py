@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import openai
 import pytest
 from PIL import Image, ImageOps
-from server_process import NAME, Served, pixels, served, tiny
+from server_process import NAME, Served, pixels, served
 from transformers import AutoTokenizer
 
 from segue.models.qwen_image.input import DROP, TEMPLATE
@@ -25,8 +26,8 @@ HELD = ("segue_requests", "segue_generations_in_flight", "segue_stage_requests",
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with served(tiny(tmp_path_factory.mktemp("qwen-image"), "qwen-image")) as server:
+def server(qwen_image_dir: Path) -> Iterator[Served]:
+    with served(qwen_image_dir) as server:
         yield server
 
 

@@ -21,7 +21,7 @@ SMALL = {"num_frames": 9, "num_inference_steps": 2, "seed": 5}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with served(tiny(tmp_path_factory.mktemp("wan"), "wan", "--size", "2.2-ti2v")) as server:
+    with served(tiny(tmp_path_factory.mktemp("wan"), "wan", "2.2-ti2v")) as server:
         yield server
 
 

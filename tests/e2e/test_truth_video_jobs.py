@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from server_process import NAME, Served, segue, served
+from server_process import NAME, Served, served, tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
 URL = "/v1/videos"
@@ -22,10 +22,7 @@ FEW: dict[str, Any] = {"num_inference_steps": 3, "seed": 5, "seconds": 0.5}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("wan")
-    made = segue("tiny", "wan", str(directory))
-    assert made.returncode == 0, made.stderr
-    return directory
+    return tiny(tmp_path_factory.mktemp("wan"), "wan")
 
 
 @pytest.fixture(scope="module")

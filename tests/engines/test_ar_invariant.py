@@ -19,6 +19,7 @@ from segue.kernels.part import Part
 from segue.messages.errors import ConfigError
 from segue.messages.sampling import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("two_threads")
 PROMPTS = prompts(6, (3, 17, 32, 9, 50, 21))
 TOKENS = 9
 TEXT = frozenset({"text"})

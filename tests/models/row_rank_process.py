@@ -1,5 +1,8 @@
-"""The further ranks of a denoiser: `python row_rank_process.py MEETING KEYS FD=CHECKPOINT …`, of rank 1 and on, each of
-which follows the leader at its FD. One process reads the libraries, and forks the others."""
+"""The further ranks of denoisers, each a process that is forked from one which has read the libraries.
+
+`python row_rank_process.py FD`: over the socket FD come jobs (JSON, with a socket for the orders of each rank from 1
+on); when all ranks of one have ended, their exit codes go back.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,11 @@ import os
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -26,6 +30,8 @@ from segue.parallel.orders import Crew
 from segue.parallel.ways import Shape, Ways, meet
 
 CPU = torch.device("cpu")
+MOST = 8
+"""Ranks besides the leader."""
 WAYS = {"cfg_parallel": "branches", "sequence_parallel": "tokens", "tensor_parallel": "weights"}
 
 
@@ -67,66 +73,99 @@ def denoiser(checkpoint: Path, keys: dict[str, Any], ways: Ways) -> DiffusionAda
     return loaded
 
 
-@contextmanager
-def led(inner: DiffusionAdapter, checkpoint: Path, meeting: Path) -> Iterator[RowLeader]:
-    """A leader over `inner`, with a follower that has loaded `checkpoint`. It has ended when this does."""
-    with joined(checkpoint, meeting, {}, lambda ways: inner) as leader:
-        yield leader
+class Followers:
+    """The test's side."""
+
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.settimeout(240)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()]
+            )
+
+    @contextmanager
+    def led(self, inner: DiffusionAdapter, checkpoint: Path, meeting: Path) -> Iterator[RowLeader]:
+        """A leader over `inner`, with a follower that has loaded `checkpoint`. It has ended when this does."""
+        with self.joined(checkpoint, meeting, {}, lambda ways: inner) as leader:
+            yield leader
+
+    @contextmanager
+    def joined(
+        self,
+        checkpoint: Path,
+        meeting: Path,
+        keys: dict[str, Any],
+        make: Callable[[Ways], DiffusionAdapter] | None = None,
+        *,
+        follower: Path | None = None,
+    ) -> Iterator[RowLeader]:
+        """A leader and the followers of a denoiser; `keys`: by which its calls are divided, and of `LoadContext`.
+        `make`: the leader's own adapter; `follower`: another checkpoint, which the last rank loads."""
+        shape = shape_of(keys)
+        pairs = [socket.socketpair() for _ in range(1, shape.size)]
+        loaded = [checkpoint] * (len(pairs) - 1) + [follower or checkpoint]
+        job = {"meeting": str(meeting), "keys": keys, "checkpoints": [str(path) for path in loaded]}
+        socket.send_fds(self._control, [json.dumps(job).encode()], [far.fileno() for _, far in pairs])
+        for _, far in pairs:
+            far.close()
+        crew = Crew([near for near, _ in pairs])
+        ways = meet(0, shape, meeting, CPU)
+        try:
+            inner = denoiser(checkpoint, keys, ways) if make is None else make(ways)
+            yield RowLeader(inner, ways, crew)
+        finally:
+            crew.close()
+            assert json.loads(self._control.recv(4096)) == [0] * len(pairs)
+            if ways.tokens is not None:
+                ways.tokens.close_default()
+
+    def close(self) -> None:
+        self._control.close()
+        assert self._process.wait(timeout=240) == 0
 
 
-@contextmanager
-def joined(
-    checkpoint: Path,
-    meeting: Path,
-    keys: dict[str, Any],
-    make: Callable[[Ways], DiffusionAdapter] | None = None,
-    *,
-    follower: Path | None = None,
-) -> Iterator[RowLeader]:
-    """A leader and the followers of a denoiser; `keys`: by which its calls are divided, and of `LoadContext`.
-    `make`: the leader's own adapter; `follower`: another checkpoint, which the last rank loads."""
-    shape = shape_of(keys)
-    pairs = [socket.socketpair() for _ in range(1, shape.size)]
-    loaded = [checkpoint] * (len(pairs) - 1) + [follower or checkpoint]
-    ranks = [f"{far.fileno()}={path}" for (_, far), path in zip(pairs, loaded, strict=True)]
-    command = [sys.executable, __file__, str(meeting), json.dumps(keys), *ranks]
-    process = subprocess.Popen(command, pass_fds=[far.fileno() for _, far in pairs])
-    for _, far in pairs:
-        far.close()
-    crew = Crew([near for near, _ in pairs])
-    ways = meet(0, shape, meeting, CPU)
+def follow(rank: int, job: dict[str, Any], end: int) -> NoReturn:
+    """The child's side of the fork."""
+    code = 1
     try:
-        inner = denoiser(checkpoint, keys, ways) if make is None else make(ways)
-        yield RowLeader(inner, ways, crew)
+        keys = job["keys"]
+        with ExitStack() as stack:
+            if "compile" in keys:
+                stack.enter_context(compiled_eagerly())
+            orders = stack.enter_context(socket.socket(fileno=end))
+            ways = meet(rank, shape_of(keys), Path(job["meeting"]), CPU)
+            follow_rows(denoiser(Path(job["checkpoints"][rank - 1]), keys, ways), ways, orders)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
     finally:
-        crew.close()
-        assert process.wait(timeout=240) == 0
-        if ways.tokens is not None:
-            ways.tokens.close_default()
+        os._exit(code)  # as a worker's followers end
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    meeting, keys = Path(sys.argv[1]), json.loads(sys.argv[2])
-    given = [pair.split("=", 1) for pair in sys.argv[3:]]
-    rank, children = 1, set[int]()
-    for other in range(2, len(given) + 1):
-        if child := os.fork():
-            children.add(child)
-        else:
-            rank, children = other, set()
-            break
-    for other, (end, _) in enumerate(given, start=1):
-        if other != rank:
-            os.close(int(end))
-    with ExitStack() as stack:
-        if "compile" in keys:
-            stack.enter_context(compiled_eagerly())
-        orders = stack.enter_context(socket.socket(fileno=int(given[rank - 1][0])))
-        ways = meet(rank, shape_of(keys), meeting, CPU)
-        follow_rows(denoiser(Path(given[rank - 1][1]), keys, ways), ways, orders)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    os._exit(max(map(abs, codes), default=0))  # as a worker's followers end
+    control = socket.socket(fileno=int(sys.argv[1]))
+    while True:
+        data, ends, _, _ = socket.recv_fds(control, 1 << 16, MOST)
+        if not data:
+            return
+        job = json.loads(data)
+        for path in map(Path, job["checkpoints"]):
+            family_of(read_config(path), path).load_stages()  # once: those that are forked have it
+        children = []
+        for rank, end in enumerate(ends, start=1):
+            if not (child := os.fork()):
+                control.close()
+                for other in ends:
+                    if other != end:
+                        os.close(other)
+                follow(rank, job, end)
+            children.append(child)
+        for end in ends:
+            os.close(end)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        control.send(json.dumps(codes).encode())
 
 
 if __name__ == "__main__":

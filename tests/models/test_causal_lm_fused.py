@@ -64,6 +64,7 @@ def test_in_recorded_steps(tmp_path: Path) -> None:
     assert served.run(some, TOKENS) == expected
 
 
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("kind", ["qwen2", "mixtral"])
 def test_deterministic(kind: str, tmp_path: Path) -> None:
     """The same logits to the bit in any batch, with products of several layers and packed experts too."""

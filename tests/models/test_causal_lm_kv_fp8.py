@@ -69,6 +69,7 @@ def test_what_cannot_be(adapter: LLM) -> None:
         Served(adapter, kv_dtype="fp4")
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_deterministic_stages_too(tmp_path: Path) -> None:
     adapter = load(make("llama", tmp_path))
     alone = [Served(adapter, kv_dtype="fp8", deterministic=True).run([prompt], 6)[0] for prompt in PROMPTS[-3:]]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from diffusion_adapters import drawn, write
 from diffusion_chain import WITHIN, Chain, apart, pipeline_of
-from row_rank_process import joined, led
+from row_rank_process import Followers
 from safetensors.torch import load_file, save_file
 
 from segue.engines.contract import LoadContext
@@ -66,9 +66,11 @@ def watched(one_thread: None, qwen_image_dir: Path) -> Watched:
     return Watched(LoadContext(qwen_image_dir, "denoiser", torch.device("cpu"), torch.float32))
 
 
-def test_two_equal_one(chain: Chain, watched: Watched, qwen_image_dir: Path, tmp_path: Path) -> None:
+def test_two_equal_one(
+    chain: Chain, watched: Watched, qwen_image_dir: Path, tmp_path: Path, followers: Followers
+) -> None:
     expected = [chain.run(case)[0] for case in CASES]
-    with led(watched, qwen_image_dir, tmp_path / "meeting") as leader:
+    with followers.led(watched, qwen_image_dir, tmp_path / "meeting") as leader:
         divided = chain.through(leader)
         together = divided.run(*CASES, late={1: 1, 3: 2, 4: 3})
         for one, case in zip(together, expected, strict=True):
@@ -76,7 +78,7 @@ def test_two_equal_one(chain: Chain, watched: Watched, qwen_image_dir: Path, tmp
         assert watched.computed == {0}, "the others are computed elsewhere"
 
 
-def test_adapters(qwen_image_dir: Path, tmp_path: Path) -> None:
+def test_adapters(qwen_image_dir: Path, tmp_path: Path, followers: Followers) -> None:
     """One that is loaded with the stage, and one that comes later."""
     network = pipeline_of(qwen_image_dir, "QwenImagePipeline").transformer
     ink, oil = (str(write(tmp_path / name, drawn(network, 4, seed))) for seed, name in enumerate(("ink", "oil")))
@@ -87,7 +89,7 @@ def test_adapters(qwen_image_dir: Path, tmp_path: Path) -> None:
     cases.append({**inked, "step_cache": "first_block", "step_cache_threshold": 1.25})
     expected = [chain.run(case)[0] for case in cases]
     keys = {"lora": {"adapters": {"ink": ink}}}
-    with joined(qwen_image_dir, tmp_path / "meeting", keys) as leader:
+    with followers.joined(qwen_image_dir, tmp_path / "meeting", keys) as leader:
         assert leader.lora is not None
         leader.lora.load("oil", oil)
         divided = chain.through(leader)
@@ -99,23 +101,23 @@ def test_adapters(qwen_image_dir: Path, tmp_path: Path) -> None:
     assert apart(expected[0], expected[1].pixels) > WITHIN
 
 
-def test_other_weights_there_are_seen(chain: Chain, qwen_image_dir: Path, tmp_path: Path) -> None:
+def test_other_weights_there_are_seen(chain: Chain, qwen_image_dir: Path, tmp_path: Path, followers: Followers) -> None:
     expected = chain.run(GUIDED)[0]
     other = Path(shutil.copytree(qwen_image_dir, tmp_path / "other"))
     [path] = (other / "transformer").glob("*.safetensors")
     tensors = load_file(path)
     tensors["transformer_blocks.1.attn.to_v.weight"][0, 0] += 1.0
     save_file(tensors, path, {"format": "pt"})
-    with led(chain.adapters["denoiser"], other, tmp_path / "meeting") as leader:
+    with followers.led(chain.adapters["denoiser"], other, tmp_path / "meeting") as leader:
         divided = chain.through(leader)
         assert apart(divided.run(GUIDED)[0], expected.pixels) > WITHIN
 
 
 def test_an_error_of_one_rank_leaves_them_in_step(
-    chain: Chain, watched: Watched, qwen_image_dir: Path, tmp_path: Path
+    chain: Chain, watched: Watched, qwen_image_dir: Path, tmp_path: Path, followers: Followers
 ) -> None:
     expected = chain.run(GUIDED)[0]
-    with led(watched, qwen_image_dir, tmp_path / "meeting") as leader:
+    with followers.led(watched, qwen_image_dir, tmp_path / "meeting") as leader:
         divided = chain.through(leader)
         watched.fails = True
         with pytest.raises(StageFailed, match="ValueError: not these"):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from diffusion_adapters import drawn, write
 from diffusion_chain import WITHIN, Chain, apart, pipeline_of
-from row_rank_process import joined
+from row_rank_process import Followers
 from safetensors.torch import load_file, save_file
 
 from segue.engines.contract import LoadContext
@@ -54,14 +54,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
         ("flux", "ring", {}),
     ],
 )
-def test_two_equal_one(family: str, mode: str, more: dict[str, Any], tmp_path: Path) -> None:
+def test_two_equal_one(family: str, mode: str, more: dict[str, Any], tmp_path: Path, followers: Followers) -> None:
     directory = tmp_path / family
     import_module(f"segue.models.{family}.tiny").make(directory)
     chain = Chain(directory)
     whole = lengths(chain.adapters["denoiser"])
     expected = [chain.run(case)[0] for case in cases(more)]
     keys = {"sequence_parallel": 2, "sequence_ring": RING[mode]}
-    with joined(directory, tmp_path / "meeting", keys) as leader:
+    with followers.joined(directory, tmp_path / "meeting", keys) as leader:
         part = lengths(leader.inner)
         divided = chain.through(leader)
         together = divided.run(*cases(more), late={1: 1})
@@ -70,7 +70,7 @@ def test_two_equal_one(family: str, mode: str, more: dict[str, Any], tmp_path: P
         assert part == {-(-tokens // 2) for tokens in whole}, "each computes half of them"
 
 
-def test_adapters_and_step_caches(qwen_image_dir: Path, tmp_path: Path) -> None:
+def test_adapters_and_step_caches(qwen_image_dir: Path, tmp_path: Path, followers: Followers) -> None:
     network = pipeline_of(qwen_image_dir, "QwenImagePipeline").transformer
     lora = {"adapters": {"ink": str(write(tmp_path / "ink", drawn(network, 4, 1)))}}
     options = {"teacache_coefficients": [1.0, 0.0]}
@@ -84,7 +84,7 @@ def test_adapters_and_step_caches(qwen_image_dir: Path, tmp_path: Path) -> None:
     ]
     expected = [chain.run(case)[0] for case in cases]
     keys = {"sequence_parallel": 2, "lora": lora, "options": options}
-    with joined(qwen_image_dir, tmp_path / "meeting", keys) as leader:
+    with followers.joined(qwen_image_dir, tmp_path / "meeting", keys) as leader:
         divided = chain.through(leader)
         for one, case in zip(divided.run(*cases, late={1: 1}), expected, strict=True):
             assert apart(one, case.pixels) < WITHIN
@@ -100,7 +100,7 @@ def lengths(denoiser: Any) -> set[int]:
     return noted
 
 
-def test_other_weights_there_are_seen(tmp_path: Path) -> None:
+def test_other_weights_there_are_seen(tmp_path: Path, followers: Followers) -> None:
     directory = tmp_path / "flux"
     import_module("segue.models.flux.tiny").make(directory)
     chain = Chain(directory)
@@ -111,7 +111,7 @@ def test_other_weights_there_are_seen(tmp_path: Path) -> None:
     tensors["transformer_blocks.0.attn.to_v.weight"][0, 0] += 1.0
     save_file(tensors, path, {"format": "pt"})
     keys = {"sequence_parallel": 2, "sequence_ring": 2}
-    with joined(directory, tmp_path / "meeting", keys, follower=other) as leader:
+    with followers.joined(directory, tmp_path / "meeting", keys, follower=other) as leader:
         divided = chain.through(leader)
         assert apart(divided.run(ASKED)[0], expected.pixels) > WITHIN
 

@@ -12,7 +12,7 @@ import torch
 from diffusers.hooks import HookRegistry
 from diffusion_adapters import drawn, write
 from diffusion_chain import WITHIN, Chain, apart, pipeline_of
-from row_rank_process import compiled_eagerly, joined
+from row_rank_process import Followers, compiled_eagerly
 
 from segue.graph.lora import LoraPlan
 from segue.models.diffusion.tuning import blocks_of
@@ -38,7 +38,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
         ("stable_diffusion_3", {"cfg_parallel": 2, "tensor_parallel": 2}, GREY),
     ],
 )
-def test_four_equal_one(family: str, keys: dict[str, Any], more: dict[str, Any], tmp_path: Path) -> None:
+def test_four_equal_one(
+    family: str, keys: dict[str, Any], more: dict[str, Any], tmp_path: Path, followers: Followers
+) -> None:
     directory = tmp_path / family
     import_module(f"segue.models.{family}.tiny").make(directory)
     chain = Chain(directory)
@@ -51,13 +53,13 @@ def test_four_equal_one(family: str, keys: dict[str, Any], more: dict[str, Any],
         {**asked, "height": 80, "width": 80, "seed": 5},
     ]
     expected = [chain.run(case)[0] for case in cases]
-    with joined(directory, tmp_path / "meeting", keys) as leader:
+    with followers.joined(directory, tmp_path / "meeting", keys) as leader:
         divided = chain.through(leader)
         for one, case in zip(divided.run(*cases, late={1: 1}), expected, strict=True):
             assert apart(one, case.pixels) < WITHIN
 
 
-def test_adapters_and_step_caches(qwen_image_dir: Path, tmp_path: Path) -> None:
+def test_adapters_and_step_caches(qwen_image_dir: Path, tmp_path: Path, followers: Followers) -> None:
     """An adapter, guidance and each step cache in one request, and beside others."""
     network = pipeline_of(qwen_image_dir, "QwenImagePipeline").transformer
     lora = {"adapters": {"ink": str(write(tmp_path / "ink", drawn(network, 4, 1)))}}
@@ -73,7 +75,7 @@ def test_adapters_and_step_caches(qwen_image_dir: Path, tmp_path: Path) -> None:
     ]
     expected = [chain.run(case)[0] for case in cases]
     keys = {"cfg_parallel": 2, "sequence_parallel": 2, "lora": lora, "options": options}
-    with joined(qwen_image_dir, tmp_path / "meeting", keys) as leader:
+    with followers.joined(qwen_image_dir, tmp_path / "meeting", keys) as leader:
         divided = chain.through(leader)
         for one, case in zip(divided.run(*cases, late={1: 1}), expected, strict=True):
             assert apart(one, case.pixels) < WITHIN
@@ -88,14 +90,16 @@ def test_adapters_and_step_caches(qwen_image_dir: Path, tmp_path: Path) -> None:
         ("wan", {"tensor_parallel": 2, "offload": "layerwise"}, VIDEO),
     ],
 )
-def test_weights_that_wait_elsewhere(family: str, keys: dict[str, Any], more: dict[str, Any], tmp_path: Path) -> None:
+def test_weights_that_wait_elsewhere(
+    family: str, keys: dict[str, Any], more: dict[str, Any], tmp_path: Path, followers: Followers
+) -> None:
     """The blocks' own hooks and the ranks' do not get in each other's way."""
     directory = tmp_path / family
     import_module(f"segue.models.{family}.tiny").make(directory)
     chain = Chain(directory)
     cases = [{**ASKED, **more}, {**ASKED, **more, "height": 80, "width": 80, "seed": 5}]
     expected = [chain.run(case)[0] for case in cases]
-    with joined(directory, tmp_path / "meeting", keys) as leader:
+    with followers.joined(directory, tmp_path / "meeting", keys) as leader:
         divided = chain.through(leader)
         for one, case in zip(divided.run(*cases), expected, strict=True):
             assert apart(one, case.pixels) < WITHIN
@@ -108,7 +112,7 @@ def test_weights_that_wait_elsewhere(family: str, keys: dict[str, Any], more: di
 @pytest.mark.parametrize(
     ("family", "keys"), [("qwen_image", {"sequence_parallel": 2}), ("flux", {"tensor_parallel": 2})]
 )
-def test_compiled_blocks(family: str, keys: dict[str, Any], tmp_path: Path) -> None:
+def test_compiled_blocks(family: str, keys: dict[str, Any], tmp_path: Path, followers: Followers) -> None:
     """Ranks may trace blocks as often as they like, and whenever: nothing that they exchange is traced."""
     directory = tmp_path / family
     import_module(f"segue.models.{family}.tiny").make(directory)
@@ -118,7 +122,7 @@ def test_compiled_blocks(family: str, keys: dict[str, Any], tmp_path: Path) -> N
     expected = chain.run(asked)[0]
     torch._dynamo.utils.counters.clear()
     compiling = {**keys, "compile": True}
-    with compiled_eagerly() as graphs, joined(directory, tmp_path / "meeting", compiling) as leader:
+    with compiled_eagerly() as graphs, followers.joined(directory, tmp_path / "meeting", compiling) as leader:
         divided = chain.through(leader)
         assert apart(divided.run(asked)[0], expected.pixels) < WITHIN
     traced = torch._dynamo.utils.counters

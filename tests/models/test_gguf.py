@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from segue.engines.contract import LoadContext
 from segue.graph.lora import LoraPlan
 from segue.messages.errors import ConfigError
 from segue.models.checkpoint import held_bytes
-from segue.models.diffusion import gguf_files
 from segue.models.diffusion.loading import load_component
 from segue.models.diffusion.tuning import load_network, offload
 from segue.models.registry import tiny_preset
@@ -143,7 +143,7 @@ def test_adapters_over_quantised_weights(flux: tuple[Path, Path], tmp_path: Path
 
 
 def test_without_the_package(flux: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_files, "is_gguf_available", lambda: False)
+    monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ConfigError, match=r"stages\.denoiser\.gguf is set, which needs the package gguf: pip install"):
         load_network(context(*flux), "transformer")
 

@@ -8,6 +8,7 @@ and all other parts.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from segue.models.diffusion.library import (
     VERSION,
     FromOriginalModelMixin,
     GGUFQuantizationConfig,
-    is_gguf_available,
 )
 from segue.models.diffusion.loading import UNREADABLE, component_class, pipeline_index
 from segue.models.pretrained import without_bars
@@ -51,7 +51,7 @@ def check_gguf(ctx: LoadContext, component: str) -> None:
                 f"stage {ctx.stage!r}: {key} does not go with gguf: {why}; leave one out",
                 field=f"stages.{ctx.stage}.{key}",
             )
-    if not is_gguf_available():
+    if find_spec("gguf") is None:
         raise ConfigError(f"{field} is set, which needs the package gguf: {INSTALL}", field=field)
 
 
@@ -104,7 +104,7 @@ def _check_read(network: nn.Module, file: Path, field: str) -> None:
 
 def layer_kinds() -> tuple[type[nn.Module], ...]:
     """Linear layers that such a network has; none without the package."""
-    if not is_gguf_available():
+    if find_spec("gguf") is None:
         return ()
     from diffusers.quantizers.gguf.utils import GGUFLinear
 

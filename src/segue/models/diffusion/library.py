@@ -39,7 +39,7 @@ from diffusers.models.transformers.transformer_qwenimage import (
 )
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from diffusers.models.transformers.transformer_z_image import FeedForward as ZImageFeedForward
-from diffusers.utils import convert_unet_state_dict_to_peft, is_gguf_available
+from diffusers.utils import convert_unet_state_dict_to_peft
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 LIBRARIES = {"diffusers": diffusers, "transformers": transformers}
@@ -88,5 +88,4 @@ __all__ = [
     "attention_backend",
     "convert_unet_state_dict_to_peft",
     "dispatch_attention_fn",
-    "is_gguf_available",
 ]
