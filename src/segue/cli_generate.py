@@ -44,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "prompt",
         nargs="?",
-        help="the user message; for a model without chat template, the text to go on with; not for one that writes down "
-        "what it hears",
+        help="the user message; for a model without chat template, the text to go on with; not for one that writes "
+        "down what it hears",
     )
     parser.add_argument("--image", type=Path, action="append", default=[])
     parser.add_argument("--audio", type=Path, action="append", default=[])
