@@ -18,16 +18,9 @@ from segue.models.speech_seq2seq.graph import graph
 TINY = ("whisper",)
 """The families that `segue tiny` knows."""
 _BY_CACHE = "its decoder counts positions by its cache: one place for all sequences of a batch"
-_MASKED = "its encoder takes recordings of any length, and gives its decoder a mask along with them"
+_MASKED = "its encoder takes recordings of any length, of which its decoder is told by a mask; windows are heard here"
 _REASONS = MappingProxyType(
-    {
-        "speech_to_text": _BY_CACHE,
-        **dict.fromkeys(
-            ("speech-encoder-decoder", "pop2piano", "granite_speech"), "it is no model of windows of sound"
-        ),
-        **dict.fromkeys(("moonshine", "moonshine_streaming", "cohere_asr", "dia"), _MASKED),
-        **dict.fromkeys(("seamless_m4t", "seamless_m4t_v2", "speecht5"), "it speaks, or reads texts as well"),
-    }
+    {"speech_to_text": _BY_CACHE, **dict.fromkeys(("moonshine", "moonshine_streaming"), _MASKED)}
 )
 """By model type, why it is not served."""
 
