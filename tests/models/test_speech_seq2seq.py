@@ -3,7 +3,6 @@ with marks of time, window after window."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 from collections.abc import Iterator
@@ -13,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from speech_family import END, Library, Samples, long_recording, recordings
+from speech_family import END, Library, Samples, Stages, long_recording, recordings
 
 from segue import Omni, SamplingParams
 from segue.messages.errors import ConfigError, InvalidRequest
+from segue.models.decoder import PagedDecoder
 from segue.models.registry import family_of, read_config
 from segue.models.speech_seq2seq import tiny
 
@@ -50,6 +50,11 @@ def omni(directory: Path) -> Iterator[Omni]:
 def expected(library: Library, clips: dict[str, Samples]) -> dict[str, list[int]]:
     """Without a language, which is then heard."""
     return {name: library.ids(clip) for name, clip in clips.items()}
+
+
+@pytest.fixture(scope="module")
+def stages(directory: Path) -> Stages:
+    return Stages(directory)
 
 
 def written(out: Any) -> list[int]:
@@ -106,31 +111,67 @@ def test_more_than_a_window(omni: Omni, clips: dict[str, Samples], library: Libr
     assert len({one.seek for one in out.segments}) > 1  # several windows
 
 
-TIGHT: dict[str, Any] = {
-    "defaults": {"dtype": "float32"},
-    # too few blocks for all at once, prompts in pieces, and no room for keys and values of a second window
-    "stages": {"llm": {"block_size": 4, "kv_blocks": 40, "prefill_chunk": 1, "options": {"cache_bytes": 2_400_000}}},
+SETTINGS: dict[str, dict[str, Any]] = {
+    "preempted": {"num_blocks": 40},
+    "token by token": {"prefill_chunk": 1},
+    "one at a time": {"max_batch": 1},
 }
 
 
-def test_preempted_and_without_room(directory: Path, clips: dict[str, Samples], expected: dict[str, list[int]]) -> None:
-    with Omni(directory, config=TIGHT, progress=False) as omni:
-        outs = omni.generate([{"audio": clip} for clip in clips.values()])
-    assert [written(out) for out in outs] == list(expected.values())
+@pytest.fixture(scope="module")
+def french(library: Library, clips: dict[str, Samples]) -> dict[str, list[int]]:
+    return {name: library.ids(clip, language="fr") for name, clip in list(clips.items())[:4]}
+
+
+@pytest.mark.parametrize("setting", ["preempted", "token by token", "one at a time"])
+def test_however_the_engine_runs(
+    stages: Stages, clips: dict[str, Samples], french: dict[str, list[int]], setting: str
+) -> None:
+    engine = stages.engine(**SETTINGS[setting])
+    for _ in range(2):  # once more, from the prefix cache
+        assert stages.written(engine, {name: clips[name] for name in french}, language="fr") == french
+    assert (engine.stats()["preemptions_total"] > 0) is (setting == "preempted")
+
+
+def test_room_for_one_window(directory: Path, clips: dict[str, Samples], french: dict[str, list[int]]) -> None:
+    """Keys and values of the others are made anew in each step."""
+    stages = Stages(directory, cache_bytes=2_400_000)
+    assert stages.written(stages.engine(), {name: clips[name] for name in french}, language="fr") == french
+    assert stages.llm.kept.made > len(french)
+    assert stages.llm.kept.bytes <= 2_400_000
+
+
+def test_a_window_is_made_once(stages: Stages, clips: dict[str, Samples]) -> None:
+    before = stages.llm.kept.made
+    stages.written(stages.engine(), {"once": clips["noise"] * 2, "again": clips["noise"] * 2}, language="en")
+    assert stages.llm.kept.made == before + 1
 
 
 @pytest.mark.parametrize("part", ["decoder.layers.1.encoder_attn.v_proj", "encoder.layers.0.fc1"])
 def test_weights_count(
-    directory: Path, tmp_path: Path, clips: dict[str, Samples], expected: dict[str, list[int]], part: str
+    directory: Path, tmp_path: Path, clips: dict[str, Samples], french: dict[str, list[int]], part: str
 ) -> None:
-    """The comparison would show one weight that is another."""
+    """The comparison shows it where one weight is another."""
     spoilt = tmp_path / "spoilt"
     shutil.copytree(directory, spoilt)
     tensors = load_file(spoilt / "model.safetensors")
     tensors[f"model.{part}.weight"] = -tensors[f"model.{part}.weight"]
     save_file(tensors, spoilt / "model.safetensors", metadata={"format": "pt"})
-    library = Library(spoilt)
-    assert library.ids(clips["voice"]) != expected["voice"]
+    stages = Stages(spoilt)
+    assert stages.written(stages.engine(), {"voice": clips["voice"]}, language="fr")["voice"] != french["voice"]
+
+
+def test_a_decoder_that_does_more_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the engine's halves give is compared with the library's forward at load."""
+    before = PagedDecoder.forward
+
+    def other(self: PagedDecoder, embeds: torch.Tensor, batch: Any, **others: Any) -> torch.Tensor:
+        others["encoder_hidden_states"] = others["encoder_hidden_states"] * 1.1
+        return before(self, embeds, batch, **others)
+
+    monkeypatch.setattr(PagedDecoder, "forward", other)
+    with pytest.raises(ConfigError, match="cannot be served: its logits"):
+        Stages(directory)
 
 
 @pytest.mark.parametrize(
@@ -186,18 +227,3 @@ def test_tensors_are_those_of_the_seed(directory: Path, tmp_path: Path) -> None:
     ours, again = (load_file(path / "model.safetensors") for path in (directory, tmp_path))
     assert ours.keys() == again.keys()
     assert all(torch.equal(ours[name], again[name]) for name in ours)
-
-
-def test_a_request_that_is_left(directory: Path, clips: dict[str, Samples]) -> None:
-    """Who goes away after the first segment leaves nothing behind."""
-    from segue.orchestrator.omni import AsyncOmni
-
-    async def leave() -> int:
-        async with AsyncOmni(directory, config=CONFIG) as omni:
-            request = omni.request({"audio": long_recording(clips)}, options={"timestamps": True, "language": "en"})
-            deltas = omni.stream(request)
-            await anext(deltas)
-            await deltas.aclose()
-            return len(omni.orchestrator.requests)
-
-    assert asyncio.run(leave()) == 0

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from segue.messages.deltas import SegmentDelta, TextDelta, TokenLogprobs
 from segue.messages.speech import SECONDS_PER_FRAME, SECONDS_PER_TIME, SpeechFacts
 
@@ -38,7 +40,9 @@ def spans_of(ids: Sequence[int], first: int, frames: int) -> list[Span]:
     pairs = _pairs(ids, first)
     if not pairs:
         times = [token - first for token in ids if token >= first]
-        last = times[-1] if times and times[-1] else int(frames * SECONDS_PER_FRAME / SECONDS_PER_TIME)
+        # the library computes this in float32, which for some numbers is a step less than it might be
+        whole = int(np.float32(frames) * np.float32(SECONDS_PER_FRAME) / np.float32(SECONDS_PER_TIME))
+        last = times[-1] if times and times[-1] else whole
         return [Span(0, len(ids), 0, last)] if ids else []
     single = _single(ids, first)
     stops = [*pairs, len(ids)] if single else [*pairs[:-1], pairs[-1] + 1]

@@ -131,11 +131,14 @@ def _part(request: Request, name: str, options: dict[str, Any]) -> Request:
 async def _seen(stream: Stream, look: Request) -> TokensDelta:
     """How long the recording is."""
     look.modalities = [TOKENS]
+    seen: TokensDelta | None = None
     async with aclosing(stream(look)) as deltas:
         async for delta in deltas:
             if isinstance(delta, TokensDelta):
-                return delta
-    raise StageFailed("the input stage did not say what it heard")
+                seen = delta
+    if seen is None:
+        raise StageFailed("the input stage did not say what it heard")
+    return seen
 
 
 async def _language(stream: Stream, request: Request, options: dict[str, Any], facts: SpeechFacts, stage: str) -> str:
