@@ -56,7 +56,7 @@ class InputProcessor(InputStage):
         generation = generation_of(ctx.model_dir, config).to_dict()
         self._begin: int = generation["decoder_start_token_id"]
         self._tasks: dict[str, int] = generation["task_to_id"] if self._facts.languages else {}
-        # the library cuts what comes before a text to so many tokens
+        # what comes before a text is cut to so many tokens, as by Whisper's own program
         self._most_before = config.max_target_positions // 2 - 1
         self._kept: OrderedDict[bytes, _Heard] = OrderedDict()
 
@@ -111,7 +111,7 @@ class InputProcessor(InputStage):
             ids = [int(token) for token in self._tokenizer.get_prompt_ids(text)]
         except ValueError as error:
             raise InvalidRequest(f"prompt cannot be taken: {error}", field="prompt") from error
-        return [ids[0], *ids[1:][-(self._most_before - 1) :]]
+        return [ids[0], *ids[1:][-self._most_before :]]
 
     def _heard(self, part: MediaPart, *, long: bool) -> _Heard:
         key = hashlib.blake2b(part.data, digest_size=16)
