@@ -101,7 +101,7 @@ class Stages:
         self.llm = ADAPTERS["llm"](LoadContext(directory, "llm", device, torch.float32, options=options))
 
     def engine(self, **config: Any) -> AutoregressiveEngine:
-        return AutoregressiveEngine(self.llm, AutoregressiveConfig(**{"num_blocks": 400, "block_size": 4, **config}))
+        return AutoregressiveEngine(self.llm, AutoregressiveConfig(**{"num_blocks": 800, "block_size": 2, **config}))
 
     def written(self, engine: AutoregressiveEngine, clips: dict[str, Samples], **options: Any) -> dict[str, list[int]]:
         """Ids of each, without the end token."""

@@ -112,7 +112,7 @@ def test_more_than_a_window(omni: Omni, clips: dict[str, Samples], library: Libr
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "preempted": {"num_blocks": 40},
+    "preempted": {"num_blocks": 80},
     "token by token": {"prefill_chunk": 1},
     "one at a time": {"max_batch": 1},
 }
