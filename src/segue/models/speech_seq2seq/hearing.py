@@ -65,4 +65,4 @@ def step_windows(
     looks = [Look(upload(np.concatenate(at), example.device), ((key, sizes[key]),)) for key, at in places.items()]
     first = next(iter(windows.values()))
     rows = torch.cat([windows[key] for key in missing]) if missing else first[:0]
-    return {HEARD: rows[None], "across": CrossStep(frozenset(), looks, step.of, step.made)}
+    return {HEARD: rows.to(example)[None], "across": CrossStep(frozenset(), looks, step.of, step.made)}

@@ -140,7 +140,7 @@ class LLM:
 
     def _prompt(self, asked: Payload, heard: Payload) -> Prompt:
         ids = asked["token_ids"].tolist()
-        rows = heard["rows"].to(self._decoder.device, self._decoder.dtype)
+        rows = heard["rows"].cpu()  # a device's memory has no place in its books for it
         # with the first token, all that follow are of this window
         first = hashlib.blake2b(heard["hash"], digest_size=16)
         first.update(b"%d" % ids[0])
