@@ -41,7 +41,12 @@ _PARAMETERS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Everything but the model."""
-    parser.add_argument("prompt", help="the user message; for a model without chat template, the text to go on with")
+    parser.add_argument(
+        "prompt",
+        nargs="?",
+        help="the user message; for a model without chat template, the text to go on with; not for one that writes "
+        "down what it hears",
+    )
     parser.add_argument("--image", type=Path, action="append", default=[])
     parser.add_argument("--audio", type=Path, action="append", default=[])
     parser.add_argument("--video", type=Path, action="append", default=[])
@@ -136,8 +141,10 @@ def _prompt(arguments: argparse.Namespace) -> Any:
         for kind, paths in (("image", arguments.image), ("audio", arguments.audio), ("video", arguments.video))
         for path in paths
     ]
-    content = [*parts, {"type": "text", "text": arguments.prompt}]
-    return {"messages": [{"role": "user", "content": content}]} if parts else arguments.prompt
+    text = [] if arguments.prompt is None else [{"type": "text", "text": arguments.prompt}]
+    if not parts and not text:
+        raise ConfigError("give a prompt, or a recording with --audio", field="prompt")
+    return {"messages": [{"role": "user", "content": [*parts, *text]}]} if parts else arguments.prompt
 
 
 def _parameters(arguments: argparse.Namespace) -> dict[str, Any]:

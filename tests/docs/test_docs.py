@@ -37,6 +37,7 @@ from segue.messages.sampling import FALLBACK, SamplingParams
 from segue.models.chat_template import ChatTemplate
 from segue.models.dialects.dialect import CALL_FORMATS, Dialect
 from segue.models.qwen2_5_omni.graph import graph as omni_graph
+from segue.models.speech_seq2seq.facts import OPTIONS as SPEECH_OPTIONS
 from segue.orchestrator.outputs import RequestOutput
 from segue.orchestrator.service import ModelCard
 from segue.server import errors as server_errors
@@ -49,6 +50,7 @@ from segue.server.pooling import ClassifyBody, PoolingBody
 from segue.server.response_request import ResponsesBody
 from segue.server.score_request import RerankBody, ScoreBody
 from segue.server.settings import ServerSettings
+from segue.server.transcription_request import TranscriptionBody, TranslationBody
 from segue.server.video_request import VideoBody
 
 DOCS = ROOT / "docs"
@@ -356,6 +358,16 @@ def test_every_parameter_of_classes_is_documented() -> None:
     assert sorted(listed) == sorted(ClassifyBody.__struct_fields__)
     of_pooling = [name for row in rows(DOCS / "api.md", "### Pooling") for name in names(row[0])]
     assert sorted(of_pooling) == sorted(set(PoolingBody.__struct_fields__) - set(ClassifyBody.__struct_fields__))
+
+
+def test_every_parameter_of_recordings_is_documented() -> None:
+    listed = [name for row in rows(DOCS / "api.md", "## Transcriptions") for name in names(row[0])]
+    assert sorted(listed) == sorted(TranscriptionBody.__struct_fields__)
+    assert set(TranscriptionBody.__struct_fields__) - set(TranslationBody.__struct_fields__) == {
+        "timestamp_granularities"
+    }
+    options = [name for row in rows(DOCS / "python.md", "### Recordings written down") for name in names(row[0])]
+    assert sorted(options) == sorted(SPEECH_OPTIONS)
 
 
 def test_every_parameter_of_pictures_is_documented() -> None:

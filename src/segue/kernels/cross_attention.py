@@ -39,6 +39,9 @@ class CrossStep:
     """A token is in one of them, or in none."""
     keys_values: Callable[[int, bytes], KeysValues]
     """(layer, medium) → its keys and values."""
+    made: Callable[[int, torch.Tensor, torch.Tensor], object] | None = None
+    """Takes what a layer made of the media that had none: (layer, keys, values), [kv_heads, rows of all these, dim]
+    each. None: a layer hands them to its cache."""
 
     def attend(self, layer: int, q: torch.Tensor, scaling: float) -> torch.Tensor:
         """q [heads, tokens, head_dim] → [tokens, heads, value_dim]; zeros for tokens that see nothing."""

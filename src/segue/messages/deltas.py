@@ -152,6 +152,26 @@ class TokensDelta(msgspec.Struct, frozen=True, tag="tokens"):
     """Beside `token_ids`: each token as the vocabulary writes it; empty where the checkpoint has no tokenizer."""
     text: str
     """What the ids decode to, special tokens included; empty where the checkpoint has no tokenizer."""
+    frames: int = 0
+    """Of the recording's spectrogram, where the model writes down what it hears."""
+    seconds: float = 0.0
+    """Of that recording."""
+
+
+class SegmentDelta(msgspec.Struct, frozen=True, tag="segment"):
+    """A part of what was heard has its text, which came in the text delta before."""
+
+    stage: str
+    start: float
+    """Seconds from the recording's beginning."""
+    end: float
+    text: str
+    token_ids: list[int]
+    """Marks of time included."""
+    seek: int
+    """The frame at which the window begins that it was heard in."""
+    logprob: float | None = None
+    """Mean log-probability of its tokens, by the model's own distribution, where asked for."""
 
 
 class Usage(msgspec.Struct):
@@ -216,6 +236,10 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
     """All generated ids of every autoregressive stage, end token included."""
     usage: Usage
     metrics: RequestMetrics
+    language: str | None = None
+    """Code of the language that was heard, where the model writes down what it hears."""
+    audio_seconds: float = 0.0
+    """Of the recording that was heard."""
     options: dict[str, Any] = {}
     choices: list[Choice] = []
     """The outputs of the main stage, where it is autoregressive, by index."""
@@ -231,6 +255,7 @@ Delta = (
     | ScoreDelta
     | ClassesDelta
     | TokensDelta
+    | SegmentDelta
     | ChoiceEnded
     | Finished
 )

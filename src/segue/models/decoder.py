@@ -41,6 +41,9 @@ from segue.models.lora import LoraAdapters
 from segue.models.no_cache import NoCache, counts_by_cache
 from segue.models.states import attending, divide, find_states, keeps_states
 
+HEARD = "encoder_hidden_states"
+"""How decoders of encoder-decoders take what the encoder gave: [1, rows, H]."""
+
 
 @dataclass(slots=True)
 class _Theirs:
@@ -77,11 +80,13 @@ class PagedDecoder:
         read_as: Mapping[int, int] = READ_AS,
         rows: Callable[[torch.Tensor], torch.Tensor] | None = None,
         across: frozenset[int] = frozenset(),
+        heard: torch.Tensor | None = None,
     ) -> None:
         """`fused`: layers with the same input are one product (`segue.kernels.fused_linear`), where there are no
         adapters. `read_as`: as in `takes_ids_again`. `rows`: what ids [n] are embedded as, where that is not the
         embedding alone. `across`: the layers that look at media and not at tokens, which are left out where a batch
-        has none; what they take goes to `forward` as `others`.
+        has none; what they take goes to `forward` as `others`. `heard`: of an encoder-decoder, rows [1, n, H] as its
+        encoder gives them, which the short text of the comparison attends to, under the decoder's own name for them.
 
         Raises `ConfigError` where the model is not one that can be served, naming it and the reason.
         """
@@ -91,8 +96,9 @@ class PagedDecoder:
         config = model.config.get_text_config(decoder=True)
         stateful = keeps_states(config)
         layers = attending(config) if stateful else frozenset(range(config.num_hidden_layers)) - across
+        self._heard = heard
         if layers:
-            check_interface(model, decoder, stateful=stateful)
+            check_interface(model, decoder, stateful=stateful or heard is not None)
             decoder.set_attn_implementation(PAGED)  # type: ignore[operator]
         else:
             check_takes(self._kind, self._parameters, "inputs_embeds")
@@ -134,7 +140,7 @@ class PagedDecoder:
         self.kv = replace(
             kv_spec(self._kind, theirs.record, count, self.dtype, layers),
             coarse=self._coarse,
-            beside=bool(across),
+            beside=bool(across) or heard is not None,
             states=None if states is None else states.layout,
         )
         pack_linears(model, DECODE_ROWS, keep=keep)
@@ -181,7 +187,7 @@ class PagedDecoder:
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, H] → [rows, vocab] float32."""
-        return self._head(inputs_embeds=hidden[None], use_cache=False).logits[0].float()
+        return self._head(**self._given("inputs_embeds", hidden), use_cache=False).logits[0].float()
 
     @torch.inference_mode()
     def _theirs(self, model: PreTrainedModel, inner: str, fused: bool) -> _Theirs:
@@ -213,19 +219,27 @@ class PagedDecoder:
     def _whole(self, model: PreTrainedModel, *, counted: bool) -> tuple[torch.Tensor, int]:
         """(logits [tokens, vocab] of the short text, calls of attention)."""
         with attention_calls(None, counted=counted) as calls:
-            return model(input_ids=self._probe()[None], use_cache=False).logits[0].float(), calls.made
+            return model(**self._given("input_ids", self._probe()), use_cache=False).logits[0].float(), calls.made
 
     @torch.inference_mode()
     def _compare(self, theirs: torch.Tensor) -> None:
         """Run the short text through our halves; `theirs`: the logits [tokens, vocab] of the library's forward."""
         ids = self._probe()
         positions = torch.arange(len(ids), device=self.device)[None]
+        others = {} if self._heard is None else {HEARD: self._heard}
         try:
             with library_attention():
-                ours = self.logits(self.forward(self.embed(ids), FlatBatch(ids, None, positions, None)))
+                hidden = self.forward(self.embed(ids), FlatBatch(ids, None, positions, None), **others)
+                ours = self.logits(hidden)
         except (TypeError, AttributeError) as error:
             raise self._unserved(error) from error
         check_same(self._kind, ours, theirs, self.dtype, coarse=self._coarse)
+
+    def _given(self, name: str, text: torch.Tensor) -> dict[str, Any]:
+        """What the model's own forward is given for a text: [tokens] ids, or [tokens, H] rows."""
+        if self._heard is None:
+            return {name: text[None]}
+        return {f"decoder_{name}": text[None], "encoder_outputs": (self._heard,)}
 
     def _probe(self) -> torch.Tensor:
         """[tokens] ids of the short text."""

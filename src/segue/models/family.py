@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from segue.graph.stage_graph import StageGraph
+from segue.messages.speech import SpeechFacts
 from segue.models.dialects.dialect import Dialect, dialect_of
 from segue.models.diffusion.sizes import Sizes
 
@@ -52,6 +53,9 @@ class Family:
     sizes: Callable[[dict[str, Any], Path], Sizes | None] = lambda config, model_dir: None
     """Config and directory of a checkpoint that makes pictures or video → which sizes it can make, as far as files say
     so; must not import torch."""
+    speech: Callable[[dict[str, Any], Path], SpeechFacts] | None = None
+    """Of a model that writes down what it hears, config and directory of a checkpoint → how it is asked; must not
+    import torch."""
     options: frozenset[str] = frozenset()
     """Names of request options the family understands, e.g. `use_audio_in_video`."""
     open_options: bool = False

@@ -30,6 +30,7 @@ def families() -> dict[str, Family]:
     from segue.models.qwen2_5_omni.family import FAMILY as QWEN2_5_OMNI
     from segue.models.qwen_image.family import FAMILY as QWEN_IMAGE
     from segue.models.sdxl.family import FAMILY as SDXL
+    from segue.models.speech_seq2seq.family import FAMILY as SPEECH_SEQ2SEQ
     from segue.models.stable_diffusion_3.family import FAMILY as STABLE_DIFFUSION_3
     from segue.models.text_classification.family import FAMILY as TEXT_CLASSIFICATION
     from segue.models.text_embedding.family import FAMILY as TEXT_EMBEDDING
@@ -37,7 +38,10 @@ def families() -> dict[str, Family]:
     from segue.models.z_image.family import FAMILY as Z_IMAGE
 
     named = (QWEN2_5_OMNI, QWEN_IMAGE, SDXL, STABLE_DIFFUSION_3, FLUX, FLUX2, Z_IMAGE, WAN)
-    generic = (GENERIC_PIPELINE, TEXT_EMBEDDING, CROSS_ENCODER, TEXT_CLASSIFICATION, MULTIMODAL_LM, CAUSAL_LM)
+    generic = (
+        *(GENERIC_PIPELINE, TEXT_EMBEDDING, CROSS_ENCODER, TEXT_CLASSIFICATION),
+        *(SPEECH_SEQ2SEQ, MULTIMODAL_LM, CAUSAL_LM),
+    )
     known = {family.name: family for family in (*named, *generic)}
     for point in entry_points(group="segue.models"):
         family = point.load()

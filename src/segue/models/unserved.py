@@ -11,6 +11,9 @@ _ATTENTION = frozenset(("full_attention", "sliding_attention", "chunked_attentio
 """Layer types that keep keys and values."""
 _NEITHER = frozenset(("mlp", "moe"))
 """Layer types that keep nothing."""
+ENCODER_DECODER = (
+    "it is an encoder-decoder; of these, models that hear windows of sound (Whisper) are served, and no others"
+)
 _OUTSIDE = "its layers keep a state per sequence, and not in the library's cache, from where it could be served"
 _BY_CACHE = (
     "it is the decoder of an encoder-decoder, which counts positions by its cache: one for all sequences of a batch"
@@ -42,7 +45,7 @@ def unserved(config: dict[str, Any]) -> str | None:
     """Why a causal LM's config cannot be served, where the config says it."""
     kind = str(config.get("model_type"))
     if config.get("is_encoder_decoder"):
-        return "it is an encoder-decoder; there is no cross-attention in the engine"
+        return ENCODER_DECODER
     if kind in _DRAFTERS:
         return "it drafts for another model, whose keys and values it attends to; it makes no text of its own"
     if config.get("prefix_lm"):

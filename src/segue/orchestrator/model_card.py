@@ -40,6 +40,7 @@ def card_of(
             if stage.lora is not None
             for name, path in stage.lora.adapters.items()
         },
+        speech=None if family.speech is None else family.speech(checkpoint, model_dir),
         dialect=family.dialect(model_dir, checkpoint),
     )
 

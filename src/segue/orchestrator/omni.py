@@ -34,6 +34,7 @@ from segue.orchestrator.prompt_embeds import check_embeds_bytes, embeds_file
 from segue.orchestrator.service import Health
 from segue.orchestrator.step_bar import StepBar
 from segue.orchestrator.supervisor import OnProgress
+from segue.orchestrator.transcription import check_transcription, transcribed
 
 Prompt = str | Mapping[str, Any]
 """Text, or `{"messages": [...]}`, `{"prompt": "..."}` (text as it is, with no chat template) or `{"prompt_token_ids":
@@ -170,7 +171,10 @@ class AsyncOmni:
     def stream(self, request: Request) -> AsyncGenerator[Delta]:
         """Deltas as they are made, `Finished` last; raises `SegueError`. Closing the generator cancels the request."""
         self._check(request)
-        return self.orchestrator.stream(request)
+        if self.card.speech is None or "text" not in request.modalities:
+            return self.orchestrator.stream(request)
+        assert self.card.text_stage is not None
+        return transcribed(self.orchestrator.stream, request, self.card.speech, self.card.text_stage)
 
     async def room(self) -> None:
         """Return when the queue is not full (any more)."""
@@ -230,6 +234,9 @@ class AsyncOmni:
         """
         given = self._written(prompt) if isinstance(prompt, str) else dict(_mapping(prompt, "the prompt"))
         given = {**parameters, **given}
+        if self.card.speech is not None and "audio" in given:
+            sound = {"type": "audio", "audio": given.pop("audio")}
+            given.setdefault("messages", [{"role": "user", "content": [sound]}])
         known = _PROMPT_KEYS | (PARAMETERS | PICTURES if self._pictures else frozenset())
         if self._open_options:
             known -= {"prompt_embeds"}  # a pipeline may have an argument of that name
@@ -314,6 +321,8 @@ class AsyncOmni:
             check_embeds_bytes(len(request.prompt_embeds), self.plan.limits.max_prompt_embeds_bytes)
         self._mark_thoughts(request)
         check_types(request)
+        if self.card.speech is not None and self.card.text_stage is not None:
+            check_transcription(request, self.card.speech, self.card.text_stage)
         if request.diffusion is not None:
             check_diffusion(request.diffusion)
         if request.adapter is not None and request.adapter not in self.card.adapters:

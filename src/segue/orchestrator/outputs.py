@@ -18,6 +18,7 @@ from segue.messages.deltas import (
     ImageDelta,
     RequestMetrics,
     ScoreDelta,
+    SegmentDelta,
     TextDelta,
     TokenLogprobs,
     Usage,
@@ -89,6 +90,10 @@ class RequestOutput:
     """[classes] float32: how much each fits, in the order of the checkpoint, from a classifier."""
     label: str | None = None
     """The name of the class that fits best."""
+    segments: list[SegmentDelta] = field(default_factory=list)
+    """Of a recording that was written down with marks of time."""
+    language: str | None = None
+    """Code of what it is in."""
     finish_reason: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Beside the ids of the stage that talks, where asked for."""
@@ -136,7 +141,10 @@ class Collector:
                 self._output.score = delta.score
             case ClassesDelta():
                 self._output.classes, self._output.label = delta.array, delta.label
+            case SegmentDelta():
+                self._output.segments.append(delta)
             case Finished():
+                self._output.language = delta.language
                 self._output.finish_reason = delta.finish_reason
                 self._output.token_ids = delta.token_ids
                 self._output.usage = delta.usage

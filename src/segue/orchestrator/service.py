@@ -9,6 +9,7 @@ import msgspec
 
 from segue.messages.deltas import Delta
 from segue.messages.request import Request
+from segue.messages.speech import SpeechFacts
 from segue.models.dialects.dialect import Dialect
 
 ReplicaState = Literal["starting", "ready", "restarting", "draining", "failed"]
@@ -64,6 +65,8 @@ class ModelCard(msgspec.Struct):
     """Where the checkpoint is."""
     adapters: dict[str, str] = {}
     """The LoRA adapters that a request may name: where they are."""
+    speech: SpeechFacts | None = None
+    """How it is asked, where it writes down what it hears."""
     dialect: Dialect = msgspec.field(default_factory=Dialect)
     """How its text is to be read."""
 

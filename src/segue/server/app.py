@@ -27,6 +27,7 @@ from segue.server.responses import Responses, add_responses
 from segue.server.scores import add_scores
 from segue.server.settings import ServerSettings
 from segue.server.tokenize import add_tokenize
+from segue.server.transcriptions import add_transcriptions
 from segue.server.videos import Videos, add_videos
 
 
@@ -57,6 +58,7 @@ def create_app(service: Service, settings: ServerSettings | None = None) -> Fast
     add_pooling(app, service, settings, own)
     add_scores(app, service, settings, own)
     add_images(app, service, settings, own)
+    add_transcriptions(app, service, settings, own)
     add_videos(app, service, settings, videos)
     add_models(app, service, settings)
     add_lora(app, service, settings)

@@ -21,6 +21,7 @@ from segue.server.pooling import ClassifyBody, PoolingBody
 from segue.server.response_request import ResponsesBody
 from segue.server.score_request import RerankBody, ScoreBody
 from segue.server.tokenize import DetokenizeBody, TokenizeBody
+from segue.server.transcription_request import TranscriptionBody, TranslationBody
 from segue.server.video_request import VideoBody
 
 
@@ -57,6 +58,8 @@ _POST: dict[str, tuple[type[msgspec.Struct] | None, str, bool]] = {
     ),
     "/v1/images/generations": (ImageBody, "Pictures of a prompt, whole or streamed.", True),
     "/v1/images/edits": (EditBody, "Pictures made of others, whole or streamed.", True),
+    "/v1/audio/transcriptions": (TranscriptionBody, "The text of a recording, whole or streamed.", True),
+    "/v1/audio/translations": (TranslationBody, "The text of a recording in English, whole or streamed.", True),
     "/v1/videos": (VideoBody, "Begin to make a video.", False),
     "/v1/responses/{response_id}/cancel": (None, "End a response that is made in the background.", False),
     "/tokenize": (TokenizeBody, "A prompt or messages as token ids.", False),
@@ -135,13 +138,16 @@ _DELETE = {
 }
 _FORMS = frozenset({"/v1/images/edits", "/v1/videos"})
 """What is also taken as a form."""
+_FORMS_ALONE = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
+"""What is taken as a form and no other way."""
 
 
 def _post(path: str, body: type[msgspec.Struct] | None, about: str, streams: bool) -> dict[str, Any]:
     kinds: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if streams:
         kinds["text/event-stream"] = {"schema": {"type": "string"}}
-    taken = ("application/json", "multipart/form-data") if path in _FORMS else ("application/json",)
+    form = ("multipart/form-data",) if path in _FORMS | _FORMS_ALONE else ()
+    taken = (*(() if path in _FORMS_ALONE else ("application/json",)), *form)
     operation: dict[str, Any] = {"summary": about, "responses": _answers(kinds), "security": [{}, {"key": []}]}
     if body is not None:
         content = {one: {"schema": _reference(body)} for one in taken}

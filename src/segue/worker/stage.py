@@ -177,7 +177,7 @@ def client_deltas(request: StageRequest, output: StageOutput) -> list[ClientDelt
         deltas.append(ClassesDelta(request.stage, _floats(payload["classes"]), payload["label"]))
     if TOKENS in request.to_client and TOKENS in payload:
         tokens = payload.pop(TOKENS)
-        deltas.append(TokensDelta(request.stage, tokens["token_ids"], tokens["token_strs"], tokens["text"]))
+        deltas.append(TokensDelta(request.stage, **tokens))
     # previews are for the client even where what it asked for is a video
     if "image" in payload and ("image" in request.to_client or (request.to_client and "partial" in payload)):
         deltas.append(_image(request.stage, payload))

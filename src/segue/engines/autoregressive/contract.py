@@ -80,6 +80,24 @@ def _reaches(back: LookBack, length: int) -> bool:
     return back is None or (back.size if isinstance(back, Chunked) else back) >= length
 
 
+class TokenRule(Protocol):
+    """What the library's `generate` for a family forbids from token to token, besides what sampling parameters say."""
+
+    @property
+    def remembers(self) -> bool:
+        """What it forbids depends on which tokens came before, and not only on how many."""
+
+    def saw(self, token: int) -> None:
+        """One more generated token."""
+
+    def copy(self) -> TokenRule:
+        """One that goes on from here by itself."""
+
+    def apply(self, logits: torch.Tensor, generated: int) -> None:
+        """Set what may not come now to -inf, in place: `logits` [vocab] float32 after everything else has changed them;
+        `generated` tokens were generated before."""
+
+
 @dataclass(slots=True)
 class Prompt:
     """What a request is prefilled with."""
@@ -108,6 +126,8 @@ class Prompt:
     beside: object | None = None
     """What layers of the decoder look at that is no token (pictures, by cross-attention), for the family's forward;
     `identity` must tell it. A step in which a sequence has any is not run as a recording."""
+    rule: TokenRule | None = None
+    """What the family forbids of this prompt's replies; each output has a copy of its own."""
     extras: dict[str, Any] = field(default_factory=dict)
     """The family's own, for its forward and transfers; per-token tensors are [T, …] and are sliced by the adapter."""
 

@@ -12,6 +12,7 @@ from copy import copy, deepcopy
 import numpy as np
 import torch
 
+from segue.engines.autoregressive.contract import TokenRule
 from segue.engines.autoregressive.thinking import Thinking
 from segue.engines.autoregressive.words import BadWords
 from segue.kernels.staging import upload
@@ -76,7 +77,9 @@ class RowRules:
         end_token_ids: Collection[int],
         words: BadWords | None = None,
         thinking: Thinking | None = None,
+        own: TokenRule | None = None,
     ) -> None:
+        """`own`: the family's, which is copied."""
         self.repetition = _set(params.repetition_penalty, 1.0)
         self.presence = _set(params.presence_penalty, 0.0)
         self.frequency = _set(params.frequency_penalty, 0.0)
@@ -85,6 +88,7 @@ class RowRules:
         self.allowed = None if params.allowed_token_ids is None else _ids(params.allowed_token_ids, vocab_size)
         self.words = words
         self.thinking = thinking
+        self.own = None if own is None else own.copy()
         # forbidden until `min_tokens`, with `ignore_eos` too: who asks for so many tokens wants no end among them
         ends = {*(params.stop_token_ids or ()), *end_token_ids}
         self.ends = _ids(ends, vocab_size)
@@ -100,12 +104,17 @@ class RowRules:
         other.seen = None if self.seen is None else self.seen.after(tokens)
         other.words = None if self.words is None else self.words.after(tokens)
         other.thinking = None if self.thinking is None else self.thinking.after(tokens)
+        if self.own is not None:
+            other.own = self.own.copy()
+            for token in tokens:
+                other.own.saw(token)
         return other
 
     @property
     def remember(self) -> bool:
         """What they do depends on which tokens came before."""
-        return self.seen is not None or self.words is not None or self.thinking is not None
+        remembers = self.own is not None and self.own.remembers
+        return remembers or self.seen is not None or self.words is not None or self.thinking is not None
 
     @property
     def plain(self) -> bool:
@@ -116,7 +125,7 @@ class RowRules:
     def forbids(self) -> bool:
         """The rules may forbid tokens."""
         restricted = self.allowed is not None or self.words is not None or self.thinking is not None
-        return restricted or bool(len(self.suppressed)) or bool(self.min_tokens)
+        return restricted or self.own is not None or bool(len(self.suppressed)) or bool(self.min_tokens)
 
     def saw(self, token: int) -> None:
         """One more output token."""
@@ -126,11 +135,14 @@ class RowRules:
             self.words.saw(token)
         if self.thinking is not None:
             self.thinking.saw(token)
+        if self.own is not None:
+            self.own.saw(token)
 
     def have_seen(self, other: RowRules) -> None:
         """Take over the output of another sequence of the same request."""
         self.seen, self.words = deepcopy(other.seen), None if other.words is None else other.words.copy()
         self.thinking = None if other.thinking is None else other.thinking.copy()
+        self.own = None if other.own is None else other.own.copy()
 
     def forbidden(self, generated: int) -> Ids:
         """Tokens that may not come now, `allowed` apart."""
@@ -147,8 +159,8 @@ def apply_rules(logits: torch.Tensor, rules: Sequence[RowRules], generated: Sequ
 
     Order as in transformers' `_get_logits_processor`: bias, repetition, (presence, frequency: OpenAI's, not in
     transformers), then what is forbidden: all but the allowed tokens, suppressed ones, the end before the minimum
-    length, the ends of bad words; and last what must come now, whatever else is said. A row of which nothing is left is
-    all -inf.
+    length, the ends of bad words; then what the family itself forbids; and last what must come now, whatever else is
+    said. A row of which nothing is left is all -inf.
     """
     bias = _pairs((row, rule.bias_ids, rule.bias) for row, rule in enumerate(rules))
     if bias is not None:
@@ -160,6 +172,9 @@ def apply_rules(logits: torch.Tensor, rules: Sequence[RowRules], generated: Sequ
     none = _pairs((row, ids, ids) for row, ids in enumerate(forbidden))
     if none is not None:
         logits[_on(logits, none[0]), _on(logits, none[1])] = float("-inf")
+    for row, rule in enumerate(rules):
+        if rule.own is not None:
+            rule.own.apply(logits[row], generated[row])
     _force(logits, rules)
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from segue.engines.autoregressive.contract import TokenRule
 from segue.engines.autoregressive.penalties import RowRules, apply_rules
 from segue.engines.autoregressive.thinking import Thinking
 from segue.engines.autoregressive.words import BadWords
@@ -48,6 +49,7 @@ class RowSampler:
         end_token_ids: Collection[int],
         words: BadWords | None = None,
         thinking: Thinking | None = None,
+        own: TokenRule | None = None,
     ) -> RowSampler:
         temperature = 1.0 if params.temperature is None else params.temperature
         top_k = params.top_k or 0
@@ -57,7 +59,7 @@ class RowSampler:
             top_k=top_k if 0 < top_k < vocab_size else 0,
             top_p=1.0 if params.top_p is None else params.top_p,
             min_p=params.min_p or 0.0,
-            rules=RowRules(params, prompt, vocab_size, end_token_ids, words, thinking),
+            rules=RowRules(params, prompt, vocab_size, end_token_ids, words, thinking, own),
         )
 
     def saw(self, token: int) -> None:

@@ -269,6 +269,7 @@ class Sequence:
             adapter.end_token_ids,
             self.words,
             self._thinking(),
+            prompt.rule,
         )
         self.ids = list(prompt.token_ids)
         if self.branches is None:

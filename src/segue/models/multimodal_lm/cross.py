@@ -2,7 +2,7 @@
 
 Its pictures put no rows in the places of tokens: a picture's token has an embedding like any other, and some layers of
 the decoder attend to what the encoder gave, and not to tokens. Those layers are the library's, and so are the keys and
-values that they make (`kept_pictures`); what a token sees is said by the library's processor (`shown`).
+values that they make (`step_pictures`); what a token sees is said by the library's processor (`shown`).
 
 T prompt tokens, m pictures, n rows of one picture, H hidden size of the language model.
 """
@@ -23,15 +23,16 @@ from segue.models.decoder import PagedDecoder
 from segue.models.decoder_load import check_same
 from segue.models.encoder_cache import cache_bytes
 from segue.models.interface import decoder_of
+from segue.models.kept_media import KeptMedia
 from segue.models.library import VERSION, PreTrainedModel
 from segue.models.multimodal_lm.encoder import Encoder
 from segue.models.multimodal_lm.input import InputProcessor
-from segue.models.multimodal_lm.kept_pictures import HeldLayer, KeptPictures, step_pictures
 from segue.models.multimodal_lm.llm import LLM, check_same_media
 from segue.models.multimodal_lm.loading import holder_of, inner_of, layers_across, media_tokens, taken_by
 from segue.models.multimodal_lm.mutual import FAILURES, moved
 from segue.models.multimodal_lm.processor import Processed, Processor
 from segue.models.multimodal_lm.shown import KIND, identity_of, seen_tiles, shown_by, units_by_picture
+from segue.models.multimodal_lm.step_pictures import HeldLayer, step_pictures
 from segue.models.pretrained import load_config
 
 STATES = "cross_attention_states"
@@ -122,7 +123,7 @@ class CrossLLM(LLM):
         row_bytes = len(layers) * shape.kv_heads * (shape.head_dim + shape.value_dim) * decoder.dtype.itemsize
         largest = example.shown_rows * row_bytes
         capacity = cache_bytes(ctx) if "cache_bytes" in ctx.options else _PICTURES * largest
-        self._kept = KeptPictures(layers, row_bytes, capacity)
+        self._kept = KeptMedia(layers, row_bytes, capacity)
         prompt = self._with_pictures(example.payload, example.media, decoder)
         ids = example.payload["token_ids"].to(decoder.device)
         positions = torch.arange(len(ids), device=decoder.device)[None]

@@ -14,14 +14,14 @@ from segue.messages.errors import ConfigError
 from segue.models.chat_template import chats
 from segue.models.family import Family
 from segue.models.multimodal_lm.graph import graph, kinds_of
-from segue.models.unserved import unserved
+from segue.models.unserved import ENCODER_DECODER, unserved
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 TINY = ("qwen2.5-vl", "qwen3-vl", "llava-onevision", "gemma3-vision", "llama3.2-vision", "qwen2-audio")
 """The families that `segue tiny` knows."""
 _SUFFIXES = ("ForConditionalGeneration", "ForCausalLM", "NemotronH_Omni_Reasoning_V3")
 _CROSS = "its decoder looks at media by cross-attention, which is not in the engine"
-_TWO = "it is an encoder-decoder; there is no cross-attention in the engine"
+_TWO = ENCODER_DECODER
 _CODES = "pictures are tokens of its vocabulary, made by an autoencoder, and not rows in the places of tokens"
 _BESIDE = "it takes a row of sound along with every token it writes, which is not in the engine"
 _ADAPTER = "its language model has other weights (an adapter) for prompts with sound than for those without"

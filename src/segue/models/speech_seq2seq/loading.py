@@ -1,0 +1,73 @@
+"""Parts of an encoder-decoder of transformers, each loaded for the stage that runs it, and the modules in a decoder
+that attend to the encoder's rows: those that are called with `key_value_states`."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+from segue.engines.contract import LoadContext
+from segue.kernels.encoder_attention import NAME as ACROSS
+from segue.messages.errors import ConfigError
+from segue.models.library import VERSION, AutoModelForSpeechSeq2Seq, PreTrainedConfig, PreTrainedModel
+from segue.models.pretrained import load_config, load_model
+
+
+def encoder_of(ctx: LoadContext) -> tuple[PreTrainedModel, tuple[int, int]]:
+    """The encoder alone, and the shape of a window: (bins, frames)."""
+    config = load_config(ctx)
+    shape = (config.num_mel_bins, 2 * config.max_source_positions)
+    config.decoder_layers = 0
+    encoder: PreTrainedModel = load_model(ctx, config, AutoModelForSpeechSeq2Seq).get_encoder()
+    return encoder, shape
+
+
+def without_encoder(ctx: LoadContext) -> PreTrainedModel:
+    """The model without the layers of its encoder, its decoder's attention to the encoder's rows told apart."""
+    if ctx.group is not None:
+        raise ConfigError(
+            "a model that writes down what it hears cannot be run tensor parallel: only the first rank is given what "
+            "is heard; leave tensor_parallel out",
+            field="tensor_parallel",
+        )
+    config = load_config(ctx)
+    config.encoder_layers = 0
+    return load_model(ctx, config, AutoModelForSpeechSeq2Seq)
+
+
+@torch.inference_mode()
+def tell_apart(model: PreTrainedModel, heard: torch.Tensor) -> int:
+    """Give the modules of the decoder that attend to `heard` [1, n, H] an attention function of their own; how many
+    they are. Raises `ConfigError` where not every layer has one."""
+    found: list[nn.Module] = []
+
+    def see(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        if kwargs.get("key_value_states") is not None:
+            found.append(module)
+
+    decoder = model.get_decoder()
+    hooks = [module.register_forward_pre_hook(see, with_kwargs=True) for module in decoder.modules()]
+    try:
+        decoder(
+            input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device),
+            encoder_hidden_states=heard,
+            use_cache=False,
+        )
+    finally:
+        for hook in hooks:
+            hook.remove()
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    if [module.layer_idx for module in found] != list(range(layers)):
+        raise ConfigError(
+            f"{type(model).__name__} of transformers {VERSION} cannot be served: not every layer of its decoder "
+            "attends to what the encoder gives",
+            field="architectures",
+        )
+    for module in found:
+        own = copy.deepcopy(module.config)
+        assert isinstance(own, PreTrainedConfig)
+        own._attn_implementation = ACROSS
+        module.config = own
+    return len(found)

@@ -1,0 +1,156 @@
+"""What a client asks to have written down: checked, and made into a request."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from segue.media.sources import shown
+from segue.messages.errors import InvalidRequest, TooLarge, nearest
+from segue.messages.request import MediaPart, Message, Request
+from segue.messages.sampling import SamplingParams, check_sampling
+from segue.orchestrator.service import ModelCard
+from segue.server.errors import Unsupported
+from segue.server.parameters import as_written, check_model, new_id, parse_body, turn_fields
+from segue.server.settings import ServerSettings
+
+FILES = frozenset({"file"})
+FORMATS = ("json", "text", "verbose_json", "srt", "vtt")
+_TIMED = frozenset({"verbose_json", "srt", "vtt"})
+"""Formats that say when something was said."""
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "include": ([],),
+    "chunking_strategy": ("auto",),
+    "known_speaker_names": ([],),
+    "known_speaker_references": ([],),
+}
+"""OpenAI's parameters that cannot be honoured → the values that ask for nothing."""
+WRITTEN = {f"options.{name}": name for name in ("language", "prompt", "task")}
+"""What a request calls them → what the client does."""
+
+
+class TranslationBody(msgspec.Struct, kw_only=True):
+    """Every parameter that does something. null means not given."""
+
+    file: Any = None
+    model: str
+    language: str | None = None
+    """Of the recording; OpenAI has it for transcriptions alone."""
+    prompt: str | None = None
+    response_format: str | None = None
+    temperature: float | None = None
+    stream: bool | None = None
+    # ours from here on
+    seed: int | None = None
+    priority: int | None = None
+    user: str | None = None
+    deadline: float | None = None
+    """Seconds from now."""
+
+
+class TranscriptionBody(TranslationBody, kw_only=True):
+    """The same of a recording in its own language."""
+
+    timestamp_granularities: list[str] | None = None
+
+
+@dataclass(frozen=True)
+class TranscriptionRequest:
+    """A checked request."""
+
+    request: Request
+    task: str
+    response_format: str
+    stream: bool
+    temperature: float
+    written: dict[str, str]
+    """As in `Answering`."""
+
+
+def transcription_request(
+    values: dict[str, Any], task: str, card: ModelCard, settings: ServerSettings
+) -> TranscriptionRequest:
+    """`task`: `transcribe` or `translate`. Raises `InvalidRequest` naming the parameter, its value and what would be
+    right."""
+    kind = TranscriptionBody if task == "transcribe" else TranslationBody
+    body = parse_body(values, kind, UNSUPPORTED, {})
+    check_model(body.model, card, settings)
+    if card.speech is None or card.text_stage is None:
+        raise Unsupported(
+            "this model does not write down what it hears; this server does not support that endpoint for it",
+            field="model",
+        )
+    if task not in card.speech.tasks:
+        raise Unsupported(
+            "this model does not translate; this server does not support that endpoint for it", field="model"
+        )
+    form = body.response_format or "json"
+    if form not in FORMATS:
+        raise InvalidRequest(
+            f"response_format is {shown(form)}; it must be one of {', '.join(FORMATS)}{nearest(form, FORMATS)}",
+            field="response_format",
+        )
+    if isinstance(body, TranscriptionBody):
+        _check_granularities(body.timestamp_granularities, form)
+    if body.stream and form in _TIMED:
+        raise Unsupported(f"stream is True with response_format {form!r}; use json or text", field="stream")
+    written = {**WRITTEN, f"sampling.{card.text_stage}.temperature": "temperature"}
+    sampling = SamplingParams(temperature=body.temperature, logprobs=0 if form == "verbose_json" else None)
+    try:
+        check_sampling(sampling, f"sampling.{card.text_stage}")
+    except InvalidRequest as error:
+        raise as_written(error, written) from error
+    options = {
+        "task": task,
+        "timestamps": form in _TIMED,
+        **({"language": body.language} if body.language else {}),
+        **({"prompt": body.prompt} if body.prompt and body.prompt.strip() else {}),
+    }
+    request = Request(
+        request_id=new_id("transcript"),
+        messages=[Message("user", [_recording(body.file, settings)])],
+        sampling={card.text_stage: sampling},
+        seed=body.seed,
+        options=options,
+        **turn_fields(body.priority, body.user, body.deadline, time.time()),
+    )
+    return TranscriptionRequest(request, task, form, bool(body.stream), body.temperature or 0.0, written)
+
+
+def _check_granularities(wanted: list[str] | None, form: str) -> None:
+    if not wanted:
+        return
+    for one in wanted:
+        if one == "word":
+            raise Unsupported(
+                "timestamp_granularities has 'word'; this server gives times of segments alone: use 'segment'",
+                field="timestamp_granularities",
+            )
+        if one != "segment":
+            raise InvalidRequest(
+                f"timestamp_granularities has {shown(one)}; it must be 'segment'", field="timestamp_granularities"
+            )
+    if form != "verbose_json":
+        raise InvalidRequest(
+            f"timestamp_granularities is given with response_format {form!r}; it goes with verbose_json",
+            field="timestamp_granularities",
+        )
+
+
+def _recording(file: Any, settings: ServerSettings) -> MediaPart:
+    if file is None:
+        raise InvalidRequest("file is missing; send a recording as a file of the form", field="file")
+    if not isinstance(file, bytes):
+        raise InvalidRequest(
+            f"file is {shown(file)}; it must be one file of a form (multipart/form-data)", field="file"
+        )
+    if not file:
+        raise InvalidRequest("file is empty; it must be a recording, e.g. WAV, MP3, FLAC, Ogg or M4A", field="file")
+    if len(file) > settings.media.max_bytes:
+        raise TooLarge(
+            f"file has {len(file)} bytes; at most {settings.media.max_bytes} (max_media_bytes)", field="file"
+        )
+    return MediaPart("audio", file, field="file")
