@@ -10,8 +10,9 @@ from segue.engines.autoregressive.inputs import Scheduled, flat_batch
 from segue.engines.autoregressive.jobs import Run
 from segue.engines.autoregressive.sequence import Sequence
 from segue.kernels.cross_attention import CrossStep
-from segue.models.multimodal_lm.kept_pictures import KeptPictures, step_pictures
+from segue.models.kept_media import KeptMedia
 from segue.models.multimodal_lm.shown import Shown, Span
+from segue.models.multimodal_lm.step_pictures import step_pictures
 
 ELSEWHERE = torch.device("meta")
 """Not the host's memory: what is left there cannot be mixed with what is here."""
@@ -36,7 +37,7 @@ def test_a_step_takes_the_pictures_that_it_must_look_at_to_the_device() -> None:
     shown = Shown({b"sea": torch.ones(6, 8)}, (Span(0, None, seen, True),))
     prompt = Prompt(token_ids=[1, 2, 3], beside=shown)
     positions = torch.arange(3, device=ELSEWHERE)
-    others = step_pictures([(prompt, 0, 3)], positions, KeptPictures(frozenset({0}), 4, 64), [], torch.bfloat16)
+    others = step_pictures([(prompt, 0, 3)], positions, KeptMedia(frozenset({0}), 4, 64), [], torch.bfloat16)
     states = others["cross_attention_states"]
     assert (states.device, states.dtype, states.shape) == (ELSEWHERE, torch.bfloat16, (1, 6, 8))
     assert isinstance(others["across"], CrossStep)

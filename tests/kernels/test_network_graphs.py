@@ -19,6 +19,7 @@ from segue.kernels.network_graphs import (
     CpuRecorder,
     CudaRecorder,
     NetworkGraphs,
+    Outside,
 )
 
 CPU = torch.device("cpu")
@@ -188,6 +189,17 @@ def test_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
         x = torch.full((3, 32), 5.0 if number != USES + 1 else 1.0)
         assert bool((looking(x)[0] == looking(x)[0]).all())
     assert "it gives something else" in caplog.text
+
+
+def test_what_a_recording_reads_and_did_not_make_is_held() -> None:
+    table, weight, unread = torch.randn(4), torch.randn(3, 4), torch.randn(4)
+    with Outside() as outside:
+        made = torch.ones(3, 4) + weight[1:].sum(0)
+        for _ in range(20):  # memory of what is gone comes again
+            made = torch.cat([made * 2, made])[:3].reshape(3, 4) + table
+    held = {tensor.untyped_storage().data_ptr() for tensor in outside.tensors.values()}
+    assert held == {table.data_ptr(), weight.data_ptr()}
+    assert unread.data_ptr() not in held
 
 
 @pytest.mark.gpu

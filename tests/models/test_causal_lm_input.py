@@ -67,9 +67,21 @@ def test_messages_and_prompt(kind: str, tmp_path: Path) -> None:
         assert first == tokenizer.bos_token_id != second
 
 
-def test_parts_of_a_message_are_one_text(qwens: InputProcessor) -> None:
+def test_parts_of_a_message_are_lines_of_one_text(qwens: InputProcessor) -> None:
     parts = Message("user", [TextPart("Hello "), TextPart("there")])
-    assert ids(qwens, messages=[parts]) == ids(qwens, messages=[said("user", "Hello there")])
+    assert ids(qwens, messages=[parts]) == ids(qwens, messages=[said("user", "Hello \nthere")])
+
+
+@pytest.mark.parametrize("content", ["message.content", "message['content']"])
+def test_a_template_that_goes_through_parts_is_given_them(qwen: Path, tmp_path: Path, content: str) -> None:
+    shutil.copytree(qwen, tmp_path / "own")
+    (tmp_path / "own" / "chat_template.jinja").write_text(
+        "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
+        "{% for part in " + content + " %}<{{ part.text }}>{% endfor %}{% endif %};{% endfor %}"
+    )
+    own = processor(tmp_path / "own")
+    parts = Message("user", [TextPart("Hello"), TextPart("there")])
+    assert ids(own, messages=[said("system", "Well"), parts]) == ids(own, prompt="Well;<Hello><there>;")
 
 
 def test_tools_and_calls(qwen: Path, qwens: InputProcessor) -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from segue.kernels.native import Library
 from segue.kernels.recorder import record
@@ -54,6 +55,33 @@ class Recorder(Protocol):
         to meanwhile. Raises `RuntimeError` or `NotRecordable` where it cannot be, `TooLarge` where this one cannot."""
 
 
+class Outside(TorchDispatchMode):
+    """Within it, tensors are held that operators read and that are not made meanwhile: a network may keep some (rotary
+    tables by shape) only for as long as it likes, and a recording reads them where they were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: dict[int, torch.Tensor] = {}
+        """By address of their memory."""
+        self._made: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given: list[torch.Tensor] = []
+        made: list[torch.Tensor] = []
+        _form((args, kwargs or {}), given)
+        out = func(*args, **(kwargs or {}))
+        _form(out, made)
+        for tensor in given:
+            address = tensor.untyped_storage().data_ptr()
+            if address not in self._made:
+                self.tensors.setdefault(address, tensor)
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in made}
+        self._made |= addresses - self.tensors.keys()
+        return out
+
+
 class CudaRecorder:
     """Records on a CUDA device; all recordings share one pool of memory, since never two of them run at once."""
 
@@ -76,11 +104,15 @@ class CudaRecorder:
         with torch.cuda.stream(side):
             run()  # libraries are set up for the stream outside the recording
         torch.cuda.current_stream(self._device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
+        graph, outside = torch.cuda.CUDAGraph(), Outside()
         # other threads of the worker copy between device and host meanwhile
-        with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"), outside:
             made = run()
-        return graph.replay, made
+
+        def replay(held: object = outside.tensors) -> None:
+            graph.replay()
+
+        return replay, made
 
 
 class CpuRecorder:

@@ -112,6 +112,20 @@ def _compiling(text: str, where: str) -> str:
     return text
 
 
+@lru_cache(maxsize=16)
+def goes_through_parts(text: str) -> bool:
+    """Whether a template takes what a message says in parts, too (`{% for part in message.content %}`)."""
+    return any(_is_content(loop.iter) for loop in _environment().parse(text).find_all(nodes.For))
+
+
+def _is_content(expression: nodes.Node) -> bool:
+    if isinstance(expression, nodes.Getattr):
+        return expression.attr == "content"
+    if isinstance(expression, nodes.Getitem) and isinstance(expression.arg, nodes.Const):
+        return bool(expression.arg.value == "content")
+    return False
+
+
 def chats(model_dir: Path) -> bool:
     """The checkpoint has a chat template: a bare string is a user message then, else a prompt as it is."""
     return read_chat_template(model_dir) is not None

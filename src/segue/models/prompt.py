@@ -70,8 +70,9 @@ def turn(message: Message, content: Any) -> dict[str, Any]:
     return {"role": message.role, "content": content, **message.extra}
 
 
-def text_conversation(messages: list[Message]) -> list[dict[str, Any]]:
-    """Messages of text alone as templates of language models take them: one text each, and what comes with it.
+def text_conversation(messages: list[Message], *, in_parts: bool = False) -> list[dict[str, Any]]:
+    """Messages of text alone as templates of language models take them: one text each, several parts on lines of their
+    own, and what comes with it. `in_parts`: the template goes through several parts by itself.
 
     The arguments of tool calls, which OpenAI's clients send as JSON text, are objects for a template.
     """
@@ -83,7 +84,10 @@ def text_conversation(messages: list[Message]) -> list[dict[str, Any]]:
                 field = part.field or f"messages[{number}].content[{index}]"
                 raise InvalidRequest(f"{field} is {part.kind}; this model takes text", field=field)
             texts.append(part.text)
-        conversation.append(with_calls(turn(message, "".join(texts)), number))
+        content: Any = "\n".join(texts)
+        if in_parts and len(texts) > 1:
+            content = [{"type": "text", "text": text} for text in texts]
+        conversation.append(with_calls(turn(message, content), number))
     return conversation
 
 

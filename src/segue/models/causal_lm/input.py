@@ -9,7 +9,7 @@ from segue.graph.parts import TOKENS
 from segue.messages.errors import InvalidRequest
 from segue.messages.request import Request
 from segue.messages.sampling import SamplingParams
-from segue.models.chat_template import read_chat_template
+from segue.models.chat_template import goes_through_parts, read_chat_template
 from segue.models.context_length import context_length
 from segue.models.input_stage import InputStage
 from segue.models.pretrained import load_config
@@ -87,7 +87,8 @@ class InputProcessor(InputStage):
                 "this checkpoint has no chat template; send a prompt or prompt_token_ids in place of messages",
                 field="messages",
             )
-        text = templated(self._tokenizer, self._template, text_conversation(request.messages), request.chat)
+        conversation = text_conversation(request.messages, in_parts=goes_through_parts(self._template))
+        text = templated(self._tokenizer, self._template, conversation, request.chat)
         check_text(text, self._tokenizer, request, self._longest, _TEXT_STAGE, "messages")
         # the template has written the special tokens
         ids = list(self._tokenizer(text, add_special_tokens=bool(request.add_special_tokens))["input_ids"])
