@@ -301,11 +301,23 @@ def test_request_bodies_are_accepted(block: Block) -> None:
 
 
 def test_curl_bodies_are_answered(server: str) -> None:
-    found = [block for block in of("sh") if block.body.startswith("curl")]
+    found = [block for block in of("sh") if block.body.startswith("curl") and " -d " in block.body]
     assert found
     for block in found:
         path = block.body.partition("http://localhost:8000")[2].split()[0]
         assert fetch(server + path, curl_body(block))["choices"][0]["message"]["content"]
+
+
+def test_curl_forms_have_what_there_is() -> None:
+    found = [block for block in of("sh") if block.body.startswith("curl") and " -F " in block.body]
+    assert found
+    for block in found:
+        path = block.body.partition("http://localhost:8000")[2].split()[0]
+        assert path == "/v1/audio/transcriptions"
+        words = shlex.split(block.body)
+        form = dict(words[place + 1].split("=", 1) for place, word in enumerate(words) if word == "-F")
+        assert form.keys() <= {field.name for field in msgspec.structs.fields(TranscriptionBody)}
+        assert (ROOT / form["file"].removeprefix("@")).is_file()
 
 
 def answered() -> list[tuple[Block, str, dict[str, Any] | None]]:

@@ -30,6 +30,8 @@ USES = 3
 """The call of a kind that is recorded."""
 MOST = 16
 """Recordings of a network at one time; the one that was not used for longest goes first."""
+MOST_ON_CPU = 64
+"""There each is a list of calls, its inputs and its results."""
 HELD_BYTES = 256 << 20
 """A call that holds more than this beside its inputs is not recorded."""
 
@@ -46,6 +48,8 @@ class Recorder(Protocol):
 
     held_bytes: int
     """Memory of its own that all recordings share, at most; not what the device's allocator is asked for."""
+    most: int
+    """Recordings at one time."""
 
     def held(self, run: Callable[[], Any]) -> tuple[Any, int]:
         """The result of a call, and the bytes it held at most."""
@@ -86,6 +90,7 @@ class CudaRecorder:
     """Records on a CUDA device; all recordings share one pool of memory, since never two of them run at once."""
 
     held_bytes = 0
+    most = MOST
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -120,6 +125,7 @@ class CpuRecorder:
     tried on other values."""
 
     held_bytes = ARENA_BYTES
+    most = MOST_ON_CPU
 
     def __init__(self, compiled: Library) -> None:
         self._compiled = compiled
@@ -198,7 +204,7 @@ class NetworkGraphs:
         except TypeError:  # something in it can change
             return None
         self._kinds.move_to_end(form)
-        if len(self._kinds) > MOST:
+        if len(self._kinds) > self._recorder.most:
             self._kinds.popitem(last=False)
         return kind
 

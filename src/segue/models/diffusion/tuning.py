@@ -100,6 +100,11 @@ def _loaded(ctx: LoadContext, component: str) -> Any:
     return load_component(ctx, component) if file is None else read_gguf(ctx, component, Path(file))
 
 
+def played_back(network: nn.Module) -> bool:
+    """Whether calls of equal shapes are recorded: it is worth something to have few shapes."""
+    return isinstance(network.forward, NetworkGraphs)
+
+
 def recordings_bytes(network: nn.Module) -> int:
     """What recorded calls of a network hold at most, beside its weights and what is accounted to calls."""
     return network.forward.held_bytes if isinstance(network.forward, NetworkGraphs) else 0

@@ -18,11 +18,13 @@ from segue.models.diffusion.loading import pipeline_index
 from segue.models.diffusion.schedulers import set_shifted
 from segue.models.diffusion.sequence import rows_of_one_length
 from segue.models.diffusion.squares import sides_of
-from segue.models.diffusion.tuning import PLAIN_ATTENTION
+from segue.models.diffusion.tuning import PLAIN_ATTENTION, played_back
 from segue.models.qwen_image.folded import fold, foldable
 from segue.models.qwen_image.graph import EDITING, pixels_per_latent
 from segue.models.qwen_image.spaces import to_latents, to_tokens
 
+_TEXT_STEP = 16
+"""Tokens: lengths of texts where calls are played back."""
 _TRIAL_TEXT = 61
 """Tokens; as many as no picture has: two lengths that are equal at first are compiled as one."""
 
@@ -54,6 +56,8 @@ class QwenImageDenoiser(Denoiser):
         self._scale = pixels_per_latent(ctx.model_dir)
         masks = ctx.attention in PLAIN_ATTENTION and not rows_of_one_length(ctx)
         self._padded_tokens = self.padded_tokens if masks else 0
+        # a mask costs nothing there, and texts of other lengths are calls of another kind
+        self._text_step = _TEXT_STEP if masks and self.device.type == "cpu" and played_back(self.network) else 1
         self._edits = pipeline_index(ctx.model_dir).get("_class_name") in EDITING
         self._channels: int = self.network.config.in_channels // 4
 
@@ -95,7 +99,7 @@ class QwenImageDenoiser(Denoiser):
 
     def predict(self, rows: Sequence[Row]) -> Sequence[torch.Tensor]:
         if rows[0].sample.tokens < self._padded_tokens:
-            return self._call(rows)
+            return self._call(rows, self._text_step)
         lengths = [len(row.condition) for row in rows]
         alike = [[place for place, own in enumerate(lengths) if own == length] for length in dict.fromkeys(lengths)]
         answers: dict[int, torch.Tensor] = {}
@@ -103,18 +107,16 @@ class QwenImageDenoiser(Denoiser):
             answers.update(zip(places, self._call([rows[place] for place in places]), strict=True))
         return [answers[place] for place in range(len(rows))]
 
-    def _call(self, rows: Sequence[Row]) -> Sequence[torch.Tensor]:
-        """The network, once; shorter texts are padded."""
+    def _call(self, rows: Sequence[Row], step: int = 1) -> Sequence[torch.Tensor]:
+        """The network, once; texts are padded to one length, a multiple of `step`."""
         lengths = [len(row.condition) for row in rows]
-        text = rows[0].condition.new_zeros(len(rows), max(lengths), rows[0].condition.shape[-1])
+        longest = -(-max(lengths) // step) * step
+        text = rows[0].condition.new_zeros(len(rows), longest, rows[0].condition.shape[-1])
         for place, row in enumerate(rows):
             text[place, : lengths[place]] = row.condition
         mask = None
-        if min(lengths) < max(lengths):
-            mask = (
-                torch.arange(max(lengths), device=self.device)[None]
-                < torch.tensor(lengths, device=self.device)[:, None]
-            )
+        if min(lengths) < longest:
+            mask = torch.arange(longest, device=self.device)[None] < torch.tensor(lengths, device=self.device)[:, None]
         height, width = self._sides(rows[0].sample.params)
         timesteps = torch.stack([row.sample.timestep for row in rows]).to(self.device, self.dtype)
         [predictions] = self.network(
