@@ -31,10 +31,9 @@ from segue.messages.errors import ConfigError, StageFailed
 TRIAL_SECONDS = {"cpu": 1.0}
 """Time that the warm-up takes to measure calls, by kind of device. A worker that comes back takes it again."""
 _TRIAL_SECONDS = 10.0
-_UNCOUNTED = {"cpu": 1}
-"""Calls of each kind before those that are measured. On a GPU the third may be recorded as a graph, which all later
-ones play back: `segue.kernels.network_graphs`."""
-_UNCOUNTED_ELSEWHERE = 2
+_UNCOUNTED = 2
+"""Calls of each kind before those that are measured. The third may be recorded, which all later ones play back:
+`segue.kernels.network_graphs`."""
 _CALLS = 3
 """Calls of one row that measuring a size takes at least."""
 _EXPLORE = 128
@@ -116,8 +115,7 @@ class DiffusionEngine:
             try:
                 self._room.measure(sample, call)
                 most = min(self._config.max_batch, self._room.rows(sample))
-                uncounted = _UNCOUNTED.get(sample.latents.device.type, _UNCOUNTED_ELSEWHERE)
-                measure(self.costs, sample.tokens, most, call, left, time.monotonic, uncounted)
+                measure(self.costs, sample.tokens, most, call, left, time.monotonic, _UNCOUNTED)
             except Exception as error:
                 if not out_of_memory(error):
                     raise
