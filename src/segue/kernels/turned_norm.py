@@ -1,5 +1,6 @@
 """RMS norms of queries and keys and their rotary positions (pairs of neighbours as complex numbers), in place, in one
-pass. On two cores of an EPYC (Zen 5), 2 rows of 272 tokens, 12 heads of 64 features: 350 → 40 µs."""
+pass. On two cores of an EPYC (Zen 5), 2 rows of 272 tokens, queries and keys of 6 heads of 64 features, beside torch:
+265 → 165 µs."""
 
 from __future__ import annotations
 
