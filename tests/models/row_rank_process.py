@@ -138,7 +138,7 @@ def follow(rank: int, job: dict[str, Any], end: int) -> NoReturn:
             follow_rows(denoiser(Path(job["checkpoints"][rank - 1]), keys, ways), ways, orders)
         code = 0
     except BaseException:
-        traceback.print_exc()
+        traceback.print_exc()  # the leader sees that it failed by `code`, and why is here
     finally:
         os._exit(code)  # as a worker's followers end
 

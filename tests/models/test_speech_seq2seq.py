@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from speech_family import END, Library, Samples, Stages, long_recording, recordings
+from transformers import WhisperForConditionalGeneration
 
 from segue import Omni, SamplingParams
 from segue.messages.errors import ConfigError, InvalidRequest
 from segue.models.decoder import PagedDecoder
+from segue.models.interface import decoder_of, name_of
 from segue.models.registry import family_of, read_config
 from segue.models.speech_seq2seq import tiny
+from segue.models.speech_seq2seq.loading import tell_apart
 
 CONFIG: dict[str, Any] = {"defaults": {"dtype": "float32"}, "stages": {"llm": {"block_size": 4}}}
 
@@ -161,17 +165,25 @@ def test_weights_count(
     assert stages.written(stages.engine(), {"voice": clips["voice"]}, language="fr")["voice"] != french["voice"]
 
 
-def test_a_decoder_that_does_more_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Louder(WhisperForConditionalGeneration):
+    """Does something to the encoder's rows that its decoder knows nothing of."""
+
+    def forward(self, *given: Any, encoder_outputs: tuple[torch.Tensor, ...], **named: Any) -> Any:
+        louder = (encoder_outputs[0] * 1.1,)
+        return super().forward(*given, encoder_outputs=louder, **named)
+
+
+@pytest.mark.parametrize("kind", [WhisperForConditionalGeneration, Louder])
+def test_a_model_that_does_more_than_its_decoder_is_refused(
+    directory: Path, kind: type[WhisperForConditionalGeneration]
+) -> None:
     """What the engine's halves give is compared with the library's forward at load."""
-    before = PagedDecoder.forward
-
-    def other(self: PagedDecoder, embeds: torch.Tensor, batch: Any, **others: Any) -> torch.Tensor:
-        others["encoder_hidden_states"] = others["encoder_hidden_states"] * 1.1
-        return before(self, embeds, batch, **others)
-
-    monkeypatch.setattr(PagedDecoder, "forward", other)
-    with pytest.raises(ConfigError, match="cannot be served: its logits"):
-        Stages(directory)
+    model = kind.from_pretrained(directory).eval().requires_grad_(False)
+    heard = torch.randn(1, 40, model.config.d_model)
+    tell_apart(model, heard)
+    refused = pytest.raises(ConfigError, match="cannot be served: its logits") if kind is Louder else nullcontext()
+    with refused:
+        PagedDecoder(model, inner=name_of(decoder_of(model), model), fused=True, heard=heard)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from segue.kernels.torchvision_shim import ensure_torchvision
 from segue.messages.deltas import Delta, Finished, RequestMetrics, SegmentDelta, TextDelta, TokensDelta, Usage
 from segue.messages.request import Request
-from segue.messages.speech import SpeechFacts
+from segue.messages.speech import SpeechFacts, time_mark
 from segue.models.speech_seq2seq.rule import SpeechRule
-from segue.orchestrator.times import frames_heard, mark, spans_of, sure_spans
+from segue.orchestrator.times import frames_heard, spans_of, sure_spans
 from segue.orchestrator.transcription import transcribed
 
 ensure_torchvision()
@@ -111,7 +111,7 @@ class Play:
             else:
                 ids = WINDOWS[str(request.options.get("seek", 0))]
                 for token in ids:
-                    text = mark(token, FIRST) if token >= FIRST else "" if token == END else f" w{token}"
+                    text = time_mark(token - FIRST) if token >= FIRST else "" if token == END else f" w{token}"
                     yield TextDelta("llm", text, [token])
                 usage = Usage(3, 0, {"text": 3}, {"text": len(ids)})
                 yield Finished("stop", {"llm": ids}, usage, RequestMetrics())

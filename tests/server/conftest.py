@@ -27,9 +27,11 @@ def server(running: Live) -> Live:
 
 
 @pytest.fixture
-def calling(server: Live) -> None:
+def calling(server: Live) -> Iterator[None]:
     """Its model thinks aloud and calls tools."""
-    server.service.card.dialect = HERMES
+    before, server.service.card.dialect = server.service.card.dialect, HERMES
+    yield
+    server.service.card.dialect = before
 
 
 @pytest.fixture

@@ -12,8 +12,6 @@ from fake_service import Live, finished
 from segue.messages.deltas import Delta
 from segue.messages.errors import InvalidRequest, TooLong
 from segue.messages.request import Request
-from segue.models.chat_template import ChatTemplate
-from segue.models.dialects.dialect import Dialect
 
 NAME = "fake-omni"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -141,9 +139,8 @@ def test_the_part_of_the_request_that_has_the_schema_is_named(
     assert told["message"] == f"{param} cannot be compiled: at properties.a: no"
 
 
-def test_the_schema_of_a_tool_is_named(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    template = ChatTemplate("{% for tool in tools %}{{ tool }}{% endfor %}")
-    monkeypatch.setattr(server.service.card, "dialect", Dialect(template))
+@pytest.mark.usefixtures("calling")
+def test_the_schema_of_a_tool_is_named(server: Live) -> None:
     of_chat = {"messages": HELLO, "tools": [{"type": "function", "function": TOOL}]}
     chosen = {"type": "function", "function": {"name": "look"}}
     told = refuse(server, BAD, "/v1/chat/completions", **of_chat, tool_choice=chosen)

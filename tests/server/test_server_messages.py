@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from calling_model import HERMES, THOUGHT_AND_CALLS
 from fake_service import FakeService, Gate, Live, finished, live, sent, speak
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,27 +19,17 @@ from segue.media.encode import encode_png
 from segue.messages.deltas import Choice, Delta, TextDelta
 from segue.messages.errors import InvalidRequest, Overloaded, SegueError, StageFailed
 from segue.messages.request import MediaPart, Request, TextPart
-from segue.models.chat_template import ChatTemplate
-from segue.models.dialects.dialect import CALL_FORMATS, Dialect
-from segue.models.dialects.reasoning import THINK
 from segue.server.message_request import MessagesBody, messages_request
 from segue.server.message_writer import MessageWriter
 from segue.server.settings import ServerSettings
 
 NAME = "fake-omni"
-TEMPLATE = ChatTemplate("{{ tools }}{{ enable_thinking }}{% if add_generation_prompt %}<|assistant|>{% endif %}")
-QWEN = Dialect(TEMPLATE, CALL_FORMATS["hermes"], THINK)
 LOOK = {
     "name": "look",
     "description": "Look somewhere.",
     "input_schema": {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]},
 }
 WAIT = {"type": "custom", "name": "wait", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}}
-REPLY = (
-    "<think>\nHm.\n</think>\n\nLet me see.\n"
-    '<tool_call>\n{"name": "look", "arguments": {"at": "sea"}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "wait", "arguments": {}}\n</tool_call>'
-)
 PNG = base64.b64encode(encode_png(bytes(range(12)), 2, 2)).decode()
 
 
@@ -63,7 +54,7 @@ def running() -> Iterator[Live]:
 @pytest.fixture
 def server(running: Live) -> Live:
     running.service.script = speak
-    running.service.card.dialect = QWEN
+    running.service.card.dialect = HERMES
     running.service.requests.clear()
     return running
 
@@ -210,7 +201,7 @@ def test_turns_and_blocks(server: Live) -> None:
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_thoughts_and_tools(server: Live, size: int) -> None:
     """Whole and streamed are the same; thoughts are there for who asks for them."""
-    server.service.script = says(REPLY, size)
+    server.service.script = says(THOUGHT_AND_CALLS, size)
     asked = {"tools": [LOOK, WAIT], "thinking": {"type": "enabled", "budget_tokens": 1024}}
     whole = post(server, **asked).json()
     [params] = server.service.requests[-1].sampling.values()
@@ -474,7 +465,7 @@ _TURN = st.fixed_dictionaries(
 )
 def test_no_body_makes_a_500(body: dict[str, Any], turns: list[dict[str, Any]]) -> None:
     """What is taken can be answered; all else is refused with a reason."""
-    card = msgspec.structs.replace(FakeService().card, dialect=QWEN)
+    card = msgspec.structs.replace(FakeService().card, dialect=HERMES)
     refusal: SegueError | None = None
     try:
         values = {"model": NAME, "max_tokens": 9, "messages": turns, **body}

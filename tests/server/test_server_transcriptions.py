@@ -95,6 +95,12 @@ def test_json(client: openai.OpenAI, server: Live) -> None:
     assert request.messages[0].content == [MediaPart("audio", FILE[1], field="file")]
 
 
+def test_the_model_may_be_left_out(server: Live) -> None:
+    """As with every other body: there is but one."""
+    answer = httpx.post(f"{server.url}/v1/audio/transcriptions", files={"file": FILE}, timeout=60)
+    assert (answer.status_code, answer.json()["text"]) == (200, "Good morning to you")
+
+
 def test_what_is_said_of_the_recording(client: openai.OpenAI, server: Live) -> None:
     client.audio.transcriptions.create(
         model="fake-omni", file=FILE, language="de", prompt="Of ships", temperature=0.4, extra_body={"seed": 7}

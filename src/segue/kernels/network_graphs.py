@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from segue.kernels.native import Library
 from segue.kernels.recorder import record
 from segue.kernels.recording import NotRecordable, TooLarge
+from segue.kernels.trees import leaves, mapped
 
 USES = 3
 """The call of a kind that is recorded."""
@@ -72,17 +73,13 @@ class Outside(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given: list[torch.Tensor] = []
-        made: list[torch.Tensor] = []
-        _form((args, kwargs or {}), given)
-        out = func(*args, **(kwargs or {}))
-        _form(out, made)
-        for tensor in given:
+        for tensor in leaves((args, kwargs), torch.Tensor):
             address = tensor.untyped_storage().data_ptr()
             if address not in self._made:
                 self.tensors.setdefault(address, tensor)
-        addresses = {tensor.untyped_storage().data_ptr() for tensor in made}
-        self._made |= addresses - self.tensors.keys()
+        out = func(*args, **(kwargs or {}))
+        made = {tensor.untyped_storage().data_ptr() for tensor in leaves(out, torch.Tensor)}
+        self._made |= made - self.tensors.keys()
         return out
 
 
@@ -187,7 +184,7 @@ class NetworkGraphs:
         for fixed, given in zip(kind.inputs, tensors, strict=True):
             fixed.copy_(given)
         kind.replay()
-        return _mapped(kind.made, torch.Tensor.clone)
+        return mapped(kind.made, torch.Tensor, torch.Tensor.clone)
 
     @contextmanager
     def eager(self) -> Iterator[None]:
@@ -219,7 +216,7 @@ class NetworkGraphs:
         """Whether it could be."""
         kind.inputs = [tensor.clone() for tensor in tensors]
         fixed = iter(kind.inputs)
-        own_args, own_kwargs = _mapped((args, kwargs), lambda tensor: next(fixed))
+        own_args, own_kwargs = mapped((args, kwargs), torch.Tensor, lambda tensor: next(fixed))
         try:
             kind.replay, kind.made = self._recorder.record(lambda: self._forward(*own_args, **own_kwargs), kind.inputs)
         except TooLarge:
@@ -247,24 +244,9 @@ def _form(value: Any, tensors: list[torch.Tensor]) -> Hashable:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether the tensors of two values are equal to rounding."""
-    firsts: list[torch.Tensor] = []
-    seconds: list[torch.Tensor] = []
-    if _form(one, firsts) != _form(other, seconds):
-        return False
+    """Whether the tensors of two values, of one form, are equal to rounding."""
     return all(
         bool((first - second).abs().max() <= _SAME * second.abs().max())
-        for first, second in zip(firsts, seconds, strict=True)
+        for first, second in zip(leaves(one, torch.Tensor), leaves(other, torch.Tensor), strict=True)
         if first.numel()
     )
-
-
-def _mapped(value: Any, made: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The value with other tensors in the place of its own, in the order of `_form`."""
-    if isinstance(value, torch.Tensor):
-        return made(value)
-    if isinstance(value, list | tuple):
-        return type(value)([_mapped(part, made) for part in value])
-    if isinstance(value, dict):
-        return {name: _mapped(part, made) for name, part in value.items()}
-    return value

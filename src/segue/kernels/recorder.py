@@ -36,6 +36,7 @@ from segue.kernels.recording import (
     Recording,
     TooLarge,
 )
+from segue.kernels.trees import leaves, mapped
 
 aten = torch.ops.aten
 _OPERATORS: dict[Any, int] = {
@@ -117,17 +118,13 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if func in _UNTAGGED or (not _TAGS.isdisjoint(func.tags) and not _by_places(func, args)):
             raise NotRecordable(f"what {func} does hangs on values")
-        given = list(_tensors((args, kwargs)))
-        known = {_base(tensor) for tensor in given}
+        given = list(leaves((args, kwargs), torch.Tensor))
         out = func(*args, **kwargs)
-        results = list(_tensors(out))
+        results = list(leaves(out, torch.Tensor))
         if any(tensor.device.type != "cpu" or tensor.layout != torch.strided for tensor in (*given, *results)):
-            if not any(tensor.is_mkldnn for tensor in given):
-                raise NotRecordable("there are tensors on other devices, or not laid out in strides")
-            raise NotRecordable("there are weights that are laid out for oneDNN")
-        for tensor in given:
-            if self._places.of(_base(tensor)) is None:
-                self._kept[_base(tensor)] = tensor
+            raise NotRecordable("there are tensors on other devices, or not laid out in strides")
+        known = {_base(tensor): tensor for tensor in given}
+        self._kept |= {base: tensor for base, tensor in known.items() if self._places.of(base) is None}
         fresh = [tensor for tensor in results if _base(tensor) not in known and tensor.untyped_storage().nbytes()]
         if func._schema.is_mutable:
             if _draws(func, args, kwargs):
@@ -202,25 +199,20 @@ class _Recorder(TorchDispatchMode):
         self._steps.append(entry)
 
     def _by_torch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        self._steps.append(_ByTorch(func, *(self._lying(value) for value in (args, kwargs, out))))
+        lying = (mapped(value, torch.Tensor, self._lying) for value in (args, kwargs, out))
+        self._steps.append(_ByTorch(func, *lying))
 
-    def _lying(self, value: Any) -> Any:
-        """The value with descriptions in the place of tensors that are intermediate results."""
-        if isinstance(value, torch.Tensor):
-            place = self._places.of(_base(value))
-            if place is None:
-                return value
-            self._touched(place)
-            if value.is_conj() or value.is_neg():
-                place.kept = value
-                return value
-            where = value.data_ptr() - place.base if value.numel() else 0
-            return _Lying(place, value.dtype, where, tuple(value.shape), value.stride())
-        if isinstance(value, list | tuple):
-            return type(value)(self._lying(part) for part in value)
-        if isinstance(value, dict):
-            return {name: self._lying(part) for name, part in value.items()}
-        return value
+    def _lying(self, tensor: torch.Tensor) -> torch.Tensor | _Lying:
+        """Of an intermediate result, where it lies; any other itself."""
+        place = self._places.of(_base(tensor))
+        if place is None:
+            return tensor
+        self._touched(place)
+        if tensor.is_conj() or tensor.is_neg():
+            place.kept = tensor
+            return tensor
+        where = tensor.data_ptr() - place.base if tensor.numel() else 0
+        return _Lying(place, tensor.dtype, where, tuple(tensor.shape), tensor.stride())
 
     def _touched(self, place: Place) -> None:
         number = len(self._steps)
@@ -262,7 +254,7 @@ class _Recorder(TorchDispatchMode):
     # --- afterwards --------------------------------------------------------------------------------------------------
 
     def finish(self, result: Any, arena: torch.Tensor | None) -> Recording:
-        for tensor in _tensors(result):
+        for tensor in leaves(result, torch.Tensor):
             if (place := self._places.of(_base(tensor))) is not None:
                 place.kept = tensor
         size = arrange(self._places.all)
@@ -314,13 +306,16 @@ class _ByTorch:
     def placed(self, arena: torch.Tensor, begin: int) -> Callable[[], None]:
         """The call, of tensors in the arena."""
         func = self.func
-        args, kwargs, out = (_found(value, arena, begin) for value in (self.args, self.kwargs, self.out))
-        targets = list(_tensors(out))
+        args, kwargs, out = (
+            mapped(value, _Lying, lambda lying: lying.tensor(arena, begin))
+            for value in (self.args, self.kwargs, self.out)
+        )
+        targets = list(leaves(out, torch.Tensor))
         if not targets:
             return lambda: func(*args, **kwargs)
 
         def again() -> None:
-            for target, value in zip(targets, _tensors(func(*args, **kwargs)), strict=True):
+            for target, value in zip(targets, leaves(func(*args, **kwargs), torch.Tensor), strict=True):
                 target.copy_(value)
 
         return again
@@ -342,30 +337,8 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return True
 
 
-def _found(value: Any, arena: torch.Tensor, begin: int) -> Any:
-    """The value with tensors in the place of descriptions."""
-    if isinstance(value, _Lying):
-        return value.tensor(arena, begin)
-    if isinstance(value, list | tuple):
-        return type(value)(_found(part, arena, begin) for part in value)
-    if isinstance(value, dict):
-        return {name: _found(part, arena, begin) for name, part in value.items()}
-    return value
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-
-
 def _base(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_mkldnn else tensor.untyped_storage().data_ptr()
+    return tensor.untyped_storage().data_ptr()
 
 
 def _collapsed(*tensors: torch.Tensor) -> list[tuple[int, ...]]:

@@ -10,6 +10,11 @@ SECONDS_PER_TIME = 0.02
 SECONDS_PER_FRAME = 0.01
 
 
+def time_mark(steps: int) -> str:
+    """As the vocabulary writes so many steps of time."""
+    return f"<|{steps * SECONDS_PER_TIME:.2f}|>"
+
+
 class SpeechFacts(msgspec.Struct, frozen=True):
     """Of one checkpoint."""
 

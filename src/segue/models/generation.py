@@ -10,20 +10,19 @@ from segue.models.checkpoint_values import GENERATION, check_generation
 from segue.models.json_files import check_objects
 from segue.models.library import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-FILE = GENERATION
 TOP_K = 50
 """`top_k` of `generate` where the config has none."""
 
 
 def generation_of(model_dir: Path, config: PreTrainedConfig) -> GenerationConfig:
     """`generation_config.json`; where there is none, what the model's own config says of generation."""
-    path = model_dir / FILE
+    path = model_dir / GENERATION
     if not path.is_file():
         return generation_in(config, model_dir)
     try:
         generation = GenerationConfig.from_pretrained(model_dir)
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        check_objects(model_dir, (FILE,))
+        check_objects(model_dir, (GENERATION,))
         raise ConfigError(f"{path}: {error}", field="model") from error
     _check(generation, config, path)
     return generation

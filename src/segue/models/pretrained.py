@@ -17,7 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 from segue.engines.contract import LoadContext
 from segue.messages.errors import ConfigError, nearest
 from segue.models.checkpoint import check_index, culprit, load_module
-from segue.models.generation import FILE as GENERATION
+from segue.models.checkpoint_values import GENERATION
 from segue.models.json_files import check_objects
 from segue.models.library import (
     QUANTIZERS,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from segue.messages.deltas import SegmentDelta, TextDelta, TokenLogprobs
-from segue.messages.speech import SECONDS_PER_FRAME, SECONDS_PER_TIME, SpeechFacts
+from segue.messages.speech import SECONDS_PER_FRAME, SECONDS_PER_TIME, SpeechFacts, time_mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +75,12 @@ def _span(ids: Sequence[int], first: int, start: int, stop: int, end: int) -> Sp
     return Span(start, stop, ids[start] - first, ids[end] - first)
 
 
-def mark(token: int, first: int) -> str:
-    """How the stage writes a mark of time."""
-    return f"<|{(token - first) * SECONDS_PER_TIME:.2f}|>"
-
-
 def without_marks(delta: TextDelta, first: int) -> str:
     """Its text; a mark is written when its token is told."""
     text = delta.text
     for token in delta.token_ids:
         if token >= first:
-            text = text.replace(mark(token, first), "", 1)
+            text = text.replace(time_mark(token - first), "", 1)
     return text
 
 
@@ -132,7 +127,7 @@ class TimedText:
         pieces = []
         for token in self.ids[span.start : span.stop]:
             if token >= self.first:
-                before, _, self._text = self._text.partition(mark(token, self.first))
+                before, _, self._text = self._text.partition(time_mark(token - self.first))
                 pieces.append(before)
         if self.ids[span.stop - 1] < self.first:  # nothing is behind it
             pieces.append(self._text)

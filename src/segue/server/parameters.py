@@ -191,21 +191,23 @@ def _written(body: CommonBody, stage: str | None, named: Mapping[str, str]) -> d
 
 def named_as(field: str, written: Mapping[str, str]) -> str:
     """A field by the name that the client used. `written`: as in `Answering`."""
-    for path, said in written.items():
-        if field == path or field.startswith((f"{path}.", f"{path}[")):
-            return said + field.removeprefix(path)
-    return field
+    path = _path_of(field, written)
+    return field if path is None else written[path] + field.removeprefix(path)
+
+
+def _path_of(field: str, written: Mapping[str, str]) -> str | None:
+    """The first that a field is, or is a part of."""
+    return next((path for path in written if field == path or field.startswith((f"{path}.", f"{path}["))), None)
 
 
 def as_written(error: SegueError, written: Mapping[str, str]) -> SegueError:
     """What a stage has to say, by the names that the client used. `written`: as in `Answering`."""
     field = error.field or ""
-    said = named_as(field, written)
-    if said == field:
+    path = _path_of(field, written)
+    if path is None:
         return error
-    path = next(path for path in written if field == path or field.startswith((f"{path}.", f"{path}[")))
     message = re.sub(rf"(?<!\w){re.escape(path)}(?!\w)", written[path], error.message)
-    renamed = type(error)(message, field=said, stage=error.stage)
+    renamed = type(error)(message, field=named_as(field, written), stage=error.stage)
     renamed.__cause__ = error
     return renamed
 

@@ -14,7 +14,7 @@ from segue.messages.request import MediaPart, Message, Request
 from segue.messages.sampling import SamplingParams, check_sampling
 from segue.orchestrator.service import ModelCard
 from segue.server.errors import Unsupported
-from segue.server.parameters import as_written, check_model, new_id, parse_body, turn_fields
+from segue.server.parameters import as_written, check_model, new_id, parse_body, turn_fields, with_model
 from segue.server.settings import ServerSettings
 
 FILES = frozenset({"file"})
@@ -76,7 +76,7 @@ def transcription_request(
     """`task`: `transcribe` or `translate`. Raises `InvalidRequest` naming the parameter, its value and what would be
     right."""
     kind = TranscriptionBody if task == "transcribe" else TranslationBody
-    body = parse_body(values, kind, UNSUPPORTED, {})
+    body = parse_body(with_model(values, card, settings), kind, UNSUPPORTED, {})
     check_model(body.model, card, settings)
     if card.speech is None or card.text_stage is None:
         raise Unsupported(

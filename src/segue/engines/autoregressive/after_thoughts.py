@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection
 
 import numpy as np
@@ -22,7 +23,7 @@ class AfterThoughts:
         self._grammar = grammar
         self._place = place
         self._ends = sorted(ends)
-        self._past: list[Thinking] = []
+        self._past: deque[Thinking] = deque(maxlen=_KEPT)
         """The places before, the last of them last."""
         self._behind = 0
         """Tokens that the grammar has accepted."""
@@ -52,7 +53,7 @@ class AfterThoughts:
             if not bare:
                 return True
             self._bare = True
-        self._past = [*self._past[1 - _KEPT :], self._place]
+        self._past.append(self._place)
         self._place = self._place.after([token])
         return True
 
@@ -70,7 +71,7 @@ class AfterThoughts:
     def fork(self) -> AfterThoughts:
         """Another output at the same place."""
         other = AfterThoughts(self._grammar.fork(), self._place.copy(), self._ends)
-        other._past, other._behind, other._bare = self._past[:], self._behind, self._bare
+        other._past, other._behind, other._bare = self._past.copy(), self._behind, self._bare
         return other
 
     @property

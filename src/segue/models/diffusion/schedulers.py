@@ -24,7 +24,7 @@ from segue.models.diffusion.library import (
 )
 from segue.models.diffusion.loading import component_class
 
-_UNMADE = (TypeError, ValueError, NotImplementedError, ImportError)
+_NOT_MADE = (TypeError, ValueError, NotImplementedError, ImportError)
 """What schedulers raise of settings that they cannot be made of; some need a package (`use_beta_sigmas`: SciPy)."""
 _BETAS = {"beta_start", "beta_end", "beta_schedule"}
 """What a scheduler says that adds noise by a table of variances."""
@@ -41,7 +41,7 @@ class Schedulers:
         self._default = kind
         try:
             compatible = kind.from_config(self.config).compatibles
-        except _UNMADE as error:
+        except _NOT_MADE as error:
             raise ConfigError(
                 f"{model_dir / name}: {kind.__name__} cannot be made of its settings: {error}", field="model"
             ) from error
@@ -95,7 +95,7 @@ class Schedulers:
             )
         try:
             return self._kinds[name].from_config(self.config, **self._settings.get(name, {}))
-        except _UNMADE as error:
+        except _NOT_MADE as error:
             raise InvalidRequest(
                 f"scheduler is {shown(name)}, which is not made of this model's settings: {error}", field="scheduler"
             ) from error

@@ -21,7 +21,6 @@ TINY = ("qwen2.5-vl", "qwen3-vl", "llava-onevision", "gemma3-vision", "llama3.2-
 """The families that `segue tiny` knows."""
 _SUFFIXES = ("ForConditionalGeneration", "ForCausalLM", "NemotronH_Omni_Reasoning_V3")
 _CROSS = "its decoder looks at media by cross-attention, which is not in the engine"
-_TWO = ENCODER_DECODER
 _CODES = "pictures are tokens of its vocabulary, made by an autoencoder, and not rows in the places of tokens"
 _BESIDE = "it takes a row of sound along with every token it writes, which is not in the engine"
 _ADAPTER = "its language model has other weights (an adapter) for prompts with sound than for those without"
@@ -31,7 +30,7 @@ _REASONS = MappingProxyType(
         **dict.fromkeys(("chameleon", "emu3"), _CODES),
         **dict.fromkeys(("kyutai_speech_to_text", "voxtral_realtime"), _BESIDE),
         **dict.fromkeys(("granite_speech", "granite_speech_plus"), _ADAPTER),
-        **dict.fromkeys(("t5gemma2", "udop", "vision-encoder-decoder"), _TWO),
+        **dict.fromkeys(("t5gemma2", "udop", "vision-encoder-decoder"), ENCODER_DECODER),
         "nemotron_h_omni": "its decoder is a hybrid (nemotron_h), whose layers keep a state per sequence",
         "fuyu": "its patches have no encoder and are told apart by an index of their own",
         "vibevoice_asr": "noise is drawn for what it hears, so that a recording has no rows of its own",

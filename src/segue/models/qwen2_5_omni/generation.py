@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from segue.models.generation import FILE, end_tokens, generation_in, generation_of
+from segue.models.checkpoint_values import GENERATION
+from segue.models.generation import end_tokens, generation_in, generation_of
 from segue.models.qwen2_5_omni.library import GenerationConfig, PreTrainedTokenizerBase, Qwen2_5OmniThinkerConfig
 
 MAX_NEW_TOKENS = 1024
@@ -28,6 +29,6 @@ def thinker_ends(
 ) -> frozenset[int]:
     """The ids that end a reply: the thinker config's; where it names none (the reference would then never stop),
     `generation_config.json`'s, else the tokenizer's."""
-    if generation.eos_token_id is None and (model_dir / FILE).is_file():
+    if generation.eos_token_id is None and (model_dir / GENERATION).is_file():
         generation = generation_of(model_dir, config)
     return end_tokens(generation, tokenizer)

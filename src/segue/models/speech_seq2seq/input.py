@@ -39,6 +39,10 @@ class _Heard:
     frames: torch.Tensor
     """[bins, n] float32"""
     seconds: float
+    whole: bool
+    """It was extracted as long as it is."""
+    longer: bool
+    """Than a window."""
 
 
 class InputProcessor(InputStage):
@@ -114,14 +118,15 @@ class InputProcessor(InputStage):
         return [ids[0], *ids[1:][-self._most_before :]]
 
     def _heard(self, part: MediaPart, *, long: bool) -> _Heard:
-        key = hashlib.blake2b(part.data, digest_size=16)
-        key.update(repr((part.array, long)).encode())
-        known = self._kept.get(key.digest())
-        if known is None:
-            known = self._kept[key.digest()] = self._listened(part, long=long)
+        content = hashlib.blake2b(part.data, digest_size=16)
+        content.update(repr(part.array).encode())
+        key = content.digest()
+        known = self._kept.get(key)
+        if known is None or known.whole != (long or known.longer):
+            known = self._kept[key] = self._listened(part, long=long)
             while len(self._kept) > 1 and sum(one.frames.nbytes for one in self._kept.values()) > KEPT_BYTES:
                 self._kept.popitem(last=False)
-        self._kept.move_to_end(key.digest())
+        self._kept.move_to_end(key)
         return known
 
     def _listened(self, part: MediaPart, *, long: bool) -> _Heard:
@@ -133,8 +138,8 @@ class InputProcessor(InputStage):
                 field=part.field or None,
             )
         # what is longer than a window is extracted whole, as `generate` wants it
-        whole = long or len(samples) > self._extractor.n_samples
-        return _Heard(self._extracted(samples, long=whole), len(samples) / rate)
+        longer = len(samples) > self._extractor.n_samples
+        return _Heard(self._extracted(samples, long=long or longer), len(samples) / rate, long or longer, longer)
 
     def _extracted(self, samples: Any, *, long: bool) -> torch.Tensor:
         """[bins, n] of all samples; where not `long`, of as many as a window has, silence behind them."""

@@ -13,7 +13,7 @@ from segue.engines.autoregressive.contract import Fed, FlatBatch, KVSpec, Prompt
 from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.messages.errors import ConfigError
 from segue.messages.sampling import SamplingParams
-from segue.messages.speech import SECONDS_PER_TIME
+from segue.messages.speech import time_mark
 from segue.models.context_length import whole_length
 from segue.models.decoder import PagedDecoder
 from segue.models.encoder_cache import cache_bytes
@@ -153,8 +153,3 @@ class LLM:
             beside=Window(heard["hash"], rows),
             rule=None if asked["detect"] else rule,
         )
-
-
-def time_mark(steps: int) -> str:
-    """As the vocabulary writes so many steps of time."""
-    return f"<|{steps * SECONDS_PER_TIME:.2f}|>"
