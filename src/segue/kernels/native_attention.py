@@ -18,10 +18,8 @@ from segue.kernels.paged_attention import TorchAttention
 from segue.kernels.paged_step import Chunk, PagedStep
 from segue.kernels.recording import NotRecordable
 
-_LEAST = 256
+_LEAST = 64
 """Keys that one more task is worth."""
-_MOST_HEADS = 64
-"""Query heads that share a K/V head."""
 _MOST_DIM = 256
 
 
@@ -64,7 +62,6 @@ class NativeAttention:
             and q.stride(2) == 1
             and dim % lanes == value_dim % lanes == 0
             and max(dim, value_dim) <= _MOST_DIM
-            and q.shape[0] // kv_heads <= _MOST_HEADS
             and form.scaling > 0
         )
 
@@ -95,7 +92,7 @@ class NativeAttention:
         kv_heads, dim, value_dim = store.layout.shapes[layer]
         count, heads, threads = tables.singles, q.shape[0], torch.get_num_threads()
         longest = min(tables.longest_key, form.window or tables.longest_key)
-        splits = max(1, min(longest // _LEAST, 2 * threads // (count * kv_heads)))
+        splits = max(1, min(longest // _LEAST, 2 * threads // count))
         scratch = q.new_empty(count * splits * heads * (value_dim + 2))
         given = Attention(
             *(q.data_ptr(), q.stride(1), q.stride(0)),

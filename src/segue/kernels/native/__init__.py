@@ -137,7 +137,7 @@ FLOATS, HALVES, ROUNDED, BYTES = range(4)
 """What the weights of a product are, and what becomes of its activations: float32; bfloat16, two to a word; the same,
 with activations rounded to bfloat16; bytes with a scale per output, with activations rounded to bytes with a scale per
 row."""
-_VERSION = 8
+_VERSION = 9
 """`segue_version` of kernels.c."""
 
 

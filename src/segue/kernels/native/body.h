@@ -74,6 +74,47 @@ static inline VEC NAME(exponential)(VEC x)
     return (VEC)((scaled & ~small) | (unknown & (BITS)x));
 }
 
+/* 2^x to a few units in the last place for x up to 127; 0 below -126; what is not a number stays so. */
+static inline VEC NAME(power)(VEC x)
+{
+    const VEC low = (VEC){0} - 126.0f, magic = (VEC){0} + 12582912.0f; /* 1.5 * 2^23, as in `exponential` */
+    const BITS small = x < low;
+    const VEC shifted = x + magic;
+    const VEC r = x - (shifted - magic);
+    VEC p = r * 1.535336188e-4f + 1.339887440e-3f; /* Cephes, exp2f */
+    p = p * r + 9.618437357e-3f;
+    p = p * r + 5.550332548e-2f;
+    p = p * r + 2.402264791e-1f;
+    p = p * r + 6.931472028e-1f;
+    p = p * r + 1.0f;
+    const VEC whole = (VEC)((((BITS)shifted) << 23) + (127 << 23));
+    return (VEC)((BITS)(p * whole) & ~small);
+}
+
+/* The larger of each; `b` where one of them is not a number. */
+static inline VEC NAME(larger)(VEC a, VEC b)
+{
+#if LANES == 16
+    return (VEC)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return (VEC)_mm256_max_ps((__m256)a, (__m256)b);
+#endif
+}
+
+static inline float NAME(largest)(VEC v)
+{
+    union {
+        VEC whole;
+        __m128 parts[LANES / 4];
+    } of = {v};
+    __m128 best = _mm_max_ps(of.parts[0], of.parts[1]);
+#if LANES == 16
+    best = _mm_max_ps(best, _mm_max_ps(of.parts[2], of.parts[3]));
+#endif
+    best = _mm_max_ps(best, _mm_movehl_ps(best, best));
+    return _mm_cvtss_f32(_mm_max_ss(best, _mm_shuffle_ps(best, best, 1)));
+}
+
 /* --- products ---------------------------------------------------------------------------------------------------- */
 
 #define ROWS1(F) F(0)
@@ -231,7 +272,7 @@ static void NAME(panel)(const float *x, size_t rows, size_t inputs, const float 
 #define DOT_START(g) VEC a##g = {0}, b##g = {0}, c##g = {0}, d##g = {0};
 #define DOT_ADD(g)                                                                                                     \
     {                                                                                                                  \
-        const VEC asked = LOAD(q + g * dim + i);                                                                       \
+        const VEC asked = LOAD(q + g * q_row + i);                                                                     \
         a##g += asked * key0;                                                                                          \
         b##g += asked * key1;                                                                                          \
         c##g += asked * key2;                                                                                          \
@@ -239,19 +280,27 @@ static void NAME(panel)(const float *x, size_t rows, size_t inputs, const float 
     }
 #define DOT_PUT(g) *(four *)(scores + g * CHUNK + t) = NAME(sums)(a##g, b##g, c##g, d##g) * scale;
 
-/* scores[COUNT, CHUNK]: COUNT queries with `count` keys, four at a time; those behind the last key are not looked at. */
+/* scores[COUNT, CHUNK]: COUNT queries with `count` keys, four at a time, which begin `from` floats behind where `keys`
+ * point; those behind the last key are not looked at. Meanwhile what begins there behind `soon` is fetched, `lines` of
+ * each. */
 #define DOTS(COUNT)                                                                                                    \
-    static void NAME(dots##COUNT)(const float *q, size_t dim, const float *const *keys, size_t count, float scale,     \
-                                  float *scores)                                                                       \
+    static void NAME(dots##COUNT)(const float *q, size_t q_row, size_t dim, const float *const *keys, size_t from,     \
+                                  size_t count, float scale, float *scores, const float *const *soon,                  \
+                                  size_t soon_from, size_t lines)                                                      \
     {                                                                                                                  \
         const size_t last = count - 1;                                                                                 \
         for (size_t t = 0; t < count; t += 4) {                                                                        \
-            const float *const k0 = keys[t], *const k1 = keys[t + 1 < last ? t + 1 : last];                            \
-            const float *const k2 = keys[t + 2 < last ? t + 2 : last], *const k3 = keys[t + 3 < last ? t + 3 : last];  \
+            const size_t t1 = t + 1 < last ? t + 1 : last, t2 = t + 2 < last ? t + 2 : last;                           \
+            const size_t t3 = t + 3 < last ? t + 3 : last;                                                             \
+            const float *const k0 = keys[t] + from, *const k1 = keys[t1] + from;                                       \
+            const float *const k2 = keys[t2] + from, *const k3 = keys[t3] + from;                                      \
             HEADS##COUNT(DOT_START)                                                                                    \
-            for (size_t ahead = t + SOON; ahead < t + SOON + 4 && ahead < count; ahead++)                              \
-                for (size_t i = 0; i < dim; i += 16)                                                                   \
-                    __builtin_prefetch(keys[ahead] + i);                                                               \
+            for (size_t line = 0; line < lines; line++) {                                                              \
+                __builtin_prefetch(soon[t] + soon_from + line * 16, 0, 2);                                             \
+                __builtin_prefetch(soon[t1] + soon_from + line * 16, 0, 2);                                            \
+                __builtin_prefetch(soon[t2] + soon_from + line * 16, 0, 2);                                            \
+                __builtin_prefetch(soon[t3] + soon_from + line * 16, 0, 2);                                            \
+            }                                                                                                          \
             for (size_t i = 0; i < dim; i += LANES) {                                                                  \
                 const VEC key0 = LOAD(k0 + i), key1 = LOAD(k1 + i), key2 = LOAD(k2 + i), key3 = LOAD(k3 + i);          \
                 HEADS##COUNT(DOT_ADD)                                                                                  \
@@ -280,10 +329,12 @@ DOTS(3) DOTS(4)
     if (wide)                                                                                                          \
         STORE(out + g * dim + LANES, m##g##1);
 
-/* out[COUNT, dim] += shares[COUNT, count] values[count, dim], two vectors of a value at a time. */
+/* mixed[COUNT, dim] += shares[COUNT, count] values[count, dim], two vectors of a value at a time; values begin `from`
+ * floats behind where `values` point. Meanwhile what begins `soon_from` behind the first `fetches` of `soon` is. */
 #define MIXES(COUNT)                                                                                                   \
-    static void NAME(mixes##COUNT)(const float *shares, const float *const *values, size_t count, size_t dim,          \
-                                   float *mixed)                                                                       \
+    static void NAME(mixes##COUNT)(const float *shares, const float *const *values, size_t from, size_t count,         \
+                                   size_t dim, float *mixed, const float *const *soon, size_t soon_from,               \
+                                   size_t fetches)                                                                     \
     {                                                                                                                  \
         for (size_t d = 0; d < dim; d += 2 * LANES) {                                                                  \
             const int wide = d + LANES < dim;                                                                          \
@@ -291,10 +342,10 @@ DOTS(3) DOTS(4)
             float *out = mixed + d;                                                                                    \
             HEADS##COUNT(MIX_START)                                                                                    \
             for (size_t t = 0; t < count; t++) {                                                                       \
-                const float *value = values[t] + d;                                                                    \
-                if (t + SOON < count) {                                                                                \
-                    __builtin_prefetch(values[t + SOON] + d);                                                          \
-                    __builtin_prefetch(values[t + SOON] + d + 16);                                                     \
+                const float *const value = values[t] + from + d;                                                       \
+                if (t < fetches) {                                                                                     \
+                    __builtin_prefetch(soon[t] + soon_from + d, 0, 2);                                                 \
+                    __builtin_prefetch(soon[t] + soon_from + d + next, 0, 2);                                          \
                 }                                                                                                      \
                 const VEC v0 = LOAD(value), v1 = LOAD(value + next);                                                   \
                 HEADS##COUNT(MIX_ADD)                                                                                  \
@@ -307,13 +358,15 @@ MIXES(1) MIXES(2)
 MIXES(3) MIXES(4)
 #endif
 
-static void (*const NAME(dots)[])(const float *, size_t, const float *const *, size_t, float, float *) = {
+static void (*const NAME(dots)[])(const float *, size_t, size_t, const float *const *, size_t, size_t, float, float *,
+                                  const float *const *, size_t, size_t) = {
     NULL, NAME(dots1), NAME(dots2),
 #if TOGETHER == 4
     NAME(dots3), NAME(dots4),
 #endif
 };
-static void (*const NAME(mixes)[])(const float *, const float *const *, size_t, size_t, float *) = {
+static void (*const NAME(mixes)[])(const float *, const float *const *, size_t, size_t, size_t, float *,
+                                   const float *const *, size_t, size_t) = {
     NULL, NAME(mixes1), NAME(mixes2),
 #if TOGETHER == 4
     NAME(mixes3), NAME(mixes4),
@@ -321,29 +374,22 @@ static void (*const NAME(mixes)[])(const float *, const float *const *, size_t, 
 };
 
 /* The softmax of a stretch of keys, put together with those before it (Milakov & Gimelshein, 2018): scores become
- * shares of e^(score - highest); `highest` and `total` go on, `mixed` is scaled to them. */
+ * shares of 2^(score - highest); `highest` and `total` go on, `mixed` is scaled to them. */
 static void NAME(soften)(float *scores, size_t count, float *highest, float *total, float *mixed, size_t dim)
 {
     for (size_t t = count; t % LANES; t++)
-        scores[t] = scores[count - 1];
+        scores[t] = -INFINITY;
     VEC best = LOAD(scores);
-    for (size_t t = LANES; t < count; t += LANES) {
-        const VEC here = LOAD(scores + t);
-        const BITS higher = here > best;
-        best = (VEC)((higher & (BITS)here) | (~higher & (BITS)best));
-    }
-    float most = *highest;
-    for (size_t i = 0; i < LANES; i++)
-        most = best[i] > most ? best[i] : most;
-    const float rescale = *highest == most ? 1.0f : expf(*highest - most);
-    for (size_t t = count; t % LANES; t++)
-        scores[t] = most - 100.0f;
+    for (size_t t = LANES; t < count; t += LANES)
+        best = NAME(larger)(LOAD(scores + t), best);
+    const float here = NAME(largest)(best), before = *highest, most = here > before ? here : before;
     VEC sums = {0};
     for (size_t t = 0; t < count; t += LANES) {
-        const VEC shares = NAME(exponential)(LOAD(scores + t) - most);
+        const VEC shares = NAME(power)(LOAD(scores + t) - most);
         STORE(scores + t, shares);
         sums += shares;
     }
+    const float rescale = before == most ? 1.0f : exp2f(before - most);
     *total = *total * rescale + NAME(sum)(sums);
     *highest = most;
     if (rescale != 1.0f)
@@ -351,35 +397,57 @@ static void NAME(soften)(float *scores, size_t count, float *highest, float *tot
             STORE(mixed + d, LOAD(mixed + d) * rescale);
 }
 
-/* The query heads [heads, dim] that share a K/V head, over the tokens [begin, end) of a sequence: `mixed` [heads,
- * value_dim] is summed up unscaled, with the `highest` score and the `total` of each head beside it. */
-static void NAME(span)(const struct attention *of, const float *q, const float *keys, const float *values,
-                       const int32_t *blocks, size_t begin, size_t end, float *mixed, float *highest, float *total)
+/* Where the tokens from `first` on lie, as many as there are before `end`, a chunk at most; how many. */
+static size_t NAME(places)(const struct attention *of, const int32_t *blocks, size_t first, size_t end,
+                           const float **key, const float **value)
 {
-    const size_t heads = of->heads / of->kv_heads, dim = of->dim, value_dim = of->value_dim;
-    float scores[TOGETHER * CHUNK] __attribute__((aligned(64)));
-    const float *key[CHUNK], *value[CHUNK];
-    for (size_t g = 0; g < heads; g++) {
-        highest[g] = -INFINITY;
-        total[g] = 0;
-        memset(mixed + g * value_dim, 0, value_dim * sizeof(float));
+    const size_t block_size = of->block_size, count = first >= end ? 0 : end - first < CHUNK ? end - first : CHUNK;
+    size_t block = first / block_size, within = first % block_size;
+    for (size_t t = 0; t < count; t++) {
+        const size_t slot = (size_t)blocks[block] * block_size + within;
+        key[t] = of->keys + slot * of->key_slot;
+        value[t] = of->values + slot * of->value_slot;
+        if (++within == block_size) {
+            within = 0;
+            block++;
+        }
     }
-    for (size_t first = begin; first < end; first += CHUNK) {
-        const size_t count = end - first < CHUNK ? end - first : CHUNK;
-        for (size_t t = 0; t < count; t++) {
-            const size_t place = first + t;
-            const size_t slot = (size_t)blocks[place / of->block_size] * of->block_size + place % of->block_size;
-            key[t] = keys + slot * of->key_slot;
-            value[t] = values + slot * of->value_slot;
+    return count;
+}
+
+/* The query heads of a sequence over its tokens [begin, end): `mixed` [heads, value_dim] is summed up unscaled, with the
+ * `highest` score and the `total` of each head beside it. All heads go through a chunk of tokens before the next one, as
+ * keys and values of a token lie together; what each needs is fetched while the one before is computed. */
+static void NAME(span)(const struct attention *of, const float *q, const int32_t *blocks, size_t begin, size_t end,
+                       float *mixed, float *highest, float *total)
+{
+    const size_t kv_heads = of->kv_heads, heads = of->heads / kv_heads, dim = of->dim, value_dim = of->value_dim;
+    const float scale = of->scale * 1.44269504f; /* log2(e) */
+    float scores[TOGETHER * CHUNK] __attribute__((aligned(64)));
+    const float *key[2][CHUNK], *value[2][CHUNK]; /* of a chunk, and of the next one */
+    size_t count = NAME(places)(of, blocks, begin, end, key[0], value[0]);
+    for (size_t head = 0; head < kv_heads * heads; head++) {
+        highest[head] = -INFINITY;
+        total[head] = 0;
+    }
+    memset(mixed, 0, kv_heads * heads * value_dim * sizeof(float));
+    for (size_t first = begin, now = 0; first < end; first += CHUNK, now = !now) {
+        const size_t next = NAME(places)(of, blocks, first + CHUNK, end, key[!now], value[!now]);
+        for (size_t kv_head = 0; kv_head < kv_heads; kv_head++) {
+            const int last = kv_head + 1 == kv_heads;
+            const size_t from = kv_head * of->value_head, soon_from = last ? 0 : (kv_head + 1) * of->key_head;
+            for (size_t g = 0; g < heads; g += TOGETHER) {
+                const size_t together = heads - g < TOGETHER ? heads - g : TOGETHER, head = kv_head * heads + g;
+                NAME(dots)[together](q + head * of->q_head, of->q_head, dim, key[now], kv_head * of->key_head, count,
+                                     scale, scores, value[now], from, g ? 0 : (value_dim + 15) / 16);
+                for (size_t i = 0; i < together; i++)
+                    NAME(soften)(scores + i * CHUNK, count, highest + head + i, total + head + i,
+                                 mixed + (head + i) * value_dim, value_dim);
+                NAME(mixes)[together](scores, value[now], from, count, value_dim, mixed + head * value_dim,
+                                      last ? key[!now] : key[now], soon_from, g ? 0 : last ? next : count);
+            }
         }
-        for (size_t g = 0; g < heads; g += TOGETHER) {
-            const size_t together = heads - g < TOGETHER ? heads - g : TOGETHER;
-            NAME(dots)[together](q + g * dim, dim, key, count, of->scale, scores);
-            for (size_t i = 0; i < together; i++)
-                NAME(soften)(scores + i * CHUNK, count, highest + g + i, total + g + i, mixed + (g + i) * value_dim,
-                             value_dim);
-            NAME(mixes)[together](scores, value, count, value_dim, mixed + g * value_dim);
-        }
+        count = next;
     }
 }
 

@@ -41,16 +41,6 @@
         most[m] = best;                                                                                                \
     }
 
-/* The larger of each; `b` where one of them is not a number. */
-static inline VEC NAME(larger)(VEC a, VEC b)
-{
-#if LANES == 16
-    return (VEC)_mm512_max_ps((__m512)a, (__m512)b);
-#else
-    return (VEC)_mm256_max_ps((__m256)a, (__m256)b);
-#endif
-}
-
 /* y[QUERIES, columns] = x[QUERIES, depth] w[depth, LOOK], and the largest of each row so far. */
 #define SCORES(COLS)                                                                                                   \
     static void NAME(scores##COLS)(const float *x, size_t x_row, const float *w, size_t depth, float *y, size_t y_row, \
@@ -89,37 +79,6 @@ static void (*const NAME(scores)[])(const float *, size_t, const float *, size_t
 static void (*const NAME(blends)[])(const float *, size_t, const float *, size_t, size_t, float *, size_t,
                                     const float *) = {
     NULL, NAME(blend1), NAME(blend2), LATER(NAME(blend3),) LATER(NAME(blend4),)};
-
-/* 2^x to a few units in the last place for x up to 127; 0 below -126; what is not a number stays so. */
-static inline VEC NAME(power)(VEC x)
-{
-    const VEC low = (VEC){0} - 126.0f, magic = (VEC){0} + 12582912.0f; /* 1.5 * 2^23, as in `exponential` */
-    const BITS small = x < low;
-    const VEC shifted = x + magic;
-    const VEC r = x - (shifted - magic);
-    VEC p = r * 1.535336188e-4f + 1.339887440e-3f; /* Cephes, exp2f */
-    p = p * r + 9.618437357e-3f;
-    p = p * r + 5.550332548e-2f;
-    p = p * r + 2.402264791e-1f;
-    p = p * r + 6.931472028e-1f;
-    p = p * r + 1.0f;
-    const VEC whole = (VEC)((((BITS)shifted) << 23) + (127 << 23));
-    return (VEC)((BITS)(p * whole) & ~small);
-}
-
-static inline float NAME(largest)(VEC v)
-{
-    union {
-        VEC whole;
-        __m128 parts[LANES / 4];
-    } of = {v};
-    __m128 best = _mm_max_ps(of.parts[0], of.parts[1]);
-#if LANES == 16
-    best = _mm_max_ps(best, _mm_max_ps(of.parts[2], of.parts[3]));
-#endif
-    best = _mm_max_ps(best, _mm_movehl_ps(best, best));
-    return _mm_cvtss_f32(_mm_max_ss(best, _mm_shuffle_ps(best, best, 1)));
-}
 
 /* Keys one beside the other: to[dim, LOOK], `count` of them, and the last one again up to a whole vector. */
 static void NAME(lay_keys)(const float *const *keys, size_t count, size_t dim, float *to)

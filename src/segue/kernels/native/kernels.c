@@ -22,10 +22,7 @@
 #define BLOCK 256   /* rows of a product that go through all of a weight together */
 #define IN_PLACE 8  /* tiles that read halves as they are; where there are more, halves are made floats first */
 #define AHEAD 16    /* rows of a panel that are fetched before they are needed */
-#define SOON 12     /* keys or values that are fetched before they are needed */
 #define CHUNK 64   /* keys whose scores are kept at a time */
-#define MOST_HEADS 64 /* query heads that share a K/V head, where they have to be copied */
-#define MOST_DIM 256
 
 #define LINES 3         /* of a cache in a row of a panel */
 #define ROWS_TOGETHER 8 /* of a product whose activations are rounded, that are few */
@@ -201,8 +198,7 @@ struct set {
     void (*bytes)(const int32_t *, size_t, size_t, const float *, const int32_t *, const float *, float *, size_t);
     float (*to_bytes)(const float *, size_t, uint8_t *);
     void (*product)(const float *, size_t, size_t, const float *, int, const float *, float *, size_t);
-    void (*span)(const struct attention *, const float *, const float *, const float *, const int32_t *, size_t, size_t,
-                 float *, float *, float *);
+    void (*span)(const struct attention *, const float *, const int32_t *, size_t, size_t, float *, float *, float *);
     void (*norm)(const float *, const float *, float, float *, size_t);
     void (*gate)(const float *, const float *, float *, size_t);
     void (*gelu)(float *, size_t);
@@ -228,7 +224,7 @@ static const struct set sets[] = {
 /* Counted up with every change of what is called from outside. */
 int segue_version(void)
 {
-    return 8;
+    return 9;
 }
 
 /* The last set that this machine has; -1: none of them. */
@@ -423,49 +419,36 @@ void segue_write(const float *k, int64_t k_head, int64_t k_token, const float *v
     put(v, v_head, v_token, values, value_slot, value_head, slots, tokens, kv_heads, value_dim);
 }
 
-/* Attention of single queries. Each sequence and K/V head is one task, or `splits` of them where keys are many and
- * sequences few; what the tasks of one have summed up is put together at the end (Dao et al., Flash-Decoding).
+/* Attention of single queries. Each sequence is one task, or `splits` of them where keys are many and sequences few; what
+ * the tasks of one have summed up is put together at the end (Dao et al., Flash-Decoding).
  * `scratch`: sequences * splits * heads * (value_dim + 2) floats. */
 void segue_attend(int number, const struct attention *of, int64_t splits, float *scratch, int threads)
 {
     const struct set *const set = sets + number;
-    const int64_t heads = of->heads / of->kv_heads, tasks = of->sequences * of->kv_heads * splits;
-    float *const highest = scratch + of->sequences * splits * of->heads * of->value_dim;
-    float *const total = highest + of->sequences * splits * of->heads;
+    const int64_t heads = of->heads, tasks = of->sequences * splits;
+    float *const highest = scratch + tasks * heads * of->value_dim, *const total = highest + tasks * heads;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (tasks > 1)
     for (int64_t task = 0; task < tasks; task++) {
-        const int64_t split = task % splits, kv_head = task / splits % of->kv_heads;
-        const int64_t sequence = task / splits / of->kv_heads;
-        const int64_t stop = of->lengths[sequence];
+        const int64_t sequence = task / splits, split = task % splits, stop = of->lengths[sequence];
         const int64_t start = of->window && stop > of->window ? stop - of->window : 0;
-        const int64_t begin = start + (stop - start) * split / splits;
-        const int64_t end = start + (stop - start) * (split + 1) / splits;
-        const int64_t place = (sequence * of->kv_heads + kv_head) * splits + split;
-        const float *q = of->q + sequence * of->q_sequence + kv_head * heads * of->q_head;
-        float packed[MOST_HEADS * MOST_DIM];
-        if (of->q_head != of->dim) {
-            for (int64_t head = 0; head < heads; head++)
-                memcpy(packed + head * of->dim, q + head * of->q_head, of->dim * sizeof(float));
-            q = packed;
-        }
-        set->span(of, q, of->keys + kv_head * of->key_head, of->values + kv_head * of->value_head,
-                  of->blocks + sequence * of->blocks_row, begin, end, scratch + place * heads * of->value_dim,
-                  highest + place * heads, total + place * heads);
+        set->span(of, of->q + sequence * of->q_sequence, of->blocks + sequence * of->blocks_row,
+                  start + (stop - start) * split / splits, start + (stop - start) * (split + 1) / splits,
+                  scratch + task * heads * of->value_dim, highest + task * heads, total + task * heads);
     }
-    for (int64_t row = 0; row < of->sequences * of->heads; row++) {
-        const int64_t group = row / heads, head = row % heads;
+    for (int64_t row = 0; row < of->sequences * heads; row++) {
+        const int64_t first = row / heads * splits * heads + row % heads; /* what its first split has */
         float *const out = of->out + row * of->value_dim;
         float most = -INFINITY, sum = 0;
         for (int64_t split = 0; split < splits; split++) {
-            const float one = highest[(group * splits + split) * heads + head];
+            const float one = highest[first + split * heads];
             most = one > most || one != one ? one : most;
         }
         memset(out, 0, of->value_dim * sizeof(float));
         for (int64_t split = 0; split < splits; split++) {
-            const int64_t place = (group * splits + split) * heads + head;
+            const int64_t place = first + split * heads;
             if (!(total[place] > 0) && total[place] == total[place])
                 continue; /* a split with no key */
-            const float share = splits == 1 ? 1.0f : expf(highest[place] - most);
+            const float share = splits == 1 ? 1.0f : exp2f(highest[place] - most);
             sum += total[place] * share;
             for (int64_t d = 0; d < of->value_dim; d++)
                 out[d] += scratch[place * of->value_dim + d] * share;
