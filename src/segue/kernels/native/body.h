@@ -280,9 +280,9 @@ static void NAME(panel)(const float *x, size_t rows, size_t inputs, const float 
     }
 #define DOT_PUT(g) *(four *)(scores + g * CHUNK + t) = NAME(sums)(a##g, b##g, c##g, d##g) * scale;
 
-/* scores[COUNT, CHUNK]: COUNT queries with `count` keys, four at a time, which begin `from` floats behind where `keys`
- * point; those behind the last key are not looked at. Meanwhile what begins there behind `soon` is fetched, `lines` of
- * each. */
+/* scores[COUNT, CHUNK]: COUNT queries with `count` keys, four at a time; those behind the last key are not looked at.
+ * A key begins `from` floats behind its pointer. Meanwhile `lines` of a cache are fetched from what as many pointers of
+ * `soon` lead to. */
 #define DOTS(COUNT)                                                                                                    \
     static void NAME(dots##COUNT)(const float *q, size_t q_row, size_t dim, const float *const *keys, size_t from,     \
                                   size_t count, float scale, float *scores, const float *const *soon,                  \
@@ -329,8 +329,8 @@ DOTS(3) DOTS(4)
     if (wide)                                                                                                          \
         STORE(out + g * dim + LANES, m##g##1);
 
-/* mixed[COUNT, dim] += shares[COUNT, count] values[count, dim], two vectors of a value at a time; values begin `from`
- * floats behind where `values` point. Meanwhile what begins `soon_from` behind the first `fetches` of `soon` is. */
+/* mixed[COUNT, dim] += shares[COUNT, count] values[count, dim], two vectors of a value at a time; a value begins `from`
+ * floats behind its pointer. Meanwhile what the first `fetches` pointers of `soon` lead to is fetched. */
 #define MIXES(COUNT)                                                                                                   \
     static void NAME(mixes##COUNT)(const float *shares, const float *const *values, size_t from, size_t count,         \
                                    size_t dim, float *mixed, const float *const *soon, size_t soon_from,               \
