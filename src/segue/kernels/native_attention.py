@@ -53,7 +53,7 @@ class NativeAttention:
         return out
 
     def _can(self, layer: int, q: torch.Tensor, store: KVStore, form: Form) -> bool:
-        kv_heads, dim, value_dim = store.layout.shapes[layer]
+        _, dim, value_dim = store.layout.shapes[layer]
         lanes = self._compiled.lanes
         return (
             form.plain

@@ -2,15 +2,17 @@
 
 A recording (a CUDA graph; on a CPU a list of calls, `segue.kernels.recording`) has fixed addresses and shapes. So there
 is one per batch size of a short list, over tensors that live as long as it does. On a GPU a step is copied into those
-of the next larger size and padded with rows that see one token of a block that belongs to nobody; on a CPU, where every
-row costs, steps of other sizes run as they are. Captured at the start, never while requests wait.
+of the next larger size and padded with rows that see one token of a block that belongs to nobody; they are captured at
+the start, never while requests wait. On a CPU, where every row costs, a step runs at its own size: the smallest are
+recorded at the start, which shows whether the model can be, others when they come for the third time. Then they run
+three times as they would once, and no longer.
 """
 
 from __future__ import annotations
 
 import bisect
 import logging
-import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,15 +24,17 @@ from segue.kernels.native import library
 from segue.kernels.native_attention import NativeAttention
 from segue.kernels.paged_step import HybridStep, PagedStep
 from segue.kernels.recorder import record
-from segue.kernels.recording import NotRecordable
+from segue.kernels.recording import NotRecordable, TooLarge
 from segue.kernels.step_tables import StepTables
 
 logger = logging.getLogger(__name__)
 
-SECONDS = 4.0
-"""On a CPU no further size is recorded after so long: a large model must start too, and has little to gain."""
-MOST_BYTES = 256 << 20
-"""On a CPU no further size is recorded either when those before keep so much of what they compute in between."""
+USES = 3
+"""The step of a size that has it recorded, on a CPU."""
+ARENA_BYTES = 64 << 20
+"""There, for what is computed within a step, by all recordings; of a step that needs more, Python is little."""
+_FIRST = 2
+"""Sizes up to this are recorded at the start, and tried in more ways."""
 
 Forward = tuple[torch.Tensor, torch.Tensor | None]
 """(final hidden states [rows, H], captured rows [rows, width] or None)"""
@@ -97,9 +101,11 @@ class DecodeGraphs:
         capture: Capture,
         *,
         padded: bool,
+        later: int = 0,
     ) -> None:
         """`store` has one block more than its pool gives out: the last. `longest`: tokens of the longest sequence.
-        `padded`: steps run at the next larger size that is recorded; else at their own or not at all.
+        `padded`: steps run at the next larger size that is recorded; else at their own or not at all. `later`: sizes up
+        to this are recorded when they come.
         """
         self._adapter = adapter
         self._store = store
@@ -110,6 +116,9 @@ class DecodeGraphs:
         self._longest = longest
         self._recorded: dict[int, _Recorded] = {}
         self._sizes: list[int] = []
+        self._later = later
+        self._came: Counter[int] = Counter()
+        """Steps of sizes that are not recorded."""
 
     def add(self, size: int) -> None:
         """Record a step of `size` sequences; on a GPU the largest first. Raises what the model raises: a decoder that
@@ -151,8 +160,10 @@ class DecodeGraphs:
         groups = attention.groups if isinstance(attention, HybridStep) else [attention]
         count = len(groups[0].parts)
         single = all(len(step.parts) == len(embeds) for step in groups)
-        recorded = self._recorded_for(count)
-        if recorded is None or not single or _not_recorded(batch):
+        if not single or _not_recorded(batch):
+            return None
+        recorded = self._recorded_for(count) or self._recorded_now(count)
+        if recorded is None:
             return None
         recorded.token_ids[:count].copy_(batch.token_ids)
         recorded.embeds[:count].copy_(embeds)
@@ -169,6 +180,39 @@ class DecodeGraphs:
             return self._recorded.get(count)
         larger = next((size for size in self._sizes if size > count), None)
         return None if larger is None else self._recorded[larger]
+
+    def _recorded_now(self, count: int) -> _Recorded | None:
+        if count > self._later:
+            return None
+        self._came[count] += 1
+        if self._came[count] == USES:
+            try:
+                self.try_on(count)
+            except TooLarge:
+                self._later = count - 1
+            except NotRecordable as error:
+                self._later = 0
+                logger.info("decode steps of further sizes run without recordings: %s", error, exc_info=error.__cause__)
+        return self._recorded.get(count)
+
+    def try_on(self, size: int) -> None:
+        """Record a step of `size` sequences, and try it on other values: a decoder that branches on what it is given
+        must not be played back. Raises `NotRecordable`."""
+        faithful = False
+        try:
+            self.add(size)
+            faithful = self.faithful(size, trials=3 if size <= _FIRST else 1)
+        except NotRecordable:
+            raise
+        # any kind: the library's code ran before, but not while its operators are watched, and what it or they raise
+        # then is of no one class; steps run as they did
+        except Exception as error:
+            raise NotRecordable(f"{type(error).__name__}: {error}") from error
+        finally:
+            if not faithful:
+                self._recorded.pop(size, None)
+        if not faithful:
+            raise NotRecordable(f"{size} rows give something else when played back")
 
     def _record(self, size: int) -> _Recorded:
         adapter = self._adapter
@@ -249,47 +293,21 @@ def recorded_decodes(
 
 
 def recorded_lists(adapter: AutoregressiveAdapter, store: KVStore, longest: int, max_batch: int) -> DecodeGraphs | None:
-    """Recordings on a CPU, of as many sizes as there is time for; None where the model cannot be recorded.
-
-    Each is tried on other values: a decoder that branches on what it is given must not be played back.
-    """
+    """Recordings on a CPU; None where the model cannot be recorded."""
     compiled = library()
     recordable = isinstance(adapter, Recordable) and adapter.recordable
     if compiled is None or not recordable or not isinstance(store.backend, NativeAttention):
         return None
-    taken = 0
+    arena = torch.empty(ARENA_BYTES, dtype=torch.uint8)  # memory that is not touched is not taken
 
     def capture(run: Callable[[], Forward]) -> tuple[Callable[[], None], Forward]:
-        nonlocal taken
-        recording, result = record(compiled, run)
-        taken += recording.nbytes
-        return recording, result
+        return record(compiled, run, arena)
 
-    graphs = DecodeGraphs(adapter, store, longest, capture, padded=False)
-    began = time.monotonic()
-    for size in _by_use(max_batch):
-        try:
-            graphs.add(size)
-            faithful = graphs.faithful(size, trials=3 if size <= 2 else 1)
-        except NotRecordable as error:
-            logger.info("decode steps run without recordings: %s", error)
-            return None
-        # any kind: the library's code ran before, but not while its operators are watched, and what it or they raise
-        # then is of no one class; no request waits, and steps run as they did in the warm-up
-        except Exception:
-            logger.warning("decode steps run without recordings", exc_info=True)
-            return None
-        if not faithful:
-            logger.info("decode steps run without recordings: %d rows give something else when played back", size)
-            return None
-        if time.monotonic() - began > SECONDS or taken > MOST_BYTES:
-            break
+    graphs = DecodeGraphs(adapter, store, longest, capture, padded=False, later=max_batch)
+    try:
+        for size in range(1, min(_FIRST, max_batch) + 1):
+            graphs.try_on(size)
+    except NotRecordable as error:
+        logger.info("decode steps run without recordings: %s", error, exc_info=error.__cause__)
+        return None
     return graphs
-
-
-def _by_use(max_batch: int) -> list[int]:
-    """The usual ones first: powers of two and the largest; then all others up to 8, where Python is most of what is
-    spent beside reading weights; then those of a GPU."""
-    powers = [1 << power for power in range(max_batch.bit_length())]
-    sizes = dict.fromkeys([*powers, max_batch, *range(1, 9), *range(10, 17, 2), *batch_sizes(max_batch)])
-    return [size for size in sizes if size <= max_batch]
