@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from causal_lm_drive import TOKENS, Drive, Knowing
 from causal_lm_family import STATES, Served, generate, load, make, prompts, varied
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,16 +18,10 @@ from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.autoregressive.memory import prefix_states, state_bytes
 from segue.engines.autoregressive.speculation.ngram import NgramDrafter
-from segue.engines.autoregressive.speculation.speculation import Speculation
-from segue.engines.contract import LoadContext, StageRequest
 from segue.graph.lora import LoraPlan
 from segue.messages.errors import ConfigError, InvalidRequest
-from segue.messages.request import Request
-from segue.messages.sampling import FALLBACK, SamplingParams
-from segue.models.pretrained import load_config
 
 PROMPTS = prompts()
-TOKENS = 14
 ENTIRE = {"mamba", "falcon_mamba", "jamba"}
 """Their scan forgets the state before several tokens."""
 
@@ -72,42 +67,6 @@ def test_parity(kind: str, directory: Path, expected: list[list[int]]) -> None:
 @pytest.fixture(scope="module", params=["mamba2", "qwen3_next", "jamba"])
 def some(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(request.param, tmp_path_factory.mktemp(request.param))
-
-
-class Drive:
-    """An engine, and what came out of it by request and output."""
-
-    def __init__(self, adapter: Any, *, ahead: bool | None = None, drafter: Any = None, **config: Any) -> None:
-        speculation = None if drafter is None else Speculation(drafter, 4, adaptive=False)
-        sizes = AutoregressiveConfig(**{"num_blocks": 128, "block_size": 8, "max_batch": 8, **config})
-        self.engine = AutoregressiveEngine(adapter, sizes, speculation=speculation, ahead=ahead)
-        self.answers: dict[tuple[str, int], list[int]] = {}
-
-    def add(self, name: str, prompt: list[int], *, seed: int = 0, **sampling: Any) -> None:
-        params = SamplingParams(**{"temperature": 0.0, "max_tokens": TOKENS, **sampling}).over(FALLBACK)
-        request = StageRequest(
-            name,
-            "llm",
-            Request(request_id=name),
-            params,
-            seed=seed,
-            upstreams=frozenset({"input"}),
-            downstreams=frozenset(),
-            to_client=frozenset(),
-        )
-        self.engine.add(request)
-        self.engine.feed(name, "input", {"token_ids": torch.tensor(prompt)}, final=True)
-
-    def step(self) -> None:
-        for output in self.engine.step():
-            assert output.error is None, output.error
-            self.answers.setdefault((output.request_id, output.index), []).extend(output.token_ids)
-        self.engine.audit()
-
-    def run(self) -> dict[tuple[str, int], list[int]]:
-        while self.engine.has_work():
-            self.step()
-        return self.answers
 
 
 def test_joined_late(some: Path) -> None:
@@ -171,37 +130,6 @@ def test_prompts_with_a_common_beginning(some: Path) -> None:
     answers = without.run()
     assert answers["one", 0] == answers["same", 0] == expected[0]
     assert without.engine.stats()["prefix_hit_tokens_total"] == 0
-
-
-class Knowing:
-    """Knows the answers; every `lie`-th of its guesses is wrong."""
-
-    def __init__(self, known: list[list[int]], lie: int) -> None:
-        self.known, self.lie, self.said = known, lie, 0
-
-    def rows(self, hidden: torch.Tensor) -> None:
-        return None
-
-    def observe(self, computed: Any) -> None:
-        raise AssertionError("it wants no rows")
-
-    def propose(self, wanted: Any) -> list[list[int]]:
-        return [self._guess(entry) for entry in wanted]
-
-    def _guess(self, entry: Any) -> list[int]:
-        place = len(entry.ids)
-        future = next((known[place:] for known in self.known if known[:place] == list(entry.ids)), [])
-        guesses = []
-        for token in future[: entry.most]:
-            self.said += 1
-            guesses.append((token + 1) % 600 if self.said % self.lie == 0 else token)
-        return guesses
-
-    def forget(self, key: str) -> None:
-        pass
-
-    def audit(self) -> None:
-        pass
 
 
 def test_drafts_that_are_rejected_leave_no_trace(some: Path) -> None:
@@ -348,15 +276,6 @@ def test_what_a_state_cannot_do_is_refused(some: Path) -> None:
     with pytest.raises(ConfigError, match="takes no LoRA adapters") as caught:
         load(some, lora=LoraPlan())
     assert caught.value.field == "lora"
-
-
-def test_several_processes_are_refused(kind: str, directory: Path) -> None:
-    """Before anything is loaded, by name and with the reason; also where the library has a plan."""
-    group: Any = object()
-    name = type(load_config(LoadContext(directory, "llm", device=torch.device("cpu"), dtype=torch.float32))).__name__
-    with pytest.raises(ConfigError, match=f"{name}: its layers keep a state per sequence, which is not divided") as it:
-        load(directory, group=group)
-    assert it.value.field == "tensor_parallel"
 
 
 def test_states_are_counted(some: Path) -> None:

@@ -50,16 +50,6 @@ def keeps_states(config: PreTrainedConfig) -> bool:
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=config).layers)
 
 
-def check_divisible(config: PreTrainedConfig) -> None:
-    """Raise `ConfigError` for a model that several ranks cannot run: a state is not divided."""
-    if keeps_states(config.get_text_config(decoder=True)):
-        raise ConfigError(
-            f"{type(config).__name__}: its layers keep a state per sequence, which is not divided; tensor_parallel "
-            "must be 1",
-            field="tensor_parallel",
-        )
-
-
 def attending(config: PreTrainedConfig) -> frozenset[int]:
     """The layers of such a decoder that keep keys and values."""
     layers = DynamicCache(config=config).layers

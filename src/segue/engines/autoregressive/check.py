@@ -21,7 +21,7 @@ from segue.kernels.look_back import Chunked, LookBack, check_chunks, first_seen
 from segue.kernels.paged_attention import LibraryRecord, library_attention
 from segue.kernels.paged_step import AttentionBackend, HybridStep, PagedStep, paged_step
 from segue.kernels.part import Part, step_order, within_chunks
-from segue.kernels.state_store import StateLayout, StateStep, StateStore, Stretch, state_step
+from segue.kernels.state_store import StateLayout, StateStep, Stretch, state_step
 from segue.messages.errors import ConfigError
 
 _LENGTHS = (21, 40)
@@ -128,7 +128,7 @@ def _run_flat(
         backend=backend,
     )
     kept = adapter.kv.states
-    states = None if kept is None else StateStore(kept, len(sequences), adapter.device)
+    states = None if kept is None else adapter.kv.state_store(kept, len(sequences), adapter.device)
     pieces: list[list[torch.Tensor]] = [[] for _ in sequences]
     for step in steps:
         parts = [(which, Part(tables[which], *span)) for which, span in enumerate(step) if span is not None]

@@ -19,7 +19,6 @@ from segue.models.library import PreTrainedModel
 from segue.models.lora import named_adapter, with_adapter
 from segue.models.pretrained import load_config, load_model
 from segue.models.prompt_embeds import NO_TOKEN, identity_of
-from segue.models.states import check_divisible
 from segue.models.tokenizer import decode, load_tokenizer
 from segue.models.vocabulary import vocabulary_of
 
@@ -33,8 +32,6 @@ class LLM:
     def __init__(self, ctx: LoadContext) -> None:
         """Raises `ConfigError` for a checkpoint that cannot be read, or a model that cannot be served."""
         config = load_config(ctx)
-        if ctx.group is not None:
-            check_divisible(config)
         self.max_model_len: int = context_length(config, ctx.max_model_len)
         self._decoder = _decoder(ctx, load_model(ctx, config))
         self.recordable = not self._decoder.kv.gathered
