@@ -109,6 +109,9 @@ class Prompt:
     embeds: torch.Tensor | None = None
     """[T, hidden]: used instead of embedding `token_ids`. Best on the host, where it is as long as the request lives: a
     step takes what it computes to the device, whose memory is keys' and values'."""
+    looked_up: Sequence[tuple[int, int]] = ()
+    """Ranges [start, stop) of tokens, in order, that are embedded by their ids although there are `embeds`, whose rows
+    for them mean nothing."""
     positions: torch.Tensor | None = None
     """[axes, T] long, rotary positions (axes 3 for M-RoPE, 1 otherwise); None: 0..T-1 on every axis."""
     position_delta: int = 0
