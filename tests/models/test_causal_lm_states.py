@@ -17,6 +17,7 @@ from torch import nn
 
 from segue.engines.autoregressive.check import check_attention
 from segue.engines.autoregressive.config import AutoregressiveConfig
+from segue.engines.autoregressive.contract import FlatBatch
 from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.autoregressive.memory import prefix_states, state_bytes
 from segue.engines.autoregressive.speculation.ngram import NgramDrafter
@@ -97,6 +98,18 @@ def test_whether_a_text_goes_on_is_found(forgets: bool, tmp_path: Path) -> None:
     found = find_states(model.model, embeds, frozenset({"inputs_embeds", "past_key_values", "position_ids"}))
     assert found.layout.continues != forgets
     assert found.begun != forgets
+
+
+@pytest.mark.parametrize("kind", ["mamba", "falcon_mamba"])
+def test_layers_of_16_bits_between_hidden_states_of_32(kind: str, tmp_path: Path) -> None:
+    """As these have them: they are compared as closely as 16 bits allow."""
+    adapter = load(make(kind, tmp_path), dtype=torch.bfloat16)
+    assert adapter.kv.states is not None
+    assert adapter.kv.states.continues
+    check_attention(adapter)
+    prompt = torch.arange(20) * 7919 % 640
+    batch = FlatBatch(prompt, None, torch.arange(20)[None], None)
+    assert adapter.forward(adapter.embed(prompt, None), batch)[0].dtype == torch.float32
 
 
 # --- what does not differ from kind to kind: without attention, with, with a scan, with one that takes no state -------
