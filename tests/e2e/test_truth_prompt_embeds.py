@@ -113,12 +113,69 @@ def test_over_http(running: tuple[System, Embedded]) -> None:
     assert post(system, "/v1/completions", prompt_embeds=large).status_code == 413
 
 
+def encoded(rows: torch.Tensor) -> str:
+    file = io.BytesIO()
+    torch.save(rows, file)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def embeds(data: Any) -> dict[str, Any]:
+    return {"type": "prompt_embeds", "data": data}
+
+
+def test_parts_of_messages(running: tuple[System, Embedded]) -> None:
+    """As the texts that they are of, the template around them: over HTTP and in Python, with text and alone."""
+    system, library = running
+    first, second = (text.replace("ship", "boat") for text in TEXTS[:2])
+    pieces = ("<|im_start|>user\n", first, "\nWhat is it?\n", second, "<|im_end|>\n<|im_start|>assistant\n")
+    ids = [token for piece in pieces for token in library.ids(piece)]
+    [plain] = system.ask({"prompt_token_ids": ids, "sampling": GREEDY})
+    for made in (library.of, lambda text: encoded(library.of(text))):
+        content = [embeds(made(first)), {"type": "text", "text": "What is it?"}, embeds(made(second))]
+        messages = [{"role": "user", "content": content}]
+        for _ in range(2):
+            [output] = system.ask({"messages": messages, "sampling": GREEDY})
+            assert output.usage.prompt_tokens == len(ids)
+            assert output.token_ids == plain.token_ids
+        assert output.usage.cached_tokens == (len(ids) - 1) // 8 * 8
+    answer = post(system, "/v1/chat/completions", messages=messages, max_tokens=16, return_token_ids=True).json()
+    [choice] = answer["choices"]
+    assert choice["token_ids"] == plain.token_ids["llm"]
+    assert not answer.get("prompt_token_ids")
+    assert library.of(second).shape != library.of(first).shape
+    other = [{"role": "user", "content": [*content[:2], embeds(library.of(first))]}]
+    [output] = system.ask({"messages": other, "sampling": GREEDY})
+    assert output.token_ids != plain.token_ids
+
+
+def test_wrong_parts_of_messages(running: tuple[System, Embedded]) -> None:
+    system, library = running
+    rows = library.of("Hello")
+    for content, others, field, says in (
+        (embeds("###"), {}, "messages[0].content[0].data", "not base64"),
+        (embeds("aGVsbG8="), {}, "messages[0].content[0]", "neither a file"),
+        (embeds(encoded(rows[:, :-1])), {}, "messages[0].content[0]", "must have [tokens, 64]"),
+        (embeds(encoded(rows)), {"prompt_logprobs": 1}, "prompt_logprobs", "no token ids"),
+        (embeds(encoded(rows)), {"truncate_prompt_tokens": 4}, "truncate_prompt_tokens", "no token ids"),
+    ):
+        answer = post(system, "/v1/chat/completions", messages=[{"role": "user", "content": [content]}], **others)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"], says in error["message"]) == (400, field, True), error
+    many = [embeds(encoded(torch.zeros(3000, 64)))] * 2
+    answer = post(system, "/v1/chat/completions", messages=[{"role": "user", "content": many}])
+    assert answer.status_code == 413
+    assert "max_prompt_embeds_bytes" in answer.json()["error"]["message"]
+
+
 def test_only_where_the_deployment_says_so(running: tuple[System, Embedded], tmp_path: Path) -> None:
     _, library = running
     tiny.make("llama", tmp_path)
     closed = AsyncOmni(tmp_path)
     with pytest.raises(InvalidRequest, match="this deployment takes none"):
         closed.stream(closed.request({"prompt_embeds": library.of("Hello")}))
+    parts = [{"role": "user", "content": [embeds(library.of("Hello"))]}]
+    with pytest.raises(InvalidRequest, match=r"messages\[0\].content\[0\].*this deployment takes none"):
+        closed.stream(closed.request({"messages": parts}))
 
 
 def test_a_thought_has_an_end(running: tuple[System, Embedded]) -> None:

@@ -31,6 +31,23 @@ class Decay(nn.Module):
         return torch.stack(rows, dim=1)
 
 
+class Scan(nn.Module):
+    """The same as transformers' selective scans have it: in place for one token, from zeros for several."""
+
+    def forward(self, x: torch.Tensor, cache: Any) -> torch.Tensor:
+        """[sequences, tokens, width]"""
+        other = torch.zeros(len(x), WIDTH + 1, dtype=x.dtype)
+        state = cache.get_recurrent_state(0)
+        if state is not None and x.shape[1] == 1:
+            return state.mul_(0.5).add_(x[:, 0])[:, None] + other[:, None, :-1]
+        state, rows = torch.zeros(len(x), WIDTH, dtype=x.dtype), []
+        for row in x.unbind(1):
+            state = state / 2 + row
+            rows.append(state)
+        cache.update_recurrent_state(state, 0)
+        return torch.stack(rows, dim=1) + torch.zeros(len(x), WIDTH, dtype=x.dtype)[:, None]
+
+
 def whole(x: torch.Tensor) -> torch.Tensor:
     """[tokens, width] of one sequence, from its start."""
     out, state = [], torch.zeros(WIDTH, dtype=x.dtype)
@@ -48,13 +65,14 @@ def whole(x: torch.Tensor) -> torch.Tensor:
         max_size=5,
     ),
     st.randoms(use_true_random=False),
+    st.booleans(),
 )
-def test_cut_or_whole(sequences: list[tuple[list[int], int, bool]], random: Any) -> None:
+def test_cut_or_whole(sequences: list[tuple[list[int], int, bool]], random: Any, scans: bool) -> None:
     """By sequence: tokens of its steps, cuts of each, whether states are kept at the cuts."""
     order = list(range(len(sequences)))
     random.shuffle(order)  # of slots
     store = StateStore(LAYOUT, 64, torch.device("cpu"))
-    mixer, free = Mixer(Decay()), len(sequences)
+    mixer, free = Mixer(Scan(), begun=True) if scans else Mixer(Decay()), len(sequences)
     texts = [torch.randn(sum(steps), WIDTH, dtype=torch.float64) for steps, _, _ in sequences]
     done = [0] * len(sequences)
     for step in range(max(len(steps) for steps, _, _ in sequences)):
@@ -82,6 +100,18 @@ def test_cut_or_whole(sequences: list[tuple[list[int], int, bool]], random: Any)
         for slot, number, border in kept:
             held = store.read(StateKey(0, "recurrent"), torch.tensor([slot]))[0]
             torch.testing.assert_close(held, whole(texts[number])[border - 1])
+
+
+def test_a_scan_forgets_by_itself() -> None:
+    text = torch.randn(6, WIDTH, dtype=torch.float64)
+    for begun in (False, True):
+        store = StateStore(LAYOUT, 1, torch.device("cpu"))
+        mixer = Mixer(Scan(), begun=begun)
+        halves = [
+            mixer(text[None, start : start + 3], StepCache(state_step(store, [Stretch(0, start, start + 3)])))[0]
+            for start in (0, 3)
+        ]
+        assert torch.allclose(torch.cat(halves), whole(text)) == begun
 
 
 def test_what_is_alike_shares_a_call() -> None:

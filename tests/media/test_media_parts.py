@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -158,6 +159,14 @@ def test_data_urls_are_taken(kind: str) -> None:
     assert only({"type": kind, "url": "data:,a%20b"}).data == b"a b"
 
 
+def test_embeddings_stand_for_a_text() -> None:
+    expected = TextPart("", b"PK..", "messages[0].content[0]")
+    assert only({"type": "prompt_embeds", "data": base64.b64encode(b"PK..").decode()}) == expected
+    assert only({"type": "prompt_embeds", "data": b"PK.."}) == expected
+    rows = only({"type": "prompt_embeds", "data": np.ones((2, 3), np.float32)})
+    assert safetensors.numpy.load(rows.embeds)["prompt_embeds"].shape == (2, 3)
+
+
 def test_input_audio_is_taken() -> None:
     part = {"type": "input_audio", "input_audio": {"data": base64.b64encode(b"RIFF").decode(), "format": "wav"}}
     assert only(part) == MediaPart("audio", b"RIFF", field="messages[0].content[0]")
@@ -181,6 +190,10 @@ def test_input_audio_is_taken() -> None:
         ({"type": "image_url", "image_url": {"url": "http://h:99999/"}}, "image_url.url", "not a URL"),
         ({"type": "image", "image": 5}, "image", "must be a PIL image"),
         ({"type": "image"}, "image", "has no source"),
+        ({"type": "prompt_embeds"}, "data", "is missing"),
+        ({"type": "prompt_embeds", "data": "!!"}, "data", "not base64"),
+        ({"type": "prompt_embeds", "data": [[1.0]]}, "data", "must be of float32 or float16"),
+        ({"type": "prompt_embeds", "prompt_embeds": "AA=="}, "prompt_embeds", "has no field"),
         ({"type": "video", "video": "data:,a", "path": "b"}, "video", "video and path"),
     ],
 )

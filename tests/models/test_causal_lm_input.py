@@ -8,16 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from causal_lm_family import make
 
 from segue.engines.contract import LoadContext
+from segue.engines.module.contract import Work
 from segue.messages.errors import InvalidRequest, TooLong
 from segue.messages.request import ChatOptions, MediaPart, Message, Request, TextPart
 from segue.messages.sampling import SamplingParams
 from segue.models.causal_lm.input import InputProcessor
 from segue.models.causal_lm.tiny_config import SMALL
 from segue.models.library import AutoTokenizer
+from segue.models.prompt_embeds import NO_TOKEN
+from segue.models.text_input import TextInput
 
 CHATTING = [name for name, small in SMALL.items() if small.template is not None]
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -256,3 +260,50 @@ def test_without_a_tokenizer(qwen: Path, tmp_path: Path) -> None:
     for fields in ({"prompt": "a"}, {"messages": [said("user", "a")]}):
         with pytest.raises(InvalidRequest, match="no tokenizer; send prompt_token_ids"):
             ids(own, **fields)
+
+
+# --- parts that come as embeddings -----------------------------------------------------------------------------------
+
+ROWS = torch.arange(3.0 * 64).reshape(3, 64)
+
+
+def embedded(rows: torch.Tensor, field: str = "messages[0].content[0]") -> TextPart:
+    return TextPart("", safetensors.torch.save({"rows": rows}), field)
+
+
+@pytest.mark.parametrize("kind", CHATTING)
+def test_rows_stand_where_their_text_would(kind: str, tmp_path: Path) -> None:
+    make(kind, tmp_path)
+    own = processor(tmp_path, options={"max_prompt_embeds_bytes": 1 << 16})
+    between = own.process(
+        Request(request_id="r", messages=[Message("user", [embedded(ROWS), TextPart("Why?"), embedded(ROWS[:2])])])
+    )
+    without = ids(own, messages=[said("user", "\nWhy?\n")])
+    found = between["token_ids"].tolist()
+    assert found.count(NO_TOKEN) == 5
+    first = found.index(NO_TOKEN)
+    assert [token == NO_TOKEN for token in found[first : first + 4]] == [True, True, True, False]
+    assert max(found) < len(AutoTokenizer.from_pretrained(tmp_path)), "the mark itself is nowhere"
+    assert torch.equal(between["embeds"], torch.cat([ROWS, ROWS[:2]]))
+    assert [found[:2], found[-2:]] == [without[:2], without[-2:]], "the template is around them"
+
+
+def test_a_template_that_drops_a_part_is_refused(qwen: Path, tmp_path: Path) -> None:
+    shutil.copytree(qwen, tmp_path / "own")
+    (tmp_path / "own" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    own = processor(tmp_path / "own", options={"max_prompt_embeds_bytes": 1 << 16})
+    messages = [Message("user", [embedded(ROWS)]), Message("user", [embedded(ROWS)])]
+    with pytest.raises(InvalidRequest, match="shows 1 of 2 parts of prompt_embeds") as caught:
+        own.process(Request(request_id="r", messages=messages))
+    assert caught.value.field == "messages"
+
+
+def test_others_take_none(tmp_path: Path) -> None:
+    """Of any family whose input stage does not say that it does."""
+    make("qwen3", tmp_path)
+    own = TextInput(AutoTokenizer.from_pretrained(tmp_path), 640, 512)
+    request = Request(request_id="r", messages=[Message("user", [embedded(ROWS)])])
+    [result] = own.run([Work("r", request, last=True)])
+    assert isinstance(result.error, InvalidRequest)
+    assert result.error.field == "messages[0].content[0]"
+    assert "takes its prompt in other forms" in result.error.message

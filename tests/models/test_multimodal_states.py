@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import pytest
 import torch
-from multimodal_family import TEXT, Case, Run, Stages, answer, context, processed, request_of
+from multimodal_family import TEXT, Case, Run, Stages, answer, processed, request_of
 from multimodal_others import make
 from multimodal_states import STATES
+from rank_process import Second
 
 from segue.messages.errors import ConfigError
+from segue.models.library import AutoModelForMultimodalLM
 from segue.models.multimodal_lm.llm import LLM
+from segue.parallel.group import Group
+from segue.parallel.shard import shard
 
 CASES = (
     TEXT,
@@ -50,6 +55,25 @@ def test_after_preemption(stages: Stages, expected: dict[str, list[int]], states
     assert run(CASES[::-1]) == expected
 
 
+def test_two_processes(directory: Path, stages: Stages, expected: dict[str, list[int]], second: Second) -> None:
+    """What the mixers keep is whole on both; a model without a plan for its layers is refused."""
+    if "lfm2" in directory.name:
+        model = AutoModelForMultimodalLM.from_pretrained(directory)
+        with pytest.raises(ConfigError, match=r"Lfm2Vl.*no tensor parallel plan") as caught:
+            shard(model, model.tp_plan, model.config.get_text_config(), cast(Group, None))
+        assert caught.value.field == "tensor_parallel"
+        return
+    alone = stages.llm
+    with second.led(directory) as led:
+        assert led.weight_bytes < alone.weight_bytes
+        divided = copy.copy(stages)
+        divided.llm = cast(LLM, led)
+        run = Run(divided, max_tokens_per_step=19, prefix_states=40)
+        assert run(CASES) == expected
+        assert run(CASES) == expected
+        assert all(run.cached.values())
+
+
 def test_another_picture_is_no_prefix_hit(stages: Stages, expected: dict[str, list[int]]) -> None:
     one, other = CASES[1], CASES[2]
     first, second = (stages.input.process(request_of(case)) for case in (one, other))
@@ -60,10 +84,3 @@ def test_another_picture_is_no_prefix_hit(stages: Stages, expected: dict[str, li
     assert run.cached[other.name] <= int(first["media"][0]["places"][0])
     assert run([one]) == {one.name: expected[one.name]}
     assert run.cached[one.name] > len(first["token_ids"]) - 10
-
-
-def test_several_processes_are_refused(directory: Path) -> None:
-    group: Any = object()  # it is refused before anything is loaded
-    with pytest.raises(ConfigError, match="keep a state per sequence, which is not divided") as caught:
-        LLM(context(directory, "llm", group=group))
-    assert caught.value.field == "tensor_parallel"

@@ -9,6 +9,7 @@ them in place, others give new ones.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
+from segue.kernels.state_begun import BegunWith
 from segue.kernels.state_store import StateGroup, StateKey, StateStep, StateStore
 
 
@@ -88,6 +90,8 @@ class GroupCache(_StateCache):
         self._store = store
         self._group = group
         self._held: dict[StateKey, torch.Tensor] = {}
+        self.asked: list[torch.Tensor] = []
+        """Recurrent states that the mixer has asked for."""
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         return not self._group.fresh
@@ -98,7 +102,10 @@ class GroupCache(_StateCache):
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """[sequences, …], to be changed in place."""
-        return self._get(StateKey(layer_idx, "recurrent", state_idx))
+        state = self._get(StateKey(layer_idx, "recurrent", state_idx))
+        if state is not None:
+            self.asked.append(state)
+        return state
 
     def update_conv_state(
         self,
@@ -144,9 +151,12 @@ class GroupCache(_StateCache):
 class Mixer(nn.Module):
     """In the place of a module that keeps states: calls it once per group of a step."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, *, begun: bool = False) -> None:
+        """`begun`: it goes on from a state for several tokens where the state takes the place of the zeros that it
+        begins with (`BegunWith`)."""
         super().__init__()
         self.inner = inner
+        self._begun = begun
 
     @torch.compiler.disable  # groups differ from step to step
     def forward(self, *given: Any, **named: Any) -> Any:
@@ -171,7 +181,10 @@ class Mixer(nn.Module):
                     return own_rows.unflatten(0, (rows, -1))
                 return value
 
-            out = self.inner(*map(cut, given), **{name: cut(value) for name, value in named.items()})
+            several = group.end - group.begin > rows
+            begun = BegunWith(own.asked) if self._begun and several and not group.fresh else nullcontext()
+            with begun:
+                out = self.inner(*map(cut, given), **{name: cut(value) for name, value in named.items()})
             own.put_back()
             part = out.flatten(0, 1)
             if len(step.groups) == 1:

@@ -115,6 +115,8 @@ class StateStep:
     groups: list[StateGroup]
     tokens: int
     """Flat ones, over all groups."""
+    stretches: Sequence[Stretch]
+    """What it was planned for, in the order of the flat batch."""
 
 
 def state_step(store: StateStore, stretches: Sequence[Stretch]) -> StateStep:
@@ -129,7 +131,7 @@ def state_step(store: StateStore, stretches: Sequence[Stretch]) -> StateStep:
         begin, before = begin + one.stop - one.start, one
     # a part of a sequence comes after the one before it
     order = sorted(alike, key=lambda key: key[0])
-    return StateStep(store, [_group(store, alike[key], key[1]) for key in order], begin)
+    return StateStep(store, [_group(store, alike[key], key[1]) for key in order], begin, stretches)
 
 
 def _group(store: StateStore, members: Sequence[tuple[int, Stretch]], tokens: int) -> StateGroup:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from segue.media.arrays import audio_part, image_part, video_part
+from segue.media.embeds import EMBEDS, embeds_file
 from segue.media.sources import PYTHON_POLICY, MediaPolicy, check_size, from_base64, read_path, read_source, shown
 from segue.media.turns import TURN_KEYS, extra_of
 from segue.messages.errors import InvalidRequest, nearest
@@ -25,7 +26,7 @@ _NOTED_KEYS = frozenset({"cache_control", "reasoning_details", "thinking_blocks"
 _NOTED_PART_KEYS = frozenset({"cache_control"})
 _URL_PARTS: dict[str, MediaKind] = {"image_url": "image", "audio_url": "audio", "video_url": "video"}
 _PLAIN_PARTS: dict[str, MediaKind] = {"image": "image", "audio": "audio", "video": "video"}
-_PART_TYPES = ("text", "refusal", "input_audio", *_URL_PARTS, *_PLAIN_PARTS)
+_PART_TYPES = ("text", "refusal", EMBEDS, "input_audio", *_URL_PARTS, *_PLAIN_PARTS)
 _INPUT_AUDIO_FORMATS = frozenset({"wav", "mp3", "flac", "ogg", "opus", "aac", "m4a", "mp4", "webm"})
 _ARRAYS: dict[MediaKind, Callable[[Any, str], MediaPart]] = {
     "image": image_part,
@@ -38,7 +39,8 @@ def messages_from(messages: object, policy: MediaPolicy, field: str = "messages"
     """Checked messages. Blocking (files, HTTP). Raises `InvalidRequest` with the path of what is wrong.
 
     A message is `{"role", "content"}`; content is a string or a list of parts: `text`, `image_url`, `audio_url`,
-    `video_url` (`{"url": data URL | path | http(s)}`), `input_audio` (`{"data": base64, "format"}`), `refusal`, and
+    `video_url` (`{"url": data URL | path | http(s)}`), `input_audio` (`{"data": base64, "format"}`), `refusal`,
+    `prompt_embeds` (`data`: base64, the bytes of a file or an array, see `segue.media.embeds`), and
     `{"type": "image" | "audio" | "video", <type>: source}` where a source is a URL, a path, the bytes of a file or an
     array (see `segue.media.arrays`). Besides, the fields of `segue.media.turns`.
     """
@@ -101,6 +103,9 @@ def _part(part: object, policy: MediaPolicy, field: str) -> Part:
     if kind == "refusal":  # what the assistant said instead
         _only(values, {"type", "refusal"}, field)
         return TextPart(_text(values.get("refusal"), f"{field}.refusal"))
+    if kind == EMBEDS:
+        _only(values, {"type", "data"}, field)
+        return _embedded(values.get("data"), policy, f"{field}.data", field)
     if kind == "input_audio":
         _only(values, {"type", "input_audio"}, field)
         return _input_audio(values.get("input_audio"), policy, f"{field}.input_audio", field)
@@ -108,6 +113,15 @@ def _part(part: object, policy: MediaPolicy, field: str) -> Part:
         _only(values, {"type", kind}, field)
         return _url_part(_URL_PARTS[kind], values.get(kind), policy, f"{field}.{kind}", field)
     return _plain_part(_PLAIN_PARTS[kind], values, policy, field)
+
+
+def _embedded(value: object, policy: MediaPolicy, field: str, part_field: str) -> TextPart:
+    if value is None:
+        raise InvalidRequest(
+            f"{field} is missing; it must be base64 of a file of torch.save or safetensors", field=field
+        )
+    data = from_base64(value, policy, field) if isinstance(value, str) else embeds_file(value, field)
+    return TextPart("", data, part_field)
 
 
 def _input_audio(value: object, policy: MediaPolicy, field: str, part_field: str) -> MediaPart:

@@ -65,7 +65,7 @@ def from_base64(text: str, policy: MediaPolicy, field: str) -> bytes:
     except (binascii.Error, ValueError) as error:
         raise InvalidRequest(f"{field} is {shown(text)}, not base64 ({error})", field=field) from error
     if not data:
-        raise InvalidRequest(f"{field} is empty; it must be base64 of a media file", field=field)
+        raise InvalidRequest(f"{field} is empty; it must be base64 of a file", field=field)
     check_size(len(data), policy, field)
     return data
 

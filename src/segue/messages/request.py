@@ -26,6 +26,11 @@ class ArrayInfo(msgspec.Struct, frozen=True):
 
 class TextPart(msgspec.Struct, frozen=True, tag="text"):
     text: str
+    embeds: bytes | None = None
+    """The text as input embeddings in its place, [tokens, hidden]: a file as `torch.save` or safetensors writes it; the
+    `text` is empty then."""
+    field: str = ""
+    """As of a `MediaPart`, where there are `embeds`."""
 
 
 class MediaPart(msgspec.Struct, frozen=True, tag="media"):
@@ -107,6 +112,11 @@ class Request(msgspec.Struct, kw_only=True):
     """Give the prompt's token ids with the first text."""
     options: dict[str, Any] = {}
     """Family options by name (e.g. `use_audio_in_video`); the family's dialect checks them."""
+
+    def embedded(self) -> list[TextPart]:
+        """The parts of its messages that come as embeddings, in their order."""
+        parts = (part for message in self.messages for part in message.content)
+        return [part for part in parts if isinstance(part, TextPart) and part.embeds is not None]
 
     def media_kinds(self) -> set[str]:
         """The kinds of media the request carries."""

@@ -6,12 +6,15 @@ from abc import ABC, abstractmethod
 
 from segue.engines.contract import Payload, StageRequest
 from segue.engines.module.contract import Result, Work
-from segue.messages.errors import SegueError
+from segue.messages.errors import InvalidRequest, SegueError
 from segue.messages.request import Request
 
 
 class InputStage(ABC):
     """`ModuleAdapter` that works on the request itself: one item per request."""
+
+    takes_embeds = False
+    """Parts of messages may be embeddings (`TextPart.embeds`)."""
 
     @abstractmethod
     def process(self, request: Request) -> Payload:
@@ -38,6 +41,12 @@ class InputStage(ABC):
 
     def _result(self, request: Request) -> Result:
         try:
+            self._check_embeds(request)
             return Result(self.process(request))
         except SegueError as error:
             return Result(error=error)
+
+    def _check_embeds(self, request: Request) -> None:
+        if not self.takes_embeds and (found := request.embedded()):
+            field = found[0].field
+            raise InvalidRequest(f"{field} is prompt_embeds; this model takes its prompt in other forms", field=field)

@@ -70,9 +70,10 @@ def turn(message: Message, content: Any) -> dict[str, Any]:
     return {"role": message.role, "content": content, **message.extra}
 
 
-def text_conversation(messages: list[Message], *, in_parts: bool = False) -> list[dict[str, Any]]:
+def text_conversation(messages: list[Message], *, in_parts: bool = False, mark: str = "") -> list[dict[str, Any]]:
     """Messages of text alone as templates of language models take them: one text each, several parts on lines of their
-    own, and what comes with it. `in_parts`: the template goes through several parts by itself.
+    own, and what comes with it. `in_parts`: the template goes through several parts by itself. `mark`: stands for a
+    part that comes as embeddings.
 
     The arguments of tool calls, which OpenAI's clients send as JSON text, are objects for a template.
     """
@@ -83,7 +84,7 @@ def text_conversation(messages: list[Message], *, in_parts: bool = False) -> lis
             if not isinstance(part, TextPart):
                 field = part.field or f"messages[{number}].content[{index}]"
                 raise InvalidRequest(f"{field} is {part.kind}; this model takes text", field=field)
-            texts.append(part.text)
+            texts.append(part.text if part.embeds is None else mark)
         content: Any = "\n".join(texts)
         if in_parts and len(texts) > 1:
             content = [{"type": "text", "text": text} for text in texts]

@@ -24,29 +24,42 @@ _ZIP = b"PK\x03\x04"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def read_embeds(data: bytes, width: int, longest: int, most_bytes: int) -> torch.Tensor:
+def read_embeds(data: bytes, width: int, longest: int, most_bytes: int, field: str = FIELD) -> torch.Tensor:
     """A file of torch or safetensors with one tensor → [tokens, width], on the CPU.
 
-    `longest`: tokens of the context; `most_bytes`: of the file, 0 where the deployment takes none. Raises
-    `InvalidRequest` naming what is wrong with it, `TooLarge`.
+    `longest`: tokens of the context; `most_bytes`: of the file, 0 where the deployment takes none; `field`: where it
+    stood. Raises `InvalidRequest` naming what is wrong with it, `TooLarge`.
     """
+    what = FIELD if field == FIELD else f"{field} ({FIELD})"
     if len(data) > most_bytes:
-        raise TooLarge(f"{FIELD} has {len(data)} bytes; at most {most_bytes} are taken", field=FIELD)
-    tensor = _of_torch(data) if data.startswith(_ZIP) else _of_safetensors(data)
+        raise TooLarge(f"{what} has {len(data)} bytes; at most {most_bytes} are taken", field=field)
+    try:
+        tensor = _of_torch(data) if data.startswith(_ZIP) else _of_safetensors(data)
+        return _checked(tensor, len(data), width, longest)
+    except _Wrong as wrong:
+        raise InvalidRequest(f"{what} {wrong}", field=field) from wrong
+
+
+class _Wrong(Exception):
+    """What is wrong with a file, as it goes on behind its name."""
+
+
+def _checked(tensor: torch.Tensor, size: int, width: int, longest: int) -> torch.Tensor:
+    """What was in a file of `size` bytes, as [tokens, width]."""
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
-        raise _wrong(f"is a tensor of layout {tensor.layout} on {tensor.device}; it must be dense, on the CPU")
+        raise _Wrong(f"is a tensor of layout {tensor.layout} on {tensor.device}; it must be dense, on the CPU")
     if tensor.dtype not in _DTYPES:
-        raise _wrong(f"is of {tensor.dtype}; it must be of float32, float16 or bfloat16")
+        raise _Wrong(f"is of {tensor.dtype}; it must be of float32, float16 or bfloat16")
     if tensor.ndim == 3 and tensor.shape[0] == 1:
         tensor = tensor[0]
     if tensor.ndim != 2 or not len(tensor) or tensor.shape[1] != width:
-        raise _wrong(f"has the shape {list(tensor.shape)}; it must have [tokens, {width}]")
+        raise _Wrong(f"has the shape {list(tensor.shape)}; it must have [tokens, {width}]")
     if len(tensor) >= longest:
-        raise _wrong(f"has {len(tensor)} tokens; the context is {longest} tokens, so it may have {longest - 1}")
-    if tensor.numel() * tensor.element_size() > len(data):  # one row may be told to be many
-        raise _wrong("says that it is larger than what was sent")
+        raise _Wrong(f"has {len(tensor)} tokens; the context is {longest} tokens, so it may have {longest - 1}")
+    if tensor.numel() * tensor.element_size() > size:  # one row may be told to be many
+        raise _Wrong("says that it is larger than what was sent")
     if not bool(torch.isfinite(tensor).all()):
-        raise _wrong("has NaN or infinity in it")
+        raise _Wrong("has NaN or infinity in it")
     return tensor.contiguous()
 
 
@@ -56,21 +69,27 @@ def identity_of(embeds: torch.Tensor) -> list[int | bytes]:
     return [b"embeds " + blake2b(row.tobytes(), digest_size=16).digest() for row in rows]
 
 
+def runs_of(where: torch.Tensor) -> list[tuple[int, int]]:
+    """[tokens] bool → ranges [start, stop) of those that are true."""
+    edges = torch.diff(where.int(), prepend=torch.zeros(1), append=torch.zeros(1))
+    return list(zip((edges > 0).nonzero()[:, 0].tolist(), (edges < 0).nonzero()[:, 0].tolist(), strict=True))
+
+
 def _of_torch(data: bytes) -> torch.Tensor:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             whole = sum(entry.file_size for entry in archive.infolist())
         if whole > len(data):  # torch packs nothing: whoever does wants more memory than was sent
-            raise _wrong("is a packed archive; torch.save writes them unpacked")
+            raise _Wrong("is a packed archive; torch.save writes them unpacked")
         with torch.sparse.check_sparse_tensor_invariants():
             found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except InvalidRequest:
+    except _Wrong:
         raise
     # torch raises almost anything for a file that is broken, and a broken file is the client's
     except Exception as error:
-        raise _wrong(f"cannot be read as torch.save writes it: {type(error).__name__}") from error
+        raise _Wrong(f"cannot be read as torch.save writes it: {type(error).__name__}") from error
     if not isinstance(found, torch.Tensor):
-        raise _wrong(f"holds a {type(found).__name__}; it must hold one tensor")
+        raise _Wrong(f"holds a {type(found).__name__}; it must hold one tensor")
     return found
 
 
@@ -79,11 +98,7 @@ def _of_safetensors(data: bytes) -> torch.Tensor:
         found: dict[str, Any] = safetensors.torch.load(data)
     # KeyError: a type that torch has not
     except (SafetensorError, ValueError, KeyError) as error:
-        raise _wrong("is neither a file of torch.save nor of safetensors") from error
+        raise _Wrong("is neither a file of torch.save nor of safetensors") from error
     if len(found) != 1:
-        raise _wrong(f"holds {len(found)} tensors; it must hold one")
+        raise _Wrong(f"holds {len(found)} tensors; it must hold one")
     return next(iter(found.values()))
-
-
-def _wrong(what: str) -> InvalidRequest:
-    return InvalidRequest(f"{FIELD} {what}", field=FIELD)

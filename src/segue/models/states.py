@@ -2,13 +2,14 @@
 
 Nothing here knows a mixer by name. The library's cache object for the config says whether any layer keeps a state; a
 short text run with it shows which modules ask for states and what these look like. A second run, in two pieces, shows
-whether several tokens go on from a state: some modules (Mamba's selective scan) forget it there.
+whether several tokens go on from a state. Some modules (Mamba's selective scan) forget it there: with these it is tried
+whether they go on where the state takes the place of the zeros they begin with (`segue.kernels.state_begun`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from segue.kernels.paged_attention import library_attention
+from segue.kernels.state_begun import BegunWith
 from segue.kernels.state_cache import Mixer
 from segue.kernels.state_store import StateKey, StateLayout, StateTensor
 from segue.messages.errors import ConfigError
@@ -43,21 +45,13 @@ class States:
     """Dotted names in the decoder."""
     cache: str
     """The argument of the decoder's forward."""
+    begun: bool
+    """Several tokens go on from a state where it takes the place of zeros."""
 
 
 def keeps_states(config: PreTrainedConfig) -> bool:
     """Whether layers of such a decoder keep a state, by the library's own cache for it."""
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=config).layers)
-
-
-def check_divisible(config: PreTrainedConfig) -> None:
-    """Raise `ConfigError` for a model that several ranks cannot run: a state is not divided."""
-    if keeps_states(config.get_text_config(decoder=True)):
-        raise ConfigError(
-            f"{type(config).__name__}: its layers keep a state per sequence, which is not divided; tensor_parallel "
-            "must be 1",
-            field="tensor_parallel",
-        )
 
 
 def attending(config: PreTrainedConfig) -> frozenset[int]:
@@ -88,6 +82,24 @@ class _Watched(DynamicCache):
     def update_recurrent_state(self, *given: Any, **named: Any) -> torch.Tensor:
         self._watch.asked()
         return super().update_recurrent_state(*given, **named)
+
+
+class _Begun(DynamicCache):
+    """The library's cache, with the recurrent states that the module which runs has asked for."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config=config)
+        self.asked: list[torch.Tensor] = []
+        self._layer: int | None = None
+
+    def get_recurrent_state(self, layer_idx: int, *where: Any, **named: Any) -> torch.Tensor | None:
+        state = super().get_recurrent_state(layer_idx, *where, **named)
+        if layer_idx != self._layer:
+            self.asked.clear()
+        self._layer = layer_idx
+        if state is not None:
+            self.asked.append(state)
+        return state
 
 
 @dataclass(slots=True)
@@ -152,15 +164,32 @@ def find_states(decoder: PreTrainedModel, embeds: torch.Tensor, parameters: froz
             f"sequence, but not in the library's cache{problem}",
             field="architectures",
         )
+    goes_on = _continues(run, embeds, whole, lambda: DynamicCache(config=decoder.config))
+    begun = not goes_on and _continues(run, embeds, whole, lambda: _Begun(decoder.config))
+    return States(StateLayout(tuple(_tensors(kept)), goes_on or begun), tuple(watch.mixers), cache, begun)
+
+
+def _continues(
+    run: Callable[[torch.Tensor, int, DynamicCache], torch.Tensor],
+    embeds: torch.Tensor,
+    whole: torch.Tensor,
+    cache_of: Callable[[], DynamicCache],
+) -> bool:
+    """Whether a text [tokens, H] in two pieces gives what it gave `whole`, and the state between them matters."""
     middle = len(embeds) // 2
-    pieces, emptied = (DynamicCache(config=decoder.config) for _ in range(2))
-    parts = [run(embeds[:middle], 0, pieces), run(embeds[middle:], middle, pieces)]
+
+    def second(cache: DynamicCache) -> torch.Tensor:
+        with BegunWith(cache.asked) if isinstance(cache, _Begun) else nullcontext():
+            return run(embeds[middle:], middle, cache)
+
+    pieces, emptied = cache_of(), cache_of()
+    parts = [run(embeds[:middle], 0, pieces), second(pieces)]
     difference = float((torch.cat(parts) - whole).abs().max() / whole.abs().max())
-    continues = difference <= _SAME.get(embeds.dtype, 0.05)
+    if not difference <= _SAME.get(embeds.dtype, 0.05):
+        return False
     run(embeds[:middle], 0, emptied)
-    if _emptied(emptied) and torch.equal(run(embeds[middle:], middle, emptied), parts[1]):
-        continues = False  # to the bit the same without a state: a difference that 16 bits might hide
-    return States(StateLayout(tuple(_tensors(kept)), continues), tuple(watch.mixers), cache)
+    # to the bit the same without a state: a difference that 16 bits might hide
+    return not (_emptied(emptied) and torch.equal(second(emptied), parts[1]))
 
 
 def _emptied(cache: DynamicCache) -> bool:
@@ -188,4 +217,4 @@ def divide(decoder: nn.Module, states: States) -> None:
         parent, _, leaf = name.rpartition(".")
         module = decoder.get_submodule(name)
         if not isinstance(module, Mixer):  # a module that several layers share
-            setattr(decoder.get_submodule(parent), leaf, Mixer(module))
+            setattr(decoder.get_submodule(parent), leaf, Mixer(module, begun=states.begun))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from segue.messages.errors import ConfigError
@@ -22,6 +24,32 @@ def load_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase | None:
     except Exception as error:
         check_objects(model_dir, _FILES)
         raise ConfigError(f"{model_dir}: the tokenizer cannot be read: {error}", field="model") from error
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedTokenizer:
+    """A tokenizer that knows one token more, which marks places in a text."""
+
+    tokenizer: PreTrainedTokenizerBase
+    mark: str
+    """Its text, which nobody outside this process knows."""
+    token: int
+    """Its id, which the model has not."""
+
+
+def marked_tokenizer(model_dir: Path) -> MarkedTokenizer | None:
+    """The checkpoint's tokenizer with a mark of its own; None where it has none, or one that takes no further token."""
+    tokenizer = load_tokenizer(model_dir)
+    if tokenizer is None:
+        return None
+    mark = f"<|prompt_embeds {secrets.token_hex(8)}|>"
+    try:
+        tokenizer.add_tokens([mark], special_tokens=True)
+    except (NotImplementedError, AttributeError):  # of other makers (mistral-common)
+        return None
+    ids = tokenizer(f"a {mark}b", add_special_tokens=False)["input_ids"]
+    token = tokenizer.convert_tokens_to_ids(mark)
+    return MarkedTokenizer(tokenizer, mark, token) if ids.count(token) == 1 else None
 
 
 def decode(tokenizer: PreTrainedTokenizerBase | None, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:

@@ -15,6 +15,7 @@ import msgspec
 
 from segue.graph.loader import load_plan, stage_overrides
 from segue.graph.parts import INPUT, TOKENS
+from segue.media.embeds import embeds_file
 from segue.media.parts import messages_from
 from segue.media.pictures import PICTURES, picture_parts
 from segue.media.sources import MediaPolicy, shown
@@ -30,7 +31,7 @@ from segue.observe.stats import render_gauges, render_worker_stats
 from segue.orchestrator.model_card import card_of, check_stage_keys
 from segue.orchestrator.orchestrator import Orchestrator
 from segue.orchestrator.outputs import Collector, RequestOutput
-from segue.orchestrator.prompt_embeds import check_embeds_bytes, embeds_file
+from segue.orchestrator.prompt_embeds import check_embeds_bytes
 from segue.orchestrator.service import Health
 from segue.orchestrator.step_bar import StepBar
 from segue.orchestrator.supervisor import OnProgress
@@ -317,8 +318,7 @@ class AsyncOmni:
             check_sampling(params, f"sampling.{stage}")
             if (vocab := self.card.vocab_sizes.get(stage)) is not None:
                 check_token_ids(params, vocab, f"sampling.{stage}.")
-        if request.prompt_embeds is not None:
-            check_embeds_bytes(len(request.prompt_embeds), self.plan.limits.max_prompt_embeds_bytes)
+        check_embeds_bytes(request, self.plan.limits.max_prompt_embeds_bytes)
         self._mark_thoughts(request)
         check_types(request)
         if self.card.speech is not None and self.card.text_stage is not None:

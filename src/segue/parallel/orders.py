@@ -1,4 +1,4 @@
-"""What the leader of a replica tells its followers: one order per call of the model or of the KV store.
+"""What the leader of a replica tells its followers: one order per call of the model or of a store.
 
 Orders travel over a Unix stream socket per follower; tensors that go with them follow by broadcast. None of these is
 answered: the collectives inside the model keep the ranks together.
@@ -16,6 +16,7 @@ import torch
 
 from segue.kernels.kv_layout import KVLayout
 from segue.kernels.part import Part
+from segue.kernels.state_store import Stretch
 
 _LENGTH = 4
 
@@ -51,6 +52,26 @@ class ScrubBlocks(msgspec.Struct, tag=True, array_like=True):
 
     store: int
     blocks: list[int]
+
+
+class OpenStates(msgspec.Struct, tag=True, array_like=True):
+    """Make a state store of so many slots, of what each rank's layers keep; it is called `store` from now on."""
+
+    store: int
+    slots: int
+
+
+class CloseStates(msgspec.Struct, tag=True, array_like=True):
+    """Nobody will use it again."""
+
+    store: int
+
+
+class CopyStates(msgspec.Struct, tag=True, array_like=True):
+    """`StateStore.copy`."""
+
+    store: int
+    pairs: list[tuple[int, int]]
 
 
 class Embed(msgspec.Struct, tag=True, array_like=True):
@@ -117,6 +138,8 @@ class Forward(msgspec.Struct, tag=True, array_like=True):
     groups: list[Sequences]
     invariant: bool = False
     """In tiles of 16 rows (`segue.kernels.invariant_attention`)."""
+    states: tuple[int, list[Stretch]] | None = None
+    """The state store and what `state_step` plans for, of a decoder that keeps states."""
 
 
 class Logits(msgspec.Struct, tag=True, array_like=True):
@@ -127,7 +150,9 @@ class Logits(msgspec.Struct, tag=True, array_like=True):
     """(width, dtype); None: what the last `Forward` gave."""
 
 
-Calls = OpenStore | CloseStore | CopyBlocks | ScrubBlocks | Embed | Forward | Logits
+Calls = (
+    OpenStore | CloseStore | CopyBlocks | ScrubBlocks | OpenStates | CloseStates | CopyStates | Embed | Forward | Logits
+)
 Order = Calls | LoadAdapter | UnloadAdapter | ForgetAdapter
 
 _encoder = msgspec.msgpack.Encoder()

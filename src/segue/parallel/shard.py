@@ -78,13 +78,23 @@ class _Cutter:
         """Padded parts of tables by the whole one: an embedding and a head that share it go on doing so."""
 
     def cut(self, plan: Mapping[str, str]) -> None:
-        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        for name in parameters:
-            if style := plan.get(_pattern(name)):
-                self.parameter(name, style)
-        for name, module in list(self.model.named_modules()):
-            if (style := plan.get(_pattern(name))) and style not in _WHOLE:
-                self.module(name, module, style)
+        parameters = {
+            name: style
+            for name, _ in self.model.named_parameters(remove_duplicate=False)
+            if (style := plan.get(_pattern(name)))
+        }
+        modules = [
+            (name, module, style)
+            for name, module in self.model.named_modules()
+            if (style := plan.get(_pattern(name))) and style not in _WHOLE
+        ]
+        if not any("*" in _pattern(name) for name in (*parameters, *(name for name, _, _ in modules))):
+            # it says something of experts alone, say, and this checkpoint has none
+            raise _unserved(self.kind, "its tensor parallel plan (tp_plan) divides none of the layers that it has")
+        for name, style in parameters.items():
+            self.parameter(name, style)
+        for name, module, style in modules:
+            self.module(name, module, style)
 
     def module(self, name: str, module: nn.Module, style: str) -> None:
         if style in _SUMMED:

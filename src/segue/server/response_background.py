@@ -143,4 +143,4 @@ def _encoded(events: list[Event]) -> list[bytes]:
 def _media_bytes(asked: ResponsesRequest) -> int:
     """What the stages are given besides the text."""
     parts = [part for request in asked.chat.requests for message in request.messages for part in message.content]
-    return sum(len(part.data) for part in parts if isinstance(part, MediaPart))
+    return sum(len(part.data if isinstance(part, MediaPart) else part.embeds or b"") for part in parts)

@@ -13,7 +13,7 @@ from segue.kernels.kv_layout import KVLayout, LayerShape, lay_out
 from segue.kernels.kv_store import KVStore
 from segue.kernels.look_back import Chunked, LookBack
 from segue.kernels.lora import Lora
-from segue.kernels.state_store import StateLayout, StateStep
+from segue.kernels.state_store import StateLayout, StateStep, StateStore
 from segue.messages.errors import ConfigError
 from segue.messages.sampling import SamplingParams
 
@@ -47,6 +47,8 @@ class KVSpec:
     """The decoder rounds to 8 or 16 bits inside, whatever `dtype` says."""
     states: StateLayout | None = None
     """What it keeps of a sequence besides keys and values; None: nothing."""
+    state_store: Callable[[StateLayout, int, torch.device], StateStore] = StateStore
+    """What makes the stores of these: `StateStore`, or one whose slots are on several ranks."""
     beside: bool = False
     """Some of its layers look at what a prompt has beside its tokens (`Prompt.beside`); they keep nothing here."""
     gathered: bool = False
@@ -107,6 +109,9 @@ class Prompt:
     embeds: torch.Tensor | None = None
     """[T, hidden]: used instead of embedding `token_ids`. Best on the host, where it is as long as the request lives: a
     step takes what it computes to the device, whose memory is keys' and values'."""
+    looked_up: Sequence[tuple[int, int]] = ()
+    """Ranges [start, stop) of tokens, in order, that are embedded by their ids although there are `embeds`, whose rows
+    for them mean nothing."""
     positions: torch.Tensor | None = None
     """[axes, T] long, rotary positions (axes 3 for M-RoPE, 1 otherwise); None: 0..T-1 on every axis."""
     position_delta: int = 0

@@ -1,5 +1,5 @@
 """The other ranks of an adapter: they do what the leader tells (`segue.engines.autoregressive.ranks`), each with its
-part of the weights and its share of the KV heads."""
+part of the weights, its share of the KV heads and the states of its own layers."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ from segue.kernels.kv_store import KVStore
 from segue.kernels.lora import Lora
 from segue.kernels.paged_attention import library_attention
 from segue.kernels.paged_step import AttentionBackend, HybridStep, PagedStep, paged_step
+from segue.kernels.state_store import StateStep, StateStore, state_step
 from segue.parallel.group import Group
 from segue.parallel.orders import (
+    CloseStates,
     CloseStore,
     CopyBlocks,
+    CopyStates,
     Embed,
     ForgetAdapter,
     Forward,
     LoadAdapter,
     Logits,
+    OpenStates,
     OpenStore,
     Order,
     ScrubBlocks,
@@ -49,6 +53,7 @@ class _Follower:
     group: Group
     backend: AttentionBackend | None
     stores: dict[int, KVStore] = field(default_factory=dict)
+    state_stores: dict[int, StateStore] = field(default_factory=dict)
     embedded: torch.Tensor | None = None
     hidden: torch.Tensor | None = None
     loras: dict[bytes, Lora] = field(default_factory=dict)
@@ -76,6 +81,14 @@ class _Follower:
                 self.stores[order.store].copy(order.pairs)
             case ScrubBlocks():
                 self.stores[order.store].scrub(order.blocks)
+            case OpenStates():
+                layout = self.adapter.kv.states
+                assert layout is not None, "the leader keeps states, and this rank's layers keep none"
+                self.state_stores[order.store] = StateStore(layout, order.slots, self.adapter.device)
+            case CloseStates():
+                del self.state_stores[order.store]
+            case CopyStates():
+                self.state_stores[order.store].copy(order.pairs)
             case LoadAdapter():
                 self.host.load(order.name, order.directory)
                 lora = self.host.loaded[order.name]
@@ -108,7 +121,7 @@ class _Follower:
             (None if identity is None else Prompt(token_ids=[], adapter=self.loras[identity]), start, stop)
             for identity, (start, stop) in zip(order.adapters, order.spans, strict=True)
         ]
-        batch = FlatBatch(numbers[0], None, numbers[1:], self.step(order), list(prompts))
+        batch = FlatBatch(numbers[0], None, numbers[1:], self.step(order), list(prompts), self.states(order))
         with library_attention() if order.store is None else nullcontext():
             self.hidden, _ = self.adapter.forward(embeds, batch)
 
@@ -120,6 +133,12 @@ class _Follower:
             return invariant_step(store, order.groups[0].parts())
         groups = [paged_step(store, group.parts()) for group in order.groups]
         return groups[0] if len(groups) == 1 else HybridStep(groups, store.layout.group_of)
+
+    def states(self, order: Forward) -> StateStep | None:
+        if order.states is None:
+            return None
+        store, stretches = order.states
+        return state_step(self.state_stores[store], stretches)
 
     @property
     def host(self) -> LoraHost:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from segue.engines.autoregressive.contract import AutoregressiveAdapter, FlatBatch
+from segue.engines.autoregressive.contract import AutoregressiveAdapter, FlatBatch, Prompt
 from segue.engines.autoregressive.jobs import Job, Run
 from segue.engines.autoregressive.sequence import Sequence
 from segue.kernels.paged_step import HybridStep, PagedStep
@@ -62,14 +62,15 @@ def flat_batch(
         middle = begin + border - run.start
         prompt = sequence.prompt
         assert prompt is not None
-        if border > run.start and prompt.embeds is not None:
-            own.append((begin, prompt.embeds[run.start : border].to(adapter.device)))
-        elif border > run.start:
-            plain.append((begin, middle))
+        for start, stop, rows in _prompt_pieces(prompt, run.start, border):
+            at = begin + start - run.start
+            if rows is None:
+                plain.append((at, at + stop - start))
+            else:
+                own.append((at, rows.to(adapter.device)))
         if border < run.stop and adapter.conditioned:
             first = border - sequence.prompt_length
-            rows = sequence.conditioning.rows(first, first + run.stop - border)
-            conditioned.append((middle, len(ids), rows))
+            conditioned.append((middle, len(ids), sequence.conditioning.rows(first, first + run.stop - border)))
         elif border < run.stop:
             plain.append((middle, len(ids)))
     arrays = [np.array(ids), np.concatenate(places, axis=1), np.array(coming, dtype=np.int64).reshape(-1, 2).T]
@@ -88,6 +89,24 @@ def flat_batch(
     embeds = pieces[0][1] if len(pieces) == 1 else torch.cat([piece for _, piece in pieces])
     prompts = [(sequence.prompt, run.start, run.stop) for sequence, run in scheduled]
     return embeds, FlatBatch(token_ids, embeds if own else None, positions, attention, prompts, states)
+
+
+def _prompt_pieces(prompt: Prompt, start: int, stop: int) -> Iterator[tuple[int, int, torch.Tensor | None]]:
+    """Tokens [start, stop) of a prompt in pieces, each with its own embeddings; None where its ids are looked up."""
+    if prompt.embeds is None:
+        if start < stop:
+            yield start, stop, None
+        return
+    for first, last in prompt.looked_up:
+        first, last = max(first, start), min(last, stop)
+        if first >= last:
+            continue
+        if start < first:
+            yield start, first, prompt.embeds[start:first]
+        yield first, last, None
+        start = last
+    if start < stop:
+        yield start, stop, prompt.embeds[start:stop]
 
 
 def _embed(

@@ -1,8 +1,9 @@
 """One adapter on several ranks: the engine runs on the leader and sees an adapter like any other.
 
-Whatever the leader's engine asks of the model or of a KV store, the followers are told to do as well, in the same order
+Whatever the leader's engine asks of the model or of a store, the followers are told to do as well, in the same order
 (`segue.parallel.orders`); each has its own part of the weights and its own share of the KV heads, under the leader's
-block tables. Tokens, text and scheduling are the leader's alone.
+block tables, and states of what its own layers keep, in the leader's slots. Tokens, text and scheduling are the
+leader's alone.
 """
 
 from __future__ import annotations
@@ -22,16 +23,20 @@ from segue.kernels.kv_layout import KVLayout
 from segue.kernels.kv_store import KVStore
 from segue.kernels.lora import Lora
 from segue.kernels.paged_step import AttentionBackend, HybridStep, PagedStep
+from segue.kernels.state_store import StateLayout, StateStore
 from segue.parallel.group import Group, ReplicaBroken
 from segue.parallel.orders import (
+    CloseStates,
     CloseStore,
     CopyBlocks,
+    CopyStates,
     Crew,
     Embed,
     ForgetAdapter,
     Forward,
     LoadAdapter,
     Logits,
+    OpenStates,
     OpenStore,
     Order,
     ScrubBlocks,
@@ -83,6 +88,23 @@ class LedStore(KVStore):
         super().scrub(blocks)
 
 
+class LedStates(StateStore):
+    """The leader's state store: what is done to its slots, followers do to theirs."""
+
+    def __init__(
+        self, tell: Callable[[Order], None], number: int, layout: StateLayout, slots: int, device: torch.device
+    ) -> None:
+        super().__init__(layout, slots, device)
+        self.number = number
+        self._tell = tell
+        tell(OpenStates(number, slots))
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        if pairs:
+            self._tell(CopyStates(self.number, list(pairs)))
+        super().copy(pairs)
+
+
 class LedAdapters:
     """The leader's LoRA adapters: what it loads, followers load. Implements `LoraHost`."""
 
@@ -124,12 +146,12 @@ class Leader(Wrapped):
         self._group = group
         self._crew = crew
         self._stores = 0
-        self._closed: list[int] = []
-        """Stores that were freed since the last order; whoever frees one may be in the midst of anything."""
+        self._closed: list[CloseStore | CloseStates] = []
+        """Of stores that were freed since the last order; whoever frees one may be in the midst of anything."""
         self._embedded: torch.Tensor | None = None
         self._hidden: torch.Tensor | None = None
         self._serving = False
-        self.kv = replace(inner.kv, store=self._open)
+        self.kv = replace(inner.kv, store=self._open, state_store=self._open_states)
         host = inner.lora if isinstance(inner, TakesLora) else None
         self.lora = None if host is None else LedAdapters(host, self._tell)
 
@@ -169,15 +191,24 @@ class Leader(Wrapped):
 
     def _open(self, layout: KVLayout, **options: Any) -> KVStore:
         """What the KV spec makes stores with."""
-        number = self._stores
-        self._stores += 1
-        store = LedStore(self._tell, number, layout, **options)
-        weakref.finalize(store, self._closed.append, number).atexit = False
+        store = LedStore(self._tell, self._next_number(), layout, **options)
+        weakref.finalize(store, self._closed.append, CloseStore(store.number)).atexit = False
         return store
+
+    def _open_states(self, layout: StateLayout, slots: int, device: torch.device) -> StateStore:
+        """What the KV spec makes stores of states with."""
+        store = LedStates(self._tell, self._next_number(), layout, slots, device)
+        weakref.finalize(store, self._closed.append, CloseStates(store.number)).atexit = False
+        return store
+
+    def _next_number(self) -> int:
+        """Of a store, of either kind."""
+        self._stores += 1
+        return self._stores
 
     def _tell(self, order: Order) -> None:
         while self._closed:
-            self._crew.tell(CloseStore(self._closed.pop()))
+            self._crew.tell(self._closed.pop())
         if self.lora is not None:
             for gone in self.lora.forgotten():
                 self._crew.tell(gone)
@@ -204,6 +235,7 @@ def _forward_order(embeds: torch.Tensor, batch: FlatBatch, *, known: bool) -> Fo
         adapters=[_identity(prompt) for prompt, _, _ in batch.prompts],
         store=None,
         groups=[],
+        states=None if batch.states is None else (_number(batch.states.store), list(batch.states.stretches)),
     )
     match step:
         case HybridStep():
@@ -226,6 +258,6 @@ def _identity(prompt: Prompt | None) -> bytes | None:
     return adapter.identity if isinstance(adapter, Lora) else None
 
 
-def _number(store: KVStore) -> int:
-    assert isinstance(store, LedStore), "a store that followers do not know of"
+def _number(store: KVStore | StateStore) -> int:
+    assert isinstance(store, LedStore | LedStates), "a store that followers do not know of"
     return store.number

@@ -101,7 +101,7 @@ def allocate(
         shares = count > 0
         count += drafting_states(config.max_batch, speculation is not None)
         snapshots = Snapshots(slots.total, count) if count else None
-        states = StateStore(kept, slots.total + count, adapter.device)
+        states = spec.state_store(kept, slots.total + count, adapter.device)
     accounts = Accounts() if config.scheduling == "fair" else None
     entire = kept is not None and not kept.continues
     most = adapter.max_model_len

@@ -301,8 +301,10 @@ class Sequence:
         if told is not None:
             output.prompt_logprobs = told.found
             self.prompt_logprobs, self.job.fresh = None, False
-        if request.request.return_prompt_ids and request.request.prompt_embeds is None and "text" in request.to_client:
-            output.prompt_token_ids = self.ids[: self.prompt_length]
+        if request.request.return_prompt_ids and "text" in request.to_client:
+            ids = self.ids[: self.prompt_length]
+            # of embeddings there are none to tell
+            output.prompt_token_ids = ids if min(ids, default=0) >= 0 else []
 
     def become(self, other: Sequence) -> None:
         """Drop the own tokens for those of `other`, which has the same prompt."""

@@ -52,7 +52,7 @@ def warm_up(
         backend=backend,
     )
     kept = adapter.kv.states
-    states = None if kept is None else StateStore(kept, most, adapter.device)
+    states = None if kept is None else adapter.kv.state_store(kept, most, adapter.device)
     for count, tokens in _shapes(config, adapter.max_model_len, most):
         if tokens == 1:
             parts = [Part(range(row * each, (row + 1) * each), _PROMPT, _PROMPT + 1) for row in range(count)]

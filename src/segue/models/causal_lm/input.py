@@ -7,11 +7,12 @@ import torch
 from segue.engines.contract import LoadContext, Payload
 from segue.graph.parts import TOKENS
 from segue.messages.errors import InvalidRequest
-from segue.messages.request import Request
+from segue.messages.request import Request, TextPart
 from segue.messages.sampling import SamplingParams
 from segue.models.chat_template import goes_through_parts, read_chat_template
 from segue.models.context_length import context_length
 from segue.models.input_stage import InputStage
+from segue.models.library import PreTrainedTokenizerBase
 from segue.models.pretrained import load_config
 from segue.models.prompt import (
     check_length,
@@ -25,14 +26,16 @@ from segue.models.prompt import (
     tokenized,
     truncated,
 )
-from segue.models.prompt_embeds import read_embeds
-from segue.models.tokenizer import load_tokenizer
+from segue.models.prompt_embeds import FIELD, NO_TOKEN, read_embeds
+from segue.models.tokenizer import load_tokenizer, marked_tokenizer
 
 _TEXT_STAGE = "llm"
 
 
 class InputProcessor(InputStage):
     """Messages, a bare prompt or ids."""
+
+    takes_embeds = True
 
     def __init__(self, ctx: LoadContext) -> None:
         config = load_config(ctx)
@@ -44,15 +47,18 @@ class InputProcessor(InputStage):
         self._tokenizer = load_tokenizer(ctx.model_dir)
         template = read_chat_template(ctx.model_dir)
         self._template = None if template is None else template.text
+        self._marked = marked_tokenizer(ctx.model_dir) if self._most_bytes and self._template is not None else None
 
     def process(self, request: Request) -> Payload:
         """The payload of one request. Raises `InvalidRequest` naming the field, the value and what would be right."""
         form = given_as(request, embeds=True)
         if form == "prompt_embeds":
             return self._embedded(request)
+        if parts := request.embedded():
+            return self._embedded_parts(request, parts)
         match form:
             case "messages":
-                ids = self._templated(request)
+                ids = self._templated(request, self._tokenizer)
             case "prompt":
                 ids = tokenized(self._tokenizer, request, self._longest, _TEXT_STAGE)
             case _:
@@ -64,21 +70,42 @@ class InputProcessor(InputStage):
         return {"token_ids": torch.tensor(ids, dtype=torch.long), **seen}
 
     def _embedded(self, request: Request) -> Payload:
-        sampling = request.sampling.get(_TEXT_STAGE, SamplingParams())
-        for name, given in (
-            ("prompt_logprobs", sampling.prompt_logprobs),
-            ("truncate_prompt_tokens", sampling.truncate_prompt_tokens),
-        ):
-            if given is not None:
-                field = f"sampling.{_TEXT_STAGE}.{name}"
-                raise InvalidRequest(f"{field} is {given}, but prompt_embeds have no token ids", field=field)
-        if TOKENS in request.modalities:
-            raise InvalidRequest("prompt_embeds have no token ids to give", field="prompt_embeds")
+        _check_idless(request, FIELD)
         embeds = read_embeds(request.prompt_embeds or b"", self._width, self._longest, self._most_bytes)
         return {"embeds": embeds}
 
-    def _templated(self, request: Request) -> list[int]:
-        if self._tokenizer is None:
+    def _embedded_parts(self, request: Request, parts: list[TextPart]) -> Payload:
+        """Messages, some parts of which come as embeddings: each has one mark in the text, which becomes its rows."""
+        _check_idless(request, parts[0].field)
+        rows = [
+            read_embeds(part.embeds or b"", self._width, self._longest, self._most_bytes, part.field) for part in parts
+        ]
+        if self._marked is None:
+            raise InvalidRequest(
+                f"{parts[0].field} is prompt_embeds; this checkpoint has no chat template, or no tokenizer that marks "
+                "a place in a text: send the whole prompt as prompt_embeds",
+                field=parts[0].field,
+            )
+        ids: list[int] = []
+        waiting = iter(rows)
+        marks = 0
+        for token in self._templated(request, self._marked.tokenizer, self._marked.mark):
+            if token != self._marked.token:
+                ids.append(token)
+                continue
+            marks += 1
+            ids += [NO_TOKEN] * len(next(waiting, ()))
+        if marks != len(parts):
+            raise InvalidRequest(
+                f"the chat template shows {marks} of {len(parts)} parts of prompt_embeds; it must show each once",
+                field="messages",
+            )
+        check_length(len(ids), self._longest, "messages")
+        return {"token_ids": torch.tensor(ids, dtype=torch.long), "embeds": torch.cat(rows)}
+
+    def _templated(self, request: Request, tokenizer: PreTrainedTokenizerBase | None, mark: str = "") -> list[int]:
+        """`mark`: stands for parts that come as embeddings."""
+        if tokenizer is None:
             raise InvalidRequest(
                 "this checkpoint has no tokenizer; send prompt_token_ids in place of messages", field="messages"
             )
@@ -87,11 +114,25 @@ class InputProcessor(InputStage):
                 "this checkpoint has no chat template; send a prompt or prompt_token_ids in place of messages",
                 field="messages",
             )
-        conversation = text_conversation(request.messages, in_parts=goes_through_parts(self._template))
-        text = templated(self._tokenizer, self._template, conversation, request.chat)
-        check_text(text, self._tokenizer, request, self._longest, _TEXT_STAGE, "messages")
+        conversation = text_conversation(request.messages, in_parts=goes_through_parts(self._template), mark=mark)
+        text = templated(tokenizer, self._template, conversation, request.chat)
+        check_text(text, tokenizer, request, self._longest, _TEXT_STAGE, "messages")
         # the template has written the special tokens
-        ids = list(self._tokenizer(text, add_special_tokens=bool(request.add_special_tokens))["input_ids"])
+        ids = list(tokenizer(text, add_special_tokens=bool(request.add_special_tokens))["input_ids"])
         if not ids:
             raise InvalidRequest("the chat template makes nothing of these messages", field="messages")
         return ids
+
+
+def _check_idless(request: Request, field: str) -> None:
+    """Raise `InvalidRequest` where ids of the whole prompt are wanted, of one with embeddings in `field`."""
+    sampling = request.sampling.get(_TEXT_STAGE, SamplingParams())
+    for name, given in (
+        ("prompt_logprobs", sampling.prompt_logprobs),
+        ("truncate_prompt_tokens", sampling.truncate_prompt_tokens),
+    ):
+        if given is not None:
+            asked = f"sampling.{_TEXT_STAGE}.{name}"
+            raise InvalidRequest(f"{asked} is {given}, but prompt_embeds have no token ids", field=asked)
+    if TOKENS in request.modalities:
+        raise InvalidRequest("prompt_embeds have no token ids to give", field=field)

@@ -18,8 +18,7 @@ from segue.models.generation import default_sampling, end_tokens, generation_of
 from segue.models.library import PreTrainedModel
 from segue.models.lora import named_adapter, with_adapter
 from segue.models.pretrained import load_config, load_model
-from segue.models.prompt_embeds import NO_TOKEN, identity_of
-from segue.models.states import check_divisible
+from segue.models.prompt_embeds import NO_TOKEN, identity_of, runs_of
 from segue.models.tokenizer import decode, load_tokenizer
 from segue.models.vocabulary import vocabulary_of
 
@@ -33,8 +32,6 @@ class LLM:
     def __init__(self, ctx: LoadContext) -> None:
         """Raises `ConfigError` for a checkpoint that cannot be read, or a model that cannot be served."""
         config = load_config(ctx)
-        if ctx.group is not None:
-            check_divisible(config)
         self.max_model_len: int = context_length(config, ctx.max_model_len)
         self._decoder = _decoder(ctx, load_model(ctx, config))
         self.recordable = not self._decoder.kv.gathered
@@ -57,24 +54,31 @@ class LLM:
     def feed(self, state: Lora | None, upstream: str, payload: Payload, *, final: bool) -> Fed:
         """The prompt from the input stage."""
         if "embeds" in payload:
-            prompt = self._embedded(payload["embeds"])
+            ids = payload.get("token_ids", torch.full(payload["embeds"].shape[:1], NO_TOKEN))
+            prompt = self._embedded(ids, payload["embeds"])
         else:
-            ids = payload["token_ids"].tolist()
-            prompt = Prompt(token_ids=ids, modality_tokens={"text": len(ids)})
+            ids = payload["token_ids"]
+            prompt = Prompt(token_ids=ids.tolist(), modality_tokens={"text": len(ids)})
         return Fed(prompt=prompt if state is None else with_adapter(prompt, state))
 
-    def _embedded(self, embeds: torch.Tensor) -> Prompt:
+    def _embedded(self, ids: torch.Tensor, embeds: torch.Tensor) -> Prompt:
+        """`ids` [T], `NO_TOKEN` where `embeds` [n, H] has a row."""
         if self._decoder.reads_ids:
             raise InvalidRequest(
                 "prompt_embeds are given, but this model's layers look up the prompt's token ids, too",
                 field="prompt_embeds",
             )
-        count = len(embeds)
+        embeds = embeds.cpu()
+        own = ids == NO_TOKEN
+        rows = embeds.new_zeros(len(ids), embeds.shape[1], dtype=self._decoder.kv.dtype)
+        rows[own] = embeds.to(rows.dtype)
+        listed, hashes = ids.tolist(), iter(identity_of(embeds))
         return Prompt(
-            token_ids=[NO_TOKEN] * count,
-            embeds=embeds.cpu().to(self._decoder.kv.dtype),
-            identity=identity_of(embeds.cpu()),
-            modality_tokens={"text": count},
+            token_ids=listed,
+            embeds=rows,
+            looked_up=runs_of(~own),
+            identity=[next(hashes) if token == NO_TOKEN else token for token in listed],
+            modality_tokens={"text": len(listed)},
         )
 
     def embed(self, token_ids: torch.Tensor, conditioning: torch.Tensor | None) -> torch.Tensor:

@@ -22,7 +22,6 @@ from segue.models.interface import decoder_of, name_of
 from segue.models.library import VERSION, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 from segue.models.multimodal_lm.graph import kinds_of
 from segue.models.pretrained import load_config, load_model
-from segue.models.states import check_divisible
 
 DEEP_ARGUMENTS = frozenset(("visual_pos_masks", "deepstack_visual_embeds"))
 """How a decoder takes features for its first layers (Qwen3-VL)."""
@@ -40,7 +39,6 @@ def load_whole(ctx: LoadContext, config: PreTrainedConfig) -> PreTrainedModel:
     """All of the model; of several ranks, this one's part, and the whole embedding: the leader alone puts prompts
     together."""
     if ctx.group is not None:
-        check_divisible(config)
         _check_ranks(ctx)
     return load_model(ctx, config, AutoModelForMultimodalLM, whole_table=True)
 
