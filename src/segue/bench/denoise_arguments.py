@@ -6,8 +6,8 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from segue.bench.arguments import add_device, add_out, count, counts, progress, some_of
-from segue.cli_parser import Parser
+from segue.bench.arguments import add_device, add_out, counts, progress, some_of
+from segue.cli_parser import Parser, count
 
 SHAPES = ("qwen-image", "wan2.2-ti2v-5b", "tiny-image", "tiny-video")
 SIDES = ("segue", "segue-compiled", "eager", "compiled", "fp8", "first-block", "taylorseer")

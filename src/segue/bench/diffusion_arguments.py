@@ -8,8 +8,8 @@ import os
 import shutil
 from pathlib import Path
 
-from segue.bench.arguments import add_out, check_installed, count, counts, progress
-from segue.cli_parser import Parser
+from segue.bench.arguments import add_out, check_installed, counts, progress
+from segue.cli_parser import Parser, count
 from segue.messages.diffusion import diffusion_from
 from segue.messages.errors import ConfigError, InvalidRequest
 
