@@ -142,7 +142,7 @@ class Painter:
         """Breaks after `most` pictures."""
         self._left = most
 
-    def pids(self) -> dict[int, str]:
+    def processes(self) -> dict[int, str]:
         return {}
 
     def denoising(self) -> float:
