@@ -10,9 +10,8 @@ import torch
 from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.engines.module.contract import Result, Work
 from segue.kernels.linear import pack_linears
-from segue.messages.errors import ConfigError
 from segue.models.encoder_cache import EncoderCache, cache_bytes
-from segue.models.library import VERSION
+from segue.models.interface import cannot_be_served
 from segue.models.speech_seq2seq.loading import encoder_of
 
 ROWS = 256
@@ -71,8 +70,7 @@ class Encoder:
         alone = torch.stack([self._encode([window])[0] for window in windows])
         difference = float((together - alone).abs().max() / together.abs().max())
         if not difference <= _TOLERANCE.get(self.dtype, 0.1):
-            raise ConfigError(
-                f"{type(self._encoder).__name__} of transformers {VERSION} cannot be served: it encodes a window "
-                f"otherwise beside others than alone (by {difference:.1e})",
-                field="architectures",
+            raise cannot_be_served(
+                type(self._encoder).__name__,
+                f"it encodes a window otherwise beside others than alone (by {difference:.1e})",
             )
