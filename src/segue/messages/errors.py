@@ -139,10 +139,10 @@ def error_from(kind: str, message: str, *, field: str | None = None, stage: str 
     return _TREE.get(kind, StageFailed)(message, field=field, stage=stage)
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: object, known: Iterable[str]) -> str:
     """`"; did you mean 'x'?"` or the list of what exists: the tail of every "unknown name" message."""
     names = sorted(known)
-    close = get_close_matches(name, names, n=1, cutoff=0.5)
+    close = get_close_matches(name, names, n=1, cutoff=0.5) if isinstance(name, str) else []
     if close:
         return f"; did you mean {close[0]!r}?"
     return f"; known: {', '.join(names)}" if names else ""

@@ -54,8 +54,9 @@ def structured_output(
 def _response_format(values: dict[str, Any]) -> StructuredOutput | None:
     kind = values.get("type")
     if kind not in _TYPES:
-        hint = nearest(kind, _TYPES) if isinstance(kind, str) else f"; it is one of {', '.join(_TYPES)}"
-        raise InvalidRequest(f"response_format.type is {shown(kind)}{hint}", field="response_format.type")
+        raise InvalidRequest(
+            f"response_format.type is {shown(kind)}{nearest(kind, _TYPES)}", field="response_format.type"
+        )
     if kind == "structural_tag":
         check_names(values, _OF_TAGS, "response_format")
         check_carried(values, "response_format")

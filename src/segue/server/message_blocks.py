@@ -58,8 +58,9 @@ class Turns:
         check_names(turn, ("role", "content"), at)
         role = turn.get("role")
         if role not in _ROLES:
-            hint = nearest(role, _ROLES) if isinstance(role, str) else f"; known: {', '.join(_ROLES)}"
-            raise InvalidRequest(f"{at}.role is {shown(role)}, no known role{hint}", field=f"{at}.role")
+            raise InvalidRequest(
+                f"{at}.role is {shown(role)}, no known role{nearest(role, _ROLES)}", field=f"{at}.role"
+            )
         self._blocks(role, turn.get("content"), f"{at}.content")
 
     def _blocks(self, role: str, content: object, at: str) -> None:
@@ -131,8 +132,9 @@ def _listed(content: object, at: str) -> list[tuple[dict[str, Any], str]]:
 def _kind(block: dict[str, Any], at: str, known: tuple[str, ...]) -> str:
     kind = block.get("type")
     if not isinstance(kind, str) or kind not in known:
-        hint = nearest(kind, known) if isinstance(kind, str) else f"; known: {', '.join(known)}"
-        raise Unsupported(f"{at}.type is {shown(kind)}, no block this server takes there{hint}", field=f"{at}.type")
+        raise Unsupported(
+            f"{at}.type is {shown(kind)}, no block this server takes there{nearest(kind, known)}", field=f"{at}.type"
+        )
     # clients send back what an answer had, with all that this server does not say as null
     check_names({name: value for name, value in block.items() if value is not None}, _KEYS[kind], at)
     return kind

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from segue.media.sources import shown
-from segue.messages.errors import InvalidRequest, SegueError, nearest
+from segue.messages.errors import InvalidRequest, nearest
 from segue.orchestrator.service import ModelCard
 from segue.server.body import check_names
-from segue.server.chat_request import ChatRequest, chat_request
+from segue.server.chat_request import ChatRequest, as_chat
 from segue.server.chat_template import dialect_for, knows_effort
 from segue.server.errors import Unsupported
 from segue.server.message_blocks import Turns
-from segue.server.parameters import as_written, check_model, named_as, parse_body
+from segue.server.parameters import check_model, parse_body
 from segue.server.settings import ServerSettings
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -91,8 +90,6 @@ class MessagesRequest:
 
     message_id: str
     chat: ChatRequest
-    written: Mapping[str, str]
-    """As in `Answering`, for what goes wrong in the stages."""
     stream: bool
 
 
@@ -144,21 +141,11 @@ def _checked(
         "chat_template_kwargs": body.chat_template_kwargs,
         "continue_final_message": _goes_on(turns.messages) or None,
     }
-    written = {**turns.written, **of_tools, **_WRITTEN}
-    try:
-        chat = chat_request({name: value for name, value in values.items() if value is not None}, card, settings)
-    except SegueError as error:
-        raise as_written(error, written) from error
     message_id = f"msg_{uuid.uuid4().hex}"
-    requests = [
-        msgspec.structs.replace(request, request_id=message_id, return_prompt_ids=True) for request in chat.requests
-    ]
-    return MessagesRequest(
-        message_id=message_id,
-        chat=replace(chat, completion_id=message_id, requests=requests),
-        written={path: named_as(said, {**of_tools, **_WRITTEN}) for path, said in chat.written.items()} | written,
-        stream=stream,
-    )
+    chat = as_chat(message_id, values, turns.written, {**of_tools, **_WRITTEN}, card, settings)
+    for request in chat.requests:
+        request.return_prompt_ids = True
+    return MessagesRequest(message_id=message_id, chat=chat, stream=stream)
 
 
 def _goes_on(messages: list[dict[str, Any]]) -> bool:
@@ -199,8 +186,7 @@ def _choice(choice: dict[str, Any] | None) -> dict[str, Any]:
     if kind == "tool":
         return {"tool_choice": {"type": "function", "function": {"name": choice.get("name")}}, **parallel}
     if kind not in _CHOICES:
-        known = (*_CHOICES, "tool")
-        hint = nearest(kind, known) if isinstance(kind, str) else f"; known: {', '.join(known)}"
+        hint = nearest(kind, (*_CHOICES, "tool"))
         raise InvalidRequest(f"tool_choice.type is {shown(kind)}{hint}", field="tool_choice.type")
     return {"tool_choice": _CHOICES[kind], **parallel}
 

@@ -123,7 +123,7 @@ class BackgroundResponses:
     async def _write(self, asked: ResponsesRequest, writer: ResponseWriter) -> list[Event]:
         events: list[Event] = []
         async with aclosing(
-            run_generations(self._service, asked.chat.requests, self._metrics, asked.written)
+            run_generations(self._service, asked.chat.requests, self._metrics, asked.chat.written)
         ) as deltas:
             begun = False
             async for _, delta in deltas:

@@ -60,8 +60,9 @@ class Conversation:
             raise InvalidRequest(f"{at} is {shown(item)}; it must be an item: an object with a type", field=at)
         kind = item.get("type", "message" if "role" in item else None)
         if not isinstance(kind, str) or kind not in _KEYS:
-            hint = nearest(kind, _KEYS) if isinstance(kind, str) else f"; known: {', '.join(_KEYS)}"
-            raise Unsupported(f"{at}.type is {shown(kind)}, no item this server takes{hint}", field=f"{at}.type")
+            raise Unsupported(
+                f"{at}.type is {shown(kind)}, no item this server takes{nearest(kind, _KEYS)}", field=f"{at}.type"
+            )
         check_names(item, _KEYS[kind], at)
         if kind == "message":
             self._message(item, at)
@@ -96,8 +97,9 @@ class Conversation:
     def _message(self, item: Mapping[str, Any], at: str) -> None:
         role = item.get("role")
         if role not in _ROLES:
-            hint = nearest(role, _ROLES) if isinstance(role, str) else f"; known: {', '.join(_ROLES)}"
-            raise InvalidRequest(f"{at}.role is {shown(role)}, no known role{hint}", field=f"{at}.role")
+            raise InvalidRequest(
+                f"{at}.role is {shown(role)}, no known role{nearest(role, _ROLES)}", field=f"{at}.role"
+            )
         if role == "assistant":
             message = self._reply(at, taken=("content", "tool_calls"))
         else:
@@ -154,8 +156,7 @@ def _part(part: object, at: str) -> object:
     if kind in _OF_CHAT:
         return part
     if kind not in _PARTS:
-        known = (*_PARTS, *_OF_CHAT)
-        hint = nearest(kind, known) if isinstance(kind, str) else f"; known: {', '.join(known)}"
+        hint = nearest(kind, (*_PARTS, *_OF_CHAT))
         raise Unsupported(f"{at}.type is {shown(kind)}, no part this server takes{hint}", field=f"{at}.type")
     check_names(part, _PARTS[kind], at)
     if kind == "input_audio":

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from segue.media.sources import shown
 from segue.messages.carried import check_carried
-from segue.messages.errors import InvalidRequest, SegueError, nearest
+from segue.messages.errors import InvalidRequest, nearest
 from segue.orchestrator.service import ModelCard
-from segue.server.chat_request import ChatRequest, chat_request
+from segue.server.chat_request import ChatRequest, as_chat
 from segue.server.errors import Unsupported
-from segue.server.parameters import as_written, check_model, named_as, parse_body, with_model
+from segue.server.parameters import check_model, parse_body, with_model
 from segue.server.response_items import Conversation
 from segue.server.response_tools import chat_tools
 from segue.server.settings import ServerSettings
@@ -138,8 +137,6 @@ class ResponsesRequest:
 
     response_id: str
     chat: ChatRequest
-    written: Mapping[str, str]
-    """As in `Answering`, for what goes wrong in the stages."""
     stream: bool
     store: bool
     background: bool
@@ -176,17 +173,11 @@ def responses_request(
         for index, item in enumerate(items):
             conversation.item(item, f"input[{index}]")
     tools, of_tools = chat_tools(body.tools, body.tool_choice)
-    written = {**conversation.written, **of_tools, **_WRITTEN}
-    try:
-        chat = chat_request(_chat_values(body, conversation, tools), card, settings)
-    except SegueError as error:
-        raise as_written(error, written) from error
     response_id = f"resp_{uuid.uuid4().hex}"
-    requests = [msgspec.structs.replace(request, request_id=response_id) for request in chat.requests]
+    values = _chat_values(body, conversation, tools)
     return ResponsesRequest(
         response_id=response_id,
-        chat=replace(chat, completion_id=response_id, requests=requests),
-        written={path: named_as(said, {**of_tools, **_WRITTEN}) for path, said in chat.written.items()} | written,
+        chat=as_chat(response_id, values, conversation.written, {**of_tools, **_WRITTEN}, card, settings),
         stream=bool(body.stream),
         store=body.store is not False,
         background=bool(body.background),
@@ -238,7 +229,7 @@ def _chat_values(body: ResponsesBody, conversation: Conversation, tools: dict[st
         values["reasoning_effort"] = body.reasoning.effort
     if body.text is not None and body.text.format is not None:
         values["response_format"] = _response_format(body.text.format)
-    return {name: value for name, value in values.items() if value is not None}
+    return values
 
 
 def _response_format(form: dict[str, Any]) -> dict[str, Any]:

@@ -9,11 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any
 
-import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from segue.graph.parts import TOKENS
 from segue.messages.deltas import Delta, Finished
 from segue.messages.errors import SegueError
 from segue.observe.metrics import ServerMetrics
@@ -24,14 +22,13 @@ from segue.server.errors import json_response
 from segue.server.events import named_events
 from segue.server.generations import run_generations
 from segue.server.paging import page_of
-from segue.server.parameters import as_written
 from segue.server.response_background import BackgroundResponses
 from segue.server.response_queries import events_after, listed_items
 from segue.server.response_request import ResponsesRequest, responses_request
 from segue.server.response_store import ResponseStore, Turn, items_so_far
 from segue.server.response_writer import ResponseWriter
 from segue.server.settings import ServerSettings
-from segue.server.tokenize import prompt_tokens
+from segue.server.tokenize import count_prompt
 
 _CHECKING_THREADS = 8
 
@@ -69,7 +66,7 @@ def add_responses(
         if asked.background:
             queued, journal = background.submit(asked, before)
             return EventStream(journal.after(-1), settings.stall_seconds) if asked.stream else json_response(queued)
-        deltas = run_generations(service, asked.chat.requests, metrics, asked.written)
+        deltas = run_generations(service, asked.chat.requests, metrics, asked.chat.written)
         if asked.stream:
             return EventStream(named_events(_events(asked, deltas, store, before)), settings.stall_seconds)
         return json_response(await while_connected(request.receive, _whole(asked, deltas, store, before)))
@@ -77,12 +74,8 @@ def add_responses(
     @app.post("/v1/responses/input_tokens")
     async def count(request: Request) -> Response:
         asked, _ = await asked_in(request)
-        prompt = msgspec.structs.replace(asked.chat.requests[0], modalities=[TOKENS], return_prompt_ids=False)
-        try:
-            found = await while_connected(request.receive, prompt_tokens(service, prompt))
-        except SegueError as error:
-            raise as_written(error, asked.written) from error
-        return json_response({"object": "response.input_tokens", "input_tokens": len(found.token_ids)})
+        tokens = await count_prompt(request, service, asked.chat)
+        return json_response({"object": "response.input_tokens", "input_tokens": tokens})
 
     @app.get("/v1/responses/{response_id}")
     async def retrieve(response_id: str, request: Request) -> Response:

@@ -75,6 +75,9 @@ def text_requests(
     right."""
     options = {**options, **cut_options(body, card)}
     turn = turn_fields(body.priority, body.user, body.deadline, time.time())
+    texts = texts_of(body.input, "input")
+    if len(texts) > MAX_INPUTS:
+        raise InvalidRequest(f"input has {len(texts)} entries; there may be {MAX_INPUTS}", field="input")
     return [
         Request(
             request_id=f"{prefix}-{uuid.uuid4().hex}",
@@ -85,7 +88,7 @@ def text_requests(
             options=options,
             **turn,
         )
-        for text in _texts(body.input)
+        for text in texts
     ]
 
 
@@ -103,23 +106,21 @@ def written_numbers(data: bytes, *, as_base64: bool) -> str | list[float]:
     return base64.b64encode(data).decode() if as_base64 else np.frombuffer(data, dtype="<f4").tolist()
 
 
-def _texts(given: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    """One text, several, the ids of one, or the ids of several."""
+def texts_of(given: str | list[str | int | list[int]], field: str) -> list[str | list[int]]:
+    """One text, several, the ids of one, or the ids of several: an entry for each. Raises `InvalidRequest`."""
     if isinstance(given, str):
         return [given]
     if not given:
-        raise InvalidRequest("input is empty; give at least one text", field="input")
+        raise InvalidRequest(f"{field} is empty; give at least one text", field=field)
     ids = [entry for entry in given if isinstance(entry, int)]
     if len(ids) == len(given):
-        return [checked_token_ids(ids, "input")]
-    if len(given) > MAX_INPUTS:
-        raise InvalidRequest(f"input has {len(given)} entries; there may be {MAX_INPUTS}", field="input")
+        return [checked_token_ids(ids, field)]
     texts: list[str | list[int]] = []
     for index, entry in enumerate(given):
         if isinstance(entry, int) or type(entry) is not type(given[0]):
             raise InvalidRequest(
-                f"input[{index}] is {shown(entry)}; all entries must be texts, or all lists of ids, or all ids",
-                field=f"input[{index}]",
+                f"{field}[{index}] is {shown(entry)}; all entries must be texts, or all lists of ids, or all ids",
+                field=f"{field}[{index}]",
             )
-        texts.append(checked_token_ids(entry, f"input[{index}]") if isinstance(entry, list) else entry)
+        texts.append(checked_token_ids(entry, f"{field}[{index}]") if isinstance(entry, list) else entry)
     return texts

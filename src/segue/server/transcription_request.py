@@ -13,7 +13,7 @@ from segue.messages.errors import InvalidRequest, TooLarge, nearest
 from segue.messages.request import MediaPart, Message, Request
 from segue.messages.sampling import SamplingParams, check_sampling
 from segue.orchestrator.service import ModelCard
-from segue.server.errors import Unsupported
+from segue.server.errors import Unsupported, not_for_this_model
 from segue.server.parameters import as_written, check_model, new_id, parse_body, turn_fields, with_model
 from segue.server.settings import ServerSettings
 
@@ -79,14 +79,9 @@ def transcription_request(
     body = parse_body(with_model(values, card, settings), kind, UNSUPPORTED, {})
     check_model(body.model, card, settings)
     if card.speech is None or card.text_stage is None:
-        raise Unsupported(
-            "this model does not write down what it hears; this server does not support that endpoint for it",
-            field="model",
-        )
+        raise not_for_this_model("does not write down what it hears")
     if task not in card.speech.tasks:
-        raise Unsupported(
-            "this model does not translate; this server does not support that endpoint for it", field="model"
-        )
+        raise not_for_this_model("does not translate")
     form = body.response_format or "json"
     if form not in FORMATS:
         raise InvalidRequest(

@@ -18,6 +18,7 @@ from segue.server.errors import Unsupported
 from segue.server.image_request import PaintingBody, painting_body, painting_request, picture_part
 from segue.server.image_request import as_written as size_as_written
 from segue.server.painting_names import OF_VIDEOS, ONE_VIDEO
+from segue.server.parameters import served_names
 from segue.server.settings import ServerSettings
 from segue.server.video_store import Job
 
@@ -63,7 +64,7 @@ def video_request(values: dict[str, Any], card: ModelCard, settings: ServerSetti
     now = time.time()
     job = Job(
         id=request.request_id.replace("-", "_"),
-        model=body.model or (settings.served_names or (card.name,))[0],
+        model=body.model or served_names(card, settings)[0],
         prompt=body.prompt,
         created=now,
         seed=request.seed,

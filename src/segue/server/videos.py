@@ -24,7 +24,7 @@ from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import ModelCard, Service
 from segue.server.body import check_names
 from segue.server.disconnect import while_connected
-from segue.server.errors import RangeNotSatisfiable, Unsupported, json_response
+from segue.server.errors import RangeNotSatisfiable, Unsupported, json_response, not_for_this_model
 from segue.server.multipart import read_values
 from segue.server.paging import listed, page_of
 from segue.server.settings import ServerSettings
@@ -71,9 +71,7 @@ def add_videos(app: FastAPI, service: Service, settings: ServerSettings, videos:
 
     def kept() -> Videos:
         if videos is None:
-            raise Unsupported(
-                "this model makes no video; this server does not support that endpoint for it", field="model"
-            )
+            raise not_for_this_model("makes no video")
         return videos
 
     @app.post("/v1/videos")
