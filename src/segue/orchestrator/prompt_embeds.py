@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
-from segue.media.sources import shown
-from segue.messages.errors import InvalidRequest, TooLarge
+from segue.messages.errors import InvalidRequest, TooLarge, shown
 
 _FIELD = "prompt_embeds"
 

@@ -11,9 +11,8 @@ import msgspec
 
 from segue.media.encode import check_audio_format
 from segue.media.parts import messages_from
-from segue.media.sources import shown
 from segue.messages.diffusion import PARAMETERS, DiffusionParams, diffusion_from
-from segue.messages.errors import InvalidRequest, NotFound, SegueError, nearest
+from segue.messages.errors import InvalidRequest, NotFound, SegueError, nearest, shown, wrong
 from segue.messages.request import MediaPart, Message, Request
 from segue.models.dialects.dialect import Dialect
 from segue.orchestrator.service import ModelCard
@@ -243,10 +242,7 @@ def _max_tokens(body: ChatBody) -> int | None:
             field="max_completion_tokens",
         )
     if body.max_completion_tokens < 1:
-        raise InvalidRequest(
-            f"max_completion_tokens is {body.max_completion_tokens}; it must be at least 1",
-            field="max_completion_tokens",
-        )
+        raise wrong("max_completion_tokens", body.max_completion_tokens, "at least 1")
     return body.max_completion_tokens
 
 

@@ -14,10 +14,9 @@ import msgspec
 
 from segue.media.encode_image import check_image_format, check_image_sides
 from segue.media.parts import part_of
-from segue.media.sources import shown
 from segue.messages.carried import check_carried
 from segue.messages.diffusion import PARAMETERS, DiffusionParams, check_diffusion
-from segue.messages.errors import InvalidRequest, SegueError, TooLarge, TooLong
+from segue.messages.errors import InvalidRequest, SegueError, TooLarge, TooLong, shown
 from segue.messages.request import MediaPart, Message, Request
 from segue.orchestrator.service import ModelCard
 from segue.server.errors import Unsupported, not_for_this_model

@@ -11,9 +11,8 @@ from typing import Any
 
 import msgspec
 
-from segue.media.sources import shown
 from segue.messages.deltas import Finished
-from segue.messages.errors import InvalidRequest, Overloaded, SegueError, ShuttingDown
+from segue.messages.errors import InvalidRequest, Overloaded, SegueError, ShuttingDown, shown
 from segue.messages.request import MediaPart
 from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import Service

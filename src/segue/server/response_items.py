@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from segue.media.sources import shown
-from segue.messages.errors import InvalidRequest, nearest
+from segue.messages.errors import InvalidRequest, nearest, shown, wrong
 from segue.server.body import check_names
 from segue.server.errors import Unsupported
 
@@ -57,7 +56,7 @@ class Conversation:
     def item(self, item: object, at: str) -> None:
         """Raises `InvalidRequest` naming what is wrong; what a chat completion checks by itself is left to it."""
         if not isinstance(item, dict):
-            raise InvalidRequest(f"{at} is {shown(item)}; it must be an item: an object with a type", field=at)
+            raise wrong(at, item, "an item: an object with a type")
         kind = item.get("type", "message" if "role" in item else None)
         if not isinstance(kind, str) or kind not in _KEYS:
             raise Unsupported(
@@ -123,14 +122,12 @@ class Conversation:
         """A thought goes before what was said after it; where only its summary or its cipher is there, it is gone."""
         content = item.get("content") or []
         if not isinstance(content, list):
-            raise InvalidRequest(f"{at}.content is {shown(content)}; it must be a list of parts", field=f"{at}.content")
+            raise wrong(f"{at}.content", content, "a list of parts")
         texts = []
         for index, part in enumerate(content):
             if not isinstance(part, dict) or not isinstance(part.get("text"), str):
                 where = f"{at}.content[{index}]"
-                raise InvalidRequest(
-                    f'{where} is {shown(part)}; it must be {{"type": "reasoning_text", "text": …}}', field=where
-                )
+                raise wrong(where, part, '{"type": "reasoning_text", "text": …}')
             texts.append(part["text"])
         if texts:
             message = self._reply(at, taken=("reasoning_content", "content", "tool_calls"))

@@ -8,9 +8,8 @@ from typing import Any
 
 import msgspec
 
-from segue.media.sources import shown
 from segue.messages.carried import check_carried
-from segue.messages.errors import InvalidRequest, nearest
+from segue.messages.errors import InvalidRequest, nearest, shown, wrong
 from segue.orchestrator.service import ModelCard
 from segue.server.chat_request import ChatRequest, as_chat
 from segue.server.errors import Unsupported
@@ -220,9 +219,7 @@ def _chat_values(body: ResponsesBody, conversation: Conversation, tools: dict[st
     values: dict[str, Any] = {name: given[name] for name in _AS_IN_CHAT}
     values |= {"messages": conversation.messages, "max_completion_tokens": body.max_output_tokens, **tools}
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= _MAX_TOP:
-        raise InvalidRequest(
-            f"top_logprobs is {body.top_logprobs}; it must be from 0 to {_MAX_TOP}", field="top_logprobs"
-        )
+        raise wrong("top_logprobs", body.top_logprobs, f"from 0 to {_MAX_TOP}")
     if body.top_logprobs is not None or _LOGPROBS in (body.include or []):
         values |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     if body.reasoning is not None:
@@ -237,9 +234,7 @@ def _response_format(form: dict[str, Any]) -> dict[str, Any]:
     if form.get("type") != "json_schema":
         return form
     if not isinstance(form.get("schema"), dict):
-        raise InvalidRequest(
-            f"text.format.schema is {shown(form.get('schema'))}; it must be an object", field="text.format.schema"
-        )
+        raise wrong("text.format.schema", form.get("schema"), "an object")
     return {"type": "json_schema", "json_schema": {name: form[name] for name in form if name != "type"}}
 
 

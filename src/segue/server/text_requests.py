@@ -10,8 +10,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from segue.media.sources import shown
-from segue.messages.errors import InvalidRequest
+from segue.messages.errors import InvalidRequest, shown, wrong
 from segue.messages.request import Request
 from segue.messages.sampling import SIDES
 from segue.orchestrator.service import ModelCard
@@ -55,16 +54,10 @@ def cut_options(body: Cutting, card: ModelCard) -> dict[str, Any]:
         if name not in card.options:
             raise Unsupported(f"{name} is {shown(value)}; this model's texts cannot be cut: leave it out", field=name)
     if body.truncation_side is not None and body.truncation_side not in SIDES:
-        raise InvalidRequest(
-            f"truncation_side is {shown(body.truncation_side)}; it must be {' or '.join(SIDES)}",
-            field="truncation_side",
-        )
+        raise wrong("truncation_side", body.truncation_side, " or ".join(SIDES))
     most = body.truncate_prompt_tokens
     if most is not None and not (most == -1 or 1 <= most < 1 << 31):
-        raise InvalidRequest(
-            f"truncate_prompt_tokens is {most}; it must be at least 1, or -1 for what the model takes",
-            field="truncate_prompt_tokens",
-        )
+        raise wrong("truncate_prompt_tokens", most, "at least 1, or -1 for what the model takes")
     return options
 
 
@@ -95,9 +88,7 @@ def text_requests(
 def written_as_base64(encoding_format: str | None) -> bool:
     """Whether numbers are written so, and not as such. Raises `InvalidRequest`."""
     if encoding_format is not None and encoding_format not in FORMATS:
-        raise InvalidRequest(
-            f"encoding_format is {shown(encoding_format)}; it must be {' or '.join(FORMATS)}", field="encoding_format"
-        )
+        raise wrong("encoding_format", encoding_format, " or ".join(FORMATS))
     return encoding_format == "base64"
 
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import msgspec
 
-from segue.media.sources import shown
 from segue.media.write_video import check_video_sides
 from segue.messages.diffusion import DiffusionParams
-from segue.messages.errors import InvalidRequest, SegueError
+from segue.messages.errors import SegueError, wrong
 from segue.messages.request import MediaPart, Request
 from segue.orchestrator.service import ModelCard
 from segue.server.errors import Unsupported
@@ -89,7 +88,7 @@ def _with_seconds(values: dict[str, Any]) -> dict[str, Any]:
     try:
         return {**values, "seconds": float(seconds)}
     except ValueError as error:
-        raise InvalidRequest(f"seconds is {shown(seconds)}; it must be a number", field="seconds") from error
+        raise wrong("seconds", seconds, "a number") from error
 
 
 def _pictures(body: VideoBody, card: ModelCard, settings: ServerSettings) -> list[MediaPart]:

@@ -16,9 +16,8 @@ from fastapi import Request as HttpRequest
 from starlette.responses import FileResponse, Response
 
 from segue.graph.parts import TOKENS
-from segue.media.sources import shown
 from segue.media.write_video import check_video_encoder
-from segue.messages.errors import InvalidRequest, NotFound, SegueError
+from segue.messages.errors import NotFound, SegueError, shown, wrong
 from segue.messages.request import Request
 from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import ModelCard, Service
@@ -102,7 +101,7 @@ def add_videos(app: FastAPI, service: Service, settings: ServerSettings, videos:
         if variant == "spritesheet":
             raise Unsupported("variant is 'spritesheet'; there are video and thumbnail", field="variant")
         if variant not in _VARIANTS:
-            raise InvalidRequest(f"variant is {shown(variant)}; it must be video or thumbnail", field="variant")
+            raise wrong("variant", variant, "video or thumbnail")
         if job.status != "completed":
             raise NotFound(f"the video is {job.status}; it is there when its status is completed", field="video_id")
         name, media_type = _VARIANTS[variant]

@@ -7,8 +7,7 @@ from typing import Any
 
 from fastapi import Request
 
-from segue.media.sources import shown
-from segue.messages.errors import InvalidRequest
+from segue.messages.errors import InvalidRequest, wrong
 
 VLLM_UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "watermarking": (False,),
@@ -55,9 +54,7 @@ def with_request_id(values: dict[str, Any], http: Request) -> dict[str, Any]:
 def checked_id(given: str | None) -> str | None:
     """`request_id`, which becomes a part of the answer's id. Raises `InvalidRequest`."""
     if given is not None and not _REQUEST_ID.fullmatch(given):
-        raise InvalidRequest(
-            f"request_id is {shown(given)}; it must be 1 to 128 visible ASCII characters", field="request_id"
-        )
+        raise wrong("request_id", given, "1 to 128 visible ASCII characters")
     return given
 
 
