@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any
 
@@ -16,6 +14,7 @@ from segue.messages.errors import SegueError
 from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import Service
 from segue.server.body import read_json
+from segue.server.checking import Checking
 from segue.server.disconnect import EventStream, while_connected
 from segue.server.errors import MESSAGES, error_body, json_response
 from segue.server.events import named_events
@@ -25,19 +24,16 @@ from segue.server.message_writer import MessageWriter
 from segue.server.settings import ServerSettings
 from segue.server.tokenize import count_prompt
 
-_CHECKING_THREADS = 8
 
-
-def add_messages(app: FastAPI, service: Service, settings: ServerSettings, metrics: ServerMetrics) -> None:
+def add_messages(
+    app: FastAPI, service: Service, settings: ServerSettings, metrics: ServerMetrics, checking: Checking
+) -> None:
     """Add the endpoints."""
-    # threads of their own: a media host that answers slowly must not keep the codecs waiting
-    checking = ThreadPoolExecutor(_CHECKING_THREADS, thread_name_prefix="segue-message")
 
     @app.post(MESSAGES)
     async def create(http: Request) -> Response:
         values = await read_json(http, settings)
-        loop = asyncio.get_running_loop()
-        asked = await loop.run_in_executor(checking, messages_request, values, service.card, settings)
+        asked = await checking.run(messages_request, values, service.card, settings)
         deltas = run_generations(service, asked.chat.requests, metrics, asked.chat.written)
         if asked.stream:
             return EventStream(named_events(_events(asked, deltas)), settings.stall_seconds)
@@ -46,8 +42,7 @@ def add_messages(app: FastAPI, service: Service, settings: ServerSettings, metri
     @app.post(f"{MESSAGES}/count_tokens")
     async def count(http: Request) -> Response:
         values = await read_json(http, settings)
-        loop = asyncio.get_running_loop()
-        asked = await loop.run_in_executor(checking, count_request, values, service.card, settings)
+        asked = await checking.run(count_request, values, service.card, settings)
         return json_response({"input_tokens": await count_prompt(http, service, asked.chat)})
 
 

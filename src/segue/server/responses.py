@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any
 
@@ -17,6 +16,7 @@ from segue.messages.errors import SegueError
 from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import Service
 from segue.server.body import read_json
+from segue.server.checking import Checking
 from segue.server.disconnect import EventStream, while_connected
 from segue.server.errors import json_response
 from segue.server.events import named_events
@@ -30,8 +30,6 @@ from segue.server.response_writer import ResponseWriter
 from segue.server.settings import ServerSettings
 from segue.server.tokenize import count_prompt
 
-_CHECKING_THREADS = 8
-
 
 class Responses:
     """The responses that a server keeps, for as long as it runs."""
@@ -42,11 +40,14 @@ class Responses:
 
 
 def add_responses(
-    app: FastAPI, service: Service, settings: ServerSettings, metrics: ServerMetrics, responses: Responses
+    app: FastAPI,
+    service: Service,
+    settings: ServerSettings,
+    metrics: ServerMetrics,
+    checking: Checking,
+    responses: Responses,
 ) -> None:
     """Add the endpoints."""
-    # threads of their own: a media host that answers slowly must not keep the codecs waiting
-    checking = ThreadPoolExecutor(_CHECKING_THREADS, thread_name_prefix="segue-response")
     store, background = responses.store, responses.background
 
     async def asked_in(request: Request) -> tuple[ResponsesRequest, Turn | None]:
@@ -58,7 +59,7 @@ def add_responses(
         def checked() -> ResponsesRequest:
             return responses_request(values, items_so_far(before), service.card, settings)
 
-        return await asyncio.get_running_loop().run_in_executor(checking, checked), before
+        return await checking.run(checked), before
 
     @app.post("/v1/responses")
     async def respond(request: Request) -> Response:

@@ -5,7 +5,6 @@ The tokenizer is in the input stage; these are requests that end there.
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from contextlib import aclosing
 from typing import Any
@@ -24,6 +23,7 @@ from segue.orchestrator.service import ModelCard, Service
 from segue.server.body import check_names, check_unsupported, convert, read_json
 from segue.server.chat_request import ChatRequest, checked_messages
 from segue.server.chat_template import chat_options, dialect_for
+from segue.server.checking import Checking
 from segue.server.disconnect import while_connected
 from segue.server.errors import Unsupported, json_response
 from segue.server.parameters import as_written, check_model, checked_token_ids
@@ -61,7 +61,7 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
     tokens: list[int]
 
 
-def add_tokenize(app: FastAPI, service: Service, settings: ServerSettings) -> None:
+def add_tokenize(app: FastAPI, service: Service, settings: ServerSettings, checking: Checking) -> None:
     """Add the endpoints."""
 
     @app.post("/tokenize")
@@ -71,7 +71,7 @@ def add_tokenize(app: FastAPI, service: Service, settings: ServerSettings) -> No
         check_names(values, {*fields, *_UNSUPPORTED}, offered=fields)
         check_unsupported(values, _UNSUPPORTED)
         body = convert(values, TokenizeBody)
-        request = await asyncio.to_thread(_tokenize_request, body, values, service.card, settings)
+        request = await checking.run(_tokenize_request, body, values, service.card, settings)
         found = await while_connected(http.receive, prompt_tokens(service, request))
         answer = {
             "count": len(found.token_ids),

@@ -22,6 +22,7 @@ from segue.messages.request import Request
 from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import ModelCard, Service
 from segue.server.body import check_names
+from segue.server.checking import Checking
 from segue.server.disconnect import while_connected
 from segue.server.errors import RangeNotSatisfiable, Unsupported, json_response, not_for_this_model
 from segue.server.multipart import read_values
@@ -65,7 +66,9 @@ def default_directory(card: ModelCard) -> Path:
     return Path(state) / "segue" / "videos" / re.sub(r"[^\w.-]", "_", card.name)
 
 
-def add_videos(app: FastAPI, service: Service, settings: ServerSettings, videos: Videos | None) -> None:
+def add_videos(
+    app: FastAPI, service: Service, settings: ServerSettings, checking: Checking, videos: Videos | None
+) -> None:
     """Add the endpoints. `videos`: None where the model makes none."""
 
     def kept() -> Videos:
@@ -76,7 +79,7 @@ def add_videos(app: FastAPI, service: Service, settings: ServerSettings, videos:
     @app.post("/v1/videos")
     async def create(http: HttpRequest) -> Response:
         values = await read_values(http, settings, VideoBody, FILES)
-        job, request = await asyncio.to_thread(video_request, values, service.card, settings)
+        job, request = await checking.run(video_request, values, service.card, settings)
         await while_connected(http.receive, _check(job, request, service))
         await asyncio.to_thread(kept().store.create, job, request)
         kept().runner.submit(job)
