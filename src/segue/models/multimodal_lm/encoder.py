@@ -35,15 +35,13 @@ from segue.models.multimodal_lm.mutual import FAILURES, MaskProbe, is_causal, mo
 from segue.models.multimodal_lm.processor import Processed, Processor
 from segue.models.multimodal_lm.units import units_of
 from segue.models.pretrained import load_config
+from segue.models.tolerance import difference, tolerance
 
 PATCHES = 256
 """Rows per call of an encoder on a CPU, roughly: what its weights are laid out for."""
 _HARMLESS = frozenset(
     ("input_ids", "inputs_embeds", "position_ids", "use_cache", "return_dict", "cache_position", "logits_to_keep")
 )
-
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
-"""Largest difference over largest value; 16-bit types: 0.1."""
 
 
 class Encoder:
@@ -158,10 +156,10 @@ class Encoder:
                 raise
             except (*FAILURES, StageFailed) as error:
                 raise cannot_be_served(self._kind, f"its forward does not encode {kind} by itself ({error})") from error
-            difference = float((alone - whole).abs().max() / whole.abs().max())
-            if not difference <= _TOLERANCE.get(self.dtype, 0.1):
+            off = difference(alone, whole)
+            if not off <= tolerance(self.dtype):
                 raise cannot_be_served(
-                    self._kind, f"it encodes {kind} otherwise beside others than alone (by {difference:.1e})"
+                    self._kind, f"it encodes {kind} otherwise beside others than alone (by {off:.1e})"
                 )
 
     def _see(self, processor: Processor) -> None:
