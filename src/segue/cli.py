@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from segue import cli_generate
 from segue.cli_model import add_model, model_settings
-from segue.cli_parser import Parser
+from segue.cli_parser import Parser, count
 from segue.messages.errors import ConfigError, SegueError, nearest
 from segue.models.dialects.dialect import CALL_FORMATS
 
@@ -133,7 +133,7 @@ def _add_serve(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     serve.add_argument(
         "--max-responses",
-        type=_count,
+        type=count,
         default=1024,
         help="responses (/v1/responses) that are kept, in memory; default: %(default)s",
     )
@@ -147,7 +147,7 @@ def _add_serve(commands: argparse._SubParsersAction[Parser]) -> None:
         "--video-dir", type=Path, help="keep jobs of video here, over restarts; default: the user's state directory"
     )
     serve.add_argument(
-        "--max-videos", type=_count, default=256, help="jobs of video that are kept; default: %(default)s"
+        "--max-videos", type=count, default=256, help="jobs of video that are kept; default: %(default)s"
     )
     serve.add_argument(
         "--max-video-bytes", type=_size, default="16GiB", help="of all of them on disk; default: %(default)s"
@@ -163,12 +163,6 @@ def _size(text: str) -> int:
     if not size:
         raise argparse.ArgumentTypeError(f"{text!r} is no size above 0, such as 1048576, '64MiB' or '1GB'")
     return size
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
-    return int(text)
 
 
 def _seconds(text: str) -> float:

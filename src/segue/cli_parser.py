@@ -1,4 +1,4 @@
-"""The parser of every command line of ours."""
+"""The parser of every command line of ours, and the counts it reads."""
 
 from __future__ import annotations
 
@@ -18,3 +18,10 @@ class Parser(argparse.ArgumentParser):
         out = sys.stdout if file is None else file
         if out is not None:  # it is None where it was closed from the start
             out.write(self.format_help())
+
+
+def count(text: str) -> int:
+    """A whole number above 0."""
+    if not (text.isascii() and text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number above 0")
+    return int(text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from segue.bench.driver import Outcome
+from segue.bench.outcome import Outcome
 from segue.bench.workload import BenchRequest
 from segue.messages.request import Message, TextPart
 
@@ -36,6 +36,8 @@ def outcome(asked: BenchRequest, jct: float = 1.0, scale: float = 1.0) -> Outcom
 class FakeDriver:
     """Answers a request when all that can run together are there, newest first; keeps a log."""
 
+    startup = 0.5
+
     def __init__(self, name: str, together: int, log: list[str], answer: Callable[[BenchRequest], Outcome] = outcome):
         self.name = name
         self._together = together
@@ -49,14 +51,14 @@ class FakeDriver:
     async def start(self) -> None:
         self._log.append(f"{self.name} starts")
 
-    async def take_over(self) -> None:
-        self._log.append(f"{self.name} takes over")
+    async def take_over(self, together: int) -> None:
+        self._log.append(f"{self.name} takes over from {together}")
+
+    async def hand_over(self) -> None:
+        self._log.append(f"{self.name} hands over")
 
     async def stop(self) -> None:
         self._log.append(f"{self.name} stops")
-
-    def pids(self) -> list[int]:
-        return []
 
     def expect(self, requests: int) -> None:
         """So many will come."""

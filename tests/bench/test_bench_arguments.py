@@ -10,6 +10,7 @@ import pytest
 from segue.bench.checkpoint import make_preset, make_shape, overlay
 from segue.bench.main import main, parser
 from segue.bench.workload import Suppressed
+from segue.cli import main as segue
 
 
 def test_the_defaults_are_the_benchmark_of_record() -> None:
@@ -54,8 +55,8 @@ def test_hop_has_arguments_of_its_own(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_missing_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["omni", "--model", str(tmp_path / "none"), "--baseline", "none"]) == 2
-    assert "no checkpoint at" in capsys.readouterr().err
+    assert segue(["bench", "omni", "--model", str(tmp_path / "none"), "--baseline", "none"]) == 2
+    assert "segue: error: no checkpoint at" in capsys.readouterr().err
 
 
 def test_a_preset_is_made_once(tmp_path: Path) -> None:

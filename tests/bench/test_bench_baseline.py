@@ -10,8 +10,8 @@ import pytest
 from segue.bench.baseline import BaselineDriver, BaselineProcess
 from segue.bench.baseline_wire import Options
 from segue.bench.checkpoint import make_preset
-from segue.bench.closed_loop import closed_loop
-from segue.bench.driver import Outcome
+from segue.bench.load import closed, turn
+from segue.bench.outcome import Outcome
 from segue.bench.workload import BenchRequest, Suppressed
 from segue.messages.errors import StageFailed
 from segue.messages.request import Message, TextPart
@@ -45,12 +45,12 @@ def test_both_ways_of_serving_do_the_work_asked_for(tmp_path: Path) -> None:
         try:
             loaded = await process.start()
             assert loaded.threads == 1
-            one = BaselineDriver(process, "one", 1, 1e-4)
-            static = BaselineDriver(process, "static", 3, 1e-4, gather=240)  # none is served before the last is there
-            await one.take_over()
-            alone = await closed_loop(one, requests, 3)
-            await static.take_over()
-            return alone, await closed_loop(static, requests, 3)
+            one = BaselineDriver("one", process, 1e-4)
+            static = BaselineDriver("static", process, 1e-4, gather=240)  # none is served before the last is there
+            async with turn(one, 3):
+                alone = await closed(3)(one, requests)
+            async with turn(static, 3):
+                return alone, await closed(3)(static, requests)
         finally:
             await process.stop()
 

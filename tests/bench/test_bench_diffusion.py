@@ -39,6 +39,7 @@ from segue.bench.load import LoadSlice
 from segue.bench.load_results import measure
 from segue.bench.main import parser
 from segue.bench.result_file import write_result
+from segue.cli import main as segue
 
 
 def outcome(request: PictureRequest, jct: float = 1.0, seed: int = 0) -> PictureOutcome:
@@ -141,7 +142,7 @@ class Painter:
         """Breaks after `most` pictures."""
         self._left = most
 
-    def pids(self) -> dict[int, str]:
+    def processes(self) -> dict[int, str]:
         return {}
 
     def denoising(self) -> float:
@@ -203,9 +204,7 @@ def test_a_run_that_is_stopped_leaves_the_levels_it_has_done(
 
 
 def test_arrivals_need_the_capacity_that_one_client_shows(capsys: pytest.CaptureFixture[str]) -> None:
-    from segue.bench.main import main
-
-    assert main(["diffusion", "--concurrency", "4", "--model", "nowhere"]) == 2
+    assert segue(["bench", "diffusion", "--concurrency", "4", "--model", "nowhere"]) == 2
     assert "--load needs 1 among --concurrency" in capsys.readouterr().err
     assert parser().parse_args(["diffusion"]).concurrency == [1, 4, 8]
 

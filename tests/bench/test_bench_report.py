@@ -11,11 +11,11 @@ import pytest
 from bench_fakes import outcome, request
 
 from segue.bench import page
-from segue.bench.closed_loop import Slice
 from segue.bench.hardware import Machine, machine
 from segue.bench.load_report import result_path, write_report
 from segue.bench.load_results import measure
 from segue.bench.meters import SideUsage
+from segue.bench.outcome import OmniSlice
 from segue.bench.profile import baseline_stages
 from segue.bench.report import markdown, plot, typical
 from segue.bench.result_file import read_values, result_of, write_result
@@ -29,8 +29,8 @@ BASELINE = "transformers one at a time"
 def level(concurrency: int) -> LevelResult:
     asked = [request(index) for index in range(4)]
     jcts = [1.0, 2.0, 3.0, 6.0]
-    mine = Slice("segue", 0, 6.0, [outcome(one, jct) for one, jct in zip(asked, jcts, strict=True)])
-    theirs = Slice(BASELINE, 0, 12.0, [outcome(one, jct, scale=4.0) for one, jct in zip(asked, jcts, strict=True)])
+    mine = OmniSlice("segue", 6.0, [outcome(one, jct) for one, jct in zip(asked, jcts, strict=True)])
+    theirs = OmniSlice(BASELINE, 12.0, [outcome(one, jct, scale=4.0) for one, jct in zip(asked, jcts, strict=True)])
     steps = HistogramFigures(40, 0.0125, 0.012, 0.03)
     thinker = StageFigures(
         unit="tokens", made=8.0, busy=3.0, per_busy_second=2.7, utilisation=0.5, steps=steps, batch=steps

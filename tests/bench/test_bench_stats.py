@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segue.bench.closed_loop import Slice
-from segue.bench.driver import FirstAudio, Outcome
+from segue.bench.outcome import FirstAudio, OmniSlice, Outcome
 from segue.bench.profile import added, baseline_stages, hop_figures, segue_stages, snapshot
 from segue.bench.stats import agreement, figures, histogram_figures, percentile, ratio, since, summary, together
 from segue.messages.stats import Histogram, WorkerStats
@@ -45,8 +44,8 @@ def test_a_summary_is_mean_median_and_tail() -> None:
 
 def test_a_sides_figures_count_all_its_rounds() -> None:
     rounds = [
-        Slice("segue", 0, 2.0, [outcome(0, 1.0), outcome(1, 3.0, kind="image", audio=4.0)]),
-        Slice("segue", 1, 3.0, [outcome(2, 2.0, tokens=5)]),
+        OmniSlice("segue", 2.0, [outcome(0, 1.0), outcome(1, 3.0, kind="image", audio=4.0)]),
+        OmniSlice("segue", 3.0, [outcome(2, 2.0, tokens=5)]),
     ]
     found = figures(rounds)
     assert (found.requests, found.wall) == (3, 5.0)
@@ -62,16 +61,16 @@ def test_a_sides_figures_count_all_its_rounds() -> None:
 
 
 def test_a_ratio_pairs_requests_and_is_certain_where_every_pair_agrees() -> None:
-    mine = [Slice("a", 0, 1.0, [outcome(0, 1.0), outcome(1, 2.0)]), Slice("a", 1, 1.0, [outcome(2, 4.0)])]
-    theirs = [Slice("b", 0, 1.0, [outcome(0, 4.0), outcome(1, 8.0)]), Slice("b", 1, 1.0, [outcome(2, 16.0)])]
+    mine = [OmniSlice("a", 1.0, [outcome(0, 1.0), outcome(1, 2.0)]), OmniSlice("a", 1.0, [outcome(2, 4.0)])]
+    theirs = [OmniSlice("b", 1.0, [outcome(0, 4.0), outcome(1, 8.0)]), OmniSlice("b", 1.0, [outcome(2, 16.0)])]
     found = ratio(mine, theirs, lambda one: one.jct)
     assert found.mean == found.low == found.high == pytest.approx(0.25)
     assert found.by_round == [0.25, 0.25]
 
 
 def test_a_ratio_of_means_weighs_long_requests_and_its_interval_holds_it() -> None:
-    mine = [Slice("a", 0, 1.0, [outcome(0, 1.0), outcome(1, 1.0), outcome(2, 9.0)])]
-    theirs = [Slice("b", 0, 1.0, [outcome(0, 2.0), outcome(1, 1.0), outcome(2, 19.0)])]
+    mine = [OmniSlice("a", 1.0, [outcome(0, 1.0), outcome(1, 1.0), outcome(2, 9.0)])]
+    theirs = [OmniSlice("b", 1.0, [outcome(0, 2.0), outcome(1, 1.0), outcome(2, 19.0)])]
     found = ratio(mine, theirs, lambda one: one.jct)
     assert found.mean == pytest.approx(0.5)  # 11 / 22
     assert found.low == pytest.approx(9 / 19, abs=0.01)  # only the third request drawn
@@ -80,8 +79,8 @@ def test_a_ratio_of_means_weighs_long_requests_and_its_interval_holds_it() -> No
 
 
 def test_sides_with_different_requests_have_no_ratio() -> None:
-    mine = [Slice("a", 0, 1.0, [outcome(0, 1.0), outcome(1, 1.0)])]
-    theirs = [Slice("b", 0, 1.0, [outcome(0, 1.0)])]
+    mine = [OmniSlice("a", 1.0, [outcome(0, 1.0), outcome(1, 1.0)])]
+    theirs = [OmniSlice("b", 1.0, [outcome(0, 1.0)])]
     with pytest.raises(ValueError, match="zip"):
         ratio(mine, theirs, lambda one: one.jct)
 
@@ -143,7 +142,7 @@ def test_stage_figures_come_from_what_workers_counted_in_between() -> None:
     hops = Histogram((0.001, 0.01), [1, 1, 0], 0.004)
     now = snapshot([worker("talker", Histogram((1.0,), [5, 0], 2.5), hops)])
     between = added(now, before)
-    taken = [Slice("segue", 0, 4.0, [outcome(0, 1.0, tokens=10)])]
+    taken = [OmniSlice("segue", 4.0, [outcome(0, 1.0, tokens=10)])]
     talker = segue_stages(between, taken)["talker"]
     assert (talker.unit, talker.made, talker.busy) == ("codes", 40.0, 2.0)
     assert talker.per_busy_second == 20.0
@@ -161,6 +160,6 @@ def test_requests_of_one_static_batch_count_its_time_once() -> None:
         outcome(1, 2.5, tokens=6, spans=later, sent=10.5),
         outcome(2, 3.0, tokens=2, spans=spans, sent=20.0),
     ]
-    thinker = baseline_stages([Slice("one", 0, 8.0, outcomes)])["thinker"]
+    thinker = baseline_stages([OmniSlice("one", 8.0, outcomes)])["thinker"]
     assert (thinker.busy, thinker.made, thinker.per_busy_second) == (4.0, 12.0, 3.0)
     assert thinker.utilisation == 0.5

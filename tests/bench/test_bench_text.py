@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from segue.bench import page
 from segue.bench.hardware import Machine
-from segue.bench.load import arriving, closed, in_turn
+from segue.bench.load import closed
 from segue.bench.load_results import measure
 from segue.bench.main import parser
 from segue.bench.result_file import read_values, result_of, write_result
 from segue.bench.stats import summary
 from segue.bench.text import Sides, TextBench, levels
-from segue.bench.text_load import TextSlice, intrude, told
+from segue.bench.text_load import TextSlice, intrude
 from segue.bench.text_report import markdown, plot
 from segue.bench.text_results import Scenario, TextResult, TextSettings, keeps, side_of
 from segue.bench.text_workload import Shape, TextOutcome, TextRequest, WrongLength, poisson, requests
@@ -38,7 +38,7 @@ def outcome(request: TextRequest, speed: float = 1.0, tokens: int | None = None)
 
 
 class Side:
-    """Answers at once, one event-loop turn later; notes who was there together."""
+    """Answers at once, one event-loop turn later."""
 
     startup = 0.5
 
@@ -46,8 +46,6 @@ class Side:
         self.name = name
         self._tokens = tokens
         self.seen: list[int] = []
-        self.now = self.most = 0
-        self.turns: list[int] = []
         self.standing = False
 
     async def start(self) -> None: ...
@@ -55,7 +53,6 @@ class Side:
     async def stop(self) -> None: ...
 
     async def take_over(self, together: int) -> None:
-        self.turns.append(together)
         self.standing = False
 
     async def hand_over(self) -> None:
@@ -64,10 +61,7 @@ class Side:
     async def run(self, request: TextRequest) -> TextOutcome:
         assert not self.standing, "it is not its turn"
         self.seen.append(request.index)
-        self.now += 1
-        self.most = max(self.most, self.now)
         await asyncio.sleep(0)
-        self.now -= 1
         return outcome(request, tokens=self._tokens)
 
 
@@ -96,27 +90,6 @@ def test_arrivals_come_at_the_rate() -> None:
     times = poisson(4.0, 4000, seed=1)
     assert times == sorted(times) == poisson(4.0, 4000, seed=1)
     assert 0.9 < times[-1] / 1000 < 1.1
-
-
-def test_a_closed_loop_keeps_its_clients_busy_and_every_side_gets_every_round() -> None:
-    sides = [Side("a"), Side("b")]
-    rounds = [requests(Shape(4, 2), start, 6, VOCAB, 0) for start in (0, 6)]
-    slices = asyncio.run(in_turn(sides, rounds, closed(3), 3, lambda line: None, told))
-    assert [(taken.side, [one.index for one in taken.outcomes]) for taken in slices] == [
-        (name, [one.index for one in asked]) for asked in rounds for name in "ab"
-    ]
-    for side in sides:
-        assert side.most == 3
-        assert side.turns == [3, 3]
-        assert side.standing, "its turn is over"
-
-
-def test_arrivals_do_not_wait_for_answers() -> None:
-    side = Side("a")
-    asked = requests(Shape(4, 2), 0, 5, VOCAB, 0)
-    found = asyncio.run(arriving([0.0] * 5)(side, asked))
-    assert [one.index for one in found] == list(range(5))
-    assert side.most == 5
 
 
 def test_an_answer_of_another_length_stops_the_benchmark() -> None:

@@ -112,8 +112,8 @@ def random_tensors(shapes: dict[str, Sequence[int]], seed: int = 0) -> dict[str,
     return made
 
 
-def layer_shapes(prefix: str, hidden: int, *, wide: int = 1, norm: bool = True, heads: int = 4) -> dict[str, list[int]]:
-    """A Llama layer with `heads` heads and half as many for keys and values."""
+def layer_shapes(prefix: str, hidden: int, *, wide: int = 1, norm: bool = True) -> dict[str, list[int]]:
+    """A Llama layer with half as many heads for keys and values."""
     kv = hidden // 2
     shapes = {
         f"{prefix}self_attn.q_proj.weight": [hidden, hidden * wide],

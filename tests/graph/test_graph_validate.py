@@ -138,7 +138,7 @@ def test_reading(graph: StageGraph) -> None:
     assert graph.takes == {"text", "image", "audio", "video"}
     assert graph.gives == {"text", "audio"}
     assert graph.outputs == ("thinker", "vocoder")
-    assert graph.upstreams("thinker") == ("input", "encoder")
+    assert [edge.source for edge in graph.edges if edge.target == "thinker"] == ["input", "encoder"]
     assert graph.downstreams(INPUT) == ("encoder", "thinker")
     assert graph.topological() == ("input", "encoder", "thinker", "talker", "vocoder")
     assert graph.main == "thinker"

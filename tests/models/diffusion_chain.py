@@ -140,12 +140,11 @@ class Chain:
             options=dict(asked.get("options", {})),
             diffusion=diffusion_from({key: asked[key] for key in asked if key in PARAMETERS}),
         )
-        walk = self.graph.walk(request)
         made = {}
-        for stage in walk.stages:
-            made[stage.name] = StageRequest(
+        for name, stage in self.graph.walk(request).items():
+            made[name] = StageRequest(
                 request_id=str(index),
-                stage=stage.name,
+                stage=name,
                 request=request,
                 sampling=FALLBACK,
                 seed=request.seed or 0,

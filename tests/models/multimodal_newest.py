@@ -37,7 +37,6 @@ _MINI = (*TURNS, "]<]image[>[", "]<]video[>[", "]<]start of image[>[", "]<]end o
 _MINI += ("]<]start of video[>[", "]<]end of video[>[")
 _MUSE = (*TURNS, "<|patch|>", "<|image_start|>", "<|image_end|>", "<|video|>", "<|vid_frame_separator|>")
 _MUSE += ("<|vid_start|>", "<|vid_end|>", "<|audio|>", "<|soft_audio_start|>", "<|soft_audio_end|>")
-_GEMMA = (*TURNS, "<img>", "<img_start>", "<img_end>", "<|video|>", "<sound>", "<sound_start>", "<sound_end>")
 _ERNIE = (*TURNS, "<img>", "<img_start>", "<img_end>", "<clip>", "<clip_start>", "<clip_end>")
 _TEXT_PART = "{%- for part in message.content | selectattr('type', 'equalto', 'text') %}"
 

@@ -35,23 +35,17 @@ def test_the_graph_is_valid_and_its_main_stage_is_the_thinker() -> None:
     assert g.main == "thinker"
     assert g.takes == {"text", "image", "audio", "video"}
     assert g.gives == {"text", "audio"}
-    assert set(g.upstreams("thinker")) == {"input", "encoder"}
+    assert {edge.source for edge in g.edges if edge.target == "thinker"} == {"input", "encoder"}
 
 
 def test_a_text_request_wants_neither_encoder_nor_talker() -> None:
-    walk = graph({}).walk(request())
-    assert {stage.name for stage in walk.stages} == {"input", "thinker"}
+    assert set(graph({}).walk(request())) == {"input", "thinker"}
 
 
 def test_speech_wants_the_talker_and_media_the_encoder() -> None:
     g = graph({})
-    assert {s.name for s in g.walk(request(modalities=("text", "audio"))).stages} == {
-        "input",
-        "thinker",
-        "talker",
-        "vocoder",
-    }
-    assert "encoder" in {s.name for s in g.walk(request(image=True)).stages}
+    assert set(g.walk(request(modalities=("text", "audio")))) == {"input", "thinker", "talker", "vocoder"}
+    assert "encoder" in g.walk(request(image=True))
 
 
 def test_a_checkpoint_without_audio_output_has_no_talker() -> None:

@@ -37,7 +37,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def cut(directory: Path, **request: Any) -> Request:
+def cut(**request: Any) -> Request:
     options = {name: request.pop(name) for name in ("truncate_prompt_tokens", "truncation_side") if name in request}
     return Request(request_id="r", modalities=["embedding"], options=options, **request)
 
@@ -56,7 +56,7 @@ def vector_of(directory: Path, **call: Any) -> torch.Tensor:
 def test_a_vector_of_a_cut_text(directory: Path, said: str | None, side: str) -> None:
     inputs, embedder = InputProcessor(context(directory, "input")), Embedder(context(directory, "embedder"))
     chosen = {} if said is None else {"truncation_side": said}
-    asked = cut(directory, prompt=TEXT, truncate_prompt_tokens=7, **chosen)
+    asked = cut(prompt=TEXT, truncate_prompt_tokens=7, **chosen)
     (output,) = answered(inputs, embedder, [asked])
     assert output.payload is not None
     assert output.prompt_tokens == 7
@@ -68,19 +68,19 @@ def test_a_vector_of_a_cut_text(directory: Path, said: str | None, side: str) ->
 def test_ids_are_cut_as_they_are(directory: Path) -> None:
     inputs = InputProcessor(context(directory, "input"))
     for side, kept in (("left", [7, 8]), ("right", [5, 6])):
-        asked = cut(directory, prompt_token_ids=[5, 6, 7, 8], truncate_prompt_tokens=2, truncation_side=side)
+        asked = cut(prompt_token_ids=[5, 6, 7, 8], truncate_prompt_tokens=2, truncation_side=side)
         assert inputs.process(asked)["token_ids"].tolist() == kept
 
 
 def test_no_longer_than_the_model_takes(directory: Path) -> None:
     """-1: as much as the model takes; else such a text is refused."""
     inputs = InputProcessor(context(directory, "input", max_model_len=6))
-    assert len(inputs.process(cut(directory, prompt=TEXT * 20, truncate_prompt_tokens=-1))["token_ids"]) == 6
+    assert len(inputs.process(cut(prompt=TEXT * 20, truncate_prompt_tokens=-1))["token_ids"]) == 6
     with pytest.raises(TooLong):
-        inputs.process(cut(directory, prompt=TEXT * 20))
+        inputs.process(cut(prompt=TEXT * 20))
     for most, side in ((7, "left"), (0, "left"), (True, "left"), (3, "middle")):
         with pytest.raises(InvalidRequest) as caught:
-            inputs.process(cut(directory, prompt=TEXT, truncate_prompt_tokens=most, truncation_side=side))
+            inputs.process(cut(prompt=TEXT, truncate_prompt_tokens=most, truncation_side=side))
         name = "truncation_side" if side == "middle" else "truncate_prompt_tokens"
         assert caught.value.field == f"options.{name}"
 

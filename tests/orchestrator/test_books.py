@@ -6,7 +6,6 @@ from itertools import permutations
 
 import pytest
 
-from segue.graph.stage_graph import Walk
 from segue.graph.walk import WalkStage
 from segue.messages.request import Request
 from segue.messages.wire import Emission, OutputEnd, StageDone
@@ -18,16 +17,14 @@ GIVES = ({"text"}, set(), {"audio"})
 
 
 def books() -> RequestBooks:
-    walk = Walk(
-        tuple(
-            WalkStage(name, frozenset(NAMES[max(0, at - 1) : at]), frozenset(NAMES[at + 1 : at + 2]), frozenset(gives))
-            for at, (name, gives) in enumerate(zip(NAMES, GIVES, strict=True))
-        )
-    )
+    walk = {
+        name: WalkStage(frozenset(NAMES[max(0, at - 1) : at]), frozenset(NAMES[at + 1 : at + 2]), frozenset(gives))
+        for at, (name, gives) in enumerate(zip(NAMES, GIVES, strict=True))
+    }
     made = RequestBooks(Request(request_id="r"), walk, "thinker")
     made.stages = {
-        stage.name: StageBook(tuple(stage.upstreams), tuple(stage.downstreams), worker=stage.name, attempt=1)
-        for stage in walk.stages
+        name: StageBook(tuple(stage.upstreams), tuple(stage.downstreams), worker=name, attempt=1)
+        for name, stage in walk.items()
     }
     return made
 

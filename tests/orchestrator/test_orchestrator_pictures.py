@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from segue.engines.contract import StageOutput, StageRequest
-from segue.graph.stage_graph import Walk
-from segue.messages.deltas import ImageDelta, ProgressDelta, VideoDelta
+from segue.messages.deltas import ClientDelta, ImageDelta, ProgressDelta, VideoDelta
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import StageFailed
 from segue.messages.request import Request
 from segue.messages.sampling import FALLBACK
-from segue.messages.wire import ClientDelta, Emission
+from segue.messages.wire import Emission
 from segue.orchestrator.books import RequestBooks
 from segue.orchestrator.outputs import Collector
 from segue.worker.stage import client_deltas
@@ -27,7 +26,7 @@ def took(books: RequestBooks, *deltas: ClientDelta, attempt: int = 0) -> list[Cl
 
 @pytest.fixture
 def books() -> RequestBooks:
-    return RequestBooks(Request(request_id="r"), Walk(()), "decoder")
+    return RequestBooks(Request(request_id="r"), {}, "decoder")
 
 
 def picture(index: int, partial: int | None = None) -> ImageDelta:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
@@ -45,18 +45,10 @@ def says(text: str, size: int = 3, reason: str = "stop", stopped_by: str | None 
     return script
 
 
-@pytest.fixture(scope="module")
-def running() -> Iterator[Live]:
-    with live(FakeService()) as server:
-        yield server
-
-
 @pytest.fixture
-def server(running: Live) -> Live:
-    running.service.script = speak
-    running.service.card.dialect = HERMES
-    running.service.requests.clear()
-    return running
+def server(server: Live) -> Live:
+    server.service.card.dialect = HERMES
+    return server
 
 
 def post(server: Live, path: str = "/v1/messages", **fields: Any) -> httpx.Response:

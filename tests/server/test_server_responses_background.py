@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
@@ -29,19 +29,6 @@ def in_parts(gate: Gate) -> Any:
         yield finished()
 
     return script
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[Live]:
-    with live(FakeService()) as server:
-        yield server
-
-
-@pytest.fixture
-def server(running: Live) -> Live:
-    running.service.script = speak
-    running.service.requests.clear()
-    return running
 
 
 def create(client: openai.OpenAI, **more: Any) -> Any:

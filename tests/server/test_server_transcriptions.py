@@ -34,7 +34,6 @@ FACTS = SpeechFacts({"en": 50, "de": 51}, ["transcribe", "translate"], first_tim
 OLD = pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")
 """The client has the endpoint, and warns of it."""
 WORDS = {1: " Good", 2: " morning", 3: " to you"}
-VERBOSE = {"response_format": "verbose_json"}
 FILE = ("clip.wav", b"RIFF of some kind", "audio/wav")
 
 

@@ -199,7 +199,7 @@ def test_retained_payloads_survive_the_file(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "the file has no name"
     chunks = store.replay(("r", "a", "b"))
     assert chunks is not None
-    for (payload, final, _), tensor in zip(chunks, tensors, strict=True):
+    for (payload, final), tensor in zip(chunks, tensors, strict=True):
         assert payload is not None
         assert torch.equal(payload["t"], tensor)
         assert not final

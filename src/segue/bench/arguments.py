@@ -8,19 +8,12 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from segue.cli_parser import Parser
+from segue.cli_parser import Parser, count
 from segue.messages.errors import ConfigError, nearest
 
 
-def count(text: str) -> int:
-    """A whole number above 0."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number above 0")
-    return int(text)
-
-
 def counts(text: str) -> list[int]:
-    """Such numbers, with commas between them."""
+    """Whole numbers above 0, with commas between them."""
     return [count(part.strip()) for part in text.split(",")]
 
 

@@ -14,11 +14,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from segue.bench.baseline_wire import Answer, Loaded, Options, Policy
-from segue.bench.child import ChildProcess
-from segue.bench.driver import FirstAudio, Outcome
+from segue.bench.child import ChildDriver, ChildProcess
+from segue.bench.outcome import FirstAudio, Outcome
 from segue.bench.workload import BenchRequest
 
 GATHER_SECONDS = 0.05
+STATIC_BATCH = 8
+NAMES = {"one": "transformers one at a time", "static": "transformers static batches"}
 
 
 class BaselineProcess(ChildProcess[BenchRequest, Loaded, Answer]):
@@ -36,28 +38,24 @@ class BaselineProcess(ChildProcess[BenchRequest, Loaded, Answer]):
         return answer
 
 
-class BaselineDriver:
+class BaselineDriver(ChildDriver[BaselineProcess]):
     """One way of serving with the baseline's process."""
 
-    def __init__(
-        self, process: BaselineProcess, name: str, max_batch: int, silence: float, gather: float = GATHER_SECONDS
-    ) -> None:
-        """`max_batch` 1: one request at a time. `gather`: seconds that a batch which is not full waits for others."""
-        self.name = name
-        self._process = process
-        self._policy = Policy(max_batch, gather if max_batch > 1 else 0.0)
+    def __init__(self, way: str, process: BaselineProcess, silence: float, gather: float = GATHER_SECONDS) -> None:
+        """`way`: of `NAMES`. `gather`: seconds that a batch which is not full waits for others."""
+        super().__init__(NAMES[way], process)
+        self._way = way
+        self._gather = gather
         self._silence = silence
 
-    async def start(self) -> None:
-        await self._process.start()
-
-    async def take_over(self) -> None:
-        """From now on the process serves like this."""
-        await self._process.send(self._policy)
+    async def take_over(self, together: int) -> None:
+        """From now on the process serves like this; a batch is as large as there are clients, up to a bound."""
+        most = 1 if self._way == "one" else min(STATIC_BATCH, together)
+        await self.process.send(Policy(most, self._gather if most > 1 else 0.0))
 
     async def run(self, request: BenchRequest) -> Outcome:
         sent = time.monotonic()
-        answer = await self._process.ask(request)
+        answer = await self.process.ask(request)
         came = time.monotonic()
         samples = np.frombuffer(answer.samples, dtype="<f4")
         first = FirstAudio(self._silence)
@@ -77,12 +75,6 @@ class BaselineDriver:
             rms=first.rms,
             spans=_spans(answer, sent),
         )
-
-    async def stop(self) -> None:
-        await self._process.stop()
-
-    def pids(self) -> list[int]:
-        return [self._process.pid]
 
 
 def _spans(answer: Answer, sent: float) -> list[tuple[str, str, float, float]]:

@@ -6,8 +6,6 @@ One request at a time, or up to `Policy.max_batch` together.
 from __future__ import annotations
 
 import sys
-import time
-from importlib.metadata import version
 
 from segue.bench.baseline_wire import Loaded, Options, Policy
 from segue.bench.channel import Channel, serve
@@ -19,13 +17,10 @@ def main(argv: list[str]) -> int:
 
 
 def _run(channel: Channel[Policy, BenchRequest], options: Options) -> None:
-    began = time.monotonic()
     from segue.bench.reference import Reference, torch
 
     reference = Reference(options)
-    versions = {name: version(name) for name in ("torch", "transformers")}
-    loading = time.monotonic() - began
-    channel.send(Loaded(torch.get_num_threads(), loading, versions, reference.gpu_bytes()))
+    channel.send(Loaded(torch.get_num_threads()))
     policy = Policy(1, 0.0)
     while (message := channel.take()) is not None:
         if isinstance(message, Policy):

@@ -31,10 +31,6 @@ class Loaded(msgspec.Struct, tag=True):
     """The model is there."""
 
     threads: int
-    seconds: float
-    """Loading took so long."""
-    versions: dict[str, str]
-    gpu_bytes: int = 0
 
 
 class Answer(msgspec.Struct, tag=True, kw_only=True):

@@ -18,9 +18,6 @@ import segue
 from segue.bench.channel import LENGTH, Broken, Work, frame
 from segue.messages.errors import StageFailed
 
-# the child runs this very package, installed or not
-_PATHS = (str(Path(segue.__file__).parents[1]), os.environ.get("PYTHONPATH"))
-
 
 class Numbered(Protocol):
     """Of requests and answers: which belong together."""
@@ -32,6 +29,12 @@ class Numbered(Protocol):
 RequestT = TypeVar("RequestT", bound=Numbered)
 LoadedT = TypeVar("LoadedT")
 AnswerT = TypeVar("AnswerT", bound=Numbered)
+
+
+def python_path() -> str:
+    """`PYTHONPATH` for a process of ours, which runs this very package, installed or not."""
+    source = str(Path(segue.__file__).parents[1])
+    return os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))
 
 
 class ChildProcess(Generic[RequestT, LoadedT, AnswerT]):
@@ -74,12 +77,11 @@ class ChildProcess(Generic[RequestT, LoadedT, AnswerT]):
             ours, theirs = socket.socketpair()
             with theirs:
                 options = msgspec.json.encode(self._options).decode()
-                paths = os.pathsep.join(filter(None, _PATHS))
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", self._module, str(theirs.fileno()), options],
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
-                    env={**os.environ, "PYTHONPATH": paths, **self._environment},
+                    env={**os.environ, "PYTHONPATH": python_path(), **self._environment},
                 )
             reader, self._writer = await asyncio.open_connection(sock=ours)
             self._listener = asyncio.create_task(self._listen(reader))

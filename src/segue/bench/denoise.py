@@ -13,9 +13,9 @@ import torch
 from segue.bench.ceilings import Ceilings, ceilings
 from segue.bench.denoise_sides import LibrarySide, Painted, SegueSide, Side, row_flops
 from segue.bench.hardware import machine
+from segue.bench.load_report import table
 from segue.bench.load_results import Level, measure
 from segue.bench.one_loaded import DeviceResult, OneLoaded, failure_lines, name_of
-from segue.bench.report import table
 
 EXACT = "segue"
 _BRANCHES = 2

@@ -6,8 +6,8 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from segue.bench.arguments import add_device, add_out, count, counts, progress, some_of
-from segue.cli_parser import Parser
+from segue.bench.arguments import add_device, add_out, counts, progress, some_of
+from segue.cli_parser import Parser, count
 
 SHAPES = ("qwen-image", "wan2.2-ti2v-5b", "tiny-image", "tiny-video")
 SIDES = ("segue", "segue-compiled", "eager", "compiled", "fp8", "first-block", "taylorseer")
@@ -36,7 +36,7 @@ def _denoise(arguments: argparse.Namespace) -> int:
 
     from segue.bench.denoise import DenoiseBench, markdown, run
     from segue.bench.denoise_sides import Painted
-    from segue.bench.load_report import result_path
+    from segue.bench.load_report import result_path, write_report
     from segue.bench.result_file import write_result
     from segue.models.diffusion.shapes import SHAPES as PUBLISHED
     from segue.models.diffusion.shapes import write_shape
@@ -64,7 +64,5 @@ def _denoise(arguments: argparse.Namespace) -> int:
         say=progress,
     )
     result = asyncio.run(run(bench))
-    text = markdown(result)
-    path.with_suffix(".md").write_text(text)
-    print(f"{text}\nwritten: {path}\nwritten: {path.with_suffix('.md')}")
+    write_report(result, path, markdown)
     return 1 if result.failures else 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -226,7 +225,7 @@ def _scenario(
     own = {driver.name: [taken for taken in slices if taken.side == driver.name] for driver in drivers}
     branches = 2 if bench.guidance > 1 else 1
     ideal = branches * loaded.flops[size] / loaded.ceiling
-    segue_bytes = memory([os.getpid(), *sides.segue.pids()])[0]
+    segue_bytes = memory(sides.segue.processes())[0]
     reference_bytes = memory([sides.process.pid])[0]
     held = {driver.name: segue_bytes for driver in drivers if not isinstance(driver, ReferenceDriver)}
     first = own[sides.segue.name]

@@ -8,8 +8,8 @@ import os
 import shutil
 from pathlib import Path
 
-from segue.bench.arguments import add_out, check_installed, count, counts, progress
-from segue.cli_parser import Parser
+from segue.bench.arguments import add_out, check_installed, counts, progress
+from segue.cli_parser import Parser, count
 from segue.messages.diffusion import diffusion_from
 from segue.messages.errors import ConfigError, InvalidRequest
 
@@ -117,7 +117,7 @@ def _diffusion(arguments: argparse.Namespace) -> int:
 def _losses(arguments: argparse.Namespace) -> int:
     import yaml
 
-    from segue.bench.load_report import result_path
+    from segue.bench.load_report import result_path, write_report
     from segue.bench.loss_sides import FewSteps
     from segue.bench.losses import LossBench, markdown, run
     from segue.bench.result_file import write_result
@@ -138,9 +138,7 @@ def _losses(arguments: argparse.Namespace) -> int:
     )
     result = asyncio.run(run(bench))
     write_result(result, path)
-    path.with_suffix(".md").write_text(markdown(result))
-    print(markdown(result))
-    print(f"written: {path}\nwritten: {path.with_suffix('.md')}")
+    write_report(result, path, markdown)
     return 0
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from segue.bench.diffusion_results import DiffusionResult, DiffusionScenario
-from segue.bench.load_report import head
-from segue.bench.report import table
+from segue.bench.load_report import drawn, head, table
 
 
 def markdown(result: DiffusionResult) -> str:
@@ -51,30 +50,22 @@ def scenario_table(scenario: DiffusionScenario) -> str:
 
 def plot(result: DiffusionResult, path: Path) -> None:
     """Left: pictures per second. Right: mean time until a picture is there."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (speeds, times) = pyplot.subplots(1, 2, figsize=(15, 1.5 + 0.7 * max(4, len(result.scenarios))))
-    sides = list(dict.fromkeys(side for scenario in result.scenarios for side in scenario.sides))
-    height = 0.8 / len(sides)
-    for number, side in enumerate(sides):
-        own = [(place, one.sides[side]) for place, one in enumerate(result.scenarios) if side in one.sides]
-        places = [place + number * height for place, _ in own]
-        for axes, values in (
-            (speeds, [figures.images_per_second for _, figures in own]),
-            (times, [figures.jct.mean for _, figures in own]),
-        ):
-            axes.bar_label(axes.barh(places, values, height, label=side), fmt="%.2f", fontsize=7)
-    names = [one.name.replace(", ", "\n", 1) for one in result.scenarios]
-    for axes in (speeds, times):
-        axes.set_yticks([place + 0.4 - height / 2 for place in range(len(names))], names, fontsize=7)
-        axes.invert_yaxis()
-    speeds.set_xlabel("pictures per second")
-    times.set_xlabel("mean seconds until a picture is there")
-    speeds.legend(fontsize=8)
-    figure.suptitle(f"{result.settings.pipeline}, {result.settings.dtype}, {result.finished[:10]}")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    title = f"{result.settings.pipeline}, {result.settings.dtype}, {result.finished[:10]}"
+    with drawn(path, title, (15, 1.5 + 0.7 * max(4, len(result.scenarios))), columns=2) as [[speeds, times]]:
+        sides = list(dict.fromkeys(side for scenario in result.scenarios for side in scenario.sides))
+        height = 0.8 / len(sides)
+        for number, side in enumerate(sides):
+            own = [(place, one.sides[side]) for place, one in enumerate(result.scenarios) if side in one.sides]
+            places = [place + number * height for place, _ in own]
+            for axes, values in (
+                (speeds, [figures.images_per_second for _, figures in own]),
+                (times, [figures.jct.mean for _, figures in own]),
+            ):
+                axes.bar_label(axes.barh(places, values, height, label=side), fmt="%.2f", fontsize=7)
+        names = [one.name.replace(", ", "\n", 1) for one in result.scenarios]
+        for axes in (speeds, times):
+            axes.set_yticks([place + 0.4 - height / 2 for place in range(len(names))], names, fontsize=7)
+            axes.invert_yaxis()
+        speeds.set_xlabel("pictures per second")
+        times.set_xlabel("mean seconds until a picture is there")
+        speeds.legend(fontsize=8)

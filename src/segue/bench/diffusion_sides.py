@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from segue.bench.async_omni import AsyncOmniDriver
 from segue.bench.child import ChildDriver, ChildProcess
 from segue.bench.diffusion_reference import TRUE_CFG, guided
 from segue.bench.diffusion_wire import Answer, Loaded, Options, Policy
@@ -20,7 +21,6 @@ from segue.bench.profile import snapshot
 from segue.messages.deltas import Finished, ImageDelta
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.request import Request
-from segue.orchestrator.omni import AsyncOmni
 
 GATHER_SECONDS = 0.05
 SEGUE, ONE, BATCH = "segue", "diffusers one at a time", "diffusers lists of prompts"
@@ -30,22 +30,20 @@ _DENOISING = ("denoiser", "step_seconds")
 PictureDriver = LoadDriver[PictureRequest, PictureOutcome]
 
 
-class SegueDriver:
-    """`AsyncOmni`, with the clients in the process of its orchestrator."""
+class SegueDriver(AsyncOmniDriver):
+    """Drives a running pipeline."""
 
     def __init__(
         self, model_dir: Path, pipeline: str, dtype: str, config: Mapping[str, Any], name: str = SEGUE
     ) -> None:
         """`pipeline`: the class that `model_index.json` names."""
-        self.name = name
+        super().__init__(name, model_dir, dtype=dtype, config=config)
         self.model_dir = model_dir
         self._made = (model_dir, pipeline, dtype, config)
-        self._omni = AsyncOmni(model_dir, dtype=dtype, config=config)
         self.true_cfg = TRUE_CFG in guided(pipeline, 1.0)
         """Whether guidance is `true_cfg_scale`; else it is `guidance_scale`."""
         self.previews = 0
         """Asked for with every request from now on."""
-        self.startup = 0.0
 
     def with_denoiser(self, name: str, keys: Mapping[str, Any]) -> SegueDriver:
         """Another one, whose denoiser is deployed with these keys."""
@@ -54,33 +52,10 @@ class SegueDriver:
         stages["denoiser"] = {**stages.get("denoiser", {}), **keys}
         return SegueDriver(model_dir, pipeline, dtype, {**config, "stages": stages}, name=f"{SEGUE}, {name}")
 
-    async def start(self) -> None:
-        began = time.monotonic()
-        await self._omni.start()
-        self.startup = time.monotonic() - began
-
-    async def take_over(self, together: int) -> None:
-        """Nothing to do: batching is the engine's own."""
-
-    async def hand_over(self) -> None:
-        """Nothing to do: the workers wait on their sockets."""
-
-    async def stop(self) -> None:
-        await self._omni.stop()
-
-    def pids(self) -> dict[int, str]:
-        """The workers, by what they do."""
-        return {
-            replica.pid: stage
-            for stage, health in self._omni.health().stages.items()
-            for replica in health.replicas
-            if replica.pid is not None
-        }
-
     def denoising(self) -> float:
         """Seconds of the denoiser's steps so far; it tells of them when it falls idle."""
-        everything = snapshot(stage for stats in self._omni.orchestrator.stats.values() for stage in stats.stages)
-        return sum(steps.sum for (stage, name), steps in everything.items() if (stage, name) == _DENOISING)
+        steps = snapshot(self.stats()).get(_DENOISING)
+        return 0.0 if steps is None else steps.sum
 
     async def run(self, request: PictureRequest) -> PictureOutcome:
         return await self.make(self.asked(request), request)

@@ -17,9 +17,7 @@ hop that loses bytes is noticed.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import socket
 import statistics
 import subprocess
@@ -32,27 +30,13 @@ from typing import Any
 import msgspec
 import torch
 
+from segue.bench.child import python_path
+from segue.bench.hardware import Machine, machine
 from segue.cli_parser import Parser
 from segue.connectors.shm import SharedMemoryConnector
 
 WARM_UP = 10
 _PACKET = 1 << 16
-
-
-def hardware() -> dict[str, Any]:
-    """What the figures were measured on."""
-    cpus = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.split(":", 1)[1].strip() for line in cpus if line.startswith("model name")), platform.machine())
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "memory_gib": round(memory / 2**30, 1),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "load_average": os.getloadavg()[0],
-    }
 
 
 def consume(control: socket.socket) -> None:
@@ -116,7 +100,9 @@ def measure(size: int, rounds: int) -> dict[str, list[float]]:
     torch.set_num_threads(1)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     consumer = subprocess.Popen(
-        [sys.executable, "-m", "segue.bench.hop", "--consume", str(theirs.fileno())], pass_fds=[theirs.fileno()]
+        [sys.executable, "-m", "segue.bench.hop", "--consume", str(theirs.fileno())],
+        pass_fds=[theirs.fileno()],
+        env={**os.environ, "PYTHONPATH": python_path()},
     )
     theirs.close()
     connector = SharedMemoryConnector(f"hop-producer-{os.getpid()}", pool_bytes=max(64 << 20, 2 * size))
@@ -137,7 +123,7 @@ def measure(size: int, rounds: int) -> dict[str, list[float]]:
     return seconds
 
 
-def report(size: int, seconds: dict[str, list[float]]) -> dict[str, Any]:
+def report(size: int, seconds: dict[str, list[float]], hardware: Machine) -> dict[str, Any]:
     """Medians in milliseconds and in copies: the median, over rounds, of time over that round's memcpy."""
     rows = {}
     for name, values in seconds.items():
@@ -147,7 +133,7 @@ def report(size: int, seconds: dict[str, list[float]]) -> dict[str, Any]:
             "p90_ms": statistics.quantiles(values, n=10)[-1] * 1e3,
             "copies": statistics.median(ratios),
         }
-    return {"bytes": size, "rounds": len(seconds["memcpy"]), "threads": 1, "hardware": hardware(), "rows": rows}
+    return {"bytes": size, "rounds": len(seconds["memcpy"]), "threads": 1, "hardware": hardware, "rows": rows}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -165,13 +151,14 @@ def main(arguments: list[str] | None = None) -> None:
     if options.rounds < 2 or options.mib <= 0:
         parser.error(f"--rounds {options.rounds} --mib {options.mib}: needs at least 2 rounds and a size above 0")
     size = int(options.mib * 2**20) // 8 * 8
-    result = report(size, measure(size, options.rounds))
-    print(f"{options.mib:g} MiB, {options.rounds} rounds, 1 thread a side, {result['hardware']['cpu']}")
+    found = machine()
+    result = report(size, measure(size, options.rounds), found)
+    print(f"{options.mib:g} MiB, {options.rounds} rounds, 1 thread a side, {found.cpu}")
     print(f"{'':10}{'median ms':>12}{'p90 ms':>12}{'copies':>10}")
     for name, row in result["rows"].items():
         print(f"{name:10}{row['median_ms']:12.3f}{row['p90_ms']:12.3f}{row['copies']:10.2f}")
     if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
 
 
 if __name__ == "__main__":

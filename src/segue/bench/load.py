@@ -1,11 +1,15 @@
-"""Clients of a benchmark: a closed loop, arrivals at given times, and the sides in turn."""
+"""Clients of a benchmark: a closed loop, arrivals at given times, and the sides in turn.
+
+The sides take turns within one run: each round gives the same requests to every side, one after the other (A B C,
+A B C, …), so that a slow minute of the machine falls on all of them, and every request is a pair.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -132,6 +136,9 @@ async def turn(driver: LoadDriver[Any, Any], together: int) -> AsyncIterator[Non
         await driver.hand_over()
 
 
+Turn = Callable[[LoadDriver[Any, Any], int], AbstractAsyncContextManager[None]]
+
+
 async def in_turn(
     drivers: Sequence[LoadDriver[RequestT, OutcomeT]],
     rounds: Sequence[Sequence[RequestT]],
@@ -139,13 +146,17 @@ async def in_turn(
     together: int,
     say: Callable[[str], None],
     speed: Callable[[LoadSlice[OutcomeT]], str],
+    its_turn: Turn = turn,
 ) -> list[LoadSlice[OutcomeT]]:
-    """Every round on every driver, in turn: a slow minute of the machine falls on all of them. `speed`: how a slice is
-    told of while the benchmark runs."""
+    """Every round on every driver, in turn. `speed`: how a slice is told of while the benchmark runs; `its_turn`: what
+    encloses each, outside its time.
+
+    Raises an `ExceptionGroup` of what went wrong with requests; those under way are cancelled.
+    """
     slices = []
     for number, requests in enumerate(rounds):
         for driver in drivers:
-            async with turn(driver, together):
+            async with its_turn(driver, together):
                 began = time.monotonic()
                 outcomes = await load(driver, requests)
                 taken = LoadSlice(driver.name, time.monotonic() - began, outcomes)

@@ -1,12 +1,15 @@
-"""What the reports of `segue bench text` and `segue bench diffusion` have in common."""
+"""What the reports of several benchmarks have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
-from segue.bench.load_results import LoadResult, ResultT
-from segue.bench.report import table
+from segue.bench.load_results import LoadResult
+
+R = TypeVar("R")
 
 
 def result_path(out: Path, benchmark: str) -> Path:
@@ -16,15 +19,21 @@ def result_path(out: Path, benchmark: str) -> Path:
 
 
 def write_report(
-    result: ResultT, path: Path, markdown: Callable[[ResultT], str], plot: Callable[[ResultT, Path], None]
+    result: R,
+    path: Path,
+    markdown: Callable[[R], str],
+    plot: Callable[[R, Path], None] | None = None,
 ) -> None:
-    """The tables and the plot beside the result at `path`; prints the tables, and what was written."""
-    tables, picture = path.with_suffix(".md"), path.with_suffix(".png")
+    """The tables, and the plot if there is any, beside the result at `path`; prints the tables, and what was
+    written."""
+    written = [path, path.with_suffix(".md")]
     text = markdown(result)
-    tables.write_text(text)
-    plot(result, picture)
+    written[1].write_text(text)
+    if plot is not None:
+        written.append(path.with_suffix(".png"))
+        plot(result, written[2])
     print(text)
-    print("\n".join(f"written: {one}" for one in (path, tables, picture)))
+    print("\n".join(f"written: {one}" for one in written))
 
 
 def head(result: LoadResult, title: str, packages: dict[str, str], settings: str, rounds: int, seed: int) -> list[str]:
@@ -41,3 +50,25 @@ def head(result: LoadResult, title: str, packages: dict[str, str], settings: str
     if result.unfinished:
         parts.append(result.unfinished)
     return [*parts, table(["side", "start-up (s)"], [[side, f"{took:.1f}"] for side, took in result.startup.items()])]
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+@contextmanager
+def drawn(path: Path, title: str, size: tuple[float, float], *, rows: int = 1, columns: int = 1) -> Iterator[Any]:
+    """Axes [rows, columns] of a picture of `size` inches, written to `path` as PNG once they are filled."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")  # no display is needed
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False)
+    yield axes
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)

@@ -26,8 +26,8 @@ from segue.bench.diffusion_workload import (
 )
 from segue.bench.hardware import Machine, machine
 from segue.bench.load import LoadSlice, ask, closed, in_turn
+from segue.bench.load_report import table
 from segue.bench.loss_sides import FewSteps, Ways, faster_sides
-from segue.bench.report import table
 from segue.bench.result_file import VERSION
 from segue.bench.stats import mean
 from segue.messages.errors import ConfigError, InvalidRequest

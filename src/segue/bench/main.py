@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from segue.bench.arguments import add_out, check_installed, count, counts, progress, some_of
+from segue.bench.arguments import add_out, check_installed, counts, progress, some_of
 from segue.bench.denoise_arguments import add_denoise
 from segue.bench.diffusion_arguments import add_diffusion
 from segue.bench.steps_arguments import add_steps
 from segue.bench.text_arguments import add_text
-from segue.cli_parser import Parser
-from segue.messages.errors import SegueError
+from segue.cli_parser import Parser, count
 
 BASELINES = ("one", "static")
 SIZES = ("tiny", "small")
@@ -33,13 +31,7 @@ def main(argv: list[str]) -> int:
         return 0
     arguments = parser().parse_args(argv or ["omni"])
     run: Callable[[argparse.Namespace], int] = arguments.run
-    try:
-        return run(arguments)
-    except SegueError as error:
-        print(f"error: {error.message}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return run(arguments)
 
 
 def parser() -> Parser:

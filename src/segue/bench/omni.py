@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from segue.bench.baseline import BaselineDriver, BaselineProcess
 from segue.bench.baseline_wire import Options
-from segue.bench.closed_loop import Slice, closed_loop, interleaved
-from segue.bench.driver import Driver
 from segue.bench.hardware import machine
+from segue.bench.load import LoadDriver, closed, in_turn, turn
 from segue.bench.load_results import measure
 from segue.bench.meters import SideUsage, Watch, gpu_bytes_used
+from segue.bench.outcome import OmniDriver, OmniSlice
 from segue.bench.profile import Snapshot, added, baseline_stages, hop_figures, segue_stages, snapshot
 from segue.bench.results import LevelResult, Result, Settings
 from segue.bench.segue_driver import SegueDriver
@@ -25,7 +26,6 @@ from segue.bench.stats import METRICS, agreement, figures, ratio
 from segue.bench.workload import Material, Suppressed, Workload
 from segue.models.registry import read_config
 
-STATIC_BATCH = 8
 LEVEL_SPACING = 1_000_000
 """Indices of different concurrencies are so far apart: no request comes twice, so no cache knows it."""
 SILENCE = 1e-4
@@ -104,42 +104,47 @@ class _Sides:
     baselines: list[BaselineDriver]
 
     @property
-    def all(self) -> list[Driver]:
+    def all(self) -> list[OmniDriver]:
         return [self.segue, *self.baselines]
+
+    def processes(self, driver: OmniDriver) -> dict[int, str]:
+        return self.segue.processes() if driver is self.segue else {self.process.pid: "process"}
 
 
 async def _level(bench: OmniBench, workload: Workload, sides: _Sides, concurrency: int, start: int) -> LevelResult:
+    load = closed(concurrency)
     for driver in sides.all:
         bench.say(f"concurrency {concurrency}: warming up {driver.name}")
-        await driver.take_over()
-        # every kind at least once; away from the measured requests
-        await closed_loop(driver, workload.requests(start + LEVEL_SPACING // 2, bench.warmup), concurrency)
+        async with turn(driver, concurrency):
+            # every kind at least once; away from the measured requests
+            await load(driver, workload.requests(start + LEVEL_SPACING // 2, bench.warmup))
     before = snapshot(sides.segue.stats())
-    everyone = [pid for driver in sides.all for pid in driver.pids()]
-    watches = {driver.name: Watch(_names(sides, driver), everyone) for driver in sides.all}
+    everyone = [pid for driver in sides.all for pid in sides.processes(driver)]
+    watches = {driver.name: Watch(sides.processes(driver), everyone) for driver in sides.all}
 
-    async def turn_begins(driver: Driver) -> None:
-        await driver.take_over()
-        watches[driver.name].begin()
-
-    async def turn_ends(driver: Driver, taken: Slice) -> None:
-        await watches[driver.name].end()
-        jct = statistics.mean(outcome.jct for outcome in taken.outcomes)
-        bench.say(
-            f"concurrency {concurrency}, round {taken.round + 1}/{bench.rounds}, {driver.name}: "
-            f"{taken.wall:.1f} s, mean JCT {jct:.2f} s"
-        )
+    @asynccontextmanager
+    async def watched(driver: LoadDriver[Any, Any], together: int) -> AsyncIterator[None]:
+        async with turn(driver, together):
+            watches[driver.name].begin()
+            try:
+                yield
+            finally:
+                await watches[driver.name].end()
 
     rounds = [workload.requests(start + number * bench.requests, bench.requests) for number in range(bench.rounds)]
-    slices = await interleaved(sides.all, rounds, concurrency, before=turn_begins, after=turn_ends)
+    slices = await in_turn(sides.all, rounds, load, concurrency, bench.say, _told, watched)
     # workers report when they fall idle; Segue goes first in a round, so that its last turn is long reported by now
     between = added(snapshot(sides.segue.stats()), before)
     usage = {name: watch.usage for name, watch in watches.items()}
     return _result(concurrency, sides, slices, between, usage)
 
 
+def _told(taken: OmniSlice) -> str:
+    return f"{taken.wall:.1f} s, mean JCT {statistics.mean(outcome.jct for outcome in taken.outcomes):.2f} s"
+
+
 def _result(
-    concurrency: int, sides: _Sides, slices: list[Slice], between: Snapshot, usage: dict[str, SideUsage]
+    concurrency: int, sides: _Sides, slices: list[OmniSlice], between: Snapshot, usage: dict[str, SideUsage]
 ) -> LevelResult:
     by_side = {driver.name: [taken for taken in slices if taken.side == driver.name] for driver in sides.all}
     outcomes = {name: [o for taken in own for o in taken.outcomes] for name, own in by_side.items()}
@@ -167,17 +172,7 @@ def _result(
 
 def _baselines(bench: OmniBench, process: BaselineProcess, concurrency: int, silence: float) -> list[BaselineDriver]:
     """With one client at a time, a static batch is one request: it is left out."""
-    made = {
-        "one": lambda: BaselineDriver(process, "transformers one at a time", 1, silence),
-        "static": lambda: BaselineDriver(
-            process, "transformers static batches", min(STATIC_BATCH, concurrency), silence
-        ),
-    }
-    return [made[name]() for name in bench.baselines if name == "one" or concurrency > 1]
-
-
-def _names(sides: _Sides, driver: Driver) -> dict[int, str]:
-    return sides.segue.processes() if driver is sides.segue else {sides.process.pid: "process"}
+    return [BaselineDriver(way, process, silence) for way in bench.baselines if way == "one" or concurrency > 1]
 
 
 def _deployment(bench: OmniBench) -> Path | dict[str, object] | None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from segue.bench.closed_loop import Slice
-from segue.bench.driver import Outcome
+from segue.bench.outcome import OmniSlice, Outcome
 from segue.bench.results import StageFigures
 from segue.bench.stats import HistogramFigures, histogram_figures, since, together
 from segue.messages.stats import Histogram, WorkerStats
@@ -37,7 +36,7 @@ def hop_figures(between: Snapshot) -> dict[str, HistogramFigures]:
     return {edge: figures for edge, figures in hops.items() if figures is not None}
 
 
-def segue_stages(between: Snapshot, slices: Sequence[Slice]) -> dict[str, StageFigures]:
+def segue_stages(between: Snapshot, slices: Sequence[OmniSlice]) -> dict[str, StageFigures]:
     """From the workers' step times."""
     made, wall = _made(slices), sum(taken.wall for taken in slices)
     stages = {}
@@ -56,7 +55,7 @@ def segue_stages(between: Snapshot, slices: Sequence[Slice]) -> dict[str, StageF
     return stages
 
 
-def baseline_stages(slices: Sequence[Slice]) -> dict[str, StageFigures]:
+def baseline_stages(slices: Sequence[OmniSlice]) -> dict[str, StageFigures]:
     """From the moments at which each batch left a stage; requests of one batch share them and count once."""
     made, wall = _made(slices), sum(taken.wall for taken in slices)
     busy: dict[str, float] = {}
@@ -71,7 +70,7 @@ def baseline_stages(slices: Sequence[Slice]) -> dict[str, StageFigures]:
     return {stage: _figures(stage, made, seconds, wall, None, None) for stage, seconds in busy.items()}
 
 
-def _made(slices: Sequence[Slice]) -> dict[str, float]:
+def _made(slices: Sequence[OmniSlice]) -> dict[str, float]:
     outcomes: list[Outcome] = [outcome for taken in slices for outcome in taken.outcomes]
     return {
         "tokens": float(sum(len(outcome.text_ids) for outcome in outcomes)),

@@ -22,6 +22,7 @@ from segue.bench.baseline_wire import Answer, Options
 from segue.bench.workload import VIDEO_FPS, BenchRequest
 from segue.kernels.torchvision_shim import ensure_torchvision
 from segue.messages.request import MediaPart, TextPart
+from segue.parallel.orders import dtype_of
 
 ensure_torchvision()
 
@@ -37,7 +38,6 @@ from transformers import (  # noqa: E402
 from transformers.generation.streamers import BaseStreamer  # noqa: E402
 
 SAMPLE_RATE = 24_000
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # generate() in transformers 5.17–5.23 hands these on to the talker, which refuses them, unless they are prefixed
 _THINKER_ONLY = ("pixel_values", "pixel_values_videos")
@@ -48,7 +48,7 @@ class Reference:
 
     def __init__(self, options: Options) -> None:
         self._device = torch.device(options.device)
-        self._dtype = DTYPES[options.dtype]
+        self._dtype = dtype_of(options.dtype)
         # the talker's config names ids of the thinker's vocabulary: the library warns of them on every start
         logging.getLogger("transformers").setLevel(logging.ERROR)
         torch.set_num_threads(options.threads)
@@ -216,7 +216,7 @@ class _Bans(LogitsProcessor):
 
 def _stored(options: Options) -> Qwen2_5OmniForConditionalGeneration:
     model = Qwen2_5OmniForConditionalGeneration.from_pretrained(
-        options.model_dir, dtype=DTYPES[options.dtype], attn_implementation="sdpa"
+        options.model_dir, dtype=dtype_of(options.dtype), attn_implementation="sdpa"
     )
     return model.to(options.device)
 
@@ -225,7 +225,7 @@ def _dummy(options: Options) -> Qwen2_5OmniForConditionalGeneration:
     """Random weights of the config's shape, made on the device."""
     config = Qwen2_5OmniConfig.from_pretrained(options.model_dir)
     before = torch.get_default_dtype()
-    torch.set_default_dtype(DTYPES[options.dtype])
+    torch.set_default_dtype(dtype_of(options.dtype))
     try:
         with torch.device(options.device):
             model = Qwen2_5OmniForConditionalGeneration._from_config(config, attn_implementation="sdpa")

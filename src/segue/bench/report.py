@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from segue.bench.driver import Outcome
+from segue.bench.load_report import drawn, table
+from segue.bench.outcome import Outcome
 from segue.bench.results import LevelResult, Result
 
 MIB = 2**20
@@ -120,27 +121,13 @@ def usage_table(level: LevelResult) -> str:
     return table(["side", "peak memory (PSS)", "CPU seconds by process", "CPU seconds of the others meanwhile"], rows)
 
 
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def plot(result: Result, path: Path) -> None:
     """Left: mean JCT, TTFA and TTFT per side and concurrency. Right: who worked on one typical request when."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, grid = pyplot.subplots(len(result.levels), 2, figsize=(14, 3.6 * len(result.levels)), squeeze=False)
-    for (bars, timeline), level in zip(grid, result.levels, strict=True):
-        _bars(bars, level)
-        _timeline(timeline, level)
-    figure.suptitle(title(result))
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    size = (14, 3.6 * len(result.levels))
+    with drawn(path, title(result), size, rows=len(result.levels), columns=2) as grid:
+        for (bars, timeline), level in zip(grid, result.levels, strict=True):
+            _bars(bars, level)
+            _timeline(timeline, level)
 
 
 def _bars(axes: Any, level: LevelResult) -> None:

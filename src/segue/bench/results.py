@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from segue.bench.driver import Outcome
 from segue.bench.load_results import GrowingResult
 from segue.bench.meters import SideUsage
+from segue.bench.outcome import Outcome
 from segue.bench.stats import HistogramFigures, Ratio, SideFigures
 
 

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from segue.bench.closed_loop import Slice
-from segue.bench.driver import Outcome
+from segue.bench.outcome import OmniSlice, Outcome
 from segue.messages.stats import Histogram
 
 METRICS: dict[str, Callable[[Outcome], float]] = {
@@ -86,7 +85,7 @@ def summary(values: Sequence[float]) -> Summary:
     return Summary(mean(values), percentile(values, 0.5), percentile(values, 0.99), max(values))
 
 
-def figures(slices: Sequence[Slice]) -> SideFigures:
+def figures(slices: Sequence[OmniSlice]) -> SideFigures:
     """Of the slices of one side."""
     outcomes = [outcome for taken in slices for outcome in taken.outcomes]
     wall = sum(taken.wall for taken in slices)
@@ -106,7 +105,9 @@ def figures(slices: Sequence[Slice]) -> SideFigures:
     )
 
 
-def ratio(mine: Sequence[Slice], theirs: Sequence[Slice], of: Callable[[Outcome], float], seed: int = 0) -> Ratio:
+def ratio(
+    mine: Sequence[OmniSlice], theirs: Sequence[OmniSlice], of: Callable[[Outcome], float], seed: int = 0
+) -> Ratio:
     """Mine over theirs; both must hold the same requests in the same rounds."""
     rounds = [
         [(of(a), of(b)) for a, b in zip(left.outcomes, right.outcomes, strict=True)]

@@ -6,8 +6,8 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from segue.bench.arguments import add_device, add_out, check_installed, count, counts, progress, some_of
-from segue.cli_parser import Parser
+from segue.bench.arguments import add_device, add_out, check_installed, counts, progress, some_of
+from segue.cli_parser import Parser, count
 from segue.messages.errors import ConfigError
 
 SHAPES = ("qwen2.5-7b", "qwen3-30b-a3b", "tiny", "tiny-moe")

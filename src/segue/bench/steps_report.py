@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from segue.bench.load_report import drawn, table
 from segue.bench.one_loaded import failure_lines
-from segue.bench.report import table
 from segue.bench.steps_results import StepsResult
 
 
@@ -44,27 +44,19 @@ def markdown(result: StepsResult) -> str:
 
 def plot(result: StepsResult, path: Path) -> None:
     """Operations per second over operations per byte, under what the device can do."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     can = result.ceilings
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    intensities = [2.0**power for power in range(-2, 13)]
-    roof = [min(can.flops, can.bytes_per_second * one) / 1e12 for one in intensities]
-    axes.plot(intensities, roof, color="black", label="bound")
-    for side in dict.fromkeys(one.side for one in result.decodes):
-        mine = [one for one in result.decodes if one.side == side]
-        axes.plot([one.intensity for one in mine], [one.flops / 1e12 for one in mine], marker="o", label=side)
-        for one in mine:
-            axes.annotate(str(one.batch), (one.intensity, one.flops / 1e12), fontsize=8)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("operations per byte read")
-    axes.set_ylabel("TFLOP/s")
-    axes.set_title(f"{result.settings.model}, decode steps, {result.settings.device}")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    title = f"{result.settings.model}, decode steps, {result.settings.device}"
+    with drawn(path, title, (7, 4.5)) as [[axes]]:
+        intensities = [2.0**power for power in range(-2, 13)]
+        roof = [min(can.flops, can.bytes_per_second * one) / 1e12 for one in intensities]
+        axes.plot(intensities, roof, color="black", label="bound")
+        for side in dict.fromkeys(one.side for one in result.decodes):
+            mine = [one for one in result.decodes if one.side == side]
+            axes.plot([one.intensity for one in mine], [one.flops / 1e12 for one in mine], marker="o", label=side)
+            for one in mine:
+                axes.annotate(str(one.batch), (one.intensity, one.flops / 1e12), fontsize=8)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("operations per byte read")
+        axes.set_ylabel("TFLOP/s")
+        axes.legend()

@@ -10,8 +10,8 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from segue.bench.arguments import add_out, check_installed, count, counts, progress, some_of
-from segue.cli_parser import Parser
+from segue.bench.arguments import add_out, check_installed, counts, progress, some_of
+from segue.cli_parser import Parser, count
 from segue.graph.deployment import QUANTIZATIONS
 
 if TYPE_CHECKING:

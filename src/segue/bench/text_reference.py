@@ -14,7 +14,6 @@ from segue.bench.channel import Channel, serve
 from segue.bench.text_wire import Answer, Loaded, Options, Policy
 from segue.bench.text_workload import TextRequest
 
-ATTENTION = {"one": "sdpa", "static": "sdpa", "continuous": "sdpa"}
 BLOCK, CACHE_TOKENS = 32, 65536
 
 
@@ -35,13 +34,13 @@ def _run(channel: Channel[Policy, TextRequest], options: Options) -> None:
     logging.set_verbosity_error()
     torch.set_num_threads(options.threads)
     model = AutoModelForCausalLM.from_pretrained(options.model_dir, dtype=dtype_of(options.dtype)).eval()
-    channel.send(Loaded(torch.get_num_threads()))
+    channel.send(Loaded())
     continuous = _Continuous(model)
     policy = Policy("one", 1, 0.0)
     while (message := channel.take()) is not None:
         if isinstance(message, Policy):
             policy = message
-            model.set_attn_implementation(ATTENTION[policy.way])
+            model.set_attn_implementation("sdpa")  # `generate_batch` takes flash attention where it is installed
             continue
         requests = channel.gather(message.request, policy.most, policy.gather)
         for answer in continuous(requests) if policy.way == "continuous" else _generate(model, requests):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from segue.bench.load_report import head
-from segue.bench.report import table
+from segue.bench.load_report import drawn, head, table
 from segue.bench.stats import Summary
 from segue.bench.text_results import Scenario, TextResult
 
@@ -52,18 +51,10 @@ def _ms(summary: Summary) -> str:
 
 def plot(result: TextResult, path: Path) -> None:
     """Left: output tokens per second of every side in every scenario. Right: the crowds."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (bars, crowds) = pyplot.subplots(1, 2, figsize=(15, 1.5 + 0.7 * max(6, len(result.scenarios))))
-    _bars(bars, result.scenarios)
-    _crowds(crowds, result.crowds)
-    figure.suptitle(f"{result.settings.model}, {result.settings.dtype}, {result.finished[:10]}")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    title = f"{result.settings.model}, {result.settings.dtype}, {result.finished[:10]}"
+    with drawn(path, title, (15, 1.5 + 0.7 * max(6, len(result.scenarios))), columns=2) as [[bars, crowds]]:
+        _bars(bars, result.scenarios)
+        _crowds(crowds, result.crowds)
 
 
 def _bars(axes: Any, scenarios: list[Scenario]) -> None:

@@ -28,8 +28,6 @@ class Policy(msgspec.Struct, tag=True):
 class Loaded(msgspec.Struct, tag=True):
     """The model is there."""
 
-    threads: int
-
 
 class Answer(msgspec.Struct, tag=True, kw_only=True):
     """One request's answer; times are time.monotonic(), one clock for all processes of a machine."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from segue.graph.parts import Edge, Stage
+from segue.graph.parts import INPUT, Edge, Stage
 from segue.messages.errors import ConfigError, nearest
 
 ENGINES = ("autoregressive", "diffusion", "module")
@@ -14,14 +14,14 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 """Names stand in file keys, metric labels and diagrams; a number would be taken for a stage's place."""
 
 
-def check(graph: str, stages: Sequence[Stage], edges: Sequence[Edge], source: str) -> None:
-    """Raise `ConfigError` for the first mistake in the graph called `graph`, whose entry stage is `source`."""
+def check(graph: str, stages: Sequence[Stage], edges: Sequence[Edge]) -> None:
+    """Raise `ConfigError` for the first mistake in the graph called `graph`."""
     for stage in stages:
         _check_stage(graph, stage, {other.name for other in stages})
-    _check_duplicates(graph, stages, source)
-    _check_edges(graph, {stage.name for stage in stages}, edges, source)
+    _check_duplicates(graph, stages)
+    _check_edges(graph, {stage.name for stage in stages}, edges)
     topological(graph, [stage.name for stage in stages], edges)  # names the cycle where there is one
-    _check_flow(graph, stages, edges, source)
+    _check_flow(graph, stages, edges)
     main_stage(graph, stages)
 
 
@@ -82,17 +82,17 @@ def _check_stage(graph: str, stage: Stage, names: set[str]) -> None:
         raise ConfigError(f"{where} has fuse_with {stage.fuse_with!r}{nearest(stage.fuse_with, names - {stage.name})}")
 
 
-def _check_duplicates(graph: str, stages: Sequence[Stage], source: str) -> None:
+def _check_duplicates(graph: str, stages: Sequence[Stage]) -> None:
     seen: set[str] = set()
     for stage in stages:
-        if stage.name in seen and stage.name == source:
-            raise ConfigError(f"graph {graph!r}: {source!r} is in every graph by itself; name yours otherwise")
+        if stage.name in seen and stage.name == INPUT:
+            raise ConfigError(f"graph {graph!r}: {INPUT!r} is in every graph by itself; name yours otherwise")
         if stage.name in seen:
             raise ConfigError(f"graph {graph!r} has two stages called {stage.name!r}; names must differ")
         seen.add(stage.name)
 
 
-def _check_edges(graph: str, names: set[str], edges: Sequence[Edge], source: str) -> None:
+def _check_edges(graph: str, names: set[str], edges: Sequence[Edge]) -> None:
     seen: set[tuple[str, str]] = set()
     for edge in edges:
         where = f"graph {graph!r}: edge {edge.source!r} -> {edge.target!r}"
@@ -101,14 +101,14 @@ def _check_edges(graph: str, names: set[str], edges: Sequence[Edge], source: str
                 raise ConfigError(f"{where} names no stage {end!r} of this graph{nearest(end, names)}")
         if edge.source == edge.target:
             raise ConfigError(f"{where} leads a stage to itself")
-        if edge.target == source:
-            raise ConfigError(f"{where}: nothing leads to {source!r}, it reads the request")
+        if edge.target == INPUT:
+            raise ConfigError(f"{where}: nothing leads to {INPUT!r}, it reads the request")
         if (edge.source, edge.target) in seen:
             raise ConfigError(f"{where} is drawn twice")
         seen.add((edge.source, edge.target))
 
 
-def _check_flow(graph: str, stages: Sequence[Stage], edges: Sequence[Edge], source: str) -> None:
+def _check_flow(graph: str, stages: Sequence[Stage], edges: Sequence[Edge]) -> None:
     """Everything comes from the request and leads to the client. Expects a DAG."""
     forward = {stage.name: [edge.target for edge in edges if edge.source == stage.name] for stage in stages}
     has_upstream = {edge.target for edge in edges}
@@ -116,12 +116,12 @@ def _check_flow(graph: str, stages: Sequence[Stage], edges: Sequence[Edge], sour
         raise ConfigError(f"graph {graph!r}: no stage gives anything to the client; say gives= of the last one")
     # in a DAG all stages that cannot be reached hang below one that has no input at all
     for stage in stages:
-        if stage.name != source and stage.name not in has_upstream:
-            below = sorted(reachable(stage.name, forward) - {stage.name} - reachable(source, forward))
-            tail = f"; so {', '.join(map(repr, below))} cannot be reached from {source!r} either" if below else ""
+        if stage.name != INPUT and stage.name not in has_upstream:
+            below = sorted(reachable(stage.name, forward) - {stage.name} - reachable(INPUT, forward))
+            tail = f"; so {', '.join(map(repr, below))} cannot be reached from {INPUT!r} either" if below else ""
             raise ConfigError(
                 f"graph {graph!r}: stage {stage.name!r} has no input: it takes nothing and no edge leads to it, "
-                f"so it cannot be reached from {source!r}{tail}"
+                f"so it cannot be reached from {INPUT!r}{tail}"
             )
     giving = {stage.name for stage in stages if stage.gives}
     for stage in reversed(stages):

@@ -77,15 +77,13 @@ class Section:
             raise wrong(path, value, f"an integer of at least {least}" + (f" and at most {most}" if most else ""))
         return value
 
-    def number(self, key: str, default: T, *, above: float = 0.0, most: float = math.inf) -> float | T:
-        """A finite number in (above, most]."""
+    def number(self, key: str, default: T, *, most: float = math.inf) -> float | T:
+        """A finite number above 0, up to `most`."""
         path, value = self.find(key)
         if value is None:
             return default
-        if type(value) not in (int, float) or not (above < value <= most and math.isfinite(value)):
-            raise wrong(
-                path, value, f"a number above {above:g}" + ("" if math.isinf(most) else f" and at most {most:g}")
-            )
+        if type(value) not in (int, float) or not (0 < value <= most and math.isfinite(value)):
+            raise wrong(path, value, "a number above 0" + ("" if math.isinf(most) else f" and at most {most:g}"))
         return float(value)
 
     def size(self, key: str, default: T, *, least: int = 1) -> int | T:

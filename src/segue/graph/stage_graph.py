@@ -22,10 +22,10 @@ from types import MappingProxyType
 
 from segue.graph import checks
 from segue.graph.parts import INPUT, Condition, Edge, Engine, Stage
-from segue.graph.walk import Walk, WalkStage, walk
+from segue.graph.walk import Walk, walk
 from segue.messages.request import Request
 
-__all__ = ["INPUT", "Condition", "Edge", "Engine", "Stage", "StageGraph", "Walk", "WalkStage"]
+__all__ = ["INPUT", "Condition", "Edge", "Engine", "Stage", "StageGraph", "Walk"]
 
 
 class StageGraph:
@@ -75,7 +75,7 @@ class StageGraph:
         """Raise `ConfigError` naming the first mistake and what would be right."""
         if self._validated:
             return
-        checks.check(self.name, self._declared, self.edges, INPUT)
+        checks.check(self.name, self._declared, self.edges)
         self._validated = True
 
     # --- reading
@@ -113,9 +113,6 @@ class StageGraph:
         self.validate()
         return checks.main_stage(self.name, self._declared)
 
-    def upstreams(self, name: str) -> tuple[str, ...]:
-        return tuple(edge.source for edge in self.edges if edge.target == name)
-
     def downstreams(self, name: str) -> tuple[str, ...]:
         return tuple(edge.target for edge in self.edges if edge.source == name)
 
@@ -126,5 +123,5 @@ class StageGraph:
 
     def walk(self, request: Request) -> Walk:
         """What runs for this request, and who waits for whom; pure. Raises `InvalidRequest`."""
-        self.validate()
-        return walk(request, [self.stages[name] for name in self.topological()], self.edges, INPUT)
+        stages = self.stages
+        return walk(request, [stages[name] for name in self.topological()], self.edges)

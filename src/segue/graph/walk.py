@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from segue.graph.parts import TOKENS, Edge, Stage
+from segue.graph.parts import INPUT, TOKENS, Edge, Stage
 from segue.messages.errors import InvalidRequest, nearest
 from segue.messages.request import MediaPart, Request
 
@@ -14,7 +14,6 @@ from segue.messages.request import MediaPart, Request
 class WalkStage:
     """One stage of a walk; the names in it are stages of the same walk."""
 
-    name: str
     upstreams: frozenset[str]
     """Stages whose chunks this one gets."""
     downstreams: frozenset[str]
@@ -23,43 +22,17 @@ class WalkStage:
     """Of the requested modalities, those this stage gives."""
 
 
-@dataclass(frozen=True, slots=True)
-class Walk:
-    """The stages of one request, every one after its upstreams."""
-
-    stages: tuple[WalkStage, ...]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(stage.name for stage in self.stages)
-
-    @property
-    def edges(self) -> tuple[tuple[str, str], ...]:
-        """(source, target), in the order of the targets."""
-        return tuple((name, stage.name) for stage in self.stages for name in self.names if name in stage.upstreams)
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """The stages the client hears from."""
-        return tuple(stage.name for stage in self.stages if stage.to_client)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.names
-
-    def __getitem__(self, name: str) -> WalkStage:
-        for stage in self.stages:
-            if stage.name == name:
-                return stage
-        raise KeyError(name)
+Walk = dict[str, WalkStage]
+"""The stages of one request by name, every one after its upstreams."""
 
 
-def walk(request: Request, stages: Sequence[Stage], edges: Sequence[Edge], source: str) -> Walk:
-    """The walk of a request over `stages` (in topological order, `source` among them).
+def walk(request: Request, stages: Sequence[Stage], edges: Sequence[Edge]) -> Walk:
+    """The walk of a request over `stages`, in topological order.
 
-    A stage can run when it is the source or something that can run leads to it, over an edge whose condition holds;
-    one that takes media and no text needs such media in the request. Of these, a request gets those it needs: the
-    ones that give what it asks for, and all that leads to them. What asks for its own tokens alone is done at the
-    source.
+    A stage can run when it is the input stage or something that can run leads to it, over an edge whose condition
+    holds; one that takes media and no text needs such media in the request. Of these, a request gets those it needs:
+    the ones that give what it asks for, and all that leads to them. What asks for its own tokens alone is done at the
+    input stage.
     """
     wanted = _wanted(request, stages)
     kinds = request.media_kinds()
@@ -69,10 +42,10 @@ def walk(request: Request, stages: Sequence[Stage], edges: Sequence[Edge], sourc
     for stage in stages:
         before = frozenset(edge.source for edge in present if edge.target == stage.name and edge.source in upstreams)
         has_media = not stage.media_only or bool(stage.takes & kinds)
-        if stage.name == source or (before and has_media):
+        if stage.name == INPUT or (before and has_media):
             upstreams[stage.name] = before
 
-    gives = {stage.name: stage.gives | {TOKENS} if stage.name == source else stage.gives for stage in stages}
+    gives = {stage.name: stage.gives | {TOKENS} if stage.name == INPUT else stage.gives for stage in stages}
     able = frozenset().union(*(gives[name] for name in upstreams))
     if missing := sorted(wanted - able):
         raise InvalidRequest(
@@ -83,18 +56,15 @@ def walk(request: Request, stages: Sequence[Stage], edges: Sequence[Edge], sourc
     for stage in reversed(stages):
         if stage.name in upstreams and (gives[stage.name] & wanted or stage.name in needed):
             needed |= {stage.name} | upstreams[stage.name]
-    return Walk(
-        tuple(
-            WalkStage(
-                name=stage.name,
-                upstreams=upstreams[stage.name],
-                downstreams=frozenset(other for other in needed if stage.name in upstreams[other]),
-                to_client=gives[stage.name] & wanted,
-            )
-            for stage in stages
-            if stage.name in needed
+    return {
+        stage.name: WalkStage(
+            upstreams=upstreams[stage.name],
+            downstreams=frozenset(other for other in needed if stage.name in upstreams[other]),
+            to_client=gives[stage.name] & wanted,
         )
-    )
+        for stage in stages
+        if stage.name in needed
+    }
 
 
 def _wanted(request: Request, stages: Sequence[Stage]) -> frozenset[str]:

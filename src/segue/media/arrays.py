@@ -8,8 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from PIL import Image, ImageOps
 
-from segue.media.sources import shown
-from segue.messages.errors import InvalidRequest
+from segue.messages.errors import InvalidRequest, shown, wrong
 from segue.messages.request import ArrayInfo, MediaPart
 
 _Array = np.ndarray[Any, np.dtype[Any]]
@@ -116,5 +115,5 @@ def _array(source: object, field: str, right: str) -> _Array:
 
 def _rate(value: object, field: str, right: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e7:
-        raise InvalidRequest(f"{field} is {shown(value)}; it must be {right}", field=field)
+        raise wrong(field, value, right)
     return float(value)

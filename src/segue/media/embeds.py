@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
-from segue.media.sources import shown
-from segue.messages.errors import InvalidRequest
+from segue.messages.errors import InvalidRequest, shown
 
 EMBEDS = "prompt_embeds"
 """What clients call them."""

@@ -8,9 +8,9 @@ from typing import Any, cast
 
 from segue.media.arrays import audio_part, image_part, video_part
 from segue.media.embeds import EMBEDS, embeds_file
-from segue.media.sources import PYTHON_POLICY, MediaPolicy, check_size, from_base64, read_path, read_source, shown
+from segue.media.sources import PYTHON_POLICY, MediaPolicy, check_size, from_base64, read_path, read_source
 from segue.media.turns import TURN_KEYS, extra_of
-from segue.messages.errors import InvalidRequest, nearest
+from segue.messages.errors import InvalidRequest, nearest, shown
 from segue.messages.request import MediaKind, MediaPart, Message, Part, TextPart
 
 __all__ = ["PYTHON_POLICY", "MediaPolicy", "messages_from", "part_of"]

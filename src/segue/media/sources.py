@@ -13,14 +13,10 @@ import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from reprlib import Repr
 from urllib.parse import SplitResult, unquote, unquote_to_bytes, urljoin, urlsplit
 
-from segue.messages.errors import InvalidRequest, NotFound, TooLarge
+from segue.messages.errors import InvalidRequest, NotFound, TooLarge, shown, wrong
 
-_SHORT = Repr()
-_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
-_SHORT.maxlevel = 2
 _BLOCK = 1 << 18
 _MAX_REDIRECTS = 3
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -44,11 +40,6 @@ class MediaPolicy:
 
 PYTHON_POLICY = MediaPolicy(allow_paths=True, max_bytes=4 << 30)
 """For callers of the Python API."""
-
-
-def shown(value: object) -> str:
-    """`repr` of a client's value, shortened to fit a message."""
-    return _SHORT.repr(value)
 
 
 def check_size(size: int, policy: MediaPolicy, field: str) -> None:
@@ -139,7 +130,7 @@ def read_path(path: str | os.PathLike[str], policy: MediaPolicy, field: str) -> 
     try:
         facts = os.fstat(descriptor)
         if not stat.S_ISREG(facts.st_mode):
-            raise InvalidRequest(f"{field} is {shown(name)}; it must be a regular file", field=field)
+            raise wrong(field, name, "a regular file")
         check_size(facts.st_size, policy, field)
         with open(descriptor, "rb", closefd=False) as file:
             data = file.read(policy.max_bytes + 1)

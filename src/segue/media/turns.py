@@ -6,9 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from segue.media.sources import shown
 from segue.messages.carried import check_carried
-from segue.messages.errors import InvalidRequest
+from segue.messages.errors import InvalidRequest, wrong
 
 TURN_KEYS = frozenset({"name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning"})
 
@@ -37,14 +36,14 @@ def extra_of(values: Mapping[str, Any], role: str, field: str) -> dict[str, Any]
 
 def _calls(value: object, field: str) -> list[dict[str, Any]]:
     if not isinstance(value, list):
-        raise InvalidRequest(f"{field} is {shown(value)}; it must be a list of calls", field=field)
+        raise wrong(field, value, "a list of calls")
     return [_call(call, f"{field}[{index}]") for index, call in enumerate(value)]
 
 
 def _call(call: object, field: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping):
-        raise InvalidRequest(f'{field} is {shown(call)}; it must be an object with "function"', field=field)
+        raise wrong(field, call, 'an object with "function"')
     name = _text(function.get("name"), f"{field}.function.name")
     arguments = _arguments(function.get("arguments"), f"{field}.function.arguments")
     kept = {"id": _text(call["id"], f"{field}.id")} if call.get("id") is not None else {}
@@ -57,7 +56,7 @@ def _arguments(value: object, field: str) -> dict[str, Any]:
     if value is None:
         value = {}
     if not isinstance(value, Mapping):
-        raise InvalidRequest(f"{field} is {shown(value)}; it must be the JSON of an object", field=field)
+        raise wrong(field, value, "the JSON of an object")
     return dict(value)
 
 
@@ -73,5 +72,5 @@ def _read(text: str) -> Any:
 
 def _text(value: object, field: str) -> str:
     if not isinstance(value, str):
-        raise InvalidRequest(f"{field} is {shown(value)}; it must be a string", field=field)
+        raise wrong(field, value, "a string")
     return value

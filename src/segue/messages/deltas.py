@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 import numpy as np
 
@@ -240,12 +238,11 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
     """Code of the language that was heard, where the model writes down what it hears."""
     audio_seconds: float = 0.0
     """Of the recording that was heard."""
-    options: dict[str, Any] = {}
     choices: list[Choice] = []
     """The outputs of the main stage, where it is autoregressive, by index."""
 
 
-Delta = (
+ClientDelta = (
     TextDelta
     | AudioDelta
     | ImageDelta
@@ -255,7 +252,6 @@ Delta = (
     | ScoreDelta
     | ClassesDelta
     | TokensDelta
-    | SegmentDelta
-    | ChoiceEnded
-    | Finished
 )
+"""What stages make; the orchestrator adds the others."""
+Delta = ClientDelta | SegmentDelta | ChoiceEnded | Finished

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from segue.messages.errors import InvalidRequest
+from segue.messages.errors import InvalidRequest, wrong
 from segue.messages.sampling import misfit
 
 
@@ -112,7 +112,7 @@ def diffusion_from(values: Mapping[str, Any]) -> DiffusionParams:
         if also in given:
             value = given.pop(also)
             if given.setdefault(name, value) != value:
-                raise _wrong(also, value, f"left out beside {name}, which is the same")
+                raise wrong(also, value, f"left out beside {name}, which is the same")
     try:
         params = msgspec.convert(given, DiffusionParams)
     except (msgspec.ValidationError, TypeError) as error:
@@ -126,53 +126,53 @@ def check_diffusion(params: DiffusionParams) -> None:
     for name in _AT_LEAST_ONE:
         value = getattr(params, name)
         if value is not None and value < 1:
-            raise _wrong(name, value, "at least 1")
+            raise wrong(name, value, "at least 1")
     for name in _NUMBERS:
         value = getattr(params, name)
         if value is not None and not 0 <= value <= _MOST:
-            raise _wrong(name, value, f"from 0 to {_MOST}")
+            raise wrong(name, value, f"from 0 to {_MOST}")
     if params.fps is not None and not _SLOWEST <= params.fps <= _FASTEST:
-        raise _wrong("fps", params.fps, f"from {_SLOWEST} to {_FASTEST}")
+        raise wrong("fps", params.fps, f"from {_SLOWEST} to {_FASTEST}")
     for name in ("seconds", "step_cache_threshold"):
         value = getattr(params, name)
         if value is not None and not (math.isfinite(value) and value > 0):
-            raise _wrong(name, value, "a finite number above 0")
+            raise wrong(name, value, "a finite number above 0")
     if params.seconds is not None and params.num_frames is not None:
-        raise _wrong("seconds", params.seconds, "left out beside num_frames")
+        raise wrong("seconds", params.seconds, "left out beside num_frames")
     _check_step_cache(params)
     if params.strength is not None and not 0 < params.strength <= 1:
-        raise _wrong("strength", params.strength, "above 0 and at most 1")
+        raise wrong("strength", params.strength, "above 0 and at most 1")
     for name in ("guidance_rescale", "eta"):
         value = getattr(params, name)
         if value is not None and not 0 <= value <= 1:
-            raise _wrong(name, value, "from 0 to 1")
+            raise wrong(name, value, "from 0 to 1")
     if params.clip_skip is not None and params.clip_skip < 0:
-        raise _wrong("clip_skip", params.clip_skip, "at least 0")
+        raise wrong("clip_skip", params.clip_skip, "at least 0")
     for name in _SIZES:
         size = getattr(params, name)
         if size is not None and not all(0 <= side < 2**16 for side in size):
-            raise _wrong(name, size, "two numbers of pixels")
+            raise wrong(name, size, "two numbers of pixels")
     if params.partial_images < 0:
-        raise _wrong("partial_images", params.partial_images, "at least 0")
+        raise wrong("partial_images", params.partial_images, "at least 0")
     if params.guidance_interval is not None:
         begin, end = params.guidance_interval
         if not 0 <= begin <= end <= 1:
-            raise _wrong("guidance_interval", params.guidance_interval, "(from, to) with 0 <= from <= to <= 1")
+            raise wrong("guidance_interval", params.guidance_interval, "(from, to) with 0 <= from <= to <= 1")
     if params.sigmas is not None:
         levels = list(map(_in_32_bits, params.sigmas))
         falling = all(higher > lower >= 0 for higher, lower in pairwise(levels))
         if not (levels and 0 < levels[0] <= _MOST and falling):
             right = f"a list of noise levels that begins above 0 and falls (in 32 bits), each from 0 to {_MOST}"
-            raise _wrong("sigmas", params.sigmas, right)
+            raise wrong("sigmas", params.sigmas, right)
         if params.num_inference_steps not in (None, len(params.sigmas)):
             right = f"left out beside sigmas, or their number, {len(params.sigmas)}"
-            raise _wrong("num_inference_steps", params.num_inference_steps, right)
+            raise wrong("num_inference_steps", params.num_inference_steps, right)
 
 
 def _check_step_cache(params: DiffusionParams) -> None:
     name = params.step_cache
     if name is not None and name not in STEP_CACHES:
-        raise InvalidRequest(f"step_cache is {name!r}; it must be one of {', '.join(STEP_CACHES)}", field="step_cache")
+        raise wrong("step_cache", name, f"one of {', '.join(STEP_CACHES)}")
     if params.step_cache_threshold is not None and name not in BLOCK_CACHES:
         raise InvalidRequest(
             f"step_cache_threshold is {params.step_cache_threshold}, but step_cache is {name!r}; it goes with "
@@ -187,7 +187,3 @@ def _in_32_bits(level: float) -> float:
         return level
     [rounded] = struct.unpack("f", struct.pack("f", level))
     return float(rounded)
-
-
-def _wrong(name: str, value: object, right: str) -> InvalidRequest:
-    return InvalidRequest(f"{name} is {value!r}; it must be {right}", field=name)

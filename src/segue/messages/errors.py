@@ -20,7 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from reprlib import Repr
 from typing import ClassVar
+
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
+_SHORT.maxlevel = 2
 
 
 class SegueError(Exception):
@@ -139,10 +144,20 @@ def error_from(kind: str, message: str, *, field: str | None = None, stage: str 
     return _TREE.get(kind, StageFailed)(message, field=field, stage=stage)
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def shown(value: object) -> str:
+    """`repr` of a client's value, shortened to fit a message."""
+    return _SHORT.repr(value)
+
+
+def wrong(field: str, value: object, right: str) -> InvalidRequest:
+    """`n is 0; it must be at least 1`: what most refusals of a value say."""
+    return InvalidRequest(f"{field} is {shown(value)}; it must be {right}", field=field)
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
     """`"; did you mean 'x'?"` or the list of what exists: the tail of every "unknown name" message."""
     names = sorted(known)
-    close = get_close_matches(name, names, n=1, cutoff=0.5)
+    close = get_close_matches(name, names, n=1, cutoff=0.5) if isinstance(name, str) else []
     if close:
         return f"; did you mean {close[0]!r}?"
     return f"; known: {', '.join(names)}" if names else ""

@@ -65,6 +65,9 @@ class Exited(msgspec.Struct, tag=True):
 ToForkServer = Spawn | Kill
 FromForkServer = Preloaded | PreloadFailed | Spawned | Exited
 
+MESSAGE_BYTES = 1 << 18
+"""Of a packet, at most."""
+
 _encoder = msgspec.msgpack.Encoder()
 to_fork_server = msgspec.msgpack.Decoder(ToForkServer)
 from_fork_server = msgspec.msgpack.Decoder(FromForkServer)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from segue.messages.diffusion import DiffusionParams
-from segue.messages.errors import InvalidRequest
+from segue.messages.errors import wrong
 from segue.messages.sampling import SamplingParams, misfit
 
 MediaKind = Literal["image", "audio", "video"]
@@ -130,7 +130,7 @@ def check_types(request: Request) -> None:
     are not looked at: they are made by `segue.media.parts`, and may be large.
     """
     if isinstance(request.seed, int) and not -(2**63) <= request.seed < 2**64:
-        raise InvalidRequest(f"seed is {request.seed}; it must be a 64-bit integer", field="seed")
+        raise wrong("seed", request.seed, "a 64-bit integer")
     try:
         msgspec.msgpack.decode(msgspec.msgpack.encode(msgspec.structs.replace(request, messages=[])), type=Request)
     except (msgspec.ValidationError, TypeError, OverflowError) as error:

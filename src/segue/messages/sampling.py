@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from segue.messages.carried import check_carried
-from segue.messages.errors import InvalidRequest, nearest
+from segue.messages.errors import InvalidRequest, nearest, wrong
 
 GREEDY_BELOW = 1e-5
 """A temperature under this is greedy decoding."""
@@ -200,16 +200,11 @@ def check_sampling(params: SamplingParams, field: str) -> None:
     for name, (low, high, right) in _RANGES.items():
         value = getattr(params, name)
         if value is not None and not low <= value <= high:  # NaN is in no range
-            raise InvalidRequest(f"{field}.{name} is {value!r}; it must be {right}", field=f"{field}.{name}")
+            raise wrong(f"{field}.{name}", value, right)
     if params.top_p is not None and not 0.0 < params.top_p <= 1.0:
-        raise InvalidRequest(
-            f"{field}.top_p is {params.top_p!r}; it must be above 0 and at most 1", field=f"{field}.top_p"
-        )
+        raise wrong(f"{field}.top_p", params.top_p, "above 0 and at most 1")
     if params.repetition_penalty is not None and not (0.0 < params.repetition_penalty <= 10.0):
-        raise InvalidRequest(
-            f"{field}.repetition_penalty is {params.repetition_penalty!r}; it must be above 0 and at most 10",
-            field=f"{field}.repetition_penalty",
-        )
+        raise wrong(f"{field}.repetition_penalty", params.repetition_penalty, "above 0 and at most 10")
     if params.min_tokens and params.max_tokens and params.min_tokens > params.max_tokens:
         raise InvalidRequest(
             f"{field}.min_tokens is {params.min_tokens}, more than max_tokens ({params.max_tokens})",
@@ -246,15 +241,10 @@ def _check_lists(params: SamplingParams, field: str) -> None:
             field=f"{field}.bad_words",
         )
     if params.truncate_prompt_tokens == 0:
-        raise InvalidRequest(
-            f"{field}.truncate_prompt_tokens is 0; it must be an integer from 1, or -1 for what the context holds",
-            field=f"{field}.truncate_prompt_tokens",
-        )
+        right = "an integer from 1, or -1 for what the context holds"
+        raise wrong(f"{field}.truncate_prompt_tokens", params.truncate_prompt_tokens, right)
     if params.truncation_side not in (None, *SIDES):
-        raise InvalidRequest(
-            f"{field}.truncation_side is {params.truncation_side!r}; it must be {' or '.join(SIDES)}",
-            field=f"{field}.truncation_side",
-        )
+        raise wrong(f"{field}.truncation_side", params.truncation_side, " or ".join(SIDES))
     if params.allowed_token_ids is not None and not params.allowed_token_ids:
         raise InvalidRequest(
             f"{field}.allowed_token_ids is empty; name at least one", field=f"{field}.allowed_token_ids"
@@ -276,7 +266,7 @@ def _check_repetition(asked: RepetitionDetection, field: str) -> None:
         name, value, right = "min_count", count, f"an integer from 2 to {most}, for so many sizes of patterns"
     else:
         return
-    raise InvalidRequest(f"{field}.{name} is {value}; it must be {right}", field=f"{field}.{name}")
+    raise wrong(f"{field}.{name}", value, right)
 
 
 def check_structured(asked: StructuredOutput, field: str) -> None:
@@ -303,7 +293,7 @@ def _check_outputs(params: SamplingParams, field: str) -> None:
     for name in ("best_of", "beam_width"):
         value = getattr(params, name)
         if value is not None and value < n:
-            raise InvalidRequest(f"{field}.{name} is {value}; it must be at least n ({n})", field=f"{field}.{name}")
+            raise wrong(f"{field}.{name}", value, f"at least n ({n})")
     if params.beam_width is None:
         return
     if params.best_of is not None:

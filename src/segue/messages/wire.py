@@ -15,31 +15,9 @@ from typing import Any
 
 import msgspec
 
-from segue.messages.deltas import (
-    AudioDelta,
-    ClassesDelta,
-    EmbeddingDelta,
-    ImageDelta,
-    ProgressDelta,
-    ScoreDelta,
-    TextDelta,
-    TokensDelta,
-    VideoDelta,
-)
+from segue.messages.deltas import ClientDelta
 from segue.messages.request import Request
 from segue.messages.stats import WorkerStats
-
-ClientDelta = (
-    TextDelta
-    | AudioDelta
-    | ImageDelta
-    | VideoDelta
-    | ProgressDelta
-    | EmbeddingDelta
-    | ScoreDelta
-    | ClassesDelta
-    | TokensDelta
-)
 
 
 class Peer(msgspec.Struct, frozen=True):

@@ -34,9 +34,9 @@ from segue.messages.errors import ConfigError
 from segue.models.checkpoint import held_bytes
 from segue.models.decoder_load import COARSE, check_same, probe_ids, quantize
 from segue.models.head import head_of
-from segue.models.interface import check_interface, check_takes, decoder_of, name_of
+from segue.models.interface import cannot_be_served, check_interface, check_takes, decoder_of, name_of
 from segue.models.layer_inputs import READ_AS, takes_ids_again
-from segue.models.library import PAGED, VERSION, ModelOutput, PreTrainedModel
+from segue.models.library import PAGED, ModelOutput, PreTrainedModel
 from segue.models.lora import LoraAdapters
 from segue.models.no_cache import NoCache, counts_by_cache
 from segue.models.states import attending, divide, find_states, keeps_states
@@ -246,11 +246,7 @@ class PagedDecoder:
         return probe_ids(self.vocab_size, self.device)
 
     def _unserved(self, error: Exception) -> ConfigError:
-        return ConfigError(
-            f"{self._kind} of transformers {VERSION} cannot be served: its decoder or its head does not take what "
-            f"the engine gives it ({error})",
-            field="architectures",
-        )
+        return cannot_be_served(self._kind, f"its decoder or its head does not take what the engine gives it ({error})")
 
 
 def kv_spec(kind: str, record: LibraryRecord, layers: int, dtype: torch.dtype, attending: frozenset[int]) -> KVSpec:

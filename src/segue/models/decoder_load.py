@@ -8,11 +8,11 @@ from torch import nn
 from segue.kernels.quantized import quantize_linears
 from segue.messages.errors import ConfigError
 from segue.models.library import Conv1D
+from segue.models.tolerance import difference, tolerance
 
 _PROBE = 24
 """Tokens of the short text."""
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
-"""Largest difference over largest logit; other types: 0.1; activations rounded: 0.3."""
+_COARSE_TOLERANCE = 0.3
 COARSE = ("bfloat16", "int8", "int4")
 """Quantisations that round what goes into a layer, too."""
 
@@ -25,12 +25,11 @@ def probe_ids(vocab_size: int, device: torch.device) -> torch.Tensor:
 def check_same(kind: str, ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype, *, coarse: bool) -> None:
     """Logits [tokens, vocab] of a short text, computed in `dtype`; `coarse`: with activations rounded. Raises
     `ConfigError`."""
-    difference = float((ours - theirs).abs().max() / theirs.abs().max())
-    tolerance = 0.3 if coarse else _TOLERANCE.get(dtype, 0.1)
-    if not difference <= tolerance:
+    off, most = difference(ours, theirs), _COARSE_TOLERANCE if coarse else tolerance(dtype)
+    if not off <= most:
         raise ConfigError(
             f"{kind} cannot be served: its logits from token ids differ from those from embeddings by "
-            f"{difference:.1e} (at most {tolerance:.0e}); it does more with the ids than to embed them once",
+            f"{off:.1e} (at most {most:.0e}); it does more with the ids than to embed them once",
             field="architectures",
         )
 

@@ -24,7 +24,7 @@ from segue.messages.errors import ConfigError
 from segue.models.checkpoint import held_bytes
 from segue.models.decoder_load import COARSE, check_same, probe_ids, quantize
 from segue.models.head import head_of
-from segue.models.interface import decoder_of, name_of
+from segue.models.interface import cannot_be_served, decoder_of, name_of
 from segue.models.library import VERSION, DynamicCache, ModelOutput, PreTrainedModel
 from segue.models.states import keeps_states
 
@@ -141,8 +141,7 @@ class GatheredDecoder:
         )
 
     def _unserved(self) -> ConfigError:
-        return ConfigError(
-            f"{self._kind} of transformers {VERSION} cannot be served: it does not take attention from outside "
-            "(AttentionInterface), nor keys and values from a cache",
-            field="architectures",
+        return cannot_be_served(
+            self._kind,
+            "it does not take attention from outside (AttentionInterface), nor keys and values from a cache",
         )

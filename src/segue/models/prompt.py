@@ -10,8 +10,7 @@ import jinja2
 
 from segue.engines.contract import Payload
 from segue.graph.parts import TOKENS
-from segue.media.sources import shown
-from segue.messages.errors import InvalidRequest, TooLong
+from segue.messages.errors import InvalidRequest, TooLong, shown
 from segue.messages.request import ChatOptions, Message, Request, TextPart
 
 MOST_CHARACTERS = 1 << 20

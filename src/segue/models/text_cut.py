@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from segue.media.sources import shown
-from segue.messages.errors import InvalidRequest
+from segue.messages.errors import InvalidRequest, shown
 from segue.messages.request import Request
 from segue.messages.sampling import SIDES
 from segue.models.prompt import WHOLE_CONTEXT

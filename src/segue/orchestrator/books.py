@@ -15,6 +15,7 @@ from segue.messages.deltas import (
     Choice,
     ChoiceEnded,
     ClassesDelta,
+    ClientDelta,
     Delta,
     EmbeddingDelta,
     Finished,
@@ -29,7 +30,7 @@ from segue.messages.deltas import (
 )
 from segue.messages.errors import SegueError
 from segue.messages.request import Request
-from segue.messages.wire import ClientDelta, Emission, OutputEnd, StageDone
+from segue.messages.wire import Emission, OutputEnd, StageDone
 from segue.orchestrator.recovery import StageBook
 
 
@@ -151,20 +152,19 @@ class RequestBooks:
     def complete(self) -> bool:
         """True when every stage is done. Chunks go from worker to worker, and books by another way: the last stage may
         be done before those above it have told of their last ids."""
-        return all(self.stages[stage.name].done for stage in self.walk.stages)
+        return all(self.stages[name].done for name in self.walk)
 
     def given(self) -> bool:
         """True when the client has all that it asked for."""
-        return all(self.stages[stage.name].done for stage in self.walk.stages if stage.to_client)
+        return all(self.stages[name].done for name, stage in self.walk.items() if stage.to_client)
 
     def finished(self) -> Finished:
         """The last delta."""
         self.metrics.jct = time.monotonic() - self.admitted
         self.metrics.attempts = 1 + self.losses.total()
-        gives = {stage.name: stage.to_client for stage in self.walk.stages}
         for stage, outputs in self.journal.items():
             # ids of a stage that the client does not see belong to what it is for: a talker's codes are audio
-            kind = "text" if "text" in gives[stage] else _modality_below(stage, self.walk)
+            kind = "text" if "text" in self.walk[stage].to_client else _modality_below(stage, self.walk)
             self.usage.completion_modalities[kind] = sum(map(len, outputs.values()))
         return Finished(
             finish_reason=self.ends[0].finish_reason if self.ends else "stop",
@@ -223,10 +223,9 @@ def _frames_after(delta: VideoDelta, skip: int) -> VideoDelta | None:
 
 def _modality_below(stage: str, walk: Walk) -> str:
     """The first modality that anything downstream of a stage gives the client."""
-    by_name = {entry.name: entry for entry in walk.stages}
-    frontier = list(by_name[stage].downstreams)
+    frontier = list(walk[stage].downstreams)
     while frontier:
-        entry = by_name[frontier.pop(0)]
+        entry = walk[frontier.pop(0)]
         if entry.to_client:
             return min(entry.to_client)
         frontier.extend(entry.downstreams)

@@ -18,10 +18,10 @@ from segue.graph.parts import INPUT, TOKENS
 from segue.media.embeds import embeds_file
 from segue.media.parts import messages_from
 from segue.media.pictures import PICTURES, picture_parts
-from segue.media.sources import MediaPolicy, shown
+from segue.media.sources import MediaPolicy
 from segue.messages.deltas import Delta, ProgressDelta, TokensDelta
 from segue.messages.diffusion import PARAMETERS, DiffusionParams, check_diffusion, diffusion_from
-from segue.messages.errors import ConfigError, InvalidRequest, NotFound, StageFailed, nearest
+from segue.messages.errors import ConfigError, InvalidRequest, NotFound, StageFailed, nearest, wrong
 from segue.messages.request import Message, Request, check_types
 from segue.messages.sampling import SamplingParams, check_sampling, check_token_ids, sampling_from
 from segue.models.checkpoint_values import check_files
@@ -363,19 +363,17 @@ def _token_ids(ids: Any) -> list[int]:
     try:
         return [operator.index(token) for token in ids]
     except TypeError as error:
-        raise InvalidRequest(
-            f"prompt_token_ids is {shown(ids)}; it must be a list of integers", field="prompt_token_ids"
-        ) from error
+        raise wrong("prompt_token_ids", ids, "a list of integers") from error
 
 
 def _listed(modalities: Any) -> list[str]:
     if isinstance(modalities, (str, Mapping)) or not isinstance(modalities, Iterable):
         right = f'a list, e.g. ["{modalities}"]' if isinstance(modalities, str) else "a list of names"
-        raise InvalidRequest(f"modalities is {shown(modalities)}; it must be {right}", field="modalities")
+        raise wrong("modalities", modalities, right)
     return list(modalities)
 
 
 def _mapping(value: Any, field: str) -> Mapping[Any, Any]:
     if not isinstance(value, Mapping):
-        raise InvalidRequest(f"{field} is {shown(value)}; it must be an object (a mapping)", field=field)
+        raise wrong(field, value, "an object (a mapping)")
     return value

@@ -156,20 +156,20 @@ class Orchestrator:
         walk = self.graph.walk(request)
         if request.seed is None:
             request.seed = secrets.randbits(63)
-        for stage in walk.stages:
-            planned = self.plan.stages[stage.name].sampling
+        for name in walk:
+            planned = self.plan.stages[name].sampling
             keep, side = planned.truncate_prompt_tokens, planned.truncation_side
             if keep is not None or side is not None:  # the input stage cuts prompts, and knows no other stage's plan
-                asked = request.sampling.get(stage.name, SamplingParams())
+                asked = request.sampling.get(name, SamplingParams())
                 default = SamplingParams(truncate_prompt_tokens=keep, truncation_side=side)
-                request.sampling = {**request.sampling, stage.name: asked.over(default)}
+                request.sampling = {**request.sampling, name: asked.over(default)}
         books = RequestBooks(request=request, walk=walk, main=self.graph.main)
-        for stage in walk.stages:
-            books.stages[stage.name] = StageBook(tuple(stage.upstreams), tuple(stage.downstreams))
-            if self.graph.stages[stage.name].engine == "autoregressive":
-                books.journal[stage.name] = {}
+        for name, stage in walk.items():
+            books.stages[name] = StageBook(tuple(stage.upstreams), tuple(stage.downstreams))
+            if self.plan.stages[name].engine == "autoregressive":
+                books.journal[name] = {}
         if books.main not in books.stages:
-            books.main = next(stage.name for stage in reversed(walk.stages) if stage.to_client)
+            books.main = next(name for name, stage in reversed(walk.items()) if stage.to_client)
         deadline = request.deadline
         if deadline is None and self.plan.limits.default_deadline is not None:
             deadline = time.time() + self.plan.limits.default_deadline
@@ -230,10 +230,10 @@ class Orchestrator:
     def _send_begins(self, books: RequestBooks, begin: set[str]) -> None:
         """Downstream stages first, so that chunks seldom overtake their `Begin`."""
         stripped = msgspec.structs.replace(books.request, messages=[], prompt=None, prompt_token_ids=None)
-        for stage in reversed(books.walk.stages):
-            name, book = stage.name, books.stages[stage.name]
+        for name, stage in reversed(books.walk.items()):
             if name not in begin:
                 continue
+            book = books.stages[name]
             message = Begin(
                 request=books.request if name == INPUT else stripped,
                 stage=name,

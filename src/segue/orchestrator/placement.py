@@ -16,6 +16,7 @@ from typing import Protocol
 import segue
 from segue.messages.errors import ConfigError
 from segue.messages.process import (
+    MESSAGE_BYTES,
     Exited,
     FromForkServer,
     Kill,
@@ -28,8 +29,6 @@ from segue.messages.process import (
     encode,
     from_fork_server,
 )
-
-MESSAGE_BYTES = 1 << 18
 
 
 class Placement(Protocol):

@@ -67,7 +67,7 @@ class Owner(Protocol):
 
 
 class Supervisor:
-    """`open` once, then `opened` to wait for; `close` at the end."""
+    """`start` once, `close` at the end."""
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import Service
 from segue.server.chat_completions import add_chat_completions
+from segue.server.checking import Checking
 from segue.server.completions import add_completions
 from segue.server.embeddings import add_embeddings
 from segue.server.errors import install_error_handlers
@@ -37,7 +38,7 @@ def create_app(service: Service, settings: ServerSettings | None = None) -> Fast
     Raises `ConfigError` where jobs of video cannot be kept.
     """
     settings = settings or ServerSettings()
-    own = ServerMetrics()
+    own, checking = ServerMetrics(), Checking()
     responses = Responses(service, settings, own)
     videos = Videos(service, settings, own) if "video" in service.card.gives else None
 
@@ -49,17 +50,17 @@ def create_app(service: Service, settings: ServerSettings | None = None) -> Fast
     app = FastAPI(
         title="Segue", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=running
     )
-    add_chat_completions(app, service, settings, own)
-    add_responses(app, service, settings, own, responses)
-    add_messages(app, service, settings, own)
+    add_chat_completions(app, service, settings, own, checking)
+    add_responses(app, service, settings, own, checking, responses)
+    add_messages(app, service, settings, own, checking)
     add_completions(app, service, settings, own)
-    add_tokenize(app, service, settings)
+    add_tokenize(app, service, settings, checking)
     add_embeddings(app, service, settings, own)
     add_pooling(app, service, settings, own)
     add_scores(app, service, settings, own)
-    add_images(app, service, settings, own)
+    add_images(app, service, settings, own, checking)
     add_transcriptions(app, service, settings, own)
-    add_videos(app, service, settings, videos)
+    add_videos(app, service, settings, checking, videos)
     add_models(app, service, settings)
     add_lora(app, service, settings)
     add_health(app, service)

@@ -11,8 +11,7 @@ import msgspec
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from segue.media.sources import shown
-from segue.messages.errors import Cancelled, InvalidRequest, TooLarge, nearest
+from segue.messages.errors import Cancelled, InvalidRequest, TooLarge, nearest, shown
 from segue.server.errors import Unsupported, UnsupportedMediaType, UploadTimeout
 from segue.server.numbers import unreadable_number
 from segue.server.settings import ServerSettings

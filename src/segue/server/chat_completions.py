@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any
 
@@ -18,6 +17,7 @@ from segue.server.chat_logprobs import prompt_logprobs_object
 from segue.server.chat_reply import WholeChoice
 from segue.server.chat_request import ChatRequest, chat_request
 from segue.server.chat_stream import chat_chunks
+from segue.server.checking import Checking
 from segue.server.disconnect import EventStream, while_connected
 from segue.server.errors import json_response
 from segue.server.events import events
@@ -26,19 +26,16 @@ from segue.server.parameters import with_metrics
 from segue.server.settings import ServerSettings
 from segue.server.vllm import with_request_id
 
-_CHECKING_THREADS = 8
 
-
-def add_chat_completions(app: FastAPI, service: Service, settings: ServerSettings, metrics: ServerMetrics) -> None:
+def add_chat_completions(
+    app: FastAPI, service: Service, settings: ServerSettings, metrics: ServerMetrics, checking: Checking
+) -> None:
     """Add the endpoint."""
-    # threads of their own: a media host that answers slowly must not keep the codecs waiting
-    checking = ThreadPoolExecutor(_CHECKING_THREADS, thread_name_prefix="segue-request")
 
     @app.post("/v1/chat/completions")
     async def complete(request: Request) -> Response:
         values = with_request_id(await read_json(request, settings), request)
-        loop = asyncio.get_running_loop()
-        chat = await loop.run_in_executor(checking, chat_request, values, service.card, settings)
+        chat = await checking.run(chat_request, values, service.card, settings)
         chat = with_metrics(chat, request)
         if chat.stream:
             deltas = by_choice(run_generations(service, chat.requests, metrics, chat.written), service.card.text_stage)

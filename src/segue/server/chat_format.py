@@ -7,9 +7,8 @@ from typing import Any
 
 import msgspec
 
-from segue.media.sources import shown
 from segue.messages.carried import check_carried
-from segue.messages.errors import InvalidRequest, nearest
+from segue.messages.errors import InvalidRequest, nearest, shown, wrong
 from segue.messages.sampling import StructuredOutput, check_structured
 from segue.server.body import check_names, check_unsupported
 from segue.server.vllm import OF_STRUCTURED_OUTPUTS
@@ -54,8 +53,9 @@ def structured_output(
 def _response_format(values: dict[str, Any]) -> StructuredOutput | None:
     kind = values.get("type")
     if kind not in _TYPES:
-        hint = nearest(kind, _TYPES) if isinstance(kind, str) else f"; it is one of {', '.join(_TYPES)}"
-        raise InvalidRequest(f"response_format.type is {shown(kind)}{hint}", field="response_format.type")
+        raise InvalidRequest(
+            f"response_format.type is {shown(kind)}{nearest(kind, _TYPES)}", field="response_format.type"
+        )
     if kind == "structural_tag":
         check_names(values, _OF_TAGS, "response_format")
         check_carried(values, "response_format")
@@ -66,19 +66,13 @@ def _response_format(values: dict[str, Any]) -> StructuredOutput | None:
     check_names(values, ("type", "json_schema"), "response_format")
     described = values.get("json_schema")
     if not isinstance(described, dict):
-        raise InvalidRequest(
-            f'response_format.json_schema is {shown(described)}; it must be {{"name": …, "schema": …}}',
-            field="response_format.json_schema",
-        )
+        raise wrong("response_format.json_schema", described, '{"name": …, "schema": …}')
     check_names(described, ("name", "description", "schema", "strict"), "response_format.json_schema")
     schema = described.get("schema")
     if schema is None:
         return StructuredOutput(json_object=True)
     if not isinstance(schema, dict):
-        raise InvalidRequest(
-            f"response_format.json_schema.schema is {shown(schema)}; it must be an object",
-            field="response_format.json_schema.schema",
-        )
+        raise wrong("response_format.json_schema.schema", schema, "an object")
     check_carried(schema, "response_format.json_schema.schema")
     return StructuredOutput(json=schema)
 

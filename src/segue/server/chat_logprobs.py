@@ -6,16 +6,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from segue.messages.deltas import TokenLogprobs, TopToken
-from segue.messages.errors import InvalidRequest
+from segue.messages.errors import InvalidRequest, wrong
 
 
 def asked_logprobs(logprobs: bool | None, top_logprobs: int | None) -> int | None:
     """`SamplingParams.logprobs` from OpenAI's two parameters; how many there may be is up to the stage. Raises
     `InvalidRequest`."""
     if top_logprobs is not None and top_logprobs < -1:
-        raise InvalidRequest(
-            f"top_logprobs is {top_logprobs}; it must be at least 0, or -1 for all tokens", field="top_logprobs"
-        )
+        raise wrong("top_logprobs", top_logprobs, "at least 0, or -1 for all tokens")
     if top_logprobs and not logprobs:
         raise InvalidRequest(f"top_logprobs is {top_logprobs}, but logprobs is not true", field="top_logprobs")
     return (top_logprobs or 0) if logprobs else None

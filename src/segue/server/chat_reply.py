@@ -21,11 +21,6 @@ _SILENCE_RATE = 24_000
 """Rate of an audio reply that turned out to have no samples, so that it is still a file."""
 
 
-def samples_of(delta: AudioDelta) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """[samples] float32."""
-    return np.frombuffer(delta.samples, dtype="<f4")
-
-
 def image_object(delta: ImageDelta) -> dict[str, Any]:
     """A picture as an `image_url` part with a PNG data URL."""
     png = base64.b64encode(encode_png(delta.data, delta.height, delta.width)).decode()

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from segue.media.encode import check_audio_format
 from segue.media.parts import messages_from
-from segue.media.sources import shown
 from segue.messages.diffusion import PARAMETERS, DiffusionParams, diffusion_from
-from segue.messages.errors import InvalidRequest, NotFound, nearest
+from segue.messages.errors import InvalidRequest, NotFound, SegueError, nearest, shown, wrong
 from segue.messages.request import MediaPart, Message, Request
 from segue.models.dialects.dialect import Dialect
 from segue.orchestrator.service import ModelCard
@@ -24,9 +24,11 @@ from segue.server.parameters import (
     CommonBody,
     StreamOptions,
     answering_fields,
+    as_written,
     check_model,
     checked_token_ids,
     common_fields,
+    named_as,
     new_id,
     parse_body,
     with_model,
@@ -184,6 +186,27 @@ def chat_request(values: dict[str, Any], card: ModelCard, settings: ServerSettin
     )
 
 
+def as_chat(
+    own_id: str,
+    values: dict[str, Any],
+    places: Mapping[str, str],
+    named: Mapping[str, str],
+    card: ModelCard,
+    settings: ServerSettings,
+) -> ChatRequest:
+    """The chat completion of one choice that a request of another API is. `places`, `named`: where something stands in
+    `values`, and what it is called there → what the client wrote. Blocking (media). Raises `InvalidRequest`, in the
+    client's words."""
+    written = {**places, **named}
+    try:
+        chat = chat_request({name: value for name, value in values.items() if value is not None}, card, settings)
+    except SegueError as error:
+        raise as_written(error, written) from error
+    requests = [msgspec.structs.replace(request, request_id=own_id) for request in chat.requests]
+    of_stages = {path: named_as(said, named) for path, said in chat.written.items()}
+    return replace(chat, completion_id=own_id, requests=requests, written={**of_stages, **written})
+
+
 def _named(body: ChatBody, tools: ToolPlan) -> dict[str, str]:
     """Sampling parameters that stand in the body in another form → what they are called there."""
     named = {"logprobs": "logprobs" if body.top_logprobs is None else "top_logprobs"}
@@ -219,10 +242,7 @@ def _max_tokens(body: ChatBody) -> int | None:
             field="max_completion_tokens",
         )
     if body.max_completion_tokens < 1:
-        raise InvalidRequest(
-            f"max_completion_tokens is {body.max_completion_tokens}; it must be at least 1",
-            field="max_completion_tokens",
-        )
+        raise wrong("max_completion_tokens", body.max_completion_tokens, "at least 1")
     return body.max_completion_tokens
 
 

@@ -13,7 +13,7 @@ from segue.messages.deltas import AudioDelta, ChoiceEnded, Delta, Finished, Imag
 from segue.models.dialects.pieces import Piece, Said
 from segue.server.accounts import RunningUsage, usage_object
 from segue.server.chat_logprobs import logprobs_object
-from segue.server.chat_reply import audio_id, ending, expiry, image_object, samples_of
+from segue.server.chat_reply import audio_id, ending, expiry, image_object
 from segue.server.chat_request import ChatRequest
 from segue.server.generations import early_end
 from segue.server.reply_reader import ReplyReader, delta_of
@@ -100,7 +100,7 @@ class _StreamedChoice:
             self._encoder = audio_encoder(self._chat.audio_format, delta.sample_rate)
             self._rate = delta.sample_rate
         # a codec takes milliseconds: other clients' events go out meanwhile
-        return await asyncio.to_thread(self._encoder.feed, samples_of(delta))
+        return await asyncio.to_thread(self._encoder.feed, delta.array)
 
     def _audio(self, data: bytes) -> dict[str, Any]:
         return {
@@ -142,5 +142,6 @@ async def chat_chunks(
 
 
 def _prompt_ids(chat: ChatRequest, delta: Delta) -> dict[str, Any]:
-    told = isinstance(delta, TextDelta) and delta.prompt_token_ids and chat.return_token_ids
-    return {"prompt_token_ids": delta.prompt_token_ids} if isinstance(delta, TextDelta) and told else {}
+    if isinstance(delta, TextDelta) and delta.prompt_token_ids and chat.return_token_ids:
+        return {"prompt_token_ids": delta.prompt_token_ids}
+    return {}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from segue.media.sources import shown
 from segue.messages.carried import check_carried
-from segue.messages.errors import InvalidRequest
+from segue.messages.errors import InvalidRequest, shown
 from segue.messages.request import ChatOptions, Message, TextPart
 from segue.models.dialects.dialect import Dialect
 from segue.orchestrator.service import ModelCard

@@ -8,18 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from segue.graph.parts import TOKENS
-from segue.media.sources import shown
 from segue.messages.errors import InvalidRequest
 from segue.messages.request import Request
 from segue.orchestrator.service import ModelCard
-from segue.server.errors import Unsupported
+from segue.server.errors import not_for_this_model
 from segue.server.parameters import (
     Answering,
     CommonBody,
     StreamOptions,
     answering_fields,
     check_model,
-    checked_token_ids,
     common_fields,
     new_id,
     parse_body,
@@ -27,6 +25,7 @@ from segue.server.parameters import (
 )
 from segue.server.sampling import choices_of, sampling_of, seeds_of, together
 from segue.server.settings import ServerSettings
+from segue.server.text_requests import texts_of
 from segue.server.vllm import VLLM_UNSUPPORTED
 
 DEFAULT_MAX_TOKENS = 16
@@ -81,7 +80,7 @@ def completion_request(values: dict[str, Any], card: ModelCard, settings: Server
     )
     check_model(body.model, card, settings)
     if card.text_stage is None or "text" not in card.gives:
-        raise Unsupported("this model makes no text; this server does not support that endpoint for it", field="model")
+        raise not_for_this_model("makes no text")
     now = time.time()
     common = common_fields(body, card, now)
     prompts = _given(body)
@@ -157,7 +156,12 @@ def _given(body: CompletionBody) -> list[str | list[int] | bytes]:
     if body.prompt is not None:
         if body.prompt_embeds is not None:
             raise InvalidRequest("prompt and prompt_embeds are given; give one", field="prompt_embeds")
-        return [*_prompts(body.prompt)]
+        prompts = texts_of(body.prompt, "prompt")
+        for number, prompt in enumerate(prompts):
+            if not prompt:
+                at = "prompt" if isinstance(body.prompt, str) else f"prompt[{number}]"
+                raise InvalidRequest(f"{at} is empty; give at least one character", field=at)
+        return [*prompts]
     if body.prompt_embeds is None:
         raise InvalidRequest("prompt is missing", field="prompt")
     files = [body.prompt_embeds] if isinstance(body.prompt_embeds, str) else body.prompt_embeds
@@ -173,39 +177,8 @@ def _decoded(file: str, field: str) -> bytes:
         raise InvalidRequest(f"{field} is not base64: {error}", field=field) from error
 
 
-def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    """One entry per prompt."""
-    if isinstance(prompt, str):
-        return [_text(prompt, "prompt")]
-    if not prompt:
-        raise InvalidRequest("prompt is empty; give a text, token ids, or a list of either", field="prompt")
-    ids = [entry for entry in prompt if isinstance(entry, int)]
-    if len(ids) == len(prompt):
-        return [checked_token_ids(ids, "prompt")]
-    if ids:
-        raise InvalidRequest(f"prompt is {shown(prompt)}; it must be all texts, all ids or all lists", field="prompt")
-    kinds = {type(entry) for entry in prompt}
-    if len(kinds) > 1:
-        raise InvalidRequest(f"prompt is {shown(prompt)}; it must be all texts, all ids or all lists", field="prompt")
-    return [
-        _text(entry, f"prompt[{index}]") if isinstance(entry, str) else _ids(entry, f"prompt[{index}]")
-        for index, entry in enumerate(prompt)
-    ]
-
-
 def _place(prompts: list[str | list[int] | bytes], number: int, name: str) -> dict[str, str]:
     """Names of one prompt in a `Request` → where it stands in the body, under `name`. A stage behind the tokenizer
     cannot tell what its ids were made of, and says messages."""
     place = name if len(prompts) == 1 else f"{name}[{number}]"
     return dict.fromkeys(("prompt", "prompt_token_ids", "prompt_embeds", "messages"), place)
-
-
-def _text(text: str, field: str) -> str:
-    if not text:
-        raise InvalidRequest(f"{field} is empty; give at least one character", field=field)
-    return text
-
-
-def _ids(ids: object, field: str) -> list[int]:
-    assert isinstance(ids, list)
-    return checked_token_ids(ids, field)

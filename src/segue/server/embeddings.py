@@ -18,7 +18,7 @@ from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import ModelCard, Service
 from segue.server.body import read_json
 from segue.server.disconnect import while_connected
-from segue.server.errors import Unsupported, json_response
+from segue.server.errors import json_response, not_for_this_model
 from segue.server.parameters import check_model, parse_body, with_model
 from segue.server.pooled import pooled
 from segue.server.settings import ServerSettings
@@ -60,9 +60,7 @@ def embeddings_request(values: dict[str, Any], card: ModelCard, settings: Server
     body = parse_body(with_model(values, card, settings), EmbeddingsBody, _UNSUPPORTED, {})
     check_model(body.model, card, settings)
     if "embedding" not in card.gives:
-        raise Unsupported(
-            "this model gives no embeddings; this server does not support that endpoint for it", field="model"
-        )
+        raise not_for_this_model("gives no embeddings")
     as_base64 = written_as_base64(body.encoding_format)
     requests = text_requests(body, "embd", "embedding", vector_options(body.dimensions, card), card)
     return EmbeddingsRequest(body.model, requests, as_base64)

@@ -35,6 +35,11 @@ class Unsupported(InvalidRequest):
     code = "unsupported_parameter"
 
 
+def not_for_this_model(why: str) -> Unsupported:
+    """The refusal of an endpoint that is of no use to the model; `why`: what this model does not do."""
+    return Unsupported(f"this model {why}; this server does not support that endpoint for it", field="model")
+
+
 class UnsupportedMediaType(InvalidRequest):
     """The body is not declared as what the endpoint takes, or is compressed."""
 

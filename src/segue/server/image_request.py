@@ -14,13 +14,12 @@ import msgspec
 
 from segue.media.encode_image import check_image_format, check_image_sides
 from segue.media.parts import part_of
-from segue.media.sources import shown
 from segue.messages.carried import check_carried
 from segue.messages.diffusion import PARAMETERS, DiffusionParams, check_diffusion
-from segue.messages.errors import InvalidRequest, SegueError, TooLarge, TooLong
+from segue.messages.errors import InvalidRequest, SegueError, TooLarge, TooLong, shown
 from segue.messages.request import MediaPart, Message, Request
 from segue.orchestrator.service import ModelCard
-from segue.server.errors import Unsupported
+from segue.server.errors import Unsupported, not_for_this_model
 from segue.server.numbers import check_integers
 from segue.server.painting_names import check_called
 from segue.server.parameters import check_model, parse_body, turn_fields
@@ -151,9 +150,7 @@ def image_request(
 def edited_pictures(body: EditBody, card: ModelCard, settings: ServerSettings) -> list[MediaPart]:
     """The pictures to work on. Blocking (HTTP). Raises `InvalidRequest`."""
     if "image" in card.gives and "image" not in card.takes:
-        raise Unsupported(
-            "this model takes no pictures; this server does not support that endpoint for it", field="model"
-        )
+        raise not_for_this_model("takes no pictures")
     several = isinstance(body.image, list)
     given = body.image if several else [body.image]
     if not given:
@@ -231,9 +228,7 @@ def painting_request(
     if body.model is not None:
         check_model(body.model, card, settings)
     if modality not in card.gives:
-        raise Unsupported(
-            f"this model makes no {modality}; this server does not support that endpoint for it", field="model"
-        )
+        raise not_for_this_model(f"makes no {modality}")
     _check_text("prompt", body.prompt)
     for name in _TEXTS:
         _check_text(name, getattr(body, name) or "")

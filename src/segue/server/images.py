@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
@@ -11,6 +9,7 @@ from segue.messages.errors import InvalidRequest
 from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import Service
 from segue.server.body import read_json
+from segue.server.checking import Checking
 from segue.server.disconnect import EventStream, while_connected
 from segue.server.errors import json_response
 from segue.server.events import named_events
@@ -32,7 +31,9 @@ from segue.server.painting_names import OF_EDITS, OF_GENERATIONS
 from segue.server.settings import ServerSettings
 
 
-def add_images(app: FastAPI, service: Service, settings: ServerSettings, metrics: ServerMetrics) -> None:
+def add_images(
+    app: FastAPI, service: Service, settings: ServerSettings, metrics: ServerMetrics, checking: Checking
+) -> None:
     """Add the endpoints."""
 
     @app.post("/v1/images/generations")
@@ -48,7 +49,7 @@ def add_images(app: FastAPI, service: Service, settings: ServerSettings, metrics
         if values.get("mask") is not None and values.get("image") is None:
             raise InvalidRequest("mask says which part of a picture is made anew; image is missing", field="mask")
         body = painting_body(values, EditBody, UNSUPPORTED_OF_EDITS, OF_EDITS)
-        pictures = await asyncio.to_thread(edited_pictures, body, service.card, settings)
+        pictures = await checking.run(edited_pictures, body, service.card, settings)
         asked = image_request(body, service.card, settings, event="image_edit", pictures=pictures)
         return await _answer(asked, request, service, settings, metrics)
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import msgspec
 
-from segue.media.sources import shown
-from segue.messages.errors import InvalidRequest, nearest
+from segue.messages.errors import InvalidRequest, nearest, shown, wrong
 from segue.server.body import check_names
 from segue.server.errors import Unsupported
 
@@ -54,12 +53,13 @@ class Turns:
     def turn(self, turn: object, at: str) -> None:
         """One entry of `messages`. Raises `InvalidRequest`; what a chat completion checks by itself is left to it."""
         if not isinstance(turn, dict):
-            raise InvalidRequest(f"{at} is {shown(turn)}; it must be an object with role and content", field=at)
+            raise wrong(at, turn, "an object with role and content")
         check_names(turn, ("role", "content"), at)
         role = turn.get("role")
         if role not in _ROLES:
-            hint = nearest(role, _ROLES) if isinstance(role, str) else f"; known: {', '.join(_ROLES)}"
-            raise InvalidRequest(f"{at}.role is {shown(role)}, no known role{hint}", field=f"{at}.role")
+            raise InvalidRequest(
+                f"{at}.role is {shown(role)}, no known role{nearest(role, _ROLES)}", field=f"{at}.role"
+            )
         self._blocks(role, turn.get("content"), f"{at}.content")
 
     def _blocks(self, role: str, content: object, at: str) -> None:
@@ -95,7 +95,7 @@ class Turns:
         message = self._message("assistant", at)
         given = block.get("input", {})
         if not isinstance(given, dict):
-            raise InvalidRequest(f"{at}.input is {shown(given)}; it must be an object", field=f"{at}.input")
+            raise wrong(f"{at}.input", given, "an object")
         calls: list[dict[str, Any]] = message.setdefault("tool_calls", [])
         self._parts[f"messages[{len(self.messages) - 1}].tool_calls[{len(calls)}]"] = at
         function = {"name": _text(block, "name", at), "arguments": msgspec.json.encode(given).decode()}
@@ -118,12 +118,12 @@ def _listed(content: object, at: str) -> list[tuple[dict[str, Any], str]]:
     if isinstance(content, str):
         return [({"type": "text", "text": content}, at)]
     if not isinstance(content, list):
-        raise InvalidRequest(f"{at} is {shown(content)}; it must be a string or a list of blocks", field=at)
+        raise wrong(at, content, "a string or a list of blocks")
     blocks = []
     for index, block in enumerate(content):
         place = f"{at}[{index}]"
         if not isinstance(block, dict):
-            raise InvalidRequest(f"{place} is {shown(block)}; it must be a block: an object with a type", field=place)
+            raise wrong(place, block, "a block: an object with a type")
         blocks.append((block, place))
     return blocks
 
@@ -131,8 +131,9 @@ def _listed(content: object, at: str) -> list[tuple[dict[str, Any], str]]:
 def _kind(block: dict[str, Any], at: str, known: tuple[str, ...]) -> str:
     kind = block.get("type")
     if not isinstance(kind, str) or kind not in known:
-        hint = nearest(kind, known) if isinstance(kind, str) else f"; known: {', '.join(known)}"
-        raise Unsupported(f"{at}.type is {shown(kind)}, no block this server takes there{hint}", field=f"{at}.type")
+        raise Unsupported(
+            f"{at}.type is {shown(kind)}, no block this server takes there{nearest(kind, known)}", field=f"{at}.type"
+        )
     # clients send back what an answer had, with all that this server does not say as null
     check_names({name: value for name, value in block.items() if value is not None}, _KEYS[kind], at)
     return kind
@@ -141,7 +142,7 @@ def _kind(block: dict[str, Any], at: str, known: tuple[str, ...]) -> str:
 def _text(block: Mapping[str, Any], name: str, at: str) -> str:
     text = block.get(name)
     if not isinstance(text, str):
-        raise InvalidRequest(f"{at}.{name} is {shown(text)}; it must be a string", field=f"{at}.{name}")
+        raise wrong(f"{at}.{name}", text, "a string")
     return text
 
 
@@ -151,7 +152,7 @@ def _parts(block: Mapping[str, Any], kind: str, at: str) -> list[dict[str, Any]]
         return [{"type": "text", "text": _text(block, "text", at)}]
     source = block.get("source")
     if not isinstance(source, dict):
-        raise InvalidRequest(f"{at}.source is {shown(source)}; it must be an object", field=f"{at}.source")
+        raise wrong(f"{at}.source", source, "an object")
     at = f"{at}.source"
     if kind == "document":
         if source.get("type") != "text":

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from segue.media.sources import shown
-from segue.messages.errors import InvalidRequest, SegueError, nearest
+from segue.messages.errors import InvalidRequest, nearest, shown, wrong
 from segue.orchestrator.service import ModelCard
 from segue.server.body import check_names
-from segue.server.chat_request import ChatRequest, chat_request
+from segue.server.chat_request import ChatRequest, as_chat
 from segue.server.chat_template import dialect_for, knows_effort
 from segue.server.errors import Unsupported
 from segue.server.message_blocks import Turns
-from segue.server.parameters import as_written, check_model, named_as, parse_body
+from segue.server.parameters import check_model, parse_body
 from segue.server.settings import ServerSettings
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -91,8 +89,6 @@ class MessagesRequest:
 
     message_id: str
     chat: ChatRequest
-    written: Mapping[str, str]
-    """As in `Answering`, for what goes wrong in the stages."""
     stream: bool
 
 
@@ -101,7 +97,7 @@ def messages_request(values: dict[str, Any], card: ModelCard, settings: ServerSe
     body = parse_body(_read(values), MessagesBody, _UNSUPPORTED, {})
     user = (body.metadata or {}).get("user_id")
     if user is not None and not isinstance(user, str):
-        raise InvalidRequest(f"metadata.user_id is {shown(user)}; it must be a string", field="metadata.user_id")
+        raise wrong("metadata.user_id", user, "a string")
     given = msgspec.structs.asdict(body)
     more = {name: given[name] for name in _AS_IN_CHAT}
     more |= {"max_completion_tokens": body.max_tokens, "stop": body.stop_sequences or None, "user": user}
@@ -144,21 +140,11 @@ def _checked(
         "chat_template_kwargs": body.chat_template_kwargs,
         "continue_final_message": _goes_on(turns.messages) or None,
     }
-    written = {**turns.written, **of_tools, **_WRITTEN}
-    try:
-        chat = chat_request({name: value for name, value in values.items() if value is not None}, card, settings)
-    except SegueError as error:
-        raise as_written(error, written) from error
     message_id = f"msg_{uuid.uuid4().hex}"
-    requests = [
-        msgspec.structs.replace(request, request_id=message_id, return_prompt_ids=True) for request in chat.requests
-    ]
-    return MessagesRequest(
-        message_id=message_id,
-        chat=replace(chat, completion_id=message_id, requests=requests),
-        written={path: named_as(said, {**of_tools, **_WRITTEN}) for path, said in chat.written.items()} | written,
-        stream=stream,
-    )
+    chat = as_chat(message_id, values, turns.written, {**of_tools, **_WRITTEN}, card, settings)
+    for request in chat.requests:
+        request.return_prompt_ids = True
+    return MessagesRequest(message_id=message_id, chat=chat, stream=stream)
 
 
 def _goes_on(messages: list[dict[str, Any]]) -> bool:
@@ -194,13 +180,12 @@ def _choice(choice: dict[str, Any] | None) -> dict[str, Any]:
     kind, alone = choice.get("type"), choice.get("disable_parallel_tool_use", False)
     if not isinstance(alone, bool):
         field = "tool_choice.disable_parallel_tool_use"
-        raise InvalidRequest(f"{field} is {shown(alone)}; it must be true or false", field=field)
+        raise wrong(field, alone, "true or false")
     parallel = {"parallel_tool_calls": False} if alone else {}
     if kind == "tool":
         return {"tool_choice": {"type": "function", "function": {"name": choice.get("name")}}, **parallel}
     if kind not in _CHOICES:
-        known = (*_CHOICES, "tool")
-        hint = nearest(kind, known) if isinstance(kind, str) else f"; known: {', '.join(known)}"
+        hint = nearest(kind, (*_CHOICES, "tool"))
         raise InvalidRequest(f"tool_choice.type is {shown(kind)}{hint}", field="tool_choice.type")
     return {"tool_choice": _CHOICES[kind], **parallel}
 
@@ -212,9 +197,7 @@ def _thinking(body: CountBody, has_levels: bool) -> dict[str, Any]:
     check_names(config, ("effort", "format"), "output_config")
     kind = thinking.get("type", None if body.thinking is None else "")
     if kind is not None and kind not in _THINKING:
-        raise InvalidRequest(
-            f"thinking.type is {shown(kind)}; it must be {', '.join(_THINKING)}", field="thinking.type"
-        )
+        raise wrong("thinking.type", kind, ", ".join(_THINKING))
     effort = config.get("effort")
     if effort is not None and effort not in _EFFORTS:
         raise InvalidRequest(
@@ -235,9 +218,7 @@ def _budget(body: CountBody) -> int | None:
     thinking = body.thinking or {}
     budget = thinking.get("budget_tokens")
     if budget is not None and (type(budget) is not int or budget < 1):
-        raise InvalidRequest(
-            f"thinking.budget_tokens is {shown(budget)}; it must be an integer from 1", field="thinking.budget_tokens"
-        )
+        raise wrong("thinking.budget_tokens", budget, "an integer from 1")
     return None if thinking.get("type") != "enabled" else budget
 
 
@@ -246,8 +227,5 @@ def _response_format(config: dict[str, Any] | None) -> dict[str, Any] | None:
     if form is None:
         return None
     if not isinstance(form, dict) or form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
-        raise InvalidRequest(
-            f'output_config.format is {shown(form)}; it must be {{"type": "json_schema", "schema": …}}',
-            field="output_config.format",
-        )
+        raise wrong("output_config.format", form, '{"type": "json_schema", "schema": …}')
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": form["schema"]}}

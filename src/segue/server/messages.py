@@ -2,46 +2,39 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any
 
-import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from segue.graph.parts import TOKENS
 from segue.messages.deltas import Delta
 from segue.messages.errors import SegueError
 from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import Service
 from segue.server.body import read_json
+from segue.server.checking import Checking
 from segue.server.disconnect import EventStream, while_connected
 from segue.server.errors import MESSAGES, error_body, json_response
 from segue.server.events import named_events
 from segue.server.generations import run_generations
 from segue.server.message_request import MessagesRequest, count_request, messages_request
 from segue.server.message_writer import MessageWriter
-from segue.server.parameters import as_written
 from segue.server.settings import ServerSettings
-from segue.server.tokenize import prompt_tokens
-
-_CHECKING_THREADS = 8
+from segue.server.tokenize import count_prompt
 
 
-def add_messages(app: FastAPI, service: Service, settings: ServerSettings, metrics: ServerMetrics) -> None:
+def add_messages(
+    app: FastAPI, service: Service, settings: ServerSettings, metrics: ServerMetrics, checking: Checking
+) -> None:
     """Add the endpoints."""
-    # threads of their own: a media host that answers slowly must not keep the codecs waiting
-    checking = ThreadPoolExecutor(_CHECKING_THREADS, thread_name_prefix="segue-message")
 
     @app.post(MESSAGES)
     async def create(http: Request) -> Response:
         values = await read_json(http, settings)
-        loop = asyncio.get_running_loop()
-        asked = await loop.run_in_executor(checking, messages_request, values, service.card, settings)
-        deltas = run_generations(service, asked.chat.requests, metrics, asked.written)
+        asked = await checking.run(messages_request, values, service.card, settings)
+        deltas = run_generations(service, asked.chat.requests, metrics, asked.chat.written)
         if asked.stream:
             return EventStream(named_events(_events(asked, deltas)), settings.stall_seconds)
         return json_response(await while_connected(http.receive, _whole(asked, deltas)))
@@ -49,14 +42,8 @@ def add_messages(app: FastAPI, service: Service, settings: ServerSettings, metri
     @app.post(f"{MESSAGES}/count_tokens")
     async def count(http: Request) -> Response:
         values = await read_json(http, settings)
-        loop = asyncio.get_running_loop()
-        asked = await loop.run_in_executor(checking, count_request, values, service.card, settings)
-        prompt = msgspec.structs.replace(asked.chat.requests[0], modalities=[TOKENS], return_prompt_ids=False)
-        try:
-            found = await while_connected(http.receive, prompt_tokens(service, prompt))
-        except SegueError as error:
-            raise as_written(error, asked.written) from error
-        return json_response({"input_tokens": len(found.token_ids)})
+        asked = await checking.run(count_request, values, service.card, settings)
+        return json_response({"input_tokens": await count_prompt(http, service, asked.chat)})
 
 
 async def _whole(asked: MessagesRequest, deltas: AsyncGenerator[tuple[int, Delta]]) -> dict[str, Any]:

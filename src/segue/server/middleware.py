@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import re
 import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -17,9 +16,9 @@ from segue.observe.logging import http_request_id, log_event
 from segue.observe.metrics import ServerMetrics
 from segue.server.disconnect import CLIENT_GONE
 from segue.server.errors import MESSAGES, Unauthorized, error_response
+from segue.server.vllm import REQUEST_ID
 
 _log = logging.getLogger("segue.access")
-_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _PROTECTED = ("/v1/", "/v2/", "/score", "/rerank", "/classify", "/pooling", "/tokenize", "/detokenize")
 """Beginnings of paths: what makes the stages work or tells of the model (`/tokenizer_info` is among them)."""
 _POLLED = frozenset({"/health", "/ping", "/metrics"})
@@ -40,7 +39,7 @@ class Door:
             return
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
-        request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         http_request_id.set(request_id)
         status: int | None = None
 

@@ -8,8 +8,7 @@ from fastapi import FastAPI
 from starlette.responses import Response
 
 from segue.media.encode import AUDIO_FORMATS
-from segue.media.sources import shown
-from segue.messages.errors import nearest
+from segue.messages.errors import nearest, shown
 from segue.orchestrator.service import ModelCard, Service
 from segue.server.errors import ModelNotFound, json_response
 from segue.server.parameters import served_names

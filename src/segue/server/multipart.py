@@ -16,8 +16,7 @@ from fastapi import Request
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from segue.media.sources import shown
-from segue.messages.errors import InvalidRequest
+from segue.messages.errors import InvalidRequest, shown
 from segue.server.body import read_body, read_json
 from segue.server.errors import CrossSite
 from segue.server.settings import ServerSettings

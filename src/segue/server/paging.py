@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from segue.media.sources import shown
-from segue.messages.errors import InvalidRequest, NotFound
+from segue.messages.errors import NotFound, shown, wrong
 
 MAX_LISTED = 100
 """OpenAI's."""
@@ -27,9 +26,9 @@ def page_of(query: Mapping[str, str]) -> Page:
     """What the query of a URL asks for. Raises `InvalidRequest`."""
     order, limit = query.get("order", "desc"), query.get("limit", str(_LISTED))
     if order not in ("asc", "desc"):
-        raise InvalidRequest(f"order is {shown(order)}; it must be asc or desc", field="order")
+        raise wrong("order", order, "asc or desc")
     if not (limit.isascii() and limit.isdecimal() and len(limit) < 9 and 1 <= int(limit) <= MAX_LISTED):
-        raise InvalidRequest(f"limit is {shown(limit)}; it must be from 1 to {MAX_LISTED}", field="limit")
+        raise wrong("limit", limit, f"from 1 to {MAX_LISTED}")
     return Page(query.get("after"), int(limit), order == "desc")
 
 

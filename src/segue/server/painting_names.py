@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import Any
 
-from segue.media.sources import shown
-from segue.messages.errors import InvalidRequest
+from segue.messages.errors import InvalidRequest, shown
 
 _EDITS = "pictures to work on, and masks, go to /v1/images/edits as image and mask"
 _FIRST = "the picture to begin with is input_reference, the one to end with last_image"

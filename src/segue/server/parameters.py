@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi import Request as HttpRequest
 
-from segue.media.sources import shown
 from segue.messages.carried import check_carried
-from segue.messages.errors import InvalidRequest, SegueError, nearest
+from segue.messages.errors import InvalidRequest, SegueError, nearest, shown, wrong
 from segue.messages.sampling import SamplingParams
 from segue.orchestrator.service import ModelCard
 from segue.server.body import check_names, check_unsupported, convert
@@ -284,11 +283,11 @@ def turn_fields(priority: int | None, user: str | None, deadline: float | None, 
     """The fields of `Request` that say when it is its turn. `deadline`: seconds after `now`. Raises
     `InvalidRequest`."""
     if priority is not None and not -(2**31) <= priority < 2**31:
-        raise InvalidRequest(f"priority is {priority}; it must be a 32-bit integer", field="priority")
+        raise wrong("priority", priority, "a 32-bit integer")
     if user is not None and len(user) > MAX_USER:
         raise InvalidRequest(f"user has {len(user)} characters; at most {MAX_USER} are taken", field="user")
     if deadline is not None and not 0 < deadline < 1e9:
-        raise InvalidRequest(f"deadline is {deadline}; it must be seconds above 0", field="deadline")
+        raise wrong("deadline", deadline, "seconds above 0")
     return {
         "priority": priority or 0,
         "tenant": user or "",

@@ -11,9 +11,8 @@ from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
-from segue.media.sources import shown
 from segue.messages.deltas import ClassesDelta, EmbeddingDelta
-from segue.messages.errors import InvalidRequest, nearest
+from segue.messages.errors import InvalidRequest, nearest, shown
 from segue.messages.request import Request
 from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import ModelCard, Service

@@ -11,9 +11,8 @@ from typing import Any
 
 import msgspec
 
-from segue.media.sources import shown
 from segue.messages.deltas import Finished
-from segue.messages.errors import InvalidRequest, Overloaded, SegueError, ShuttingDown
+from segue.messages.errors import InvalidRequest, Overloaded, SegueError, ShuttingDown, shown
 from segue.messages.request import MediaPart
 from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import Service
@@ -123,7 +122,7 @@ class BackgroundResponses:
     async def _write(self, asked: ResponsesRequest, writer: ResponseWriter) -> list[Event]:
         events: list[Event] = []
         async with aclosing(
-            run_generations(self._service, asked.chat.requests, self._metrics, asked.written)
+            run_generations(self._service, asked.chat.requests, self._metrics, asked.chat.written)
         ) as deltas:
             begun = False
             async for _, delta in deltas:

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from segue.media.sources import shown
-from segue.messages.errors import InvalidRequest, nearest
+from segue.messages.errors import InvalidRequest, nearest, shown, wrong
 from segue.server.body import check_names
 from segue.server.errors import Unsupported
 
@@ -57,11 +56,12 @@ class Conversation:
     def item(self, item: object, at: str) -> None:
         """Raises `InvalidRequest` naming what is wrong; what a chat completion checks by itself is left to it."""
         if not isinstance(item, dict):
-            raise InvalidRequest(f"{at} is {shown(item)}; it must be an item: an object with a type", field=at)
+            raise wrong(at, item, "an item: an object with a type")
         kind = item.get("type", "message" if "role" in item else None)
         if not isinstance(kind, str) or kind not in _KEYS:
-            hint = nearest(kind, _KEYS) if isinstance(kind, str) else f"; known: {', '.join(_KEYS)}"
-            raise Unsupported(f"{at}.type is {shown(kind)}, no item this server takes{hint}", field=f"{at}.type")
+            raise Unsupported(
+                f"{at}.type is {shown(kind)}, no item this server takes{nearest(kind, _KEYS)}", field=f"{at}.type"
+            )
         check_names(item, _KEYS[kind], at)
         if kind == "message":
             self._message(item, at)
@@ -96,8 +96,9 @@ class Conversation:
     def _message(self, item: Mapping[str, Any], at: str) -> None:
         role = item.get("role")
         if role not in _ROLES:
-            hint = nearest(role, _ROLES) if isinstance(role, str) else f"; known: {', '.join(_ROLES)}"
-            raise InvalidRequest(f"{at}.role is {shown(role)}, no known role{hint}", field=f"{at}.role")
+            raise InvalidRequest(
+                f"{at}.role is {shown(role)}, no known role{nearest(role, _ROLES)}", field=f"{at}.role"
+            )
         if role == "assistant":
             message = self._reply(at, taken=("content", "tool_calls"))
         else:
@@ -121,14 +122,12 @@ class Conversation:
         """A thought goes before what was said after it; where only its summary or its cipher is there, it is gone."""
         content = item.get("content") or []
         if not isinstance(content, list):
-            raise InvalidRequest(f"{at}.content is {shown(content)}; it must be a list of parts", field=f"{at}.content")
+            raise wrong(f"{at}.content", content, "a list of parts")
         texts = []
         for index, part in enumerate(content):
             if not isinstance(part, dict) or not isinstance(part.get("text"), str):
                 where = f"{at}.content[{index}]"
-                raise InvalidRequest(
-                    f'{where} is {shown(part)}; it must be {{"type": "reasoning_text", "text": …}}', field=where
-                )
+                raise wrong(where, part, '{"type": "reasoning_text", "text": …}')
             texts.append(part["text"])
         if texts:
             message = self._reply(at, taken=("reasoning_content", "content", "tool_calls"))
@@ -154,8 +153,7 @@ def _part(part: object, at: str) -> object:
     if kind in _OF_CHAT:
         return part
     if kind not in _PARTS:
-        known = (*_PARTS, *_OF_CHAT)
-        hint = nearest(kind, known) if isinstance(kind, str) else f"; known: {', '.join(known)}"
+        hint = nearest(kind, (*_PARTS, *_OF_CHAT))
         raise Unsupported(f"{at}.type is {shown(kind)}, no part this server takes{hint}", field=f"{at}.type")
     check_names(part, _PARTS[kind], at)
     if kind == "input_audio":

@@ -7,8 +7,7 @@ from typing import Any
 
 import msgspec
 
-from segue.media.sources import shown
-from segue.messages.errors import InvalidRequest
+from segue.messages.errors import InvalidRequest, wrong
 from segue.server.paging import Page, listed
 from segue.server.response_store import Turn, items_so_far
 
@@ -21,11 +20,9 @@ def events_after(query: Mapping[str, str]) -> int | None:
     response itself. Raises `InvalidRequest`."""
     stream, after = query.get("stream", "false"), query.get("starting_after")
     if stream not in ("true", "false"):
-        raise InvalidRequest(f"stream is {shown(stream)}; it must be true or false", field="stream")
+        raise wrong("stream", stream, "true or false")
     if after is not None and not (after.isascii() and after.isdecimal() and len(after) <= _DIGITS):
-        raise InvalidRequest(
-            f"starting_after is {shown(after)}; it must be the sequence number of an event", field="starting_after"
-        )
+        raise wrong("starting_after", after, "the sequence number of an event")
     if stream == "false":
         if after is not None:
             raise InvalidRequest("starting_after is given, but stream is not true", field="starting_after")

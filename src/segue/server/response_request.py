@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from segue.media.sources import shown
 from segue.messages.carried import check_carried
-from segue.messages.errors import InvalidRequest, SegueError, nearest
+from segue.messages.errors import InvalidRequest, nearest, shown, wrong
 from segue.orchestrator.service import ModelCard
-from segue.server.chat_request import ChatRequest, chat_request
+from segue.server.chat_request import ChatRequest, as_chat
 from segue.server.errors import Unsupported
-from segue.server.parameters import as_written, check_model, named_as, parse_body, with_model
+from segue.server.parameters import check_model, parse_body, with_model
 from segue.server.response_items import Conversation
 from segue.server.response_tools import chat_tools
 from segue.server.settings import ServerSettings
@@ -138,8 +136,6 @@ class ResponsesRequest:
 
     response_id: str
     chat: ChatRequest
-    written: Mapping[str, str]
-    """As in `Answering`, for what goes wrong in the stages."""
     stream: bool
     store: bool
     background: bool
@@ -176,17 +172,11 @@ def responses_request(
         for index, item in enumerate(items):
             conversation.item(item, f"input[{index}]")
     tools, of_tools = chat_tools(body.tools, body.tool_choice)
-    written = {**conversation.written, **of_tools, **_WRITTEN}
-    try:
-        chat = chat_request(_chat_values(body, conversation, tools), card, settings)
-    except SegueError as error:
-        raise as_written(error, written) from error
     response_id = f"resp_{uuid.uuid4().hex}"
-    requests = [msgspec.structs.replace(request, request_id=response_id) for request in chat.requests]
+    values = _chat_values(body, conversation, tools)
     return ResponsesRequest(
         response_id=response_id,
-        chat=replace(chat, completion_id=response_id, requests=requests),
-        written={path: named_as(said, {**of_tools, **_WRITTEN}) for path, said in chat.written.items()} | written,
+        chat=as_chat(response_id, values, conversation.written, {**of_tools, **_WRITTEN}, card, settings),
         stream=bool(body.stream),
         store=body.store is not False,
         background=bool(body.background),
@@ -229,16 +219,14 @@ def _chat_values(body: ResponsesBody, conversation: Conversation, tools: dict[st
     values: dict[str, Any] = {name: given[name] for name in _AS_IN_CHAT}
     values |= {"messages": conversation.messages, "max_completion_tokens": body.max_output_tokens, **tools}
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= _MAX_TOP:
-        raise InvalidRequest(
-            f"top_logprobs is {body.top_logprobs}; it must be from 0 to {_MAX_TOP}", field="top_logprobs"
-        )
+        raise wrong("top_logprobs", body.top_logprobs, f"from 0 to {_MAX_TOP}")
     if body.top_logprobs is not None or _LOGPROBS in (body.include or []):
         values |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     if body.reasoning is not None:
         values["reasoning_effort"] = body.reasoning.effort
     if body.text is not None and body.text.format is not None:
         values["response_format"] = _response_format(body.text.format)
-    return {name: value for name, value in values.items() if value is not None}
+    return values
 
 
 def _response_format(form: dict[str, Any]) -> dict[str, Any]:
@@ -246,9 +234,7 @@ def _response_format(form: dict[str, Any]) -> dict[str, Any]:
     if form.get("type") != "json_schema":
         return form
     if not isinstance(form.get("schema"), dict):
-        raise InvalidRequest(
-            f"text.format.schema is {shown(form.get('schema'))}; it must be an object", field="text.format.schema"
-        )
+        raise wrong("text.format.schema", form.get("schema"), "an object")
     return {"type": "json_schema", "json_schema": {name: form[name] for name in form if name != "type"}}
 
 

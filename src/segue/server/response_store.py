@@ -8,8 +8,7 @@ from typing import Any
 
 import msgspec
 
-from segue.media.sources import shown
-from segue.messages.errors import InvalidRequest, NotFound, Overloaded, TooLarge
+from segue.messages.errors import InvalidRequest, NotFound, Overloaded, TooLarge, shown
 from segue.server.errors import StorageFull, Unsupported
 from segue.server.response_journal import Journal
 

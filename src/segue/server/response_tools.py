@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from segue.media.sources import shown
-from segue.messages.errors import InvalidRequest, nearest
+from segue.messages.errors import InvalidRequest, nearest, shown, wrong
 from segue.server.body import check_names
 from segue.server.errors import Unsupported
 
@@ -57,14 +56,10 @@ def _allowed(choice: dict[str, Any], known: list[Any]) -> list[int]:
     """Places of the tools that `allowed_tools` names."""
     check_names(choice, ("type", "mode", "tools"), "tool_choice")
     if choice.get("mode") not in ("auto", "required"):
-        raise InvalidRequest(
-            f"tool_choice.mode is {shown(choice.get('mode'))}; it must be auto or required", field="tool_choice.mode"
-        )
+        raise wrong("tool_choice.mode", choice.get("mode"), "auto or required")
     tools = choice.get("tools")
     if not isinstance(tools, list) or not tools:
-        raise InvalidRequest(
-            f"tool_choice.tools is {shown(tools)}; it must be a list of tools, at least one", field="tool_choice.tools"
-        )
+        raise wrong("tool_choice.tools", tools, "a list of tools, at least one")
     places = []
     for index, tool in enumerate(tools):
         name, at = tool.get("name") if isinstance(tool, dict) else None, f"tool_choice.tools[{index}]"

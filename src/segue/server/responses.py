@@ -5,35 +5,30 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any
 
-import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from segue.graph.parts import TOKENS
 from segue.messages.deltas import Delta, Finished
 from segue.messages.errors import SegueError
 from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import Service
 from segue.server.body import read_json
+from segue.server.checking import Checking
 from segue.server.disconnect import EventStream, while_connected
 from segue.server.errors import json_response
 from segue.server.events import named_events
 from segue.server.generations import run_generations
 from segue.server.paging import page_of
-from segue.server.parameters import as_written
 from segue.server.response_background import BackgroundResponses
 from segue.server.response_queries import events_after, listed_items
 from segue.server.response_request import ResponsesRequest, responses_request
 from segue.server.response_store import ResponseStore, Turn, items_so_far
 from segue.server.response_writer import ResponseWriter
 from segue.server.settings import ServerSettings
-from segue.server.tokenize import prompt_tokens
-
-_CHECKING_THREADS = 8
+from segue.server.tokenize import count_prompt
 
 
 class Responses:
@@ -45,11 +40,14 @@ class Responses:
 
 
 def add_responses(
-    app: FastAPI, service: Service, settings: ServerSettings, metrics: ServerMetrics, responses: Responses
+    app: FastAPI,
+    service: Service,
+    settings: ServerSettings,
+    metrics: ServerMetrics,
+    checking: Checking,
+    responses: Responses,
 ) -> None:
     """Add the endpoints."""
-    # threads of their own: a media host that answers slowly must not keep the codecs waiting
-    checking = ThreadPoolExecutor(_CHECKING_THREADS, thread_name_prefix="segue-response")
     store, background = responses.store, responses.background
 
     async def asked_in(request: Request) -> tuple[ResponsesRequest, Turn | None]:
@@ -61,7 +59,7 @@ def add_responses(
         def checked() -> ResponsesRequest:
             return responses_request(values, items_so_far(before), service.card, settings)
 
-        return await asyncio.get_running_loop().run_in_executor(checking, checked), before
+        return await checking.run(checked), before
 
     @app.post("/v1/responses")
     async def respond(request: Request) -> Response:
@@ -69,7 +67,7 @@ def add_responses(
         if asked.background:
             queued, journal = background.submit(asked, before)
             return EventStream(journal.after(-1), settings.stall_seconds) if asked.stream else json_response(queued)
-        deltas = run_generations(service, asked.chat.requests, metrics, asked.written)
+        deltas = run_generations(service, asked.chat.requests, metrics, asked.chat.written)
         if asked.stream:
             return EventStream(named_events(_events(asked, deltas, store, before)), settings.stall_seconds)
         return json_response(await while_connected(request.receive, _whole(asked, deltas, store, before)))
@@ -77,12 +75,8 @@ def add_responses(
     @app.post("/v1/responses/input_tokens")
     async def count(request: Request) -> Response:
         asked, _ = await asked_in(request)
-        prompt = msgspec.structs.replace(asked.chat.requests[0], modalities=[TOKENS], return_prompt_ids=False)
-        try:
-            found = await while_connected(request.receive, prompt_tokens(service, prompt))
-        except SegueError as error:
-            raise as_written(error, asked.written) from error
-        return json_response({"object": "response.input_tokens", "input_tokens": len(found.token_ids)})
+        tokens = await count_prompt(request, service, asked.chat)
+        return json_response({"object": "response.input_tokens", "input_tokens": tokens})
 
     @app.get("/v1/responses/{response_id}")
     async def retrieve(response_id: str, request: Request) -> Response:

@@ -7,8 +7,7 @@ from typing import Any
 
 import msgspec
 
-from segue.media.sources import shown
-from segue.messages.errors import InvalidRequest, nearest
+from segue.messages.errors import InvalidRequest, nearest, shown, wrong
 from segue.messages.sampling import (
     MAX_OUTPUTS,
     SamplingParams,
@@ -121,7 +120,7 @@ def choices_of(body: CommonBody, *, together: bool = True) -> int:
     """How many answers each prompt gets. `together`: one request makes all of them. Raises `InvalidRequest`."""
     n, most = 1 if body.n is None else body.n, MAX_OUTPUTS if together else MAX_CHOICES
     if not 1 <= n <= most:
-        raise InvalidRequest(f"n is {n}; it must be from 1 to {most}", field="n")
+        raise wrong("n", n, f"from 1 to {most}")
     return n
 
 
@@ -139,5 +138,5 @@ def seeds_of(body: CommonBody, n: int) -> list[int | None]:
     if body.seed is None:
         return [None] * n
     if not -(2**63) <= body.seed < 2**64:
-        raise InvalidRequest(f"seed is {body.seed}; it must be a 64-bit integer", field="seed")
+        raise wrong("seed", body.seed, "a 64-bit integer")
     return [seed if (seed := body.seed + index) < 2**64 else seed - 2**64 for index in range(n)]

@@ -9,8 +9,7 @@ from typing import Any
 
 import msgspec
 
-from segue.media.sources import shown
-from segue.messages.errors import InvalidRequest
+from segue.messages.errors import InvalidRequest, shown, wrong
 from segue.messages.request import Request
 from segue.orchestrator.service import ModelCard
 from segue.server.errors import Unsupported
@@ -135,7 +134,7 @@ def rerank_request(values: dict[str, Any], card: ModelCard, settings: ServerSett
     """Raises `InvalidRequest` naming the parameter, its value and what would be right."""
     body = parse_body(with_model(values, card, settings), RerankBody, _UNSUPPORTED, {})
     if body.top_n is not None and body.top_n < 0:
-        raise InvalidRequest(f"top_n is {body.top_n}; it must be at least 1, or 0 for all", field="top_n")
+        raise wrong("top_n", body.top_n, "at least 1, or 0 for all")
     documents = [one if isinstance(one, str) else one.text for one in body.documents]
     checked = _texts(documents, "documents")
     return _scoring(body, [body.query], checked, ("query", "documents"), card, settings), body

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from segue.media.sources import shown
-from segue.messages.errors import InvalidRequest
+from segue.messages.errors import InvalidRequest, shown, wrong
 from segue.messages.request import Request
 from segue.messages.sampling import SIDES
 from segue.orchestrator.service import ModelCard
@@ -55,16 +54,10 @@ def cut_options(body: Cutting, card: ModelCard) -> dict[str, Any]:
         if name not in card.options:
             raise Unsupported(f"{name} is {shown(value)}; this model's texts cannot be cut: leave it out", field=name)
     if body.truncation_side is not None and body.truncation_side not in SIDES:
-        raise InvalidRequest(
-            f"truncation_side is {shown(body.truncation_side)}; it must be {' or '.join(SIDES)}",
-            field="truncation_side",
-        )
+        raise wrong("truncation_side", body.truncation_side, " or ".join(SIDES))
     most = body.truncate_prompt_tokens
     if most is not None and not (most == -1 or 1 <= most < 1 << 31):
-        raise InvalidRequest(
-            f"truncate_prompt_tokens is {most}; it must be at least 1, or -1 for what the model takes",
-            field="truncate_prompt_tokens",
-        )
+        raise wrong("truncate_prompt_tokens", most, "at least 1, or -1 for what the model takes")
     return options
 
 
@@ -75,6 +68,9 @@ def text_requests(
     right."""
     options = {**options, **cut_options(body, card)}
     turn = turn_fields(body.priority, body.user, body.deadline, time.time())
+    texts = texts_of(body.input, "input")
+    if len(texts) > MAX_INPUTS:
+        raise InvalidRequest(f"input has {len(texts)} entries; there may be {MAX_INPUTS}", field="input")
     return [
         Request(
             request_id=f"{prefix}-{uuid.uuid4().hex}",
@@ -85,16 +81,14 @@ def text_requests(
             options=options,
             **turn,
         )
-        for text in _texts(body.input)
+        for text in texts
     ]
 
 
 def written_as_base64(encoding_format: str | None) -> bool:
     """Whether numbers are written so, and not as such. Raises `InvalidRequest`."""
     if encoding_format is not None and encoding_format not in FORMATS:
-        raise InvalidRequest(
-            f"encoding_format is {shown(encoding_format)}; it must be {' or '.join(FORMATS)}", field="encoding_format"
-        )
+        raise wrong("encoding_format", encoding_format, " or ".join(FORMATS))
     return encoding_format == "base64"
 
 
@@ -103,23 +97,21 @@ def written_numbers(data: bytes, *, as_base64: bool) -> str | list[float]:
     return base64.b64encode(data).decode() if as_base64 else np.frombuffer(data, dtype="<f4").tolist()
 
 
-def _texts(given: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    """One text, several, the ids of one, or the ids of several."""
+def texts_of(given: str | list[str | int | list[int]], field: str) -> list[str | list[int]]:
+    """One text, several, the ids of one, or the ids of several: an entry for each. Raises `InvalidRequest`."""
     if isinstance(given, str):
         return [given]
     if not given:
-        raise InvalidRequest("input is empty; give at least one text", field="input")
+        raise InvalidRequest(f"{field} is empty; give at least one text", field=field)
     ids = [entry for entry in given if isinstance(entry, int)]
     if len(ids) == len(given):
-        return [checked_token_ids(ids, "input")]
-    if len(given) > MAX_INPUTS:
-        raise InvalidRequest(f"input has {len(given)} entries; there may be {MAX_INPUTS}", field="input")
+        return [checked_token_ids(ids, field)]
     texts: list[str | list[int]] = []
     for index, entry in enumerate(given):
         if isinstance(entry, int) or type(entry) is not type(given[0]):
             raise InvalidRequest(
-                f"input[{index}] is {shown(entry)}; all entries must be texts, or all lists of ids, or all ids",
-                field=f"input[{index}]",
+                f"{field}[{index}] is {shown(entry)}; all entries must be texts, or all lists of ids, or all ids",
+                field=f"{field}[{index}]",
             )
-        texts.append(checked_token_ids(entry, f"input[{index}]") if isinstance(entry, list) else entry)
+        texts.append(checked_token_ids(entry, f"{field}[{index}]") if isinstance(entry, list) else entry)
     return texts

@@ -5,7 +5,6 @@ The tokenizer is in the input stage; these are requests that end there.
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from contextlib import aclosing
 from typing import Any
@@ -17,16 +16,17 @@ from starlette.responses import Response
 
 from segue.graph.parts import TOKENS
 from segue.messages.deltas import TokensDelta
-from segue.messages.errors import InvalidRequest, StageFailed
+from segue.messages.errors import InvalidRequest, SegueError, StageFailed
 from segue.messages.request import Request
 from segue.models.chat_template import SPECIAL_TOKENS
 from segue.orchestrator.service import ModelCard, Service
 from segue.server.body import check_names, check_unsupported, convert, read_json
-from segue.server.chat_request import checked_messages
+from segue.server.chat_request import ChatRequest, checked_messages
 from segue.server.chat_template import chat_options, dialect_for
+from segue.server.checking import Checking
 from segue.server.disconnect import while_connected
 from segue.server.errors import Unsupported, json_response
-from segue.server.parameters import check_model, checked_token_ids
+from segue.server.parameters import as_written, check_model, checked_token_ids
 from segue.server.settings import ServerSettings
 from segue.server.tools import Tool, tool_plan
 
@@ -61,7 +61,7 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
     tokens: list[int]
 
 
-def add_tokenize(app: FastAPI, service: Service, settings: ServerSettings) -> None:
+def add_tokenize(app: FastAPI, service: Service, settings: ServerSettings, checking: Checking) -> None:
     """Add the endpoints."""
 
     @app.post("/tokenize")
@@ -71,7 +71,7 @@ def add_tokenize(app: FastAPI, service: Service, settings: ServerSettings) -> No
         check_names(values, {*fields, *_UNSUPPORTED}, offered=fields)
         check_unsupported(values, _UNSUPPORTED)
         body = convert(values, TokenizeBody)
-        request = await asyncio.to_thread(_tokenize_request, body, values, service.card, settings)
+        request = await checking.run(_tokenize_request, body, values, service.card, settings)
         found = await while_connected(http.receive, prompt_tokens(service, request))
         answer = {
             "count": len(found.token_ids),
@@ -124,6 +124,16 @@ def _tokenize_request(body: TokenizeBody, values: dict[str, Any], card: ModelCar
 
 def _request(**prompt: Any) -> Request:
     return Request(request_id=f"tokens-{uuid.uuid4().hex}", modalities=[TOKENS], **prompt)
+
+
+async def count_prompt(http: HttpRequest, service: Service, chat: ChatRequest) -> int:
+    """How many tokens the prompt of a chat completion is. Raises `SegueError`, in the client's words."""
+    prompt = msgspec.structs.replace(chat.requests[0], modalities=[TOKENS], return_prompt_ids=False)
+    try:
+        found = await while_connected(http.receive, prompt_tokens(service, prompt))
+    except SegueError as error:
+        raise as_written(error, chat.written) from error
+    return len(found.token_ids)
 
 
 async def prompt_tokens(service: Service, request: Request) -> TokensDelta:

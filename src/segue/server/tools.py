@@ -9,9 +9,8 @@ from typing import Any
 
 import msgspec
 
-from segue.media.sources import shown
 from segue.messages.carried import check_carried
-from segue.messages.errors import InvalidRequest, nearest
+from segue.messages.errors import InvalidRequest, nearest, shown, wrong
 from segue.messages.sampling import StructuredOutput
 from segue.models.dialects.dialect import Dialect
 from segue.models.dialects.pieces import Parser, Plain
@@ -129,7 +128,7 @@ def _checked(tools: list[Tool]) -> dict[str, FunctionDefinition]:
     for index, tool in enumerate(tools):
         name, field = tool.function.name, f"tools[{index}]"
         if tool.type != "function":
-            raise InvalidRequest(f"{field}.type is {shown(tool.type)}; it must be 'function'", field=f"{field}.type")
+            raise wrong(f"{field}.type", tool.type, "'function'")
         if not _NAME.fullmatch(name):
             right = "it must be 1 to 128 letters, digits, _, . or -"
             raise InvalidRequest(f"{field}.function.name is {shown(name)}; {right}", field=f"{field}.function.name")

@@ -8,12 +8,11 @@ from typing import Any
 
 import msgspec
 
-from segue.media.sources import shown
-from segue.messages.errors import InvalidRequest, TooLarge, nearest
+from segue.messages.errors import InvalidRequest, TooLarge, nearest, shown, wrong
 from segue.messages.request import MediaPart, Message, Request
 from segue.messages.sampling import SamplingParams, check_sampling
 from segue.orchestrator.service import ModelCard
-from segue.server.errors import Unsupported
+from segue.server.errors import Unsupported, not_for_this_model
 from segue.server.parameters import as_written, check_model, new_id, parse_body, turn_fields, with_model
 from segue.server.settings import ServerSettings
 
@@ -79,20 +78,12 @@ def transcription_request(
     body = parse_body(with_model(values, card, settings), kind, UNSUPPORTED, {})
     check_model(body.model, card, settings)
     if card.speech is None or card.text_stage is None:
-        raise Unsupported(
-            "this model does not write down what it hears; this server does not support that endpoint for it",
-            field="model",
-        )
+        raise not_for_this_model("does not write down what it hears")
     if task not in card.speech.tasks:
-        raise Unsupported(
-            "this model does not translate; this server does not support that endpoint for it", field="model"
-        )
+        raise not_for_this_model("does not translate")
     form = body.response_format or "json"
     if form not in FORMATS:
-        raise InvalidRequest(
-            f"response_format is {shown(form)}; it must be one of {', '.join(FORMATS)}{nearest(form, FORMATS)}",
-            field="response_format",
-        )
+        raise wrong("response_format", form, f"one of {', '.join(FORMATS)}{nearest(form, FORMATS)}")
     if isinstance(body, TranscriptionBody):
         _check_granularities(body.timestamp_granularities, form)
     if body.stream and form in _TIMED:
@@ -144,9 +135,7 @@ def _recording(file: Any, settings: ServerSettings) -> MediaPart:
     if file is None:
         raise InvalidRequest("file is missing; send a recording as a file of the form", field="file")
     if not isinstance(file, bytes):
-        raise InvalidRequest(
-            f"file is {shown(file)}; it must be one file of a form (multipart/form-data)", field="file"
-        )
+        raise wrong("file", file, "one file of a form (multipart/form-data)")
     if not file:
         raise InvalidRequest("file is empty; it must be a recording, e.g. WAV, MP3, FLAC, Ogg or M4A", field="file")
     if len(file) > settings.media.max_bytes:

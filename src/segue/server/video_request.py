@@ -8,16 +8,16 @@ from typing import Any
 
 import msgspec
 
-from segue.media.sources import shown
 from segue.media.write_video import check_video_sides
 from segue.messages.diffusion import DiffusionParams
-from segue.messages.errors import InvalidRequest, SegueError
+from segue.messages.errors import SegueError, wrong
 from segue.messages.request import MediaPart, Request
 from segue.orchestrator.service import ModelCard
 from segue.server.errors import Unsupported
 from segue.server.image_request import PaintingBody, painting_body, painting_request, picture_part
 from segue.server.image_request import as_written as size_as_written
 from segue.server.painting_names import OF_VIDEOS, ONE_VIDEO
+from segue.server.parameters import served_names
 from segue.server.settings import ServerSettings
 from segue.server.video_store import Job
 
@@ -63,7 +63,7 @@ def video_request(values: dict[str, Any], card: ModelCard, settings: ServerSetti
     now = time.time()
     job = Job(
         id=request.request_id.replace("-", "_"),
-        model=body.model or (settings.served_names or (card.name,))[0],
+        model=body.model or served_names(card, settings)[0],
         prompt=body.prompt,
         created=now,
         seed=request.seed,
@@ -88,7 +88,7 @@ def _with_seconds(values: dict[str, Any]) -> dict[str, Any]:
     try:
         return {**values, "seconds": float(seconds)}
     except ValueError as error:
-        raise InvalidRequest(f"seconds is {shown(seconds)}; it must be a number", field="seconds") from error
+        raise wrong("seconds", seconds, "a number") from error
 
 
 def _pictures(body: VideoBody, card: ModelCard, settings: ServerSettings) -> list[MediaPart]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 
@@ -13,7 +12,7 @@ import msgspec
 
 from segue.media.encode_image import encode_thumbnail
 from segue.media.write_video import VideoWriter
-from segue.messages.deltas import Delta, ProgressDelta, VideoDelta
+from segue.messages.deltas import ProgressDelta, VideoDelta
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import Overloaded, SegueError, ShuttingDown, StageFailed
 from segue.messages.request import Request
@@ -124,8 +123,8 @@ class VideoRunner:
             parts: _Parts | None = None
             whole = False
             try:
-                async with aclosing(self._deltas(request)) as deltas:
-                    async for delta in deltas:
+                async with aclosing(run_generations(self._service, [request], self._metrics, {})) as deltas:
+                    async for _, delta in deltas:
                         if isinstance(delta, ProgressDelta):
                             job.progress = max(job.progress, min(99, 100 * delta.step // delta.steps))
                         elif isinstance(delta, VideoDelta):
@@ -141,11 +140,6 @@ class VideoRunner:
                     await loop.run_in_executor(thread, parts.close, whole)
         if not frames:
             raise StageFailed("the model gave no frames")
-
-    async def _deltas(self, request: Request) -> AsyncGenerator[Delta]:
-        async with aclosing(run_generations(self._service, [request], self._metrics, {})) as deltas:
-            async for _, delta in deltas:
-                yield delta
 
 
 class _Parts:

@@ -21,8 +21,7 @@ from typing import Literal
 
 import msgspec
 
-from segue.media.sources import shown
-from segue.messages.errors import ConfigError, NotFound, Overloaded
+from segue.messages.errors import ConfigError, NotFound, Overloaded, shown
 from segue.messages.request import Request
 from segue.server.errors import StorageFull
 

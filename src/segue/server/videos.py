@@ -16,15 +16,15 @@ from fastapi import Request as HttpRequest
 from starlette.responses import FileResponse, Response
 
 from segue.graph.parts import TOKENS
-from segue.media.sources import shown
 from segue.media.write_video import check_video_encoder
-from segue.messages.errors import InvalidRequest, NotFound, SegueError
+from segue.messages.errors import NotFound, SegueError, shown, wrong
 from segue.messages.request import Request
 from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import ModelCard, Service
 from segue.server.body import check_names
+from segue.server.checking import Checking
 from segue.server.disconnect import while_connected
-from segue.server.errors import RangeNotSatisfiable, Unsupported, json_response
+from segue.server.errors import RangeNotSatisfiable, Unsupported, json_response, not_for_this_model
 from segue.server.multipart import read_values
 from segue.server.paging import listed, page_of
 from segue.server.settings import ServerSettings
@@ -66,20 +66,20 @@ def default_directory(card: ModelCard) -> Path:
     return Path(state) / "segue" / "videos" / re.sub(r"[^\w.-]", "_", card.name)
 
 
-def add_videos(app: FastAPI, service: Service, settings: ServerSettings, videos: Videos | None) -> None:
+def add_videos(
+    app: FastAPI, service: Service, settings: ServerSettings, checking: Checking, videos: Videos | None
+) -> None:
     """Add the endpoints. `videos`: None where the model makes none."""
 
     def kept() -> Videos:
         if videos is None:
-            raise Unsupported(
-                "this model makes no video; this server does not support that endpoint for it", field="model"
-            )
+            raise not_for_this_model("makes no video")
         return videos
 
     @app.post("/v1/videos")
     async def create(http: HttpRequest) -> Response:
         values = await read_values(http, settings, VideoBody, FILES)
-        job, request = await asyncio.to_thread(video_request, values, service.card, settings)
+        job, request = await checking.run(video_request, values, service.card, settings)
         await while_connected(http.receive, _check(job, request, service))
         await asyncio.to_thread(kept().store.create, job, request)
         kept().runner.submit(job)
@@ -104,7 +104,7 @@ def add_videos(app: FastAPI, service: Service, settings: ServerSettings, videos:
         if variant == "spritesheet":
             raise Unsupported("variant is 'spritesheet'; there are video and thumbnail", field="variant")
         if variant not in _VARIANTS:
-            raise InvalidRequest(f"variant is {shown(variant)}; it must be video or thumbnail", field="variant")
+            raise wrong("variant", variant, "video or thumbnail")
         if job.status != "completed":
             raise NotFound(f"the video is {job.status}; it is there when its status is completed", field="video_id")
         name, media_type = _VARIANTS[variant]

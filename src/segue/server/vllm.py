@@ -7,8 +7,7 @@ from typing import Any
 
 from fastapi import Request
 
-from segue.media.sources import shown
-from segue.messages.errors import InvalidRequest
+from segue.messages.errors import InvalidRequest, wrong
 
 VLLM_UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "watermarking": (False,),
@@ -40,7 +39,8 @@ OF_STRUCTURED_OUTPUTS: dict[str, tuple[object, ...]] = {
     "_backend_was_auto": (False,),
 }
 """The same within `structured_outputs`: a client that sends vLLM's own object writes all of its fields."""
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+"""What a client may call a request: nothing that would break a log line or a header."""
 MAX_SALT = 1024
 """Characters of `cache_salt`; vLLM's."""
 
@@ -48,16 +48,14 @@ MAX_SALT = 1024
 def with_request_id(values: dict[str, Any], http: Request) -> dict[str, Any]:
     """The body with the id that the header `X-Request-Id` has, where it has none itself, as vLLM reads it."""
     given = http.headers.get("x-request-id", "")
-    named = values.get("request_id") is not None or not _REQUEST_ID.fullmatch(given)
+    named = values.get("request_id") is not None or not REQUEST_ID.fullmatch(given)
     return values if named else {**values, "request_id": given}
 
 
 def checked_id(given: str | None) -> str | None:
     """`request_id`, which becomes a part of the answer's id. Raises `InvalidRequest`."""
-    if given is not None and not _REQUEST_ID.fullmatch(given):
-        raise InvalidRequest(
-            f"request_id is {shown(given)}; it must be 1 to 128 visible ASCII characters", field="request_id"
-        )
+    if given is not None and not REQUEST_ID.fullmatch(given):
+        raise wrong("request_id", given, "1 to 128 visible ASCII characters")
     return given
 
 

@@ -10,14 +10,13 @@ import os
 import socket
 import subprocess
 import sys
-import traceback
 
 import msgspec
 
 from segue.engines.autoregressive.grammar_process import CompilerHome, Home, keep_home
 from segue.graph.deployment import StagePlan
 from segue.messages.process import WorkerSpec
-from segue.worker.processes import die_with_parent, name_process
+from segue.worker.processes import end_with, live
 
 
 def fork_home(spec: WorkerSpec) -> CompilerHome | None:
@@ -32,7 +31,7 @@ def fork_home(spec: WorkerSpec) -> CompilerHome | None:
     worker, name = os.getpid(), f"segue-{spec.worker}+g"
     if (pid := os.fork()) == 0:
         ours.close()
-        _become_home(theirs, worker, name)
+        live(worker, name, lambda: _keep(theirs))
     theirs.close()
     return CompilerHome(Home(ours, lambda: os.waitpid(pid, 0)), lambda: _start_home(worker, name))
 
@@ -53,29 +52,11 @@ def _start_home(worker: int, name: str) -> Home:
     return Home(ours, process.wait)
 
 
-def _become_home(control: socket.socket, worker: int, name: str) -> None:
-    """The process itself; never returns."""
-    code = 1
-    try:
-        die_with_parent()
-        if os.getppid() != worker:
-            os._exit(0)  # it died before the kernel was told
-        name_process(name)
-        home = os.getpid()
-        keep_home(control, lambda: _end_with(home))
-        code = 0
-    except BaseException:
-        traceback.print_exc()  # the worker learns only that nobody answers
-    finally:
-        os._exit(code)
-
-
-def _end_with(home: int) -> None:
-    """Called in a child of the home."""
-    die_with_parent()
-    if os.getppid() != home:
-        os._exit(0)
+def _keep(control: socket.socket) -> None:
+    """The life of the home."""
+    home = os.getpid()
+    keep_home(control, lambda: end_with(home))
 
 
 if __name__ == "__main__":
-    _become_home(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), sys.argv[3])
+    live(int(sys.argv[2]), sys.argv[3], lambda: _keep(socket.socket(fileno=int(sys.argv[1]))))

@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Callable
 
 from segue.messages.process import (
+    MESSAGE_BYTES,
     Exited,
     Kill,
     Preloaded,
@@ -33,9 +34,7 @@ from segue.messages.process import (
     encode,
     to_fork_server,
 )
-from segue.worker.processes import adopt_orphans, die_with_parent, end_children, name_process
-
-MESSAGE_BYTES = 1 << 18
+from segue.worker.processes import adopt_orphans, end_children, live, name_process
 
 
 def serve(control: socket.socket, runtime_dir: str, preload: list[str], run: Callable[[WorkerSpec], None]) -> None:
@@ -106,11 +105,11 @@ class _Server:
             return False
         message = to_fork_server.decode(data)
         if isinstance(message, Spawn):
-            pid = os.fork()
-            if pid == 0:
-                self.become_worker(message.spec)
-            self.children[pid] = message.spec.worker
-            self.control.send(encode(Spawned(worker=message.spec.worker, pid=pid)))
+            spec, parent = message.spec, os.getpid()
+            if (pid := os.fork()) == 0:
+                live(parent, f"segue-{spec.worker}", lambda: self.worker(spec))
+            self.children[pid] = spec.worker
+            self.control.send(encode(Spawned(worker=spec.worker, pid=pid)))
         elif isinstance(message, Kill) and message.pid in self.children:
             os.kill(message.pid, signal.SIGKILL)
         return True
@@ -123,24 +122,12 @@ class _Server:
             if worker := self.children.pop(pid, None):
                 self.control.send(encode(Exited(worker=worker, pid=pid, how=_describe(status))))
 
-    def become_worker(self, spec: WorkerSpec) -> None:
-        """The child's side of the fork; never returns."""
-        code = 1
-        try:
-            parent = os.getppid()
-            die_with_parent()
-            if os.getppid() != parent:
-                os._exit(0)  # the parent died before the kernel was told
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            self.control.close()
-            name_process(f"segue-{spec.worker}")
-            self.run(spec)
-            code = 0
-        except BaseException:
-            traceback.print_exc()  # `run` reports its own errors; what arrives here is ours, and must be seen
-        finally:
-            os._exit(code)
+    def worker(self, spec: WorkerSpec) -> None:
+        """A worker's life, in the child."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self.control.close()
+        self.run(spec)
 
 
 def _describe(status: int) -> str:

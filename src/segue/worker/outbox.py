@@ -91,8 +91,7 @@ class Outbox:
         not_sent = flow.pending
         self._forget_in_flight(flow)
         flow.target, flow.next_seq = target, 0
-        flow.pending = deque((payload, final) for payload, final, _ in chunks)
-        flow.pending.extend(not_sent)
+        flow.pending = deque([*chunks, *not_sent])
         self.retained.drop(flow.key)  # sending keeps them again
         self._pump(flow)
         return True

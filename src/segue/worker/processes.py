@@ -1,20 +1,40 @@
-"""What a process asks of the kernel for itself."""
+"""What a process asks of the kernel for itself, and the life of one that was forked."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def die_with_parent() -> None:
-    """Ask for SIGKILL when the parent (thread) dies."""
+def live(parent: int, name: str, life: Callable[[], object]) -> NoReturn:
+    """The child's side of a fork by `parent`: run `life` under that name, as long as the parent lives, and exit; with
+    status 1 and a traceback where it raises."""
+    code = 1
+    try:
+        end_with(parent)
+        name_process(name)
+        life()
+        code = 0
+    except BaseException:
+        traceback.print_exc()  # a life reports its own errors; what arrives here is ours, and must be seen
+    finally:
+        os._exit(code)
+
+
+def end_with(parent: int) -> None:
+    """Be killed when the parent (thread) dies."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)  # it died before the kernel was told
 
 
 def adopt_orphans() -> None:

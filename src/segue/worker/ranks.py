@@ -11,7 +11,7 @@ import select
 import signal
 import socket
 import threading
-import traceback
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -28,11 +28,10 @@ from segue.messages.process import WorkerSpec
 from segue.models.registry import families
 from segue.observe.stderr import say
 from segue.parallel.group import Group
-from segue.parallel.orders import Crew
+from segue.parallel.orders import Crew, dtype_of
 from segue.parallel.ways import Shape, meet
-from segue.worker.processes import die_with_parent, name_process
+from segue.worker.processes import live
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LAST_WORDS = 60.0
 """Seconds a worker has to report why it cannot start, when a follower has ended over the same."""
 
@@ -93,7 +92,7 @@ def fork_ranks(spec: WorkerSpec) -> Ranks | None:
         if pid == 0:
             for end in (*sockets, ours):
                 end.close()
-            _become_follower(spec, plan, rank, theirs, meeting, leader)
+            live(leader, f"segue-{spec.worker}+{rank}", partial(_follow, spec, plan, rank, theirs, meeting))
         theirs.close()
         pids.append(pid)
         sockets.append(ours)
@@ -124,7 +123,7 @@ def load_context(spec: WorkerSpec, plan: StagePlan, rank: int = 0) -> LoadContex
         model_dir=Path(spec.model_dir),
         stage=plan.name,
         device=device,
-        dtype=DTYPES[plan.dtype],
+        dtype=dtype_of(plan.dtype),
         load_format=spec.load_format if plan.load_format == "auto" else plan.load_format,
         max_model_len=plan.max_model_len,
         quantization=plan.quantization,
@@ -152,29 +151,16 @@ def _meet(context: LoadContext, plan: StagePlan, rank: int, meeting: Path) -> No
         context.group = Group(rank, plan.ranks, meeting, device)
 
 
-def _become_follower(
-    spec: WorkerSpec, plan: StagePlan, rank: int, orders: socket.socket, meeting: Path, leader: int
-) -> None:
-    """The child's side of the fork; never returns."""
-    code = 1
-    try:
-        die_with_parent()
-        if os.getppid() != leader:
-            os._exit(0)  # it died before the kernel was told
-        name_process(f"segue-{spec.worker}+{rank}")
-        torch.set_num_threads(threads_of(plan))
-        context = load_context(spec, plan, rank)
-        _meet(context, plan, rank, meeting)
-        adapter = families()[spec.family].load_stages().ADAPTERS[plan.name](context)
-        give_back()
-        if context.ways is not None:
-            follow_rows(adapter, context.ways, orders)
-            os._exit(0)
-        assert context.group is not None, "ranks have met"
-        kernel = "torch" if plan.deterministic else plan.attention
-        follow(adapter, context.group, orders, attention_backend(kernel, context.device, plan.block_size))
-        code = 0
-    except BaseException:
-        traceback.print_exc()  # the leader reports its own error, which as a rule is the same
-    finally:
-        os._exit(code)
+def _follow(spec: WorkerSpec, plan: StagePlan, rank: int, orders: socket.socket, meeting: Path) -> None:
+    """A follower's life. Where it cannot load the stage, as a rule neither can the leader, which reports it."""
+    torch.set_num_threads(threads_of(plan))
+    context = load_context(spec, plan, rank)
+    _meet(context, plan, rank, meeting)
+    adapter = families()[spec.family].load_stages().ADAPTERS[plan.name](context)
+    give_back()
+    if context.ways is not None:
+        follow_rows(adapter, context.ways, orders)
+        return
+    assert context.group is not None, "ranks have met"
+    kernel = "torch" if plan.deterministic else plan.attention
+    follow(adapter, context.group, orders, attention_backend(kernel, context.device, plan.block_size))

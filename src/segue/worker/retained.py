@@ -28,7 +28,6 @@ class _Item:
     payload: Payload | None
     """None and `offset` < 0: a chunk without payload; None and `offset` ≥ 0: it is in the file."""
     final: bool
-    nbytes: int
     offset: int = -1
     length: int = 0
 
@@ -56,14 +55,14 @@ class RetainedStore:
         stream = self._streams.setdefault(key, _Stream())
         if not stream.whole:
             return
-        stream.items.append(_Item(payload, final, nbytes))
+        stream.items.append(_Item(payload, final))
         stream.in_memory += nbytes
         self.in_memory += nbytes
         if self.in_memory > self._limit:
             self._make_room()
 
-    def replay(self, key: Key) -> Iterator[tuple[Payload | None, bool, int]] | None:
-        """All chunks of a stream from the first, as (payload, final, bytes); None if some could not be kept."""
+    def replay(self, key: Key) -> Iterator[tuple[Payload | None, bool]] | None:
+        """All chunks of a stream from the first, as (payload, final); None if some could not be kept."""
         stream = self._streams.get(key, _Stream())
         return self._read(stream) if stream.whole else None
 
@@ -86,16 +85,16 @@ class RetainedStore:
         for key in list(self._streams):
             self.drop(key)
 
-    def _read(self, stream: _Stream) -> Iterator[tuple[Payload | None, bool, int]]:
+    def _read(self, stream: _Stream) -> Iterator[tuple[Payload | None, bool]]:
         for item in list(stream.items):
             if item.offset < 0:
-                yield item.payload, item.final, item.nbytes
+                yield item.payload, item.final
             else:
                 assert stream.file is not None
                 data = bytearray(item.length)
                 stream.file.seek(item.offset)
                 stream.file.readinto(data)
-                yield codec.read_from(memoryview(data)), item.final, item.nbytes
+                yield codec.read_from(memoryview(data)), item.final
 
     def _make_room(self) -> None:
         for stream in list(self._streams.values()):  # insertion order: the oldest first

@@ -15,6 +15,7 @@ from segue.graph.parts import TOKENS
 from segue.messages.deltas import (
     AudioDelta,
     ClassesDelta,
+    ClientDelta,
     EmbeddingDelta,
     ImageDelta,
     ProgressDelta,
@@ -25,7 +26,7 @@ from segue.messages.deltas import (
 )
 from segue.messages.errors import ConfigError, InvalidRequest, SegueError, StageFailed
 from segue.messages.sampling import FALLBACK, SamplingParams
-from segue.messages.wire import AdapterLoaded, Begin, ClientDelta, Emission, LoadAdapter, OutputEnd, Peer
+from segue.messages.wire import AdapterLoaded, Begin, Emission, LoadAdapter, OutputEnd, Peer
 from segue.observe.stderr import say_error
 
 
@@ -77,7 +78,7 @@ class StageRunner:
     """Where the stage takes LoRA adapters."""
     runs: dict[str, Run] = field(default_factory=dict)
 
-    def begin(self, begin: Begin, worker: str, address: str) -> Run:
+    def begin(self, begin: Begin, self_peer: Peer) -> None:
         """Register the request with the engine. Raises `SegueError` where it cannot be taken."""
         asked = begin.request.sampling.get(self.plan.name, SamplingParams())
         sampling = asked.over(self.plan.sampling).over(self.default_sampling).over(FALLBACK)
@@ -99,14 +100,13 @@ class StageRunner:
         run = Run(
             begin=begin,
             request=request,
-            self_peer=Peer(self.plan.name, worker, address, begin.attempt),
+            self_peer=self_peer,
             upstreams={peer.stage: peer for peer in begin.upstreams},
             next_seq={peer.stage: 0 for peer in begin.upstreams},
             began=time.monotonic(),
         )
         self.engine.add(request)
         self.runs[request.request_id] = run
-        return run
 
     def emission(self, run: Run, output: StageOutput) -> Emission | None:
         """What the orchestrator should hear of an output, if anything."""

@@ -235,7 +235,7 @@ class Worker:
         for target in begin.downstreams:
             self.outbox.open(request_id, self_peer, target)
         try:
-            stage.begin(begin, self.name, self.address)
+            stage.begin(begin, self_peer)
         except Exception as error:
             # adapters read what the client wrote: anything may turn up there, and it is this request's failure
             self.meter.failed(begin.stage)

@@ -23,8 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from segue.engines.autoregressive.xgrammar_compiler import XGrammar
-from segue.media.sources import shown
-from segue.messages.errors import InvalidRequest, StageFailed
+from segue.messages.errors import InvalidRequest, StageFailed, shown
 from segue.observe.stderr import say_error
 
 _ORDER_BYTES = 1 << 12

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from segue.media.sources import shown
 from segue.messages.diffusion import DiffusionParams
-from segue.messages.errors import ConfigError, InvalidRequest, nearest
+from segue.messages.errors import ConfigError, InvalidRequest, nearest, shown
 from segue.models.diffusion.library import (
     DPMSolverMultistepScheduler,
     FlowMatchEulerDiscreteScheduler,

@@ -13,7 +13,7 @@ from segue.engines.contract import LoadContext, Payload
 from segue.media.image import decode_image
 from segue.media.limits import MediaLimits
 from segue.messages.diffusion import DiffusionParams
-from segue.messages.errors import InvalidRequest, TooLarge, nearest
+from segue.messages.errors import InvalidRequest, TooLarge, nearest, wrong
 from segue.messages.request import MediaPart, Request
 from segue.models.diffusion.input import pictures_of, prompt_of
 from segue.models.diffusion.limits import OutputLimits
@@ -96,7 +96,7 @@ class Input(InputStage):
             for kind, fits, says in _KINDS:
                 if isinstance(default, kind):
                     if value is not None and (not isinstance(value, fits) or isinstance(value, bool) != (kind is bool)):
-                        raise InvalidRequest(f"{name} is {value!r}; it must be {says}", field=name)
+                        raise wrong(name, value, says)
                     break
 
     def _check_limits(self, params: DiffusionParams, arguments: dict[str, Any], steps: int) -> None:

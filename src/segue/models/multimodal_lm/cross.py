@@ -18,13 +18,12 @@ from torch.nn.functional import pad
 from segue.engines.autoregressive.contract import FlatBatch, Prompt
 from segue.engines.contract import LoadContext, Payload
 from segue.kernels.paged_attention import library_attention
-from segue.messages.errors import ConfigError
 from segue.models.decoder import PagedDecoder
 from segue.models.decoder_load import check_same
 from segue.models.encoder_cache import cache_bytes
-from segue.models.interface import decoder_of
+from segue.models.interface import cannot_be_served, decoder_of, seen_by
 from segue.models.kept_media import KeptMedia
-from segue.models.library import VERSION, PreTrainedModel
+from segue.models.library import PreTrainedModel
 from segue.models.multimodal_lm.encoder import Encoder
 from segue.models.multimodal_lm.input import InputProcessor
 from segue.models.multimodal_lm.llm import LLM, check_same_media
@@ -66,24 +65,15 @@ class CrossEncoder(Encoder):
     def _encode(self, units: Sequence[Payload]) -> list[torch.Tensor]:
         """Units in one call → [n, H] each."""
         tensors = {key: torch.cat([unit["tensors"][key] for unit in units])[None] for key in units[0]["tensors"]}
-        seen: list[dict[str, Any]] = []
-        hook = self._decoder.register_forward_pre_hook(
-            lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True
-        )
         ids = torch.cat([unit["ids"] for unit in units]).to(self.device)[None]
-        try:
+        with seen_by(self._decoder) as seen:
             self._inner(
                 input_ids=ids,
                 use_cache=False,
                 **taken_by(self._inner.forward, moved(tensors, self.device, self.dtype)),
             )
-        finally:
-            hook.remove()
         if seen[0].get(STATES) is None:
-            raise ConfigError(
-                f"{self._kind} of transformers {VERSION} cannot be served: it gives its decoder no {STATES}",
-                field="architectures",
-            )
+            raise cannot_be_served(self._kind, f"it gives its decoder no {STATES}")
         rows = seen[0][STATES].flatten(0, 1)
         return [own.clone() for own in rows.chunk(len(units))]
 
@@ -174,29 +164,22 @@ class _Example:
         text, pictures = processor.examples(KIND)
         made = processor(text, {KIND: pictures})
         tensors = moved(made.tensors[KIND], model.device, model.dtype)
-        states: list[torch.Tensor] = []
-        hook = decoder_of(model).register_forward_pre_hook(
-            lambda module, args, kwargs: states.append(kwargs[STATES]), with_kwargs=True
-        )
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), seen_by(decoder_of(model)) as seen:
                 out = model(
                     input_ids=torch.tensor([made.ids], device=model.device),
                     use_cache=False,
                     **taken_by(holder_of(model).forward, tensors),
                 )
+            states: torch.Tensor = seen[0][STATES]
         except FAILURES as error:
-            raise ConfigError(
-                f"{type(model).__name__} of transformers {VERSION} cannot be served: its forward does not take {KIND} "
-                f"as its processor makes it ({error})",
-                field="architectures",
+            raise cannot_be_served(
+                type(model).__name__, f"its forward does not take {KIND} as its processor makes it ({error})"
             ) from error
-        finally:
-            hook.remove()
         self.logits: torch.Tensor = out.logits[0].float()
         """[T, vocab]"""
         units = units_by_picture(made)
-        rows = states[0].flatten(0, 1).chunk(len(units))
+        rows = states.flatten(0, 1).chunk(len(units))
         self.media: list[Payload] = [
             {"kind": KIND, "hash": unit["hash"], "rows": own} for unit, own in zip(units, rows, strict=True)
         ]

@@ -20,9 +20,8 @@ from segue.engines.module.contract import Result, Work
 from segue.kernels.linear import pack_linears
 from segue.messages.errors import ConfigError, StageFailed
 from segue.models.encoder_cache import EncoderCache, cache_bytes
-from segue.models.interface import decoder_of
+from segue.models.interface import cannot_be_served, decoder_of, seen_by
 from segue.models.layer_inputs import takes_ids_again
-from segue.models.library import VERSION
 from segue.models.multimodal_lm.loading import (
     DEEP_ARGUMENTS,
     forget_embedding,
@@ -36,15 +35,13 @@ from segue.models.multimodal_lm.mutual import FAILURES, MaskProbe, is_causal, mo
 from segue.models.multimodal_lm.processor import Processed, Processor
 from segue.models.multimodal_lm.units import units_of
 from segue.models.pretrained import load_config
+from segue.models.tolerance import difference, tolerance
 
 PATCHES = 256
 """Rows per call of an encoder on a CPU, roughly: what its weights are laid out for."""
 _HARMLESS = frozenset(
     ("input_ids", "inputs_embeds", "position_ids", "use_cache", "return_dict", "cache_position", "logits_to_keep")
 )
-
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
-"""Largest difference over largest value; 16-bit types: 0.1."""
 
 
 class Encoder:
@@ -118,20 +115,14 @@ class Encoder:
 
     def _rows(self, ids: torch.Tensor, tensors: dict[str, Any], kind: str) -> torch.Tensor:
         """[n] placeholder ids and what the processor made → [n, 1 + L, H]."""
-        seen: list[dict[str, Any]] = []
-        hook = self._decoder.register_forward_pre_hook(
-            lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True
-        )
         positions = torch.arange(len(ids), device=self.device)[None]
-        try:
+        with seen_by(self._decoder) as seen:
             self._inner(
                 input_ids=ids.to(self.device)[None],
                 position_ids=positions,
                 use_cache=False,
                 **taken_by(self._inner.forward, moved(tensors, self.device, self.dtype)),
             )
-        finally:
-            hook.remove()
         given = seen[0]
         self._check_given(given, positions, kind)
         rows = given["inputs_embeds"][0]
@@ -143,24 +134,13 @@ class Encoder:
     def _check_given(self, given: dict[str, Any], positions: torch.Tensor, kind: str) -> None:
         """The decoder is given rows, and nothing that the language model's stage would not know."""
         if kind not in self._mutual and not is_causal(given.get("attention_mask"), self._decoder.config):
-            raise ConfigError(
-                f"{self._kind} of transformers {VERSION} cannot be served: it gives its decoder masks of its own for "
-                f"{kind}",
-                field="architectures",
-            )
+            raise cannot_be_served(self._kind, f"it gives its decoder masks of its own for {kind}")
         for name in sorted(given.keys() - self._harmless):
             if given[name] is not None and given[name] is not False:
-                raise ConfigError(
-                    f"{self._kind} of transformers {VERSION} cannot be served: it gives its decoder {name!r} along "
-                    "with media",
-                    field="architectures",
-                )
+                raise cannot_be_served(self._kind, f"it gives its decoder {name!r} along with media")
         places = given.get("position_ids")
         if places is not None and not self._own_positions and not bool((places == positions).all()):
-            raise ConfigError(
-                f"{self._kind} of transformers {VERSION} cannot be served: it gives media positions of its own",
-                field="architectures",
-            )
+            raise cannot_be_served(self._kind, "it gives media positions of its own")
 
     @torch.inference_mode()
     def _try_out(self, processor: Processor) -> None:
@@ -175,17 +155,11 @@ class Encoder:
             except ConfigError:
                 raise
             except (*FAILURES, StageFailed) as error:
-                raise ConfigError(
-                    f"{self._kind} of transformers {VERSION} cannot be served: its forward does not encode {kind} by "
-                    f"itself ({error})",
-                    field="architectures",
-                ) from error
-            difference = float((alone - whole).abs().max() / whole.abs().max())
-            if not difference <= _TOLERANCE.get(self.dtype, 0.1):
-                raise ConfigError(
-                    f"{self._kind} of transformers {VERSION} cannot be served: it encodes {kind} otherwise beside "
-                    f"others than alone (by {difference:.1e})",
-                    field="architectures",
+                raise cannot_be_served(self._kind, f"its forward does not encode {kind} by itself ({error})") from error
+            off = difference(alone, whole)
+            if not off <= tolerance(self.dtype):
+                raise cannot_be_served(
+                    self._kind, f"it encodes {kind} otherwise beside others than alone (by {off:.1e})"
                 )
 
     def _see(self, processor: Processor) -> None:

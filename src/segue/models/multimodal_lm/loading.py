@@ -18,7 +18,7 @@ from torch import nn
 
 from segue.engines.contract import LoadContext
 from segue.messages.errors import ConfigError
-from segue.models.interface import decoder_of, name_of
+from segue.models.interface import cannot_be_served, decoder_of, name_of
 from segue.models.library import VERSION, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 from segue.models.multimodal_lm.graph import kinds_of
 from segue.models.pretrained import load_config, load_model
@@ -73,11 +73,7 @@ def media_tokens(ctx: LoadContext) -> dict[str, int]:
     for kind in kinds_of(config):
         token = config.get(f"{kind}_token_id", config.get(f"{kind}_token_index"))
         if not isinstance(token, int):
-            raise ConfigError(
-                f"{config['model_type']} of transformers {VERSION} cannot be served: its config names no token for "
-                f"{kind}",
-                field="architectures",
-            )
+            raise cannot_be_served(config["model_type"], f"its config names no token for {kind}")
         tokens[kind] = token
     return tokens
 

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from segue.messages.errors import ConfigError
-from segue.models.library import VERSION, PreTrainedConfig, PreTrainedModel
+from segue.models.interface import cannot_be_served
+from segue.models.library import PreTrainedConfig, PreTrainedModel
 from segue.models.multimodal_lm.loading import taken_by
 from segue.models.multimodal_lm.processor import TYPES, Processed, Processor
 
@@ -60,11 +61,10 @@ class Sight:
             return frozenset(range(config.num_hidden_layers))
         types: list[str] = (config.layer_types if "layer_types" in config else None) or []
         if not self.types <= set(types):
-            raise ConfigError(
-                f"{config.model_type} of transformers {VERSION} cannot be served: tokens of "
-                f"{', '.join(sorted(self.kinds))} see each other in both directions in layers of type "
+            raise cannot_be_served(
+                config.model_type,
+                f"tokens of {', '.join(sorted(self.kinds))} see each other in both directions in layers of type "
                 f"{', '.join(sorted(self.types))}, and its config does not say which those are",
-                field="architectures",
             )
         return frozenset(layer for layer, name in enumerate(types) if name in self.types)
 
@@ -168,7 +168,7 @@ class MaskProbe:
         raise self._unserved(f"its forward does not come to its decoder with {kind}")
 
     def _unserved(self, reason: str) -> ConfigError:
-        return ConfigError(f"{self.kind} of transformers {VERSION} cannot be served: {reason}", field="architectures")
+        return cannot_be_served(self.kind, reason)
 
 
 def others_rows(made: Processed, rows: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:

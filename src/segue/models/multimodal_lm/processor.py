@@ -89,18 +89,10 @@ class Processor:
                 continue
             token = vars(self._library).get(f"{kind}_token")
             if not isinstance(token, str):
-                raise ConfigError(
-                    f"{type(self._library).__name__} of transformers {VERSION} cannot be used: it names no placeholder "
-                    f"for {kind}",
-                    field="architectures",
-                )
+                raise self._unusable(f"it names no placeholder for {kind}")
             self.placeholders[kind] = token
         if not self.placeholders:
-            raise ConfigError(
-                f"{type(self._library).__name__} of transformers {VERSION} cannot be used: it takes none of "
-                f"{', '.join(token_ids)}",
-                field="architectures",
-            )
+            raise self._unusable(f"it takes none of {', '.join(token_ids)}")
         self._says_more = True
         """It tells how many tokens each medium has, and of which kind each token is."""
         self._samples = {kind: self._sample_text(kind) for kind in self.placeholders}
@@ -280,30 +272,22 @@ class Processor:
             try:
                 made = self._made(kind, [self.example(kind)])
             except _UNREADABLE as error:
-                raise ConfigError(
-                    f"{type(self._library).__name__} of transformers {VERSION} cannot be used: it does not take "
-                    f"{kind} as other processors do ({error!r})",
-                    field="architectures",
-                ) from error
+                raise self._unusable(f"it does not take {kind} as other processors do ({error!r})") from error
             if self._token_ids[kind] in made["input_ids"][0].tolist():
                 keys[kind] = [key for key in made if key not in _TEXT_KEYS]
             else:
                 del self.placeholders[kind]
         if not keys:
-            raise ConfigError(
-                f"{type(self._library).__name__} of transformers {VERSION} cannot be used: what it makes of media has "
-                "none of the tokens that the config names for them",
-                field="architectures",
-            )
+            raise self._unusable("what it makes of media has none of the tokens that the config names for them")
         for kind, own in keys.items():
             for other, others in keys.items():
                 if kind < other and (shared := set(own) & set(others)):
-                    raise ConfigError(
-                        f"{type(self._library).__name__} of transformers {VERSION} cannot be used: {kind} and {other} "
-                        f"come under one name ({min(shared)})",
-                        field="architectures",
-                    )
+                    raise self._unusable(f"{kind} and {other} come under one name ({min(shared)})")
         return keys
+
+    def _unusable(self, reason: str) -> ConfigError:
+        kind = type(self._library).__name__
+        return ConfigError(f"{kind} of transformers {VERSION} cannot be used: {reason}", field="architectures")
 
 
 def _load(model_dir: Path) -> Any:

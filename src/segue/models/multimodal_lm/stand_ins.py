@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from segue.messages.errors import ConfigError
+from segue.models.interface import cannot_be_served
 from segue.models.layer_inputs import takes_ids_again
-from segue.models.library import VERSION
 from segue.models.multimodal_lm.mutual import MaskProbe
 
 
@@ -40,9 +39,7 @@ def stand_ins(probe: MaskProbe) -> dict[int, int]:
                 found[token] = other
                 break
         else:
-            raise ConfigError(
-                f"{probe.kind} of transformers {VERSION} cannot be served: its layers take ids beside the rows, for "
-                f"{kind} neither those of padding nor 0",
-                field="architectures",
+            raise cannot_be_served(
+                probe.kind, f"its layers take ids beside the rows, for {kind} neither those of padding nor 0"
             )
     return found

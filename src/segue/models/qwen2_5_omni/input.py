@@ -16,8 +16,7 @@ from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.engines.module.contract import Result, Work
 from segue.graph.parts import TOKENS
 from segue.media.limits import MediaLimits
-from segue.media.sources import shown
-from segue.messages.errors import ConfigError, InvalidRequest, NotFound, nearest
+from segue.messages.errors import ConfigError, InvalidRequest, NotFound, nearest, wrong
 from segue.messages.request import MediaPart, Message, Request, TextPart
 from segue.models.input_stage import InputStage
 from segue.models.prompt import (
@@ -77,10 +76,7 @@ class InputProcessor(InputStage):
             raise NotFound(f"no voice {request.voice!r}{nearest(request.voice, self._voices)}", field="voice")
         sound = request.options.get("use_audio_in_video", False)
         if not isinstance(sound, bool):
-            raise InvalidRequest(
-                f"options.use_audio_in_video is {shown(sound)}; it must be true or false",
-                field="options.use_audio_in_video",
-            )
+            raise wrong("options.use_audio_in_video", sound, "true or false")
         media: list[Expanded] = []
         form = given_as(request)
         match form:

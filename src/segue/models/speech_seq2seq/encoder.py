@@ -10,16 +10,14 @@ import torch
 from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.engines.module.contract import Result, Work
 from segue.kernels.linear import pack_linears
-from segue.messages.errors import ConfigError
 from segue.models.encoder_cache import EncoderCache, cache_bytes
-from segue.models.library import VERSION
+from segue.models.interface import cannot_be_served
 from segue.models.speech_seq2seq.loading import encoder_of
+from segue.models.tolerance import difference, tolerance
 
 ROWS = 256
 """Rows per call on a CPU, roughly: what its weights are laid out for."""
 KIND = "audio"
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
-"""Largest difference over largest value; 16-bit types: 0.1."""
 
 
 class Encoder:
@@ -69,10 +67,9 @@ class Encoder:
         windows = [torch.randn(shape, generator=generator) for _ in range(2)]
         together = torch.stack(self._encode(windows))
         alone = torch.stack([self._encode([window])[0] for window in windows])
-        difference = float((together - alone).abs().max() / together.abs().max())
-        if not difference <= _TOLERANCE.get(self.dtype, 0.1):
-            raise ConfigError(
-                f"{type(self._encoder).__name__} of transformers {VERSION} cannot be served: it encodes a window "
-                f"otherwise beside others than alone (by {difference:.1e})",
-                field="architectures",
+        off = difference(alone, together)
+        if not off <= tolerance(self.dtype):
+            raise cannot_be_served(
+                type(self._encoder).__name__,
+                f"it encodes a window otherwise beside others than alone (by {off:.1e})",
             )

@@ -16,7 +16,7 @@ from segue.engines.module.contract import Work
 from segue.graph.parts import TOKENS
 from segue.media.audio import decode_audio
 from segue.media.limits import MediaLimits
-from segue.messages.errors import ConfigError, InvalidRequest
+from segue.messages.errors import ConfigError, InvalidRequest, wrong
 from segue.messages.request import MediaPart, Request
 from segue.models.encoder_cache import add_content
 from segue.models.generation import generation_of
@@ -104,9 +104,7 @@ class InputProcessor(InputStage):
         if self._facts.languages:
             language = options.get("language")
             if language not in self._facts.languages:
-                raise InvalidRequest(
-                    f"language is {language!r}; it must be one of {', '.join(self._facts.languages)}", field="language"
-                )
+                raise wrong("language", language, f"one of {', '.join(self._facts.languages)}")
             ids += [self._facts.languages[language], self._tasks[options.get("task") or "transcribe"]]
         return ids if times else [*ids, self._facts.first_time - 1]
 

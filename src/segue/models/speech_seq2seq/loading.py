@@ -11,7 +11,8 @@ from torch import nn
 from segue.engines.contract import LoadContext
 from segue.kernels.encoder_attention import NAME as ACROSS
 from segue.messages.errors import ConfigError
-from segue.models.library import VERSION, AutoModelForSpeechSeq2Seq, PreTrainedConfig, PreTrainedModel
+from segue.models.interface import cannot_be_served
+from segue.models.library import AutoModelForSpeechSeq2Seq, PreTrainedConfig, PreTrainedModel
 from segue.models.pretrained import load_config, load_model
 
 
@@ -60,11 +61,7 @@ def tell_apart(model: PreTrainedModel, heard: torch.Tensor) -> int:
             hook.remove()
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if [module.layer_idx for module in found] != list(range(layers)):
-        raise ConfigError(
-            f"{type(model).__name__} of transformers {VERSION} cannot be served: not every layer of its decoder "
-            "attends to what the encoder gives",
-            field="architectures",
-        )
+        raise cannot_be_served(type(model).__name__, "not every layer of its decoder attends to what the encoder gives")
     for module in found:
         own = copy.deepcopy(module.config)
         assert isinstance(own, PreTrainedConfig)

@@ -46,7 +46,7 @@ def make(directory: Path, size: str = "tiny", seed: int = 0) -> None:
     tokenizer = train_tokenizer(_SPECIAL)
     tokenizer.add_tokens([AddedToken(time, special=False, normalized=False) for time in _TIMES])
     ids = {token: BASE_VOCAB + place for place, token in enumerate(_SPECIAL)}
-    _write_files(directory, tokenizer, ids)
+    _write_files(directory, tokenizer)
     config = AutoConfig.for_model(
         "whisper",
         vocab_size=BASE_VOCAB + len(_SPECIAL) + len(_TIMES),
@@ -112,7 +112,7 @@ def _generation(ids: dict[str, int]) -> GenerationConfig:
     )
 
 
-def _write_files(directory: Path, tokenizer: Tokenizer, ids: dict[str, int]) -> None:
+def _write_files(directory: Path, tokenizer: Tokenizer) -> None:
     tokenizer.save(str(directory / "tokenizer.json"))
     end = "<|endoftext|>"
     times: dict[str, Any] = {

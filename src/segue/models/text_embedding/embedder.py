@@ -14,7 +14,7 @@ from torch import nn
 
 from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.engines.module.contract import Result, Work
-from segue.messages.errors import ConfigError, InvalidRequest
+from segue.messages.errors import ConfigError, InvalidRequest, wrong
 from segue.models.checkpoint import Checkpoint, load_module
 from segue.models.library import AutoModel
 from segue.models.pretrained import load_config, load_model
@@ -68,7 +68,7 @@ class Embedder:
         if asked is None or asked == self.dimensions:
             return _Asked(request.request_id), []
         if type(asked) is not int or asked < 1:
-            raise InvalidRequest(f"dimensions is {asked!r}; it must be a positive integer", field="dimensions")
+            raise wrong("dimensions", asked, "a positive integer")
         if not self._recipe.cuttable:
             raise InvalidRequest(
                 f"dimensions is {asked}; this model's vectors have {self.dimensions} and cannot be cut",
@@ -77,7 +77,7 @@ class Embedder:
         allowed = self._recipe.dimensions
         if asked > self.dimensions or (allowed is not None and asked not in allowed):
             right = f"at most {self.dimensions}" if allowed is None else f"one of {sorted(allowed)}"
-            raise InvalidRequest(f"dimensions is {asked}; it must be {right}", field="dimensions")
+            raise wrong("dimensions", asked, right)
         return _Asked(request.request_id, asked), []
 
     def feed(self, state: _Asked, upstream: str, payload: Payload, *, final: bool) -> list[Work]:

@@ -9,11 +9,6 @@ import pytest
 from segue.bench import hop
 
 
-@pytest.fixture(autouse=True)
-def source_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "src"))
-
-
 def test_it_measures_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "hop.json"
     before = len(os.listdir("/proc/self/fd"))

@@ -1,12 +1,11 @@
-"""One side of a benchmark, as the closed loop sees it, and what a request on it gives."""
+"""What a request of `segue bench omni` gives, on whichever side."""
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import msgspec
 import numpy as np
 
+from segue.bench.load import LoadDriver, LoadSlice
 from segue.bench.workload import BenchRequest
 
 FIRST_AUDIO_SECONDS = 0.08
@@ -38,29 +37,32 @@ class Outcome(msgspec.Struct, kw_only=True):
     spans: list[tuple[str, str, float, float]] = []
     """(stage, what, start, end): who worked on it when."""
     sent: float = 0.0
-    """time.monotonic() at the client; filled by the closed loop."""
+    """time.monotonic() at the client."""
 
     @property
     def rtf(self) -> float:
         """Real-time factor: seconds waited per second of audio."""
         return self.jct / self.audio_seconds
 
+    def check(self, request: BenchRequest) -> None:
+        """Raise `WrongWork` unless lengths are those of the table and there is sound."""
+        facts = (
+            ("reply tokens", len(self.text_ids), request.reply_tokens),
+            ("codes", self.codes, request.codes),
+        )
+        for what, got, wanted in facts:
+            if got != wanted:
+                raise WrongWork(f"request {request.index}: {got} {what}; the table says {wanted}")
+        if not np.isfinite(self.ttfa) or self.audio_seconds <= 0:
+            raise WrongWork(f"request {request.index}: no audio, or only silence (rms {self.rms:.2e})")
+
+
+OmniDriver = LoadDriver[BenchRequest, Outcome]
+OmniSlice = LoadSlice[Outcome]
+
 
 class WrongWork(Exception):
     """An answer is not what the workload asks for, so the sides would not do the same work."""
-
-
-def check_outcome(request: BenchRequest, outcome: Outcome) -> None:
-    """Raise `WrongWork` unless lengths are those of the table and there is sound."""
-    facts = (
-        ("reply tokens", len(outcome.text_ids), request.reply_tokens),
-        ("codes", outcome.codes, request.codes),
-    )
-    for what, got, wanted in facts:
-        if got != wanted:
-            raise WrongWork(f"request {request.index}: {got} {what}; the table says {wanted}")
-    if not np.isfinite(outcome.ttfa) or outcome.audio_seconds <= 0:
-        raise WrongWork(f"request {request.index}: no audio, or only silence (rms {outcome.rms:.2e})")
 
 
 class FirstAudio:
@@ -84,25 +86,3 @@ class FirstAudio:
     @property
     def rms(self) -> float:
         return (self._square / self.samples) ** 0.5 if self.samples else 0.0
-
-
-class Driver(Protocol):
-    """One side: started once, then given requests, several at a time."""
-
-    name: str
-
-    async def start(self) -> None: ...
-
-    async def take_over(self) -> None:
-        """This side's turn begins."""
-        ...
-
-    async def run(self, request: BenchRequest) -> Outcome:
-        """Send the request and wait for all of its answer. Raises what went wrong."""
-        ...
-
-    async def stop(self) -> None: ...
-
-    def pids(self) -> list[int]:
-        """The processes that work for this side."""
-        ...
