@@ -1,10 +1,14 @@
-"""Linear layers with weights in 4 or 8 bits, whose scale and zero are those of a group of inputs: as GPTQ (Frantar et al.,
-2022), AWQ (Lin et al., 2023) and compressed-tensors write them.
+"""Linear layers with weights in 4 or 8 bits, whose scale and zero are those of a group of inputs: as GPTQ (Frantar et
+al., 2022), AWQ (Lin et al., 2023) and compressed-tensors write them.
 
 A weight is `(number - zero) * scale`, nothing more is rounded: what such a layer gives is what the wide weights would
 have given, in the dtype of its input. On a CPU, where there are compiled kernels, products read the numbers as they are
-(native/grouped.h) and are summed in float32; elsewhere, and where a group is no whole number of words, weights are widened
-at every call.
+(native/grouped.h) and are summed in float32; elsewhere, and where a group is no whole number of words, weights are
+widened at every call.
+
+Layers of 896 x 9728 that are read from memory, two cores of an EPYC (Zen 5), us, panels of floats / of halves / of 4
+bits in groups of 32 / of 8 bits in groups of 128: 1 row 1315 / 603 / 289 / 365, 4 rows 1357 / 610 / 516 / 528, 8 rows
+1356 / 830 / 925 / 928, 16 rows 2133 / 1609 / 1699 / 1781; from 32 rows on they are equal.
 """
 
 from __future__ import annotations
@@ -141,7 +145,7 @@ def can_join(layers: Sequence[GroupedLinear]) -> bool:
 
 
 def joined(layers: Sequence[GroupedLinear]) -> GroupedLinear:
-    """One layer, the outputs of which are those of all, one behind the other; a bias is 0 where one of them has none."""
+    """One layer with the outputs of all, one behind the other; a bias is 0 where one of them has none."""
     first = layers[0]
     numbers, scale, zero = (torch.cat(parts) for parts in zip(*(layer.grouped for layer in layers), strict=True))
     bias = None

@@ -1,7 +1,8 @@
-"""Weights of 4 or 8 bits with a scale and a zero per group of inputs, as words of 32 bits: as native/grouped.h reads them.
+"""Weights of 4 or 8 bits with a scale and a zero per group of inputs, as the words of 32 bits that native/grouped.h
+reads.
 
-Where a scale has no more than 12 significant bits and a zero is in sixteenths, as in files and in what is quantised here,
-one word has both; else there are two.
+Where a scale has no more than 12 significant bits (float16 has 11, bfloat16 8) and a zero is in sixteenths, one word
+has both; else there are two.
 """
 
 from __future__ import annotations

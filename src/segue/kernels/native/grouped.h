@@ -73,12 +73,16 @@ static inline __attribute__((always_inline)) void NAME(grouped_tile)(const size_
             }
 #pragma GCC unroll 8
             for (size_t place = 0; place < inputs; place++) {
+                if (rows > ROWS - 2) /* sums take the registers: these are read from memory */
+                    __asm__ volatile("" : : "r"(scale), "r"(shift), "r"(words) : "memory");
                 VEC weight[COLUMNS];
 #pragma GCC unroll 3
                 for (size_t column = 0; column < COLUMNS; column++)
                     weight[column] = NAME(number)(words[column], bits, place) * scale[column] + shift[column];
 #pragma GCC unroll 8
                 for (size_t row = 0; row < rows; row++) {
+                    if (rows > ROWS - 2) /* and x when it is needed, no sooner */
+                        __asm__ volatile("" : : : "memory");
                     const float given = x[row * x_row + k + place];
 #pragma GCC unroll 3
                     for (size_t column = 0; column < COLUMNS; column++)
@@ -128,36 +132,29 @@ static inline __attribute__((always_inline)) void NAME(grouped_bits)(const int b
 {
     const size_t blocks = (rows + ROWS - 1) / ROWS, least = rows / blocks, more = rows % blocks;
     float whole[STRETCH * PANEL] __attribute__((aligned(64)));
-    for (size_t first = 0; first < inputs; first += STRETCH) {
-        const size_t depth = inputs - first < STRETCH ? inputs - first : STRETCH;
-        const int widened = blocks > GROUPED_IN_PLACE;
-        if (widened)
-            NAME(widen)(bits, w, first, depth, as, whole);
+    for (size_t first = 0, depth; first < inputs; first += depth) {
+        depth = inputs - first < STRETCH ? inputs - first : STRETCH;
+        const float *const on = first ? y : bias;
+        const size_t on_row = first ? y_row : 0;
+#define CASE(rows)                                                                                                     \
+    case rows:                                                                                                         \
+        NAME(grouped_tile)(rows, bits, x + first, inputs, w, first, depth, as, on, on_row, y, y_row);                  \
+        continue;
+        switch (rows) {
+            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if ROWS == 8
+            CASE(7) CASE(8)
+#endif
+        }
+#undef CASE
+        NAME(widen)(bits, w, first, depth, as, whole);
         /* the second block has the next numbers fetched, a line beside each input */
         const size_t within = (first + depth) % as->group / as->inputs;
         const float *const next = NAME(group_of)(w, first + depth, as) + within * PANEL;
         for (size_t block = 0, row = 0, count; block < blocks; block++, row += count) {
-            const float *const given = x + row * inputs + first;
-            float *const to = y + row * y_row;
-            const float *const on = first ? to : bias;
-            const size_t on_row = first ? y_row : 0;
             count = least + (block < more);
-            if (widened) {
-                NAME(tiles)[count](given, inputs, whole, depth, on, on_row, to, y_row, block == 1 ? next : whole,
-                                   block == 1 ? 16 : PANEL);
-                continue;
-            }
-#define CASE(rows)                                                                                                     \
-    case rows:                                                                                                         \
-        NAME(grouped_tile)(rows, bits, given, inputs, w, first, depth, as, on, on_row, to, y_row);                     \
-        break;
-            switch (count) {
-                CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-#if ROWS == 8
-                CASE(7) CASE(8)
-#endif
-            }
-#undef CASE
+            NAME(tiles)[count](x + row * inputs + first, inputs, whole, depth, on + row * on_row, on_row,
+                               y + row * y_row, y_row, block == 1 ? next : whole, block == 1 ? 16 : PANEL);
         }
     }
 }

@@ -21,7 +21,6 @@
 #define STRETCH 512 /* inputs of a product that are summed up in registers */
 #define BLOCK 256   /* rows of a product that go through all of a weight together */
 #define IN_PLACE 8  /* tiles that read halves as they are; where there are more, halves are made floats first */
-#define GROUPED_IN_PLACE 2 /* tiles that read weights with scales of groups as they are */
 #define AHEAD 16    /* rows of a panel that are fetched before they are needed */
 #define GROUPED_AHEAD 16 /* the same, where a word has many inputs */
 #define SOON 12     /* keys or values that are fetched before they are needed */
