@@ -102,12 +102,24 @@ def test_the_same_answers_however_served(directory: Path, kind: str) -> None:
     assert tight.engine.stats()["preemptions_total"] > 0
 
 
-def test_adapters_over_quantised_weights(llama: Path, tmp_path: Path) -> None:
+@pytest.mark.skipif(library() is None, reason="the kernels were not compiled, or not for this CPU")
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_played_back(llama: Path, kind: str) -> None:
+    adapter = load(llama, quantization=kind)
+    expected = Served(adapter, enforce_eager=True).run(PROMPTS, TOKENS)
+    served = Served(adapter, max_batch=6)
+    served.engine.warm_up()
+    assert served.run(PROMPTS, TOKENS) == expected
+    assert served.engine.stats()["recorded_steps_total"] > 0
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_adapters_over_quantised_weights(llama: Path, tmp_path: Path, kind: str) -> None:
     """The adapter itself is exact: only the weights below it are rounded."""
     path = make_adapter(llama, tmp_path / "a", ("q_proj", "up_proj"), rank=4, seed=1)
     merged = load(merge(llama, path, tmp_path / "merged"))
     plan = LoraPlan({"a": str(path)})
-    small = load(llama, quantization="int8", lora=plan)
+    small = load(llama, quantization=kind, lora=plan)
     assert small.lora is not None
     from segue.engines.autoregressive.contract import Prompt
 
@@ -122,8 +134,9 @@ def test_adapters_over_quantised_weights(llama: Path, tmp_path: Path) -> None:
     with torch.inference_mode():
         hidden, _ = small.forward(small.embed(ids, None), batch)
         ours = small.logits(hidden)
-    assert apart(ours, logits_of(merged)) < WITHIN["int8"]
+    assert apart(ours, logits_of(merged)) < WITHIN[kind]
     assert apart(ours, logits_of(load(llama))) > 0.4
+    assert apart(ours, logits_of(load(llama, quantization=kind))) > 0.4
 
 
 # ── the layers ─────────────────────────────────────────────────────────────────────────────────────────────────────
