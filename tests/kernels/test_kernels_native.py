@@ -53,7 +53,7 @@ def _product(
     y = torch.full((len(x), outputs), torch.nan)
     kernels.product(
         *(kernels.number, x.data_ptr(), len(x), x.shape[1], laid.data_ptr(), halves, on.data_ptr(), y.data_ptr()),
-        *(outputs, gelu, 0, 2),
+        *(outputs, gelu, 0, 0, 2),
     )
     return y
 

@@ -27,7 +27,7 @@ def product(
     scratch = torch.full((kernels.product_scratch(kernels.number, kind, rows, inputs),), torch.nan)
     kernels.product(
         *(kernels.number, x.data_ptr(), rows, inputs, panels.data_ptr(), kind, on.data_ptr(), y.data_ptr()),
-        *(len(weight), gelu, scratch.data_ptr(), 2),
+        *(len(weight), gelu, scratch.data_ptr(), 0, 2),
     )
     return y
 

@@ -16,9 +16,11 @@ from lora_files import make_adapter, merge
 from segue.engines.autoregressive.contract import FlatBatch
 from segue.graph.lora import LoraPlan
 from segue.kernels.eight_bits import eight_bits
+from segue.kernels.grouped_linear import GroupedLinear
+from segue.kernels.grouped_words import kind_of
 from segue.kernels.kv_layout import uniform
 from segue.kernels.kv_store import KVStore
-from segue.kernels.native import BYTES, ROUNDED, library
+from segue.kernels.native import BYTES, FOURS, ROUNDED, library
 from segue.kernels.paged_step import paged_step
 from segue.kernels.part import Part
 from segue.kernels.quantized import (
@@ -29,6 +31,7 @@ from segue.kernels.quantized import (
     Int8Linear,
     StoredLinear,
     four_bits,
+    four_bits_from_zero,
     quantize_linears,
 )
 from segue.kernels.rounded_linear import RoundedLinear
@@ -99,12 +102,24 @@ def test_the_same_answers_however_served(directory: Path, kind: str) -> None:
     assert tight.engine.stats()["preemptions_total"] > 0
 
 
-def test_adapters_over_quantised_weights(llama: Path, tmp_path: Path) -> None:
+@pytest.mark.skipif(library() is None, reason="the kernels were not compiled, or not for this CPU")
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_played_back(llama: Path, kind: str) -> None:
+    adapter = load(llama, quantization=kind)
+    expected = Served(adapter, enforce_eager=True).run(PROMPTS, TOKENS)
+    served = Served(adapter, max_batch=6)
+    served.engine.warm_up()
+    assert served.run(PROMPTS, TOKENS) == expected
+    assert served.engine.stats()["recorded_steps_total"] > 0
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_adapters_over_quantised_weights(llama: Path, tmp_path: Path, kind: str) -> None:
     """The adapter itself is exact: only the weights below it are rounded."""
     path = make_adapter(llama, tmp_path / "a", ("q_proj", "up_proj"), rank=4, seed=1)
     merged = load(merge(llama, path, tmp_path / "merged"))
     plan = LoraPlan({"a": str(path)})
-    small = load(llama, quantization="int8", lora=plan)
+    small = load(llama, quantization=kind, lora=plan)
     assert small.lora is not None
     from segue.engines.autoregressive.contract import Prompt
 
@@ -119,8 +134,9 @@ def test_adapters_over_quantised_weights(llama: Path, tmp_path: Path) -> None:
     with torch.inference_mode():
         hidden, _ = small.forward(small.embed(ids, None), batch)
         ours = small.logits(hidden)
-    assert apart(ours, logits_of(merged)) < WITHIN["int8"]
+    assert apart(ours, logits_of(merged)) < WITHIN[kind]
     assert apart(ours, logits_of(load(llama))) > 0.4
+    assert apart(ours, logits_of(load(llama, quantization=kind))) > 0.4
 
 
 # ── the layers ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -135,7 +151,7 @@ def weights(rows: int = 96, columns: int = 128) -> tuple[torch.Tensor, torch.Ten
 @pytest.mark.parametrize(
     ("kind", "within"),
     [
-        *(("bytes", 0.03), ("halves", 0.01), ("int8", 0.03), ("bfloat16", 0.01), ("int4", 0.1)),
+        *(("bytes", 0.03), ("halves", 0.01), ("int8", 0.03), ("bfloat16", 0.01), ("int4", 0.1), ("grouped", 0.1)),
         *(("stored int8", 0.01), ("stored fp8", 0.04), ("stored int4", 0.1)),
     ],
 )
@@ -150,6 +166,7 @@ def test_products(kind: str, within: float, dtype: torch.dtype) -> None:
         "int8": Int8Linear,
         "bfloat16": Bfloat16Linear,
         "int4": Int4Linear,
+        "grouped": lambda weight, bias: GroupedLinear(*four_bits_from_zero(weight), bias, bits=4, dtype=weight.dtype),
     }
     name, _, stored = kind.partition(" ")
     layer = StoredLinear(weight, bias, stored) if name == "stored" else layers[name](weight, bias)
@@ -195,6 +212,36 @@ def test_four_bits_keep_the_ends_of_a_group() -> None:
     torch.testing.assert_close(wide.amin(-1), groups.amin(-1))
     torch.testing.assert_close(wide.amax(-1), groups.amax(-1))
     assert float(((wide - groups).abs() / scale[..., None]).max()) < 0.5001
+
+
+def test_four_bits_from_a_zero_are_no_less_exact() -> None:
+    weight, _ = weights(96, 256)
+    weight[:8] += 3  # whole groups on one side of 0, near it and far away
+    weight[8:16] -= 1000
+    weight[16] = 0
+    weight[17] = -0.7
+    weight[18] *= 1e-20
+    numbers, scale, middle = four_bits(weight)
+    groups = weight.unflatten(1, (-1, GROUP))
+    most = ((numbers.float().unflatten(1, (-1, GROUP)) - 8) * scale[..., None] + middle[..., None] - groups).abs()
+    ours = four_bits_from_zero(weight)
+    assert kind_of(ours.scale, ours.zero, 4) == FOURS
+    off = (ours.wide.unflatten(1, (-1, GROUP)) - groups).abs()
+    usual = [*range(8), *range(19, 96)]
+    assert float(off[usual].square().sum() / most[usual].square().sum()) < 1.01
+    assert float((off / (scale[..., None] * 0.55 + groups.abs() * 0.006)).max()) < 1
+
+
+@pytest.mark.skipif(library() is None, reason="the kernels were not compiled, or not for this CPU")
+def test_products_of_four_bits_are_nearer_where_they_are_compiled() -> None:
+    weight, bias = weights(96, 512)
+    net = torch.nn.Sequential(torch.nn.Linear(512, 96))
+    net[0].weight.data, net[0].bias.data = weight, bias
+    quantize_linears(net, "int4", lambda module: (weight, bias) if type(module) is torch.nn.Linear else None)
+    assert isinstance(net[0], GroupedLinear)
+    x = torch.randn(64, 512, generator=torch.Generator().manual_seed(1))
+    exact = x @ weight.T + bias
+    assert apart(net[0](x), exact) < apart(Int4Linear(weight, bias)(x), exact)
 
 
 def test_odd_shapes_stay_as_they_are() -> None:

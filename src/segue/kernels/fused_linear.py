@@ -16,10 +16,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeGuard
 
 import torch
 from torch import nn
+
+from segue.kernels.grouped_linear import GroupedLinear, can_join, joined
 
 
 @dataclass(slots=True)
@@ -36,11 +37,13 @@ class _Kept:
 class FusedLinear(nn.Module):
     """The product of several layers, kept from the first that asks for it to the last."""
 
-    def __init__(self, linears: list[nn.Linear]) -> None:
+    def __init__(self, linears: list[nn.Linear] | list[GroupedLinear]) -> None:
         """All of one dtype, device and number of inputs; a bias is 0 where one of them has none."""
         super().__init__()
         self.sizes = [linear.out_features for linear in linears]
-        self.linear = _joined(linears)
+        grouped = [linear for linear in linears if isinstance(linear, GroupedLinear)]
+        plain = [linear for linear in linears if isinstance(linear, nn.Linear)]
+        self.linear = joined(grouped) if grouped else _joined(plain)
         self._kept = _Kept()
 
     def take(self, number: int, x: torch.Tensor) -> torch.Tensor:
@@ -147,7 +150,7 @@ def siblings(root: nn.Module) -> Iterator[Siblings]:
     owners = Counter(id(weight) for _, weight in root.named_parameters(remove_duplicate=False))
     hooks = []
 
-    def note(name: str, layer: nn.Linear) -> None:
+    def note(name: str, layer: nn.Module) -> None:
         def called(module: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
             if given:  # by position, as everybody calls a linear layer
                 found.called(name, given[0])
@@ -155,7 +158,7 @@ def siblings(root: nn.Module) -> Iterator[Siblings]:
         hooks.append(layer.register_forward_pre_hook(called))
 
     for name, module in root.named_modules():
-        if _is_plain(module) and owners[id(module.weight)] == 1:
+        if _unwatched(module) and (type(module) is GroupedLinear or _alone(module, owners)):
             note(name, module)
     try:
         yield found
@@ -164,11 +167,14 @@ def siblings(root: nn.Module) -> Iterator[Siblings]:
             hook.remove()
 
 
-def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Nothing more than a linear layer, that is: nobody looks at its calls, either."""
-    return type(module) is nn.Linear and not (
-        "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
-    )
+def _alone(module: nn.Module, owners: Counter[int]) -> bool:
+    """Nothing more than a linear layer, whose weight is nobody else's."""
+    return type(module) is nn.Linear and owners[id(module.weight)] == 1
+
+
+def _unwatched(module: nn.Module) -> bool:
+    """Nobody looks at its calls, or makes something else of them."""
+    return not ("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
 
 
 def fuse(root: nn.Module, found: Siblings) -> int:
@@ -180,11 +186,13 @@ def fuse(root: nn.Module, found: Siblings) -> int:
     groups = found.groups()
     found.calls.clear()
     for names in groups:
-        linears = [layer for name in names if isinstance(layer := root.get_submodule(name), nn.Linear)]
+        layers = [root.get_submodule(name) for name in names]
+        linears = [layer for layer in layers if isinstance(layer, nn.Linear)]
+        grouped = [layer for layer in layers if isinstance(layer, GroupedLinear)]
         kinds = {(linear.in_features, linear.weight.dtype, linear.weight.device) for linear in linears}
-        if len(kinds) > 1:
+        if (linears and grouped) or len(kinds) > 1 or (grouped and not can_join(grouped)):
             continue
-        whole = FusedLinear(linears)
+        whole = FusedLinear(grouped or linears)
         for number, name in enumerate(names):
             parent, _, leaf = name.rpartition(".")
             setattr(root.get_submodule(parent), leaf, FusedPart(whole, number))

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from segue.kernels.fused_linear import FusedLinear, FusedPart
+from segue.kernels.grouped_linear import GroupedLinear
 from segue.kernels.native import Library, library
 
 _PROBED = 1e-5
@@ -62,7 +63,7 @@ def fuse_gates(root: nn.Module) -> int:
 @torch.no_grad()
 def _gated(compiled: Library, module: nn.Module) -> GatedMLP | None:
     parts = [child for child in module.children() if isinstance(child, FusedPart)]
-    linears = [child for child in module.children() if type(child) is nn.Linear]
+    linears = [child for child in module.children() if type(child) in (nn.Linear, GroupedLinear)]
     if len(parts) != 2 or len(linears) != 1 or parts[0].whole is not parts[1].whole:
         return None
     both, [down] = parts[0].whole, linears

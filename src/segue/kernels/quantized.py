@@ -6,7 +6,8 @@
 | `RoundedLinear` | bfloat16 | bfloat16 | CPU (compiled kernels) |
 | `Int8Linear` | int8, a scale per output | int8, a scale per token | CPU without them (fbgemm) |
 | `Bfloat16Linear` | bfloat16 | bfloat16 | CPU without them (oneDNN) |
-| `Int4Linear` | 4 bits, scale and offset per 32 inputs | bfloat16 | CPU |
+| `GroupedLinear` | 4 bits, scale and zero per 32 inputs | as they come, summed in float32 | CPU (compiled kernels) |
+| `Int4Linear` | 4 bits, scale and offset per 32 inputs | bfloat16 | CPU without them (oneDNN) |
 | `StoredLinear` | int8, float8_e4m3fn or 4 bits | as they come | anywhere: weights are widened at every call |
 
 No layer looks at more than one token to round it, so what a request gets does not depend on who else is in a step.
@@ -22,11 +23,15 @@ from torch import nn
 from torch.nn.functional import linear as product
 
 from segue.kernels.eight_bits import eight_bits
+from segue.kernels.grouped_linear import GroupedLinear
+from segue.kernels.grouped_words import Grouped, fitting
 from segue.kernels.native import BYTES, ROUNDED, library
 from segue.kernels.rounded_linear import MOST_INPUTS, RoundedLinear
 
 GROUP = 32
 """Inputs that share scale and offset in 4 bits."""
+_FAR = 100
+"""Scales that all weights of a group may be away from 0, at most: what a word of scale and zero has room for."""
 _ROWS = 16
 """Outputs are laid out in multiples of so many."""
 _ACTIVATION = 127
@@ -180,7 +185,19 @@ def four_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
     return numbers.to(torch.uint8).flatten(1), scale, low + 8 * scale
 
 
-QUANTIZED = (RoundedLinear, Int8Linear, Bfloat16Linear, Int4Linear, StoredLinear)
+def four_bits_from_zero(weight: torch.Tensor) -> Grouped:
+    """[outputs, inputs] → numbers, scale and zero of which the weight is `(number - zero) * scale`, groups as in
+    `four_bits`: of a scale and a zero that share a word the numbers are the nearest ones."""
+    groups = weight.detach().float().unflatten(1, (-1, GROUP))
+    low, high = groups.amin(-1), groups.amax(-1)
+    furthest = torch.maximum(low.abs(), high.abs())
+    scale = fitting(torch.maximum((high - low) / 15, furthest / _FAR).clamp_min_(1e-30))
+    zero = (low / scale * -16).round_().div_(16)
+    numbers = (groups / scale[..., None]).add_(zero[..., None]).round_().clamp_(0, 15)
+    return Grouped(numbers.to(torch.uint8).flatten(1), scale, zero)
+
+
+QUANTIZED = (RoundedLinear, Int8Linear, Bfloat16Linear, Int4Linear, StoredLinear, GroupedLinear)
 
 
 def quantize_linears(
@@ -208,7 +225,9 @@ def _made(kind: str, weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Modu
     if weight.device.type != "cpu" or kind == "fp8":
         return StoredLinear(weight, bias, kind)
     if kind == "int4":
-        return Int4Linear(weight, bias)
+        if library() is None:
+            return Int4Linear(weight, bias)
+        return GroupedLinear(*four_bits_from_zero(weight), bias, bits=4, dtype=weight.dtype)
     compiled = library() is not None and weight.shape[1] <= MOST_INPUTS
     if kind == "bfloat16":
         return RoundedLinear(weight, bias, ROUNDED) if compiled else Bfloat16Linear(weight, bias)

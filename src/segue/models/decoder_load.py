@@ -14,7 +14,7 @@ _PROBE = 24
 """Tokens of the short text."""
 _COARSE_TOLERANCE = 0.3
 COARSE = ("bfloat16", "int8", "int4")
-"""Quantisations that round what goes into a layer, too."""
+"""Quantisations that round what goes into a layer, too; `int4` where there are no compiled kernels."""
 
 
 def probe_ids(vocab_size: int, device: torch.device) -> torch.Tensor:

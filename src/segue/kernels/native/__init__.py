@@ -116,7 +116,7 @@ class Library(NamedTuple):
 
 
 _ARGUMENTS: dict[str, list[Any]] = {
-    "product": [_int, _pointer, _long, _long, _pointer, _int, _pointer, _pointer, _long, _int, _pointer, _int],
+    "product": [_int, _pointer, _long, _long, _pointer, _int, _pointer, _pointer, _long, _int, _pointer, _long, _int],
     "write": [
         *(_pointer, _long, _long, _pointer, _long, _long),
         *(_pointer, _long, _long, _pointer, _long, _long),
@@ -133,11 +133,11 @@ _ARGUMENTS: dict[str, list[Any]] = {
 NARROW, WIDE, WIDE_BYTES, WIDE_PAIRS, TILED = range(5)
 """AVX2; AVX-512; with sums of products of bytes (VNNI); with those of pairs of bfloat16 (BF16); and with tiles of them
 (AMX), of which products with weights of halves are made."""
-FLOATS, HALVES, ROUNDED, BYTES = range(4)
+FLOATS, HALVES, ROUNDED, BYTES, FOURS, EIGHTS, FOURS_BY_FLOATS, EIGHTS_BY_FLOATS = range(8)
 """What the weights of a product are, and what becomes of its activations: float32; bfloat16, two to a word; the same,
 with activations rounded to bfloat16; bytes with a scale per output, with activations rounded to bytes with a scale per
-row."""
-_VERSION = 9
+row; 4 or 8 bits with a scale and a zero per group of inputs, in one word, or by two floats."""
+_VERSION = 10
 """`segue_version` of kernels.c."""
 
 
@@ -194,19 +194,26 @@ def halves_are_tiled(inputs: int) -> bool:
 
 
 def product(
-    x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor, outputs: int, kind: int, *, gelu: bool = False
+    x: torch.Tensor,
+    panels: torch.Tensor,
+    bias: torch.Tensor,
+    outputs: int,
+    kind: int,
+    *,
+    gelu: bool = False,
+    group: int = 0,
 ) -> torch.Tensor:
     """x [rows, inputs] times `panels` of a kind plus bias [panels * panel] → [rows, outputs], float32 on a CPU; `gelu`:
-    of that, its approximation with tanh.
+    of that, its approximation with tanh; `group`: inputs that share a scale, of the kinds that have such.
 
     Panels are [panels, in, panel]; of halves [panels, in / 2, panel]; of bytes [panels, 2 + in / 4, panel], the first
-    two rows being what sums start with and scales. A row's result does not depend on those beside it. As many threads
-    as torch has.
+    two rows being what sums start with and scales; of 4 or 8 bits [panels, rows, panel], as grouped.h says. A row's
+    result does not depend on those beside it. As many threads as torch has.
     """
     compiled = library()
     assert compiled is not None
     rows, inputs = x.shape
-    deep = inputs if kind == FLOATS else inputs / 4 + 2 if kind == BYTES else inputs / 2
+    deep = _rows_of_panel(kind, inputs, group)
     if x.dtype != torch.float32 or panels.shape[1] != deep:
         raise RuntimeError(f"a product of {x.dtype} {list(x.shape)} with panels {list(panels.shape)} of kind {kind}")
     x = x.contiguous()
@@ -216,6 +223,13 @@ def product(
         scratch = x.new_empty(compiled.product_scratch(compiled.number, kind, rows, inputs))
     compiled.product(
         *(compiled.number, x.data_ptr(), rows, inputs, panels.data_ptr(), kind, bias.data_ptr(), y.data_ptr()),
-        *(outputs, gelu, 0 if scratch is None else scratch.data_ptr(), torch.get_num_threads()),
+        *(outputs, gelu, 0 if scratch is None else scratch.data_ptr(), group, torch.get_num_threads()),
     )
     return y
+
+
+def _rows_of_panel(kind: int, inputs: int, group: int) -> float:
+    if kind >= FOURS:
+        by_floats = kind in (FOURS_BY_FLOATS, EIGHTS_BY_FLOATS)
+        return inputs / (8 if kind in (FOURS, FOURS_BY_FLOATS) else 4) + inputs / group * (2 if by_floats else 1)
+    return inputs if kind == FLOATS else inputs / 4 + 2 if kind == BYTES else inputs / 2

@@ -22,6 +22,7 @@
 #define BLOCK 256   /* rows of a product that go through all of a weight together */
 #define IN_PLACE 8  /* tiles that read halves as they are; where there are more, halves are made floats first */
 #define AHEAD 16    /* rows of a panel that are fetched before they are needed */
+#define GROUPED_AHEAD 16 /* the same, where a word has many inputs */
 #define CHUNK 64   /* keys whose scores are kept at a time */
 
 #define LINES 3         /* of a cache in a row of a panel */
@@ -76,6 +77,13 @@ struct full_attention {
     int64_t out_sequence, out_head, out_token;
 };
 
+/* How weights lie whose scale and zero are those of a group. */
+struct grouped {
+    size_t group;  /* inputs that share them */
+    size_t inputs; /* of a word */
+    size_t scales; /* rows of a panel that those of a group take: 1 or 2 */
+};
+
 #define PASTE(x, y) x##_##y
 #define PASTED(x, y) PASTE(x, y)
 #define NAME(x) PASTED(x, SET)
@@ -96,6 +104,7 @@ static inline size_t lines_each(size_t blocks, size_t lines)
 #define MOST_COLUMNS 4
 #define TOGETHER 4
 #include "body.h"
+#include "grouped.h"
 #include "full_attention.h"
 #include "each.h"
 #undef SET
@@ -115,6 +124,7 @@ static inline size_t lines_each(size_t blocks, size_t lines)
 #define MOST_COLUMNS 2
 #define TOGETHER 2
 #include "body.h"
+#include "grouped.h"
 #include "full_attention.h"
 #include "each.h"
 #undef SET
@@ -187,6 +197,10 @@ enum {
     HALVES,  /* weights of 16 bits */
     ROUNDED, /* weights of 16 bits; activations are rounded to as many */
     BYTES,   /* weights of 8 bits, as bytes.h has them; activations are rounded to as many */
+    FOURS,   /* weights of 4 bits, as grouped.h has them, with a word for each group's scale and zero */
+    EIGHTS,  /* the same, of 8 bits */
+    FOURS_BY_FLOATS, /* with two floats instead */
+    EIGHTS_BY_FLOATS,
 };
 
 /* The instruction set in use. */
@@ -197,6 +211,7 @@ struct set {
     void (*pairs)(const word *, size_t, size_t, const float *, const float *, float *, size_t);
     void (*bytes)(const int32_t *, size_t, size_t, const float *, const int32_t *, const float *, float *, size_t);
     float (*to_bytes)(const float *, size_t, uint8_t *);
+    void (*grouped)(const float *, size_t, size_t, const float *, const struct grouped *, const float *, float *, size_t);
     void (*product)(const float *, size_t, size_t, const float *, int, const float *, float *, size_t);
     void (*span)(const struct attention *, const float *, const int32_t *, size_t, size_t, float *, float *, float *);
     void (*norm)(const float *, const float *, float, float *, size_t);
@@ -209,8 +224,8 @@ struct set {
     void (*halved)(const float *, size_t, float *);
 };
 #define OF(set)                                                                                                        \
-    panel_##set, span_##set, norm_##set, gate_##set, gelu_##set, modulate_##set, turned_##set, rows_##set, row_##set,  \
-        halved_##set
+    grouped_##set, panel_##set, span_##set, norm_##set, gate_##set, gelu_##set, modulate_##set, turned_##set,          \
+        rows_##set, row_##set, halved_##set
 #define BYTES_OF(set) panel_##set, rounded_##set
 enum { NARROW, WIDE, WIDE_BYTES, WIDE_PAIRS, TILED };
 static const struct set sets[] = {
@@ -224,7 +239,7 @@ static const struct set sets[] = {
 /* Counted up with every change of what is called from outside. */
 int segue_version(void)
 {
-    return 9;
+    return 10;
 }
 
 /* The last set that this machine has; -1: none of them. */
@@ -260,7 +275,16 @@ struct product {
     size_t inputs, outputs;
     const float *w, *bias;
     float *y;
+    struct grouped grouped; /* of kinds from FOURS on */
 };
+
+/* Rows that a panel has. */
+static size_t deep(const struct product *of)
+{
+    if (of->kind >= FOURS)
+        return of->inputs / of->grouped.inputs + of->inputs / of->grouped.group * of->grouped.scales;
+    return of->kind == FLOATS ? of->inputs : of->kind == BYTES ? of->inputs / 4 + 2 : of->inputs / 2;
+}
 
 /* Rows of one panel, given as `kind` has them: from `x` on, `words` each, what a byte of each is worth in `sizes`. */
 static void rows_of_panel(const struct product *of, const word *x, size_t rows, size_t words, const float *sizes,
@@ -271,6 +295,8 @@ static void rows_of_panel(const struct product *of, const word *x, size_t rows, 
         set->bytes((const int32_t *)x, rows, words, sizes, (const int32_t *)w, bias, y, y_row);
     else if (of->kind == ROUNDED && set->pairs)
         set->pairs(x, rows, words, w, bias, y, y_row);
+    else if (of->kind >= FOURS)
+        set->grouped((const float *)x, rows, of->inputs, w, &of->grouped, bias, y, y_row);
     else
         set->product((const float *)x, rows, of->inputs, w, of->kind != FLOATS, bias, y, y_row);
 }
@@ -281,8 +307,7 @@ static void one_panel(const struct product *of, size_t panel, const word *x, siz
 {
     const size_t width = of->set->panel, first = panel * width;
     const size_t count = of->outputs - first < width ? of->outputs - first : width;
-    const size_t deep = of->kind == FLOATS ? of->inputs : of->kind == BYTES ? of->inputs / 4 + 2 : of->inputs / 2;
-    const float *const w = of->w + first * deep, *const bias = of->bias + first;
+    const float *const w = of->w + first * deep(of), *const bias = of->bias + first;
     float *const y = of->y + begin * of->outputs + first;
     if (count == width) {
         rows_of_panel(of, x, rows, words, sizes, w, bias, y, of->outputs);
@@ -311,7 +336,7 @@ static size_t rounded_words(const struct set *set, int kind, size_t inputs)
 /* Floats that a product needs besides. */
 int64_t segue_product_scratch(int number, int kind, int64_t rows, int64_t inputs)
 {
-    if (kind < ROUNDED)
+    if (kind != ROUNDED && kind != BYTES)
         return 0;
     return (rows < BLOCK ? rows : BLOCK) * (1 + (int64_t)rounded_words(sets + number, kind, inputs));
 }
@@ -376,9 +401,11 @@ static void rounded_product(const struct product *of, const float *x, size_t row
 /* y[rows, outputs] = x[rows, inputs] w + bias; w [panels, inputs, panel], padded with zeros, or, of halves, [panels,
  * inputs / 2, panel] words of two, of bytes, [panels, 2 + inputs / 4, panel]; bias [panels * panel]; `gelu`: y = gelu(x w
  * + bias), by tanh. Rows go in blocks, so that those that every panel is multiplied with stay in a cache. `scratch`: as
- * long as segue_product_scratch says. */
+ * long as segue_product_scratch says. `group`: of kinds from FOURS on, inputs that share a scale, a multiple of those of a
+ * word. */
 void segue_product(int number, const float *x, int64_t rows, int64_t inputs, const float *w, int kind,
-                   const float *bias, float *y, int64_t outputs, int gelu, float *scratch, int threads)
+                   const float *bias, float *y, int64_t outputs, int gelu, float *scratch, int64_t group,
+                   int threads)
 {
     const struct set *const set = sets + number;
 #if AMX
@@ -386,8 +413,9 @@ void segue_product(int number, const float *x, int64_t rows, int64_t inputs, con
         tiled_product(x, rows, inputs, w, bias, kind == ROUNDED, gelu, y, outputs, threads))
         return;
 #endif
-    const struct product of = {set, kind, gelu, inputs, outputs, w, bias, y};
-    if (kind >= ROUNDED) {
+    const size_t to_a_word = kind == FOURS || kind == FOURS_BY_FLOATS ? 8 : 4, scales = kind < FOURS_BY_FLOATS ? 1 : 2;
+    const struct product of = {set, kind, gelu, inputs, outputs, w, bias, y, {(size_t)group, to_a_word, scales}};
+    if (kind == ROUNDED || kind == BYTES) {
         rounded_product(&of, x, rows, scratch, threads);
         return;
     }
@@ -590,7 +618,8 @@ void segue_replay(int number, const struct call *calls, int64_t count, int threa
         const int64_t *const of = call->of;
         switch (call->kind) {
         case PRODUCT:
-            segue_product(number, AT(0), of[1], of[2], AT(3), (int)of[4], AT(5), AT(6), of[7], (int)of[8], AT(9), threads);
+            segue_product(number, AT(0), of[1], of[2], AT(3), (int)of[4], AT(5), AT(6), of[7], (int)of[8], AT(9),
+                          of[10], threads);
             break;
         case WRITE:
             segue_write(AT(0), of[1], of[2], AT(3), of[4], of[5], AT(6), of[7], of[8], AT(9), of[10], of[11], AT(12),
