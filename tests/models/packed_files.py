@@ -137,6 +137,58 @@ def compressed(
     return tensors, made.wide
 
 
+def bitsandbytes8(weight: torch.Tensor) -> Packed:
+    largest = weight.abs().amax(1)
+    whole = (weight * (127 / largest[:, None])).round().to(torch.int8)
+    tensors = {"weight": whole, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return tensors, whole.float() * largest[:, None] / 127
+
+
+def bitsandbytes4(weight: torch.Tensor, *, nested: bool = False) -> Packed:
+    """Any table will do; blocks of 64 go over the ends of rows."""
+    table = torch.cat([-(torch.linspace(1, 0.1, 8) ** 2), torch.linspace(0, 1, 8) ** 2])
+    blocks = weight.reshape(-1, 64)
+    largest = blocks.abs().amax(1)
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(weight.shape)}
+    tensors = {"weight.absmax": largest, "weight.quant_map": table}
+    if nested:
+        offset = float(largest.mean())
+        own = (largest - offset).abs().max()[None]
+        bytes_table = torch.linspace(-1, 1, 256)
+        numbers = ((largest - offset) / own * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
+        largest = bytes_table[numbers.int()] * own + offset
+        tensors |= {
+            "weight.absmax": numbers,
+            "weight.nested_absmax": own,
+            "weight.nested_quant_map": bytes_table,
+        }
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+    numbers = ((blocks / largest[:, None])[..., None] - table).abs().argmin(-1).to(torch.uint8)
+    flat = numbers.flatten()
+    tensors["weight"] = (flat[0::2] << 4 | flat[1::2])[:, None]
+    tensors["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    return tensors, (table[numbers.int()] * largest[:, None]).reshape(weight.shape)
+
+
+def torchao8(weight: torch.Tensor, *, columns: int = 1) -> Packed:
+    """Scales of rows, or of parts of them, with zeros."""
+    groups = weight.unflatten(1, (columns, -1))
+    if columns == 1:
+        scale = groups.abs().amax(-1) / 127
+        zero = torch.zeros_like(scale)
+    else:
+        low, high = groups.amin(-1).clamp_max(0), groups.amax(-1).clamp_min(0)
+        scale = (high - low) / 255
+        zero = (-128 - low / scale).round().clamp(-128, 127)
+    whole = (groups / scale[..., None] + zero[..., None]).round().clamp(-128, 127)
+    tensors = {
+        "_weight_qdata": whole.flatten(1).to(torch.int8),
+        "_weight_scale": scale,
+        "_weight_zero_point": zero.to(torch.int8),
+    }
+    return tensors, ((whole - zero[..., None]) * scale[..., None]).flatten(1)
+
+
 def write(
     directory: Path,
     to: Path,

@@ -11,11 +11,24 @@ from typing import Any
 import pytest
 import torch
 from causal_lm_family import Served, generate, load, make, prompts, varied
-from packed_files import Packed, awq, awq_gemv, compressed, copied, gptq, loaded, write
+from packed_files import (
+    Packed,
+    awq,
+    awq_gemv,
+    bitsandbytes4,
+    bitsandbytes8,
+    compressed,
+    copied,
+    gptq,
+    loaded,
+    torchao8,
+    write,
+)
 from safetensors.torch import load_file
 
 from lora_files import make_adapter, merge
 from segue.graph.lora import LoraPlan
+from segue.kernels.coded_linear import CodedLinear
 from segue.kernels.grouped_linear import GroupedLinear
 from segue.kernels.rounded_linear import RoundedLinear, sums_are_exact
 from segue.kernels.scaled_linear import ScaledLinear
@@ -125,6 +138,16 @@ KINDS: dict[str, tuple[Callable[[torch.Tensor], Packed], dict[str, Any]]] = {
     },
 }
 
+BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_8bit": False, "load_in_4bit": True}
+TORCHAO = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}}}
+KINDS |= {
+    "bitsandbytes 8 bits": (bitsandbytes8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
+    "nf4": (bitsandbytes4, BITSANDBYTES),
+    "nf4, nested": (partial(bitsandbytes4, nested=True), BITSANDBYTES),
+    "torchao int8": (torchao8, TORCHAO),
+    "torchao int8 by group": (partial(torchao8, columns=2), TORCHAO),
+}
+
 
 def in_layers(pack: Callable[[torch.Tensor], Packed]) -> Callable[[str, torch.Tensor], Packed | None]:
     return lambda layer, weight: pack(weight) if ".layers." in layer else None
@@ -143,14 +166,14 @@ def test_weights_are_those_that_the_files_mean(llama: Path, tmp_path: Path, kind
     wide = load_file(plain / "model.safetensors")
     seen = 0
     for name, module in model.named_modules():
-        if isinstance(module, GroupedLinear | ScaledLinear):
+        if isinstance(module, GroupedLinear | ScaledLinear | CodedLinear):
             seen += 1
             torch.testing.assert_close(module.weight, wide[f"{name}.weight"], rtol=1e-6, atol=1e-9)
     assert seen == 14
 
 
 @pytest.mark.parametrize(
-    "kind", ["gptq 3 bits", "gptq in an order", "awq", "pack-quantized with zeros", "fp8 by block"]
+    "kind", ["gptq 3 bits", "gptq in an order", "awq", "pack-quantized with zeros", "fp8 by block", "nf4, nested"]
 )
 def test_answers_are_those_of_the_library_on_wide_weights(llama: Path, tmp_path: Path, kind: str) -> None:
     """Alone, in a batch, after prefix hits."""
@@ -323,6 +346,11 @@ def broken(directory: Path, to: Path, **changes: torch.Tensor | None) -> Path:
         ("pack-quantized", {"weight_shape": torch.tensor([96, 48])}, r"weight_packed' is \[96, 8\].*\[96, 6\]"),
         ("pack-quantized with zeros", {"weight_zero_point": None}, r"zero_point' is not in.*not symmetric"),
         ("fp8 by channel", {"weight": torch.ones(96, 64)}, r"up_proj.weight' is float32.*must be float8"),
+        ("nf4", {"weight.absmax": torch.ones(95)}, r"weight.absmax' is \[95\].*\[96\]"),
+        ("nf4", {"weight.quant_state.bitsandbytes__nf4": None}, r"bitsandbytes__nf4' is not in the checkpoint"),
+        ("nf4", {"weight.quant_state.bitsandbytes__nf4": torch.zeros(3).byte()}, r"bitsandbytes__nf4' holds no JSON"),
+        ("torchao int8", {"_weight_scale": torch.ones(5, 1)}, r"_weight_scale' is \[5, 1\], of no whole blocks"),
+        ("bitsandbytes 8 bits", {"SCB": None}, r"up_proj.*"),
         ("fp8 by block", {"weight_scale": torch.ones(1, 2)}, r"weight_scale' is \[1, 2\].*\[2, 2\]"),
     ],
 )
