@@ -12,6 +12,9 @@ def unpacked(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     stream = words.contiguous().view(torch.uint8)
     if bits == 8:
         return stream[:, :count]
+    if bits == 4:  # both halves of a byte beside each other, in a word of two bytes: no steps in memory
+        pairs = stream.to(torch.int16)
+        return (pairs & 15 | pairs >> 4 << 8).view(torch.uint8)[:, :count]
     most = 2**bits - 1
     if 8 % bits == 0:
         parts = [stream >> shift & most for shift in range(0, 8, bits)]
