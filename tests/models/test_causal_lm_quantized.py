@@ -260,10 +260,9 @@ def test_odd_shapes_stay_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("written", "package"),
     [
-        ({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}, "optimum|gptqmodel"),
-        ({"quant_method": "awq", "bits": 4, "group_size": 32}, "gptqmodel"),
-        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes"),
-        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "compressed.tensors"),
+        ({"quant_method": "aqlm"}, "aqlm"),
+        ({"quant_method": "hqq", "quant_config": {}}, "hqq|HQQ"),
+        ({"quant_method": "quark"}, "quark|Quark"),
         ({"quant_method": "unheard-of"}, "unheard-of"),
     ],
 )

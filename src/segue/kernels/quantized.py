@@ -10,6 +10,9 @@
 | `Int4Linear` | 4 bits, scale and offset per 32 inputs | bfloat16 | CPU without them (oneDNN) |
 | `StoredLinear` | int8, float8_e4m3fn or 4 bits | as they come | anywhere: weights are widened at every call |
 
+Layers of checkpoints that are quantised already become a `RoundedLinear`, or a `GroupedLinear`, `ScaledLinear` or
+`CodedLinear`, which round nothing.
+
 No layer looks at more than one token to round it, so what a request gets does not depend on who else is in a step.
 """
 
@@ -22,11 +25,13 @@ import torch
 from torch import nn
 from torch.nn.functional import linear as product
 
+from segue.kernels.coded_linear import CodedLinear
 from segue.kernels.eight_bits import eight_bits
 from segue.kernels.grouped_linear import GroupedLinear
 from segue.kernels.grouped_words import Grouped, fitting
 from segue.kernels.native import BYTES, ROUNDED, library
 from segue.kernels.rounded_linear import MOST_INPUTS, RoundedLinear
+from segue.kernels.scaled_linear import ScaledLinear
 
 GROUP = 32
 """Inputs that share scale and offset in 4 bits."""
@@ -197,7 +202,13 @@ def four_bits_from_zero(weight: torch.Tensor) -> Grouped:
     return Grouped(numbers.to(torch.uint8).flatten(1), scale, zero)
 
 
-QUANTIZED = (RoundedLinear, Int8Linear, Bfloat16Linear, Int4Linear, StoredLinear, GroupedLinear)
+_ROUNDING = (RoundedLinear, Int8Linear, Bfloat16Linear, Int4Linear)
+QUANTIZED = (*_ROUNDING, StoredLinear, GroupedLinear, ScaledLinear, CodedLinear)
+
+
+def rounds(root: nn.Module) -> bool:
+    """Whether a layer under `root` rounds what goes into it."""
+    return any(isinstance(module, _ROUNDING) for module in root.modules())
 
 
 def quantize_linears(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -23,6 +23,22 @@ from segue.models.json_files import read_object
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+"""As safetensors calls them."""
 
 Located = Callable[[str], Sequence[str]]
 """Name of a tensor in a module → the names it may have in the checkpoint, most likely first."""
@@ -54,7 +70,7 @@ class Checkpoint:
 
     def read(self, name: str, rows: Sequence[int] | None = None) -> torch.Tensor:
         """One tensor as stored, or these of its rows: [len(rows), …], reading no others."""
-        path = self._path(name)
+        path = self.path_of(name)
         try:
             with safe_open(path, framework="pt") as file:
                 if rows is None:
@@ -67,6 +83,18 @@ class Checkpoint:
                 return torch.cat([view[row : row + 1] for row in rows])
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{path}: cannot read tensor {name!r}: {error}") from error
+
+    def shapes(self) -> dict[str, torch.Tensor]:
+        """All tensors by name, on the meta device: shapes and dtypes, as the headers say. Raises `ConfigError`."""
+        found: dict[str, torch.Tensor] = {}
+        for path in sorted({self.path_of(name) for name in self._files}):
+            try:
+                with safe_open(path, framework="pt") as file:
+                    names = list(file.keys())
+                    found.update({name: _shape(file.get_slice(name), name) for name in names})
+            except (OSError, SafetensorError) as error:
+                raise ConfigError(f"{path}: cannot be read: {error}") from error
+        return found
 
     def find(self, candidates: Sequence[str]) -> str:
         """The first of these names that is there."""
@@ -92,17 +120,26 @@ class Checkpoint:
             tensor = self.read(source)
             if tensor.shape != empty.shape:
                 raise ConfigError(
-                    f"{self._path(source)}: tensor {source!r} is {list(tensor.shape)}; "
+                    f"{self.path_of(source)}: tensor {source!r} is {list(tensor.shape)}; "
                     f"the config asks for {list(empty.shape)}"
                 )
             state[name] = tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
             progress((done + 1) / len(wanted), source)
         module.load_state_dict(state, assign=True)
 
-    def _path(self, name: str) -> Path:
+    def path_of(self, name: str) -> Path:
+        """The file that a tensor is in. Raises `ConfigError`."""
         if name not in self._files:
             raise ConfigError(f"{self.directory}: no tensor {name!r} in the checkpoint")
         return self.directory / self._files[name]
+
+
+def _shape(view: Any, name: str) -> torch.Tensor:
+    """A tensor on the meta device, like one in a file."""
+    written = view.get_dtype()
+    if written not in _DTYPES:
+        raise ConfigError(f"tensor {name!r} is of the dtype {written}; what is read is {', '.join(_DTYPES)}")
+    return torch.empty(view.get_shape(), dtype=_DTYPES[written], device="meta")
 
 
 def _index(directory: Path) -> dict[str, str]:

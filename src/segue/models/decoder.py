@@ -28,7 +28,7 @@ from segue.kernels.gated_mlp import fuse_gates
 from segue.kernels.kv_layout import NOTHING
 from segue.kernels.linear import DECODE_ROWS, bypassed, pack_linears
 from segue.kernels.paged_attention import LibraryRecord, library_attention
-from segue.kernels.quantized import packed_bytes
+from segue.kernels.quantized import packed_bytes, rounds
 from segue.kernels.state_cache import StepCache
 from segue.messages.errors import ConfigError
 from segue.models.checkpoint import held_bytes
@@ -117,7 +117,7 @@ class PagedDecoder:
         self.vocab_size: int = config.vocab_size
         self._counts = counts_by_cache(config)
         self._by_layer = takes_ids_again(decoder, config, read_as)
-        self._coarse = quantization in COARSE
+        self._coarse = quantization in COARSE or rounds(decoder)
         if fused:
             fuse_norms(decoder)
         theirs = self._theirs(model, inner, fused and lora is None)

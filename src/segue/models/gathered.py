@@ -19,7 +19,7 @@ from segue.kernels.gathered_cache import GatheredCache
 from segue.kernels.kv_layout import LayerShape
 from segue.kernels.linear import DECODE_ROWS, bypassed, pack_linears
 from segue.kernels.paged_step import PagedStep
-from segue.kernels.quantized import packed_bytes
+from segue.kernels.quantized import packed_bytes, rounds
 from segue.messages.errors import ConfigError
 from segue.models.checkpoint import held_bytes
 from segue.models.decoder_load import COARSE, check_same, probe_ids, quantize
@@ -75,7 +75,7 @@ class GatheredDecoder:
         pack_linears(model, DECODE_ROWS, keep=read)
         self._head = head_of(model, name, made[0])
         ours = self.logits(self.forward(self.embed(ids), FlatBatch(ids, None, torch.arange(len(ids))[None], None)))
-        check_same(self._kind, ours, theirs, self.dtype, coarse=quantization in COARSE)
+        check_same(self._kind, ours, theirs, self.dtype, coarse=quantization in COARSE or rounds(decoder))
         held = nn.ModuleList([decoder, self._head])
         self.weight_bytes = held_bytes(held) + packed_bytes(held)
 

@@ -16,7 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from segue.engines.contract import LoadContext
 from segue.messages.errors import ConfigError, nearest
-from segue.models.checkpoint import check_index, culprit, load_module
+from segue.models.checkpoint import Checkpoint, check_index, culprit, load_module
 from segue.models.checkpoint_values import GENERATION
 from segue.models.json_files import check_objects
 from segue.models.library import (
@@ -30,6 +30,8 @@ from segue.models.library import (
     enable_progress_bar,
     is_progress_bar_enabled,
 )
+from segue.models.packed.formats import format_of, without_it, written_in
+from segue.models.packed.reader import Format, PackedWeights
 from segue.parallel.group import Group
 from segue.parallel.shard import shard
 
@@ -75,11 +77,14 @@ def load_model(
             f"transformers {VERSION} knows no such model of type {config.model_type!r} ({auto.__name__})",
             field="architectures",
         )
-    _check_quantized(ctx, config)
+    format = _format(ctx, config)
+    if format is not None:
+        config = without_it(config)
     if ctx.load_format == "dummy":
         model = _random(ctx, config, auto, whole_table)
     else:
-        model = _read(ctx, config, auto, unused, whole_table, emptied)
+        packed = None if format is None else PackedWeights(format, Checkpoint(ctx.model_dir))
+        model = _read(ctx, config, auto, unused, whole_table, emptied, packed)
     return model.eval().requires_grad_(False)
 
 
@@ -102,11 +107,12 @@ def _cut(group: Group, whole_table: bool, model: PreTrainedModel) -> None:
     shard(model, plan, model.config.get_text_config(decoder=True), group)
 
 
-def _check_quantized(ctx: LoadContext, config: PreTrainedConfig) -> None:
-    """Weights that are quantised in the checkpoint are the library's business, if it knows how."""
-    written = config.to_dict().get("quantization_config")
+def _format(ctx: LoadContext, config: PreTrainedConfig) -> Format | None:
+    """How the weights are packed, where they are and are read here; the library reads some others. Raises
+    `ConfigError`."""
+    written = written_in(config)
     if not written:
-        return
+        return None
     method = written.get("quant_method")
     if ctx.quantization != "none":
         raise ConfigError(
@@ -114,6 +120,15 @@ def _check_quantized(ctx: LoadContext, config: PreTrainedConfig) -> None:
             f"({method}); leave it out",
             field="quantization",
         )
+    format = format_of(written, ctx.model_dir / "config.json")
+    if format is not None:
+        if ctx.group is not None:
+            raise ConfigError(
+                f"tensor_parallel is {ctx.group.size}, but the weights of {ctx.model_dir} are packed ({method}), and "
+                "such are not divided; leave it out",
+                field="tensor_parallel",
+            )
+        return format
     known = {*QUANTIZERS, "bitsandbytes"}
     if method not in known:  # the library would load such weights as if they were plain ones
         raise ConfigError(
@@ -121,14 +136,23 @@ def _check_quantized(ctx: LoadContext, config: PreTrainedConfig) -> None:
             f"{nearest(str(method), known)}",
             field="quantization_config",
         )
+    return None
 
 
 def _read(
-    ctx: LoadContext, config: PreTrainedConfig, auto: Any, unused: tuple[str, ...], whole_table: bool, emptied: bool
+    ctx: LoadContext,
+    config: PreTrainedConfig,
+    auto: Any,
+    unused: tuple[str, ...],
+    whole_table: bool,
+    emptied: bool,
+    packed: PackedWeights | None,
 ) -> PreTrainedModel:
     # to be cut, it is read on the CPU: what a rank does not keep stays in the file's pages
     here = ctx.device.type == "cpu" or ctx.group is not None
     where: dict[str, Any] = {} if here else {"device_map": {"": ctx.device}}
+    if packed is not None:
+        where["quantization_config"] = packed
     try:
         with without_bars():
             model, info = auto.from_pretrained(
@@ -141,9 +165,13 @@ def _read(
                 ignore_mismatched_sizes=emptied,
                 **where,
             )
+    except ConfigError:
+        raise
     # whatever the library stumbles over is in the checkpoint: files of another form, sizes that make no network (a
     # division by zero, an assertion), a quantised format whose package is not there
     except Exception as error:
+        if packed is not None and packed.error is not None:
+            raise packed.error from error
         check_objects(ctx.model_dir, (GENERATION,))
         check_index(ctx.model_dir)
         at = culprit(ctx.model_dir, error)
@@ -158,7 +186,7 @@ def _read(
     if missing:  # the library would go on with random ones
         raise ConfigError(
             f"{ctx.model_dir}: {len(missing)} tensors of the model are not in the checkpoint, the first is "
-            f"{missing[0]!r}",
+            f"{missing[0]!r}{_of_strays(packed)}",
             field="model",
         )
     if ctx.group is not None:
@@ -166,6 +194,13 @@ def _read(
         model = model.to(ctx.device)
     ctx.progress(1.0, "weights")
     return model
+
+
+def _of_strays(packed: PackedWeights | None) -> str:
+    """A further word on tensors that are missing."""
+    if packed is None or not packed.strays:
+        return ""
+    return f"; {len(packed.strays)} packed layers have no place in the model, the first is {packed.strays[0]!r}"
 
 
 @contextmanager

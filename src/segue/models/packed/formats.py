@@ -1,0 +1,59 @@
+"""Which checkpoints have packed weights that are read here, by the `quantization_config` of their `config.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from segue.models.library import PreTrainedConfig
+from segue.models.packed.awq import Awq
+from segue.models.packed.bitsandbytes import Bitsandbytes4, Bitsandbytes8
+from segue.models.packed.compressed import Compressed
+from segue.models.packed.gptq import Gptq
+from segue.models.packed.reader import Format
+from segue.models.packed.torchao import Torchao
+from segue.models.packed.written import FIELD
+
+FORMATS: dict[str, Callable[[dict[str, Any], Path], Format]] = {
+    "gptq": Gptq,
+    "awq": Awq,
+    "compressed-tensors": Compressed,
+    "torchao": Torchao,
+    "bitsandbytes_8bit": Bitsandbytes8,
+    "bitsandbytes_4bit": Bitsandbytes4,
+}
+"""By `quant_method`, as transformers tells them apart: what reads its tensors."""
+_NAMES = (FIELD, "compression_config")
+"""Of the entry; the second was that of compressed-tensors once."""
+
+
+def written_in(config: PreTrainedConfig) -> dict[str, Any] | None:
+    """What a config says of how weights are quantised, of the whole model or of its text decoder."""
+    for part in (config, config.get_text_config(decoder=True)):
+        values = part.to_dict()
+        for name in _NAMES:
+            if values.get(name):
+                return dict(values[name])
+    return None
+
+
+def format_of(written: dict[str, Any], path: Path) -> Format | None:
+    """What reads weights that are quantised so; None where that is left to the library. `path`: of the config. Raises
+    `ConfigError`."""
+    method = str(written.get("quant_method"))
+    for bits in ("8bit", "4bit"):
+        if written.get(f"load_in_{bits}"):
+            method = f"bitsandbytes_{bits}"
+    made = FORMATS.get(method)
+    return None if made is None else made(written, path)
+
+
+def without_it(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config of the same model with wide weights."""
+    plain = deepcopy(config)
+    for part in (plain, plain.get_text_config(decoder=True)):
+        for name in _NAMES:
+            vars(part).pop(name, None)
+    return plain

@@ -1,0 +1,187 @@
+"""What the packed tensors of one layer say, whatever the format, and the layer that is made of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from segue.kernels.coded_linear import CodedLinear
+from segue.kernels.grouped_linear import GroupedLinear
+from segue.kernels.rounded_linear import RoundedLinear, sums_are_exact
+from segue.kernels.scaled_linear import ScaledLinear
+
+Tensors = Mapping[str, torch.Tensor]
+"""Those of one layer, by the last part of their names."""
+
+
+class Unreadable(Exception):
+    """A tensor of a layer is not what the format says."""
+
+    def __init__(self, leaf: str, why: str) -> None:
+        """`leaf`: the last part of its name; `why` follows the whole name in a sentence."""
+        super().__init__(why)
+        self.leaf = leaf
+        self.why = why
+
+
+class Weights(Protocol):
+    """Of one linear layer."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out_features, in_features)"""
+
+    def wide(self, dtype: torch.dtype) -> torch.Tensor:
+        """[out_features, in_features]"""
+
+    def layer(self, bias: torch.Tensor | None, dtype: torch.dtype) -> nn.Module:
+        """What serves them; `dtype`: of the weights, as models read it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grouped:
+    """`(number - zero) * scale`, scale and zero by group of inputs."""
+
+    numbers: torch.Tensor
+    """[outputs, inputs] uint8"""
+    scale: torch.Tensor
+    """[outputs, groups] float"""
+    zero: torch.Tensor
+    """[outputs, groups]"""
+    bits: int
+    """Numbers are below 2**bits; at most 8."""
+    group: torch.Tensor
+    """[inputs] int64: the group of each input."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.numbers.shape[0], self.numbers.shape[1]
+
+    def wide(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.layer(None, dtype).weight
+
+    def layer(self, bias: torch.Tensor | None, dtype: torch.dtype) -> GroupedLinear:
+        """Groups of different sizes are divided into equal ones."""
+        inputs = self.numbers.shape[1]
+        counts = torch.bincount(self.group, minlength=self.scale.shape[1])
+        unit = math.gcd(*counts.tolist())
+        order = torch.argsort(self.group, stable=True)
+        numbers, scale, zero = self.numbers, self.scale, self.zero.to(self.scale.dtype)
+        if len(counts) * unit != inputs:
+            scale, zero = (part.repeat_interleave(counts // unit, dim=1) for part in (scale, zero))
+        sorted_already = torch.equal(order, torch.arange(inputs, device=order.device))
+        return GroupedLinear(
+            numbers if sorted_already else numbers[:, order],
+            *(scale.contiguous(), zero.contiguous(), bias),
+            bits=4 if self.bits <= 4 and inputs % 2 == 0 else 8,
+            dtype=dtype,
+            order=None if sorted_already else order,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """Bytes, or floats of 8 bits, times a scale by block."""
+
+    held: torch.Tensor
+    """[outputs, inputs] int8, or a float of 8 bits."""
+    scale: torch.Tensor
+    """[rows, columns] float: of each block."""
+    block: tuple[int, int]
+    """(outputs, inputs)"""
+    rounded: bool
+    """Activations are rounded to bytes as well, each token with a scale of its own: on a CPU that sums such products
+    at once. Elsewhere they stay as they are."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.held.shape[0], self.held.shape[1]
+
+    def wide(self, dtype: torch.dtype) -> torch.Tensor:
+        return self._plain(None, dtype).weight
+
+    def layer(self, bias: torch.Tensor | None, dtype: torch.dtype) -> nn.Module:
+        outputs, inputs = self.shape
+        if self.rounded and self.block[1] == inputs and self.block[0] in (1, outputs) and sums_are_exact(self.held):
+            return RoundedLinear.of_bytes(self.held, self.scale[:, 0].expand(outputs), bias, dtype)
+        return self._plain(bias, dtype)
+
+    def _plain(self, bias: torch.Tensor | None, dtype: torch.dtype) -> ScaledLinear:
+        return ScaledLinear(self.held, self.scale, bias, block=self.block, dtype=dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """Numbers of 4 bits that stand for those of a table, times a scale by block of all weights."""
+
+    held: torch.Tensor
+    """[blocks, size / 2] uint8, two to a byte, the first in the upper half."""
+    table: torch.Tensor
+    """[16] float"""
+    scale: torch.Tensor
+    """[blocks] float"""
+    shape: tuple[int, int]
+    """(out_features, in_features)"""
+
+    def wide(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.layer(None, dtype).weight
+
+    def layer(self, bias: torch.Tensor | None, dtype: torch.dtype) -> CodedLinear:
+        return CodedLinear(self.held, self.table, self.scale, bias, shape=self.shape, dtype=dtype)
+
+
+def same(*names: str) -> dict[str, str]:
+    """Names of tensors that are called here what they are called in files."""
+    return {name: name for name in names}
+
+
+def taken(tensors: Tensors, leaf: str, dtypes: Callable[[torch.dtype], bool], what: str, dims: int) -> torch.Tensor:
+    """One of the tensors. Raises `Unreadable` unless it is there, `what` by its dtype, and of so many dimensions."""
+    if leaf not in tensors:
+        raise Unreadable(leaf, "is not in the checkpoint")
+    tensor = tensors[leaf]
+    if not dtypes(tensor.dtype) or tensor.ndim != dims:
+        raise Unreadable(
+            leaf, f"is {_named(tensor.dtype)} {list(tensor.shape)}; it must be {what} of {dims} dimensions"
+        )
+    return tensor
+
+
+def words_of(tensors: Tensors, leaf: str) -> torch.Tensor:
+    """Words of 32 bits with numbers in them, [rows, columns]. Raises `Unreadable`."""
+    return taken(tensors, leaf, lambda dtype: dtype == torch.int32, "int32", 2)
+
+
+def floats_of(tensors: Tensors, leaf: str, dims: int = 2) -> torch.Tensor:
+    """Raises `Unreadable`."""
+    return taken(tensors, leaf, lambda dtype: dtype.is_floating_point and dtype.itemsize > 1, "a float", dims)
+
+
+def groups_of(tensors: Tensors, leaf: str, inputs: int, groups: int) -> torch.Tensor:
+    """[inputs] int64: the group of each input. Raises `Unreadable`."""
+    group = taken(tensors, leaf, lambda dtype: not dtype.is_floating_point, "integers", 1).long()
+    if len(group) != inputs:
+        raise Unreadable(leaf, f"is of {len(group)} inputs; the weights have {inputs}")
+    if inputs and not (int(group.min()) >= 0 and int(group.max()) < groups):
+        raise Unreadable(leaf, f"names groups from {int(group.min())} to {int(group.max())}; there are {groups}")
+    return group
+
+
+def in_order(inputs: int, size: int, device: torch.device) -> torch.Tensor:
+    """[inputs] int64: groups of `size` inputs, one behind the other."""
+    return torch.arange(inputs, device=device) // size
+
+
+def must_be(leaf: str, tensor: torch.Tensor, shape: tuple[int, ...], why: str) -> None:
+    """Raises `Unreadable` unless a tensor has this shape."""
+    if tuple(tensor.shape) != shape:
+        raise Unreadable(leaf, f"is {list(tensor.shape)}; {why} it must be {list(shape)}")
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
