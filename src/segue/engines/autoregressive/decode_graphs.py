@@ -261,9 +261,9 @@ def recorded_lists(adapter: AutoregressiveAdapter, store: KVStore, longest: int,
 
     def capture(run: Callable[[], Forward]) -> tuple[Callable[[], None], Forward]:
         nonlocal taken
-        recording, result = record(compiled, run)
+        recording, _ = record(compiled, run)
         taken += recording.nbytes
-        return recording, result
+        return recording, recording.result
 
     graphs = DecodeGraphs(adapter, store, longest, capture, padded=False)
     began = time.monotonic()
