@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,22 +19,31 @@ from segue.kernels.linear import PackedLinear
 from segue.kernels.native import libraries, library
 from segue.kernels.recorder import anew, record
 from segue.kernels.recording import NotRecordable, Recording, TooLarge
+from segue.kernels.trees import leaves
 
 pytestmark = pytest.mark.skipif(not libraries(), reason="the kernels were not compiled, or not for this CPU")
+
+
+class Pair(NamedTuple):
+    """Not a plain tuple."""
+
+    first: torch.Tensor
+    second: torch.Tensor
 
 
 def play(run: Callable[[torch.Tensor], torch.Tensor], *shape: int, trials: int = 3) -> Recording:
     """Record a function of one tensor and compare it with itself on other values."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(*shape, generator=generator)
-    recording, result = record(library(), lambda: run(x))
+    recording, first = record(library(), lambda: run(x))
+    assert torch.equal(first, run(x))
     for _ in range(trials):
         x.normal_(generator=generator)
         expected = run(x).clone()
         with torch.inference_mode():
-            result.fill_(torch.nan)
+            recording.result.fill_(torch.nan)
         recording()
-        assert torch.equal(result, expected)
+        assert torch.equal(recording.result, expected)
     return recording
 
 
@@ -118,9 +129,9 @@ def test_results_of_a_recording_do_not_lie_in_one_another() -> None:
 def test_the_sign_of_zero_is_kept() -> None:
     zero = -torch.zeros(1, 1)
     x = torch.ones(2, 40)
-    recording, result = record(library(), lambda: x / (zero.expand(2, 40) * 1))
+    recording, _ = record(library(), lambda: x / (zero.expand(2, 40) * 1))
     recording()
-    assert bool((result == -torch.inf).all())
+    assert bool((recording.result == -torch.inf).all())
 
 
 def test_integers_and_other_types_are_left_to_torch() -> None:
@@ -147,14 +158,25 @@ REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
     "counts": lambda x: torch.bincount(x.long().abs()).float(),
     "a number": lambda x: x * x.max().item(),
     "a view in place": lambda x: (x + 1).unsqueeze_(0),
+    "all places": lambda x: torch.argwhere(x > 5),
+    "classes": lambda x: nn.functional.one_hot(x.long()).float(),
+    "repeats": lambda x: x.repeat_interleave(x.long()),
+    "a comparison": lambda x: x * torch.allclose(x, x + 1),
+    "a list": lambda x: x * x.tolist()[0],
+    "an array": lambda x: x * float(x.numpy()[0]),
+    "what numpy makes of it": lambda x: x * float(np.asarray(x).sum()),
+    "a tensor of values": lambda x: x * torch.tensor([x[0], 1.0, 1.0]),
 }
+
+
+SAYS = r"hangs on values|draws numbers|gives values to the host|gives something else than tensors"
 
 
 @pytest.mark.parametrize("inference", [True, False])
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_is_not_the_same_each_time_is_refused(what: str, inference: bool) -> None:
     x = torch.ones(3)
-    with torch.inference_mode(inference), pytest.raises(NotRecordable, match=r"hangs on values|draws numbers"):
+    with torch.inference_mode(inference), pytest.raises(NotRecordable, match=SAYS):
         record(library(), lambda: REFUSED[what](x))
     # and the kernels are as they were
     assert play(lambda x: -x, 2, 3).calls == (1, 0)
@@ -214,14 +236,45 @@ def test_places_that_are_numbers_and_attention_of_which_nothing_is_dropped() -> 
 def test_recordings_share_an_arena_that_is_large_enough() -> None:
     arena = torch.zeros(4096, dtype=torch.uint8)
     x = torch.randn(4, 32)
-    first, one = record(library(), lambda: (x * 2 + 1) * 3, arena)
-    second, other = record(library(), lambda: ((x - 1) * 2 + 5) * 0.5, arena)
+    first, _ = record(library(), lambda: (x * 2 + 1) * 3, arena[1000:])
+    second, _ = record(library(), lambda: ((x - 1) * 2 + 5) * 0.5, arena[1000:])
     for _ in range(2):
         x.normal_()
         second()
+        assert torch.equal(second.result, ((x - 1) * 2 + 5) * 0.5)
         first()
-        assert torch.equal(one, (x * 2 + 1) * 3)
-        assert torch.equal(other, ((x - 1) * 2 + 5) * 0.5)
-    assert arena.count_nonzero()
-    with pytest.raises(TooLarge, match=r"take 16384 bytes, of 4096"):
+        assert torch.equal(first.result, (x * 2 + 1) * 3)
+    assert arena[1000:].count_nonzero()
+    assert not arena[:1000].count_nonzero()
+    with pytest.raises(TooLarge, match=r"take 16384 bytes, of 4096") as caught:
         record(library(), lambda: (x.repeat(16, 1) * 2 + 1) * 3, arena)
+    assert torch.equal(caught.value.made, (x.repeat(16, 1) * 2 + 1) * 3), "it was computed all the same"
+
+
+def test_results_in_any_form_but_an_unknown_one() -> None:
+    x = torch.randn(4, 16)
+
+    def run() -> dict[str, Any]:
+        doubled = x * 2
+        return {"parts": (doubled[:1], [x, doubled[1:].T]), "none": None}
+
+    recording, first = record(library(), run)
+    x.normal_()
+    recording()
+    for made, expected in zip(leaves(recording.result, torch.Tensor), leaves(run(), torch.Tensor), strict=True):
+        assert torch.equal(made, expected)
+    assert not torch.equal(first["parts"][0], recording.result["parts"][0])
+    with pytest.raises(NotRecordable, match="it gives Pair, in which there may be anything"):
+        record(library(), lambda: Pair(x * 2, x * 3))
+
+
+def test_what_other_threads_call_meanwhile_is_theirs() -> None:
+    layer, theirs = PackedLinear(nn.Linear(16, 16), 8), torch.randn(5, 16)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        other = threading.Thread(target=layer, args=(theirs,))
+        other.start()
+        other.join()
+        return layer(x)
+
+    assert play(run, 3, 16).calls == (1, 0)

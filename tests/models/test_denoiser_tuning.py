@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from row_rank_process import compiled_eagerly
 from segue.engines.contract import LoadContext
 from segue.graph.lora import LoraPlan
 from segue.kernels.native import libraries, library
-from segue.kernels.network_graphs import CpuRecorder, NetworkGraphs
+from segue.kernels.network_graphs import Call, CpuRecorder, NetworkGraphs, Recorded
 from segue.kernels.quantized import QUANTIZED
 from segue.messages.errors import ConfigError
 from segue.models.diffusion.loading import load_component
@@ -158,21 +159,21 @@ def test_recorded_calls(chain: Chain, qwen_image_dir: Path, exact: Made) -> None
     replayed: list[int] = []
 
     class Counted(CpuRecorder):
-        def record(self, run: Any, inputs: Any) -> tuple[Any, Any]:
-            again, made = super().record(run, inputs)
+        def record(self, call: Call, given: Sequence[torch.Tensor]) -> tuple[Recorded, Any]:
+            recorded, made = super().record(call, given)
 
             def counted() -> None:
-                replayed.append(len(made[0]))
-                again()
+                replayed.append(len(recorded.made[0]))
+                recorded.run()
 
-            return counted, made
+            return replace(recorded, run=counted), made
 
     network = QwenImageDenoiser(replace(context(qwen_image_dir), recorded=False))
     network.network.forward = NetworkGraphs(network.network.forward, torch.device("cpu"), Counted(libraries()[0]))
     recorded = chain.through(network)
     cached = {**ASKED, "step_cache": "first_block"}
     assert apart(recorded.run(ASKED)[0], exact.pixels) < WITHIN
-    assert replayed == [2, 2]
+    assert replayed == [2]
     one, other = recorded.run(ASKED, {**ASKED, "seed": 4})
     assert apart(one, exact.pixels) < WITHIN
     assert apart(other, exact.pixels) > 10 * WITHIN

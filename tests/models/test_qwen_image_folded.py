@@ -66,6 +66,14 @@ def test_the_same_answers_in_every_kind_of_call(checkpoint: Path, packed: bool) 
     assert difference(folded, lambda **named: plain(**{**named, "timestep": named["timestep"] + 0.01}), rows=2) > CLOSE
 
 
+def test_text_that_a_block_behind_reads_is_made(checkpoint: Path) -> None:
+    """The last block here is somebody's own, and stays as it is."""
+    plain, folded = network(checkpoint), network(checkpoint)
+    folded.transformer_blocks[-1].register_forward_hook(lambda module, given, made: None)
+    assert fold(folded, keep_modulations=True) == len(plain.transformer_blocks) - 1
+    assert difference(folded, plain, rows=2) < CLOSE
+
+
 DIVIDED = Ways(Shape(tokens=2), None, None, None, None, None)
 
 

@@ -5,7 +5,8 @@ Such a graph is a recording of kernels with fixed addresses and shapes. So there
 dtypes of all tensors, values of everything else. The first calls of a kind run as they are; from the third on (a
 request of few steps is not worth a recording) its tensors are copied into fixed ones and the recording is run. What is
 recorded is bounded in number and in memory: a call that holds much has kernels so large that launching them takes no
-time that counts, and a recording would hold that memory for good.
+time that counts, and a recording would hold that memory for good. A call with anything else than tensors and plain
+values is not recorded: who knows what is in it, and whether it is the same tomorrow.
 
 A network that looks at values on the host cannot be recorded: it goes on as it is, with a line in the log.
 """
@@ -16,12 +17,15 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from segue.kernels.arena import ALIGNED
 from segue.kernels.native import Library
 from segue.kernels.recorder import record
 from segue.kernels.recording import NotRecordable, TooLarge
@@ -32,16 +36,38 @@ USES = 3
 MOST = 16
 """Recordings of a network at one time; the one that was not used for longest goes first."""
 MOST_ON_CPU = 64
-"""There each is a list of calls, its inputs and its results."""
+"""There each is a list of calls, and no more."""
 HELD_BYTES = 256 << 20
 """A call that holds more than this beside its inputs is not recorded."""
 
 ARENA_BYTES = 64 << 20
-"""For what a recorded call holds on a CPU; of a larger one, Python is little."""
+"""For what a recorded call is given, computes and gives on a CPU; of a larger one, Python is little."""
 _SAME = 1e-4
 """Largest difference over largest value."""
+_VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+"""Types of what never changes, and is equal where nothing differs."""
 
 _log = logging.getLogger("segue.graphs")
+
+Call: TypeAlias = Callable[[Sequence[torch.Tensor]], Any]
+"""A call of a network with these tensors in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A call of a network that is launched as one piece."""
+
+    inputs: Sequence[torch.Tensor]
+    run: Callable[[], None]
+    made: Any
+    """What `run` makes of the inputs: it is there until another is run."""
+
+    def __call__(self, given: Sequence[torch.Tensor]) -> Any:
+        """What the network makes of other tensors: the caller's own."""
+        for fixed, tensor in zip(self.inputs, given, strict=True):
+            fixed.copy_(tensor)
+        self.run()
+        return _copied(self.made)
 
 
 class Recorder(Protocol):
@@ -55,9 +81,9 @@ class Recorder(Protocol):
     def held(self, run: Callable[[], Any]) -> tuple[Any, int]:
         """The result of a call, and the bytes it held at most."""
 
-    def record(self, run: Callable[[], Any], inputs: Sequence[torch.Tensor]) -> tuple[Callable[[], None], Any]:
-        """What runs a call again, and the tensors that it writes to; `inputs`: what it is given, which may be written
-        to meanwhile. Raises `RuntimeError` or `NotRecordable` where it cannot be, `TooLarge` where this one cannot."""
+    def record(self, call: Call, given: Sequence[torch.Tensor]) -> tuple[Recorded, Any]:
+        """(a recording of the call, what it makes of what is `given`). Raises `RuntimeError` or `NotRecordable` where
+        calls cannot be recorded, `TooLarge` where this one cannot."""
 
 
 class Outside(TorchDispatchMode):
@@ -100,7 +126,9 @@ class CudaRecorder:
         made = run()
         return made, torch.cuda.max_memory_allocated(self._device) - before
 
-    def record(self, run: Callable[[], Any], inputs: Sequence[torch.Tensor]) -> tuple[Callable[[], None], Any]:
+    def record(self, call: Call, given: Sequence[torch.Tensor]) -> tuple[Recorded, Any]:
+        inputs = [tensor.clone() for tensor in given]
+        run = partial(call, inputs)
         side = self._side
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
@@ -114,12 +142,13 @@ class CudaRecorder:
         def replay(held: object = outside.tensors) -> None:
             graph.replay()
 
-        return replay, made
+        recorded = Recorded(inputs, replay, made)
+        return recorded, recorded(given)
 
 
 class CpuRecorder:
-    """Records on a CPU; all recordings share one arena. What the host looks at is not always seen, so the first is
-    tried on other values."""
+    """Records on a CPU; all recordings share one arena, what they are given at its beginning. What the host looks at is
+    not always seen, so the first is tried on other values."""
 
     held_bytes = ARENA_BYTES
     most = MOST_ON_CPU
@@ -132,17 +161,26 @@ class CpuRecorder:
     def held(self, run: Callable[[], Any]) -> tuple[Any, int]:
         return run(), 0  # it is told by `record`
 
-    def record(self, run: Callable[[], Any], inputs: Sequence[torch.Tensor]) -> tuple[Callable[[], None], Any]:
-        recording, made = record(self._compiled, run, self._arena)
+    def record(self, call: Call, given: Sequence[torch.Tensor]) -> tuple[Recorded, Any]:
+        begins = list(accumulate((-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in given), initial=0))
+        if begins[-1] > self._arena.nbytes:
+            raise TooLarge(f"it is given {begins[-1]} bytes", call(given))
+        inputs = [_placed(tensor, self._arena[begin:]) for tensor, begin in zip(given, begins, strict=False)]
+        recording, made = record(self._compiled, partial(call, inputs), self._arena[begins[-1] :])
+        made = _copied(made)  # some of it may be what was given
+        recorded = Recorded(inputs, recording, recording.result)
         if not self._tried:
-            for tensor in inputs:
-                if tensor.is_floating_point():
-                    tensor.mul_(0.5)
-            recording()
-            if not _alike(made, run()):
+            halves = [tensor / 2 if tensor.is_floating_point() else tensor for tensor in given]
+            if not _alike(recorded(halves), call(halves)):
                 raise NotRecordable("played back on other values it gives something else")
             self._tried = True
-        return recording, made
+        return recorded, made
+
+
+def _placed(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """A copy at the beginning of `memory`, uint8."""
+    placed = memory[: tensor.nbytes].view(tensor.dtype).as_strided(tensor.shape, torch.empty_like(tensor).stride())
+    return placed.copy_(tensor)
 
 
 @dataclass(slots=True)
@@ -151,9 +189,7 @@ class _Kind:
 
     uses: int = 0
     large: bool = False
-    inputs: list[torch.Tensor] = field(default_factory=list)
-    replay: Callable[[], None] | None = None
-    made: Any = None
+    recorded: Recorded | None = None
 
 
 class NetworkGraphs:
@@ -170,21 +206,15 @@ class NetworkGraphs:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors: list[torch.Tensor] = []
-        form = _form((args, kwargs), tensors)
-        kind = None if self._eager or any(one.device != self._device for one in tensors) else self._kind(form)
+        kind = None if self._eager else self._kind((args, kwargs), tensors)
         if kind is None:
             return self._forward(*args, **kwargs)
         kind.uses += 1
-        if kind.replay is None:
-            if kind.uses < USES or kind.large:
-                return self._as_it_is(kind, args, kwargs)
-            if not self._recorded(kind, args, kwargs, tensors):
-                return self._forward(*args, **kwargs)
-        assert kind.replay is not None
-        for fixed, given in zip(kind.inputs, tensors, strict=True):
-            fixed.copy_(given)
-        kind.replay()
-        return mapped(kind.made, torch.Tensor, torch.Tensor.clone)
+        if kind.recorded is not None:
+            return kind.recorded(tensors)
+        if kind.uses < USES or kind.large:
+            return self._as_it_is(kind, args, kwargs)
+        return self._record(kind, args, kwargs, tensors)
 
     @contextmanager
     def eager(self) -> Iterator[None]:
@@ -195,11 +225,15 @@ class NetworkGraphs:
         finally:
             self._eager = before
 
-    def _kind(self, form: Hashable) -> _Kind | None:
+    def _kind(self, given: Any, tensors: list[torch.Tensor]) -> _Kind | None:
+        """That of a call, and its tensors; None: it is not to be recorded."""
         try:
-            kind = self._kinds.setdefault(form, _Kind())
-        except TypeError:  # something in it can change
+            form = _form(given, tensors)
+        except TypeError:
             return None
+        if any(tensor.device != self._device for tensor in tensors):
+            return None
+        kind = self._kinds.setdefault(form, _Kind())
         self._kinds.move_to_end(form)
         if len(self._kinds) > self._recorder.most:
             self._kinds.popitem(last=False)
@@ -212,35 +246,41 @@ class NetworkGraphs:
         kind.large = held > HELD_BYTES
         return made
 
-    def _recorded(self, kind: _Kind, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> bool:
-        """Whether it could be."""
-        kind.inputs = [tensor.clone() for tensor in tensors]
-        fixed = iter(kind.inputs)
-        own_args, own_kwargs = mapped((args, kwargs), torch.Tensor, lambda tensor: next(fixed))
+    def _record(self, kind: _Kind, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
+        def call(given: Sequence[torch.Tensor]) -> Any:
+            own = iter(given)
+            own_args, own_kwargs = mapped((args, kwargs), torch.Tensor, lambda _: next(own))
+            return self._forward(*own_args, **own_kwargs)
+
         try:
-            kind.replay, kind.made = self._recorder.record(lambda: self._forward(*own_args, **own_kwargs), kind.inputs)
-        except TooLarge:
+            kind.recorded, made = self._recorder.record(call, tensors)
+        except TooLarge as error:
             kind.large = True
-            return False
+            return _copied(error.made)
         except (NotRecordable, RuntimeError) as error:  # torch has no other for what cannot be recorded
+            made = self._forward(*args, **kwargs)  # what is wrong with this one call, it says itself
             _log.warning("calls of the network cannot be recorded, and are launched kernel by kernel: %s", error)
             self._eager = True
             self._kinds.clear()
-            return False
-        return True
+        return made
 
 
 def _form(value: Any, tensors: list[torch.Tensor]) -> Hashable:
-    """All that is no tensor of a value; the tensors in order."""
+    """All that is no tensor of a value; the tensors in order. Raises `TypeError` for what may change."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
-        return (tuple(value.shape), value.dtype)
-    if isinstance(value, list | tuple):
+        return (torch.Tensor, tuple(value.shape), value.dtype)
+    if type(value) in (list, tuple):
         return (type(value), *(_form(part, tensors) for part in value))
-    if isinstance(value, dict):
-        return tuple((name, _form(part, tensors)) for name, part in value.items())
-    form: Hashable = value
-    return form
+    if type(value) is dict:
+        return (dict, *((name, _form(part, tensors)) for name, part in value.items()))
+    if type(value) in _VALUES:
+        return (type(value), value)
+    raise TypeError(f"a {type(value).__name__} is no plain value")
+
+
+def _copied(made: Any) -> Any:
+    return mapped(made, torch.Tensor, torch.Tensor.clone)
 
 
 def _alike(one: Any, other: Any) -> bool:

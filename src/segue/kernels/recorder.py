@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from segue.kernels.arena import ALIGNED, Place, Places, arrange
@@ -53,8 +54,19 @@ _COPIES = (aten.clone.default, aten.contiguous.default, aten.reshape.default, at
 _EMPTY = (aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default, aten.empty_strided.default)
 _TAGS = frozenset((torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.inplace_view))
 """Of operators whose shape hangs on values, which the host looks at, or that change what a tensor is a view of."""
-_UNTAGGED = (aten.where.default, aten.nonzero_numpy.default, aten.repeat_interleave.self_Tensor)
+_UNTAGGED = (
+    aten.where.default,
+    aten.nonzero_numpy.default,
+    aten.repeat_interleave.self_Tensor,
+    aten.one_hot.default,
+)
 """Others like that."""
+_ASKS = aten.is_nonzero.default
+"""The host asks by it which way to go. Not refused: the library's decoders ask for a mask that nobody here takes."""
+_LOOKS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__)
+"""Functions that give values to the host, and are no operators."""
+_MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
+"""Functions that do so with tensors in lists."""
 _DIMENSIONS = 4
 _KERNELS = {
     "product": PRODUCT,
@@ -73,16 +85,18 @@ _NUMBERS = {NORM: 4, MODULATE: 4, TURN: 4}
 
 @torch.no_grad()
 def record(compiled: Library, run: Callable[[], Any], arena: torch.Tensor | None = None) -> tuple[Recording, Any]:
-    """Run a function once and note what it does: (what does it again, what it gave).
+    """Run a function once and note what it does: (what does it again, what it gave now).
 
-    Its results are written anew by every run of the recording. What the host decides by values it looks at is decided
-    once: whoever records tries the recording on others, or says so by `anew`. `arena`: uint8, whole, for intermediate
-    results; recordings that never run at once may share one. Raises `NotRecordable`.
+    It gives tensors, in lists, tuples and dictionaries; a recording writes to others (`Recording.result`). Where it
+    takes values to the host, but by `anew`, it is refused. Two ways are not: it may ask whether a tensor is true, and
+    read memory by its address. The way it goes then is gone always, so whoever records tries it on other values.
+    `arena`: uint8, for results and intermediate ones; recordings that never run at once may share one, and what one
+    gives is there until the next is run. Raises `NotRecordable`; `TooLarge` where the arena is too small.
     """
     recorder = _Recorder(compiled)
     active = _ACTIVE.set(recorder)
     try:
-        with recorder, recorder.listening():
+        with _Watching(recorder), recorder, recorder.listening():
             result = run()
     finally:
         _ACTIVE.reset(active)
@@ -105,7 +119,7 @@ class _Recorder(TorchDispatchMode):
         self._places = Places()
         self._kept: dict[int, torch.Tensor] = {}
         """By address: what is no intermediate result."""
-        self._aside = False
+        self.aside = False
         """Something is called that is not looked at."""
 
     # --- while it runs -----------------------------------------------------------------------------------------------
@@ -114,13 +128,15 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._aside or func is aten.detach_.default:  # the last thing `torch.tensor` does: a view of the same
+        if self.aside or func is aten.detach_.default:  # the last thing `torch.tensor` does: a view of the same
             return func(*args, **kwargs)
         if func in _UNTAGGED or (not _TAGS.isdisjoint(func.tags) and not _by_places(func, args)):
             raise NotRecordable(f"what {func} does hangs on values")
         given = list(leaves((args, kwargs), torch.Tensor))
         out = func(*args, **kwargs)
         results = list(leaves(out, torch.Tensor))
+        if given and func is not _ASKS and not _tensors(out):
+            raise NotRecordable(f"{func} gives something else than tensors")
         if any(tensor.device.type != "cpu" or tensor.layout != torch.strided for tensor in (*given, *results)):
             raise NotRecordable("there are tensors on other devices, or not laid out in strides")
         known = {_base(tensor): tensor for tensor in given}
@@ -144,11 +160,11 @@ class _Recorder(TorchDispatchMode):
         return out
 
     def anew(self, function: Callable[..., torch.Tensor], given: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        self._aside = True
+        self.aside = True
         try:
             out = function(*given).clone()
         finally:
-            self._aside = False
+            self.aside = False
         self._places.add(out)
         self._by_torch(function, given, {}, out)
         return out
@@ -226,7 +242,7 @@ class _Recorder(TorchDispatchMode):
 
         def noting(kind: int) -> Callable[[Any, Any, tuple[Any, ...]], Any]:
             def called(result: Any, function: Any, args: tuple[Any, ...]) -> Any:
-                if not self._aside:
+                if _ACTIVE.get() is self and not self.aside:  # other threads call them as well
                     self._called(kind, args)
                 return result
 
@@ -254,25 +270,31 @@ class _Recorder(TorchDispatchMode):
     # --- afterwards --------------------------------------------------------------------------------------------------
 
     def finish(self, result: Any, arena: torch.Tensor | None) -> Recording:
-        for tensor in leaves(result, torch.Tensor):
-            if (place := self._places.of(_base(tensor))) is not None:
-                place.kept = tensor
+        if not _tensors(result):
+            raise NotRecordable(f"it gives {type(result).__name__}, in which there may be anything")
+        lying = mapped(result, torch.Tensor, self._lying)  # touched behind the last step
         size = arrange(self._places.all)
         if arena is None:
             arena = torch.empty(size + ALIGNED, dtype=torch.uint8)
         if size + ALIGNED > arena.nbytes:
-            raise TooLarge(f"its intermediate results take {size} bytes, of {arena.nbytes}")
-        begin = -arena.data_ptr() % ALIGNED
+            raise TooLarge(f"its intermediate results take {size} bytes, of {arena.nbytes}", result)
+        memory = arena.untyped_storage()
+        begin = arena.data_ptr() - memory.data_ptr() + -arena.data_ptr() % ALIGNED
         steps: list[Entry | Callable[[], None]] = []
         for step in self._steps:
             if isinstance(step, Entry):
-                step.move(arena.data_ptr() + begin)
+                step.move(memory.data_ptr() + begin)
                 steps.append(step)
             else:
-                steps.append(step.placed(arena, begin))
+                steps.append(step.placed(memory, begin))
         fixed = [place.kept for place in self._places.all if place.kept is not None]
-        kept = [arena, *fixed, *self._kept.values()]
-        return Recording(self._compiled, steps, kept, size + sum(tensor.untyped_storage().nbytes() for tensor in fixed))
+        return Recording(
+            self._compiled,
+            steps,
+            mapped(lying, _Lying, lambda one: one.tensor(memory, begin)),
+            kept=[arena, *fixed, *self._kept.values()],
+            nbytes=size + sum(tensor.untyped_storage().nbytes() for tensor in fixed),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,9 +308,9 @@ class _Lying:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
-    def tensor(self, arena: torch.Tensor, begin: int) -> torch.Tensor:
+    def tensor(self, arena: torch.UntypedStorage, begin: int) -> torch.Tensor:
         kept = self.place.kept
-        storage = (arena if kept is None else kept).untyped_storage()
+        storage = arena if kept is None else kept.untyped_storage()
         first = self.where + (begin + self.place.offset if kept is None else 0)
         made = torch.empty(0, dtype=self.dtype)
         return made.set_(storage, first // made.itemsize, self.shape, self.stride)
@@ -303,7 +325,7 @@ class _ByTorch:
     kwargs: Any
     out: Any
 
-    def placed(self, arena: torch.Tensor, begin: int) -> Callable[[], None]:
+    def placed(self, arena: torch.UntypedStorage, begin: int) -> Callable[[], None]:
         """The call, of tensors in the arena."""
         func = self.func
         args, kwargs, out = (
@@ -319,6 +341,35 @@ class _ByTorch:
                 target.copy_(value)
 
         return again
+
+
+class _Watching(TorchFunctionMode):
+    """Within it, functions that give values to the host are refused where no operator would be seen."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        looks = func in _LOOKS or (func in _MAKERS and any(_holds_tensors(value) for value in args))
+        if looks and not self._recorder.aside:
+            raise NotRecordable(f"{func.__name__} gives values to the host")
+        return func(*args, **(kwargs or {}))
+
+
+def _holds_tensors(value: Any) -> bool:
+    return isinstance(value, list | tuple) and next(leaves(value, torch.Tensor), None) is not None
+
+
+def _tensors(value: Any) -> bool:
+    """Whether a value is made of tensors, lists, tuples and dictionaries, and of nothing else."""
+    if type(value) in (list, tuple):
+        return all(map(_tensors, value))
+    if type(value) is dict:
+        return all(map(_tensors, value.values()))
+    return value is None or isinstance(value, torch.Tensor)
 
 
 def _by_places(func: Any, args: tuple[Any, ...]) -> bool:

@@ -42,7 +42,12 @@ class NotRecordable(Exception):
 
 
 class TooLarge(NotRecordable):
-    """Its intermediate results do not fit into the memory that was given."""
+    """A function whose results and intermediate ones do not fit into the memory that was given."""
+
+    def __init__(self, message: str, made: Any) -> None:
+        """`made`: what it gave."""
+        super().__init__(message)
+        self.made = made
 
 
 @dataclass(slots=True)
@@ -73,9 +78,17 @@ class Recording:
     """Call it to run again what was recorded."""
 
     def __init__(
-        self, compiled: Library, steps: Sequence[Entry | Callable[[], None]], kept: Sequence[Any], nbytes: int
+        self,
+        compiled: Library,
+        steps: Sequence[Entry | Callable[[], None]],
+        result: Any,
+        *,
+        kept: Sequence[Any],
+        nbytes: int,
     ) -> None:
-        """`kept`: whatever the steps point to. `nbytes`: of intermediate results."""
+        """`kept`: whatever the steps point to. `nbytes`: of results and intermediate ones."""
+        self.result = result
+        """Written anew by every run."""
         self._compiled = compiled
         self._threads = torch.get_num_threads()
         self._kept = list(kept)

@@ -301,7 +301,8 @@ def recorded_lists(adapter: AutoregressiveAdapter, store: KVStore, longest: int,
     arena = torch.empty(ARENA_BYTES, dtype=torch.uint8)  # memory that is not touched is not taken
 
     def capture(run: Callable[[], Forward]) -> tuple[Callable[[], None], Forward]:
-        return record(compiled, run, arena)
+        recording, _ = record(compiled, run, arena)
+        return recording, recording.result
 
     graphs = DecodeGraphs(adapter, store, longest, capture, padded=False, later=max_batch)
     try:

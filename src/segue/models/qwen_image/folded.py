@@ -46,8 +46,9 @@ def fold(network: nn.Module, *, keep_modulations: bool) -> int:
     """
     blocks = [(name, module) for name, module in network.named_modules() if _foldable(module)]
     names = RowNames() if keep_modulations else None
+    last = [module for module in network.modules() if isinstance(module, QwenImageTransformerBlock)][-1:]
     for name, block in blocks:
-        network.set_submodule(name, FoldedBlock(block, names, last=block is blocks[-1][1]))
+        network.set_submodule(name, FoldedBlock(block, names, last=block in last))
     return len(blocks)
 
 
