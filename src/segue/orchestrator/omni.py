@@ -25,6 +25,7 @@ from segue.messages.request import Message, Request, check_types
 from segue.messages.sampling import SamplingParams, check_sampling, check_token_ids, sampling_from
 from segue.models.checkpoint_values import check_files
 from segue.models.diffusion.sizes import Sizes
+from segue.models.located import located
 from segue.models.registry import family_of, read_config
 from segue.observe.stats import render_gauges, render_worker_stats
 from segue.orchestrator.model_card import card_of, check_stage_keys
@@ -69,14 +70,15 @@ class AsyncOmni:
         lora: Mapping[str, str | Path] | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
-        """`config`: a deployment file, or its content. `name`: what clients call the model (default: the directory).
+        """`model`: a directory, or OWNER/MODEL in the cache of Hugging Face's hub. `config`: a deployment file, or its
+        content. `name`: what clients call the model (default: the directory, or OWNER/MODEL).
         `dtype`, `speculation`, `tensor_parallel`, `quantization`, `kv_dtype` and `scheduling` are keys of a stage that
         win over the deployment's `defaults`. `lora`: directories of adapters by name, besides those of the deployment;
         an empty mapping lets them be loaded later.
 
         Raises `ConfigError` for anything that cannot be served as it is written.
         """
-        model_dir = Path(model).expanduser().resolve()
+        model_dir, called = located(model)
         checkpoint = read_config(model_dir)
         family = family_of(checkpoint, model_dir)
         graph = family.graph(checkpoint)
@@ -93,7 +95,7 @@ class AsyncOmni:
         self.plan = load_plan(graph, config, overrides=overrides)
         check_stage_keys(family, self.plan)
         check_files(model_dir, checkpoint, graph)
-        self.card = card_of(name or model_dir.name, model_dir, checkpoint, family, graph, self.plan)
+        self.card = card_of(name or called, model_dir, checkpoint, family, graph, self.plan)
         if self.card.name in self.card.adapters:
             raise ConfigError(f"{self.card.name!r} is the name of the model and of a LoRA adapter", field="lora")
         self._chats = family.chats(model_dir)
@@ -182,7 +184,10 @@ class AsyncOmni:
 
     async def generate(self, prompt: Prompt, *, step_bar: bool = False, **settings: Any) -> RequestOutput:
         """One request, whole. `step_bar`: draw a bar by denoising step. `settings` as for `Omni.generate`."""
-        request = self.request(prompt, **settings)
+        return await self.output(self.request(prompt, **settings), step_bar=step_bar)
+
+    async def output(self, request: Request, *, step_bar: bool = False) -> RequestOutput:
+        """All of what `stream` gives, in one piece."""
         collector = Collector(request.request_id, wants_audio="audio" in request.modalities)
         params = request.diffusion or DiffusionParams()
         if step_bar and self._pictures:
