@@ -126,7 +126,7 @@ def _add_serve(commands: argparse._SubParsersAction[Parser]) -> None:
         "--tool-parser", choices=list(CALL_FORMATS), help="how the model writes tool calls; default: as its template"
     )
     serve.add_argument(
-        "--media-root", type=_directory, metavar="DIR", help="allow file paths below this directory as media URLs"
+        "--media-root", type=Path, metavar="DIR", help="allow file paths below this directory as media URLs"
     )
     serve.add_argument(
         "--media-host",
@@ -216,12 +216,6 @@ def _key(text: str) -> str:
     return text
 
 
-def _directory(text: str) -> Path:
-    if not Path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a directory")
-    return Path(text)
-
-
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and int(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
@@ -253,6 +247,8 @@ def _serve(arguments: argparse.Namespace) -> int:
     from segue.observe.logging import configure_logging
     from segue.server.settings import ServerSettings
 
+    if arguments.media_root is not None and not arguments.media_root.is_dir():
+        raise ConfigError(f"--media-root {str(arguments.media_root)!r} is not a directory", field="media_root")
     configure_logging(arguments.log_level, as_json=arguments.log_format == "json")
     settings = ServerSettings(
         host=arguments.host,

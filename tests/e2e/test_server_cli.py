@@ -173,6 +173,7 @@ def test_without_an_output_at_all(model: Path) -> None:
         (["tiny", "qwen2.5-omni", "x", "--size", "huge"], "no size 'huge'"),
         (["tiny", "qwen2.5-omni", __file__], "cannot be written"),
         (["graph", "/nowhere"], "no checkpoint at '/nowhere'"),
+        (["serve", "x", "--media-root", "/nowhere"], "--media-root '/nowhere' is not a directory"),
     ],
 )
 def test_mistakes_are_one_line(arguments: list[str], text: str) -> None:
@@ -226,7 +227,6 @@ def test_options_that_commands_share_are_alike() -> None:
         (["serve", "x", "--media-rot=y"], "segue serve: error: unrecognized argument --media-rot, did you mean"),
         (["generate", "x", "y", "--qqqqqq"], "segue generate: error: unrecognized argument --qqqqqq;"),
         (["serve", "x", "--api-key", ""], "segue serve: error: argument --api-key: the key is empty;"),
-        (["serve", "x", "--media-root", "/nowhere"], "argument --media-root: '/nowhere' is not a directory;"),
         (["serve"], "segue serve: error: the following arguments are required: model;"),
     ],
 )
