@@ -75,3 +75,22 @@ def test_prompts_are_taken_when_there_is_room(omni: Omni) -> None:
     assert len(taken) == 3
     [output] = omni.generate("and it goes on")
     assert_right(output, "and it goes on")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "said"),
+    [
+        ("x", {"max_tokens": 5}, r"write sampling=SamplingParams\(max_tokens=5\)"),
+        (
+            "x",
+            {"sampling": {"max_tokens": 5}},
+            r"write SamplingParams\(max_tokens=…\), or \{'counter': \{",
+        ),
+        ([[1, 2, 3]], {}, r"the prompt is \[1, 2, 3\]; it must be text, or a dict with one of 'messages'"),
+    ],
+)
+def test_what_others_write_is_told_how_it_is_written_here(
+    omni: Omni, prompt: Any, settings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        omni.generate(prompt, **settings)

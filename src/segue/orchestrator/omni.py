@@ -237,7 +237,10 @@ class AsyncOmni:
         `parameters`: of models that make pictures or video, what their pipelines
         take (`segue.messages.diffusion.DiffusionParams`) and pictures (`segue.media.pictures`).
         """
-        given = self._written(prompt) if isinstance(prompt, str) else dict(_mapping(prompt, "the prompt"))
+        if not isinstance(prompt, str | Mapping):
+            right = "text, or a dict with one of 'messages', 'prompt', 'prompt_token_ids' and 'prompt_embeds'"
+            raise InvalidRequest(f"the prompt is {shown(prompt)}; it must be {right}", field="prompt")
+        given = self._written(prompt) if isinstance(prompt, str) else dict(prompt)
         given = {**parameters, **given}
         if self.card.speech is not None and "audio" in given:
             sound = {"type": "audio", "audio": given.pop("audio")}
@@ -247,6 +250,10 @@ class AsyncOmni:
             known -= {"prompt_embeds"}  # a pipeline may have an argument of that name
         others = {key: value for key, value in given.items() if self._open_options and key not in known}
         for key in given.keys() - others.keys():
+            if key in SamplingParams.__struct_fields__ and key not in known:
+                raise InvalidRequest(
+                    f"{key} says how to sample: write sampling=SamplingParams({key}={shown(given[key])})", field=key
+                )
             if key not in known:
                 raise InvalidRequest(f"a request has no key {key!r}{nearest(key, known)}", field=key)
         pictures = picture_parts({key: given[key] for key in given if key in PICTURES}, self._policy)
@@ -295,6 +302,13 @@ class AsyncOmni:
             return {}
         if isinstance(sampling, SamplingParams):
             return {self.plan.graph.main: sampling}
+        for name in _mapping(sampling, "sampling"):
+            if name in SamplingParams.__struct_fields__ and name not in self.card.sampling_stages:
+                raise InvalidRequest(
+                    f"sampling.{name} names no stage: write SamplingParams({name}=…), or "
+                    f"{{{self.plan.graph.main!r}: {{{name!r}: …}}}}",
+                    field=f"sampling.{name}",
+                )
         return {
             stage: params
             if isinstance(params, SamplingParams)
