@@ -10,7 +10,7 @@ import pytest
 
 from segue.messages.errors import ConfigError
 from segue.models.located import located
-from segue.models.registry import read_config
+from segue.models.registry import family_of, read_config
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -53,6 +53,18 @@ def test_an_adapter_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "someone/small"}')
     with pytest.raises(ConfigError, match=r"a LoRA adapter and no model: serve .*\(someone/small\).* --lora NAME=DIR"):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ([], r"config.json names no architectures, .* as save_pretrained of a model does"),
+        (["BertModel"], r"no family serves BertModel; served are language models \(...ForCausalLM\), "),
+    ],
+)
+def test_what_no_family_serves(tmp_path: Path, names: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        family_of({"architectures": names}, tmp_path)
 
 
 def test_names_are_looked_up_where_the_hub_keeps_them(cache: Path) -> None:

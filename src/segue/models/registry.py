@@ -11,7 +11,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, cast
 
-from segue.messages.errors import ConfigError, nearest
+from segue.messages.errors import ConfigError
 from segue.models.family import Family, TinyPreset
 from segue.models.json_files import read_object
 
@@ -103,9 +103,18 @@ def family_of(config: dict[str, Any], model_dir: Path) -> Family:
     for family in known.values():
         if family.claims(config, model_dir):
             return family
-    served = sorted(name for family in known.values() for name in family.architectures)
-    hint = nearest(wanted[0], served) if wanted else f"; known: {', '.join(served)}"
-    raise ConfigError(f"no family serves architectures {wanted!r}{hint}", field="architectures")
+    if not wanted:
+        raise ConfigError(
+            f"{model_dir / 'config.json'} names no architectures, so what it is of is not known: add them, e.g. "
+            '"architectures": ["LlamaForCausalLM"], as save_pretrained of a model does',
+            field="architectures",
+        )
+    raise ConfigError(
+        f"no family serves {', '.join(wanted)}; served are language models (...ForCausalLM), those that see or hear, "
+        "Whisper, classifiers (...ForSequenceClassification), text embeddings (with a modules.json), Qwen2.5-Omni and "
+        "pipelines of diffusers: docs/models.md",
+        field="architectures",
+    )
 
 
 def tiny_preset(name: str) -> TinyPreset:
