@@ -65,10 +65,24 @@ def _nothing_more_is_said() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+class _Version(argparse.Action):
+    """Looked up when it is asked for: there is none where the source was not installed."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: object) -> None:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            print(f"segue {version('segue')}")
+        except PackageNotFoundError as error:
+            raise ConfigError("the version is not known: the package is not installed") from error
+        parser.exit()
+
+
 def parser() -> Parser:
     """All commands and their arguments."""
     top = Parser(prog="segue", description="Any-to-any models, served as graphs of stages.")
-    commands = top.add_subparsers(dest="command", required=True)
+    top.add_argument("--version", action=_Version, nargs=0, help="print it")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     _add_serve(commands)
 
@@ -83,10 +97,10 @@ def parser() -> Parser:
     graph.set_defaults(run=_graph)
 
     tiny = commands.add_parser("tiny", help="make a small checkpoint with random weights in a family's true format")
-    tiny.add_argument("family", help="name of a preset")
-    tiny.add_argument("directory", type=Path)
-    tiny.add_argument("--size", default="tiny")
-    tiny.add_argument("--seed", type=int, default=0)
+    tiny.add_argument("family", help="name of a preset, e.g. qwen3; an unknown one is answered with all of them")
+    tiny.add_argument("directory", type=Path, help="where the files go; made where it is not there")
+    tiny.add_argument("--size", default="tiny", help="of those that the preset has; default: %(default)s")
+    tiny.add_argument("--seed", type=int, default=0, help="of the weights; default: %(default)s")
     tiny.set_defaults(run=_tiny)
 
     commands.add_parser("bench", help="measure against the reference library", add_help=False)
@@ -96,14 +110,31 @@ def parser() -> Parser:
 def _add_serve(commands: argparse._SubParsersAction[Parser]) -> None:
     serve = commands.add_parser("serve", help="serve a model over HTTP")
     add_model(serve)
-    serve.add_argument("--host", default="127.0.0.1")
-    serve.add_argument("--port", type=int, default=8000)
-    serve.add_argument("--api-key", help="require this bearer token")
+    serve.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all of this machine's; default: %(default)s"
+    )
+    serve.add_argument("--port", type=int, default=8000, help="0: any free one; default: %(default)s")
+    serve.add_argument("--api-key", type=_key, help="require this bearer token; default: none is asked for")
+    serve.add_argument(
+        "--allow-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="let web pages from there ask this server, e.g. https://app.example.org (*: any); may be given repeatedly",
+    )
     serve.add_argument(
         "--tool-parser", choices=list(CALL_FORMATS), help="how the model writes tool calls; default: as its template"
     )
-    serve.add_argument("--media-root", type=Path, help="allow file paths below this directory as media URLs")
-    serve.add_argument("--media-host", action="append", default=[], help="allow media from this http(s) host")
+    serve.add_argument(
+        "--media-root", type=Path, metavar="DIR", help="allow file paths below this directory as media URLs"
+    )
+    serve.add_argument(
+        "--media-host",
+        action="append",
+        default=[],
+        metavar="HOST",
+        help="allow media from this http(s) host; may be given repeatedly",
+    )
     serve.add_argument(
         "--lora", type=_named_path, action="append", metavar="NAME=DIR", help="a LoRA adapter; may be given repeatedly"
     )
@@ -144,7 +175,10 @@ def _add_serve(commands: argparse._SubParsersAction[Parser]) -> None:
         help="of all of them and their conversations; default: %(default)s",
     )
     serve.add_argument(
-        "--video-dir", type=Path, help="keep jobs of video here, over restarts; default: the user's state directory"
+        "--video-dir",
+        type=Path,
+        metavar="DIR",
+        help="keep jobs of video here, over restarts; default: the user's state directory",
     )
     serve.add_argument(
         "--max-videos", type=count, default=256, help="jobs of video that are kept; default: %(default)s"
@@ -152,7 +186,18 @@ def _add_serve(commands: argparse._SubParsersAction[Parser]) -> None:
     serve.add_argument(
         "--max-video-bytes", type=_size, default="16GiB", help="of all of them on disk; default: %(default)s"
     )
-    serve.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
+    serve.add_argument(
+        "--log-level",
+        choices=["debug", "info", "warning", "error"],
+        default="info",
+        help="what is worth a line on stderr; default: %(default)s",
+    )
+    serve.add_argument(
+        "--log-format",
+        choices=["text", "json"],
+        default="text",
+        help="of these lines; json: an object each; default: %(default)s",
+    )
     serve.set_defaults(run=_serve)
 
 
@@ -163,6 +208,12 @@ def _size(text: str) -> int:
     if not size:
         raise argparse.ArgumentTypeError(f"{text!r} is no size above 0, such as 1048576, '64MiB' or '1GB'")
     return size
+
+
+def _key(text: str) -> str:
+    if not text:  # of a variable that is not set, say: the server would be open to whoever tries
+        raise argparse.ArgumentTypeError("the key is empty")
+    return text
 
 
 def _seconds(text: str) -> float:
@@ -190,11 +241,14 @@ def _serve(arguments: argparse.Namespace) -> int:
     from segue.observe.logging import configure_logging
     from segue.server.settings import ServerSettings
 
-    configure_logging(arguments.log_level)
+    if arguments.media_root is not None and not arguments.media_root.is_dir():
+        raise ConfigError(f"--media-root {str(arguments.media_root)!r} is not a directory", field="media_root")
+    configure_logging(arguments.log_level, as_json=arguments.log_format == "json")
     settings = ServerSettings(
         host=arguments.host,
         port=arguments.port,
         api_key=arguments.api_key,
+        allow_origins=frozenset(arguments.allow_origin),
         tool_parser=arguments.tool_parser,
         allow_runtime_lora=arguments.allow_runtime_lora,
         media=MediaPolicy(media_root=arguments.media_root, http_hosts=frozenset(arguments.media_host)),
@@ -220,7 +274,7 @@ async def _serve_until_told(arguments: argparse.Namespace, settings: ServerSetti
     from segue.server.serve import http_server, listen
 
     adapters = dict(arguments.lora or ())
-    bars = StartBars()
+    bars = StartBars(log=logging.getLogger("segue.server"), drawn=arguments.log_format == "text")
     omni = AsyncOmni(
         **model_settings(arguments),
         lora=adapters if adapters or settings.allow_runtime_lora else None,
@@ -253,13 +307,15 @@ def _graph(arguments: argparse.Namespace) -> int:
     from segue.graph.loader import load_plan, stage_overrides
     from segue.graph.render import as_mermaid, as_text
     from segue.models.checkpoint_values import check_files
+    from segue.models.located import located
     from segue.models.registry import family_of, read_config
 
-    config = read_config(arguments.model)
-    family = family_of(config, arguments.model)
+    model_dir, _ = located(arguments.model)
+    config = read_config(model_dir)
+    family = family_of(config, model_dir)
     graph = family.graph(config)
-    check_files(arguments.model, config, graph)
-    family.dialect(arguments.model, config)  # refuses a chat template that is none
+    check_files(model_dir, config, graph)
+    family.dialect(model_dir, config)  # refuses a chat template that is none
     overrides = stage_overrides(
         arguments.dtype,
         deterministic=arguments.deterministic,

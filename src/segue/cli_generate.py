@@ -47,18 +47,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the user message; for a model without chat template, the text to go on with; not for one that writes "
         "down what it hears",
     )
-    parser.add_argument("--image", type=Path, action="append", default=[])
-    parser.add_argument("--audio", type=Path, action="append", default=[])
-    parser.add_argument("--video", type=Path, action="append", default=[])
-    parser.add_argument("--voice")
+    for kind in ("image", "audio", "video"):
+        parser.add_argument(
+            f"--{kind}",
+            type=Path,
+            action="append",
+            default=[],
+            metavar="FILE",
+            help="goes with the prompt; may be given repeatedly",
+        )
+    parser.add_argument("--voice", help="of the speech; default: the model's first")
     parser.add_argument(
         "--lora",
         metavar="NAME|PATH",
         help="a LoRA adapter: one of the deployment's by name, or the directory or file of another (or NAME=PATH)",
     )
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--max-tokens", type=int)
-    parser.add_argument("--temperature", type=float)
+    parser.add_argument("--seed", type=int, help="of all that is drawn; default: another one each time")
+    parser.add_argument("--max-tokens", type=int, help="of the text; default: the model's, or up to its context")
+    parser.add_argument("--temperature", type=float, help="of the text, 0: always the likeliest; default: the model's")
+    parser.add_argument(
+        "--option",
+        type=_parameter,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="one of the model family's own, e.g. language=de for Whisper; may be given repeatedly",
+    )
     parser.add_argument(
         "-o",
         "--output",
@@ -75,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --image: what is made anew of it, white in this picture, or fully transparent where it has a "
         "transparency",
     )
-    pictures.add_argument("--steps", type=int, help="denoising steps")
+    pictures.add_argument("--steps", type=int, help="denoising steps; default, as of what follows: the model's")
     pictures.add_argument("--negative", metavar="TEXT", help="what should not be there")
     pictures.add_argument("--guidance", type=float, help="guidance_scale of the model's pipeline")
     pictures.add_argument("--true-cfg", type=float, help="true_cfg_scale of the model's pipeline")
@@ -83,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pictures.add_argument(
         "--step-cache", choices=STEP_CACHES, help="guess some of the network's calls from earlier ones: faster, a loss"
     )
-    pictures.add_argument("-n", "--number", type=int, help="how many pictures or videos")
+    pictures.add_argument("-n", "--number", type=int, help="how many pictures or videos; default: 1")
     pictures.add_argument("--frames", type=int, help="of a video")
     pictures.add_argument("--seconds", type=float, help="of a video, instead of --frames")
     pictures.add_argument("--fps", type=float, help="of the video that is written")
@@ -109,6 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = {
         "modalities": None if modality is None else ["text", "audio"] if modality == "audio" else [modality],
         "seed": arguments.seed,
+        "options": dict(arguments.option) or None,
         "sampling": sampling if sampling != SamplingParams() else None,
         **asks,
         **_parameters(arguments),
@@ -212,10 +227,12 @@ def _as_written(error: SegueError, arguments: argparse.Namespace, omni: AsyncOmn
 def _modality(model: Path, output: Path | None) -> str | None:
     """What the ending of the file asks for; None: text. Raises `ConfigError` for what the model does not give."""
     from segue.media.encode import AUDIO_FORMATS, check_audio_format
+    from segue.models.located import located
     from segue.models.registry import family_of, read_config
 
-    config = read_config(model)
-    gives = family_of(config, model).graph(config).gives
+    model_dir, _ = located(model)
+    config = read_config(model_dir)
+    gives = family_of(config, model_dir).graph(config).gives
     endings = {
         **dict.fromkeys(_PICTURES, "image"),
         _VIDEO: "video",

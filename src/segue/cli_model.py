@@ -17,23 +17,42 @@ _SETTINGS = (
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """The arguments of commands that run a model."""
-    parser.add_argument("model", type=Path, help="directory of a checkpoint")
-    parser.add_argument("--config", type=Path, help="deployment file (YAML)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
     parser.add_argument(
-        "--speculation", type=_mapping, metavar="JSON", help='speculative decoding, e.g. {"method": "ngram"}'
+        "model", type=Path, help="directory of a checkpoint, or OWNER/MODEL in the cache of Hugging Face's hub"
     )
-    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="make the weights into this while loading")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="deployment (YAML); default: by the hardware")
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        help="of weights and arithmetic; default: float32 on a CPU, else bfloat16",
+    )
+    parser.add_argument(
+        "--speculation",
+        type=_mapping,
+        metavar="JSON",
+        help='speculative decoding, e.g. {"method": "ngram"}; default: none',
+    )
+    parser.add_argument(
+        "--quantization", choices=QUANTIZATIONS, help="make the weights into this while loading; default: none"
+    )
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, help="keys and values in this; default: as computed")
     parser.add_argument("--scheduling", choices=SCHEDULINGS, help="whose request runs first; default: priority")
-    parser.add_argument("--load-format", choices=["auto", "dummy"], default="auto")
+    parser.add_argument(
+        "--load-format",
+        choices=["auto", "dummy"],
+        default="auto",
+        help="dummy: random weights of the checkpoint's shape, which then needs none; default: %(default)s",
+    )
     parser.add_argument(
         "--deterministic", action="store_true", help="the same logits to the bit whatever else is in the batch"
     )
     parser.add_argument(
-        "--tensor-parallel", type=int, metavar="N", help="processes per replica, each with a part of the weights"
+        "--tensor-parallel",
+        type=int,
+        metavar="N",
+        help="processes per replica, each with a part of the weights; default: 1",
     )
-    parser.add_argument("--name", help="the name clients call the model by")
+    parser.add_argument("--name", help="the name clients call the model by; default: the directory's, or OWNER/MODEL")
 
 
 def model_settings(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, which prints its help and drops what goes wrong with that: here a full disk, or a reader that has
-    gone, is told of as with everything else that is printed. Its sub-commands get parsers of the same class."""
+    """argparse's, but for this: what is wrong is said in one line, with the nearest option; and what goes wrong with
+    printing the help, a full disk or a reader that has gone, is told of as with everything else that is printed. Its
+    sub-commands get parsers of the same class."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """A sub-command's own options are known to its parser, which hands on what it does not know."""
+        known, others = super().parse_known_args(args, namespace)
+        for word in others:
+            if word.startswith("--"):
+                option = word.partition("=")[0]
+                close = get_close_matches(option, self._option_string_actions, n=1)
+                self.error(f"unrecognized argument {option}{f', did you mean {close[0]}?' if close else ''}")
+        return known, others
 
     def print_help(self, file: SupportsWrite[str] | None = None) -> None:
         out = sys.stdout if file is None else file

@@ -140,7 +140,7 @@ def test_every_page_is_reached_from_the_readme() -> None:
 def test_marks_are_known(block: Block) -> None:
     """A misspelt mark would leave an example untested."""
     known: dict[str, set[tuple[str, ...]]] = {
-        "python": {(), ("run",), ("run", "server")},
+        "python": {(), ("run",), ("run", "server"), ("file=segue_mine/family.py",), ("file=segue_mine/stages.py",)},
         "yaml": {("deployment",)},
         "json": {("request",), *(("request", path) for path in POSTED), ("answer",), ("error",)},
         "sh": {()},
@@ -245,6 +245,9 @@ def test_commands_are_understood(where: str, words: list[str]) -> None:
         assert re.search(rf"^{re.escape(words[1])}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
         return
     if words[0] in ("vllm", "lm_eval"):  # other people's
+        return
+    if words[0] == "pip":
+        assert (ROOT / words[-1] / "pyproject.toml").is_file()
         return
     assert words[0] == "segue", where
     if words[1] == "bench":
@@ -487,3 +490,35 @@ def test_the_rooms_are_the_rooms() -> None:
     source = ROOT / "src" / "segue"
     packages = {path.parent.name for path in source.glob("*/__init__.py")}
     assert listed == packages | {"cli.py"}
+
+
+ASK_MINE = """
+import sys
+from segue import Omni
+
+with Omni(sys.argv[1], progress=False) as omni:
+    asked = [{"prompt_token_ids": [7, 8], "options": {"no_repeats": asked}} for asked in (True, False)]
+    for out in omni.generate(asked, sampling={"llm": {"temperature": 0, "max_tokens": 60, "ignore_eos": True}}):
+        print(len(set(out.token_ids["llm"])))
+"""
+
+
+def test_the_package_shown_changes_what_a_family_does(tmp_path: Path) -> None:
+    for block in of("python"):
+        if block.marks[:1] and (file := block.marks[0].partition("file=")[2]):
+            path = tmp_path / file
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(block.body)
+    info = tmp_path / "segue_mine-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: segue-mine\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[segue.models]\nmine = segue_mine.family:FAMILY\n")
+    settings = {**environment(), "PYTHONPATH": os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])}
+    model = str(tmp_path / "llama")
+    subprocess.run([sys.executable, "-m", "segue.cli", "tiny", "llama", model], env=settings, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", ASK_MINE, model], env=settings, check=True, stdout=subprocess.PIPE, text=True
+    )
+    with_it, without = map(int, done.stdout.split())
+    assert with_it == 60
+    assert without < 60

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import av
@@ -171,6 +173,7 @@ def test_without_an_output_at_all(model: Path) -> None:
         (["tiny", "qwen2.5-omni", "x", "--size", "huge"], "no size 'huge'"),
         (["tiny", "qwen2.5-omni", __file__], "cannot be written"),
         (["graph", "/nowhere"], "no checkpoint at '/nowhere'"),
+        (["serve", "x", "--media-root", "/nowhere"], "--media-root '/nowhere' is not a directory"),
     ],
 )
 def test_mistakes_are_one_line(arguments: list[str], text: str) -> None:
@@ -191,3 +194,51 @@ def test_help(command: list[str]) -> None:
 def test_no_command_or_an_unknown_one() -> None:
     assert segue().returncode == 2
     assert "invalid choice: 'srve'" in segue("srve").stderr
+
+
+def options_of(command: str) -> list[argparse.Action]:
+    [commands] = [action for action in parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    return commands.choices[command]._actions
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "graph", "tiny"])
+def test_help_says_what_each_argument_is(command: str) -> None:
+    for action in options_of(command):
+        name = " ".join(action.option_strings) or action.dest
+        assert action.help, name
+        if action.default not in (None, False, []) and action.dest != "help":
+            assert "default: %(default)" in action.help, name
+
+
+def test_options_that_commands_share_are_alike() -> None:
+    seen: dict[str, argparse.Action] = {}
+    for command in ("serve", "generate", "graph"):
+        for action in options_of(command):
+            for name in action.option_strings:
+                same = seen.setdefault(name, action)
+                if name not in ("--lora", "--seed"):  # the one loads several, the other one alone
+                    assert (action.type, action.default, action.help) == (same.type, same.default, same.help), name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["serve", "x", "--prot", "1"], "segue serve: error: unrecognized argument --prot, did you mean --port?"),
+        (["serve", "x", "--media-rot=y"], "segue serve: error: unrecognized argument --media-rot, did you mean"),
+        (["generate", "x", "y", "--qqqqqq"], "segue generate: error: unrecognized argument --qqqqqq;"),
+        (["serve", "x", "--api-key", ""], "segue serve: error: argument --api-key: the key is empty;"),
+        (["serve"], "segue serve: error: the following arguments are required: model;"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parser().parse_args(arguments)
+    assert ended.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert text in line
+    assert line.endswith(" --help")
+
+
+def test_the_version_is_told() -> None:
+    done = segue("--version")
+    assert (done.returncode, done.stdout) == (0, f"segue {version('segue')}\n")

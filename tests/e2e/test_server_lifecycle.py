@@ -137,7 +137,7 @@ def test_the_log_of_a_start_has_a_line_per_worker(server: Served) -> None:
     with server.client() as http:
         assert http.get("/health").status_code == 200
     lines = [line for line in server.log().splitlines() if "[transformers]" not in line]
-    assert sorted(line for line in lines if "ready" in line) == [
+    assert sorted(line.partition(" info    ")[2] for line in lines if "ready" in line) == [
         "input.0-1 is ready",
         "talker.0-1 is ready",
         "thinker.0-1 is ready",
@@ -218,3 +218,15 @@ def test_no_model_there() -> None:
     done = segue("serve", "/nowhere")
     assert done.returncode == 2
     assert done.stderr == "segue: error: no checkpoint at '/nowhere': that is not a directory\n"
+
+
+def test_every_line_of_the_log_is_an_object(model: Path) -> None:
+    """Those of a worker, too: what a stage raised, with its traceback."""
+    with served(model, "--log-format", "json") as server:
+        with server.client() as http:
+            assert http.post("/v1/chat/completions", json=body()).status_code == 200
+        psutil.Process(server.pid("thinker")).kill()
+        server.until(lambda metrics: server.health()["stages"]["thinker"]["replicas"][0]["restarts"] == 1)
+        lines = [json.loads(line) for line in server.log().splitlines()]
+    assert {"input.0-1 is ready", "request"} <= {line["message"] for line in lines}
+    assert any("SIGKILL" in line["message"] and line["level"] == "warning" for line in lines)

@@ -72,6 +72,14 @@ def test_a_tensor_of_the_wrong_shape_is_named(copy: Path) -> None:
         load(copy)
 
 
+def test_pickled_weights_are_told_to_be_saved_anew(copy: Path) -> None:
+    for path in copy.glob("model*"):
+        path.unlink()
+    torch.save({}, copy / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"cannot be loaded.*; those in \.bin files are not read: save them as safe"):
+        load(copy)
+
+
 def test_a_missing_file_is_named(copy: Path) -> None:
     (copy / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(ConfigError, match="model-00002-of-00003"):

@@ -45,6 +45,20 @@ def test_a_pipeline_is_found_by_its_class(qwen_image_dir: Path) -> None:
     assert family_of(config, qwen_image_dir).name == "qwen_image"
 
 
+@pytest.mark.parametrize(("part", "name"), [("transformer", "diffusion_pytorch_model"), ("text_encoder", "model")])
+def test_weights_whose_files_are_marked(copy: Path, part: str, name: str) -> None:
+    """As they are published in half precision: `diffusion_pytorch_model.fp16.safetensors`. Others go first."""
+    plain = load_component(context(copy), part).state_dict()
+    marked = copy / part / f"{name}.fp16.safetensors"
+    save_file({key: tensor.half() for key, tensor in load_file(copy / part / f"{name}.safetensors").items()}, marked)
+    both = load_component(context(copy), part).state_dict()
+    (copy / part / f"{name}.safetensors").unlink()
+    alone = load_component(context(copy), part).state_dict()
+    for key, tensor in plain.items():
+        assert torch.equal(both[key], tensor)
+        assert torch.equal(alone[key], tensor.half().float())
+
+
 def test_parts_that_cannot_be_loaded_are_named(copy: Path) -> None:
     with pytest.raises(ConfigError, match="load_format"):
         load_component(context(copy, load_format="dumy"), "transformer")

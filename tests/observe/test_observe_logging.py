@@ -11,7 +11,7 @@ from contextvars import copy_context
 
 import pytest
 
-from segue.observe.logging import configure_logging, http_request_id, log_event
+from segue.observe.logging import configure_logging, configured, http_request_id, log_event
 
 LOGGERS = ("segue", "uvicorn.error")
 
@@ -71,3 +71,13 @@ def test_levels_hold_and_configuring_again_replaces(stream: io.StringIO) -> None
     logging.getLogger("segue.q").info("no")
     logging.getLogger("segue.q").warning("yes")
     assert len(stream.getvalue().splitlines()) == 1
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_worker_is_told_how_and_says_who_it_is(stream: io.StringIO, as_json: bool) -> None:
+    assert configured() is None
+    configure_logging("debug", as_json=as_json, stream=stream, worker="llm.0-1")
+    assert configured() == ("debug", as_json)
+    logging.getLogger("segue.q").warning("oh")
+    line = stream.getvalue().rstrip("\n")
+    assert json.loads(line)["worker"] == "llm.0-1" if as_json else line.endswith("oh worker=llm.0-1")

@@ -132,7 +132,7 @@ def test_bad_requests_are_refused_at_the_door(system: System) -> None:
                 await omni.generate(both("x", hld=1))
             with pytest.raises(InvalidRequest, match="did you mean 'messages'"):
                 await omni.generate({"mesages": []})
-            with pytest.raises(InvalidRequest, match="the prompt is 5; it must be an object"):
+            with pytest.raises(InvalidRequest, match="the prompt is 5; it must be text, or a dict"):
                 await omni.generate(5)  # type: ignore[arg-type]
 
     system.run(body)

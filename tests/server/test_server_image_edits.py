@@ -162,6 +162,16 @@ def test_forms_of_other_sites_are_not_taken(http: httpx.Client, server: Live) ->
     assert http.post(URL, headers={"Origin": server.url}, **form).status_code == 200
 
 
+def test_forms_of_a_site_that_is_let_in() -> None:
+    service = painter()
+    service.card.takes = frozenset({"text", "image"})
+    with live(service, ServerSettings(allow_origins=frozenset({"http://app.example"}))) as server:
+        form: dict[str, Any] = {"data": {"prompt": "x"}, "files": {"image": ("a.png", FILES[0])}}
+        with httpx.Client(base_url=server.url, timeout=120) as http:
+            assert http.post(URL, headers={"Origin": "http://app.example"}, **form).status_code == 200
+            assert http.post(URL, headers={"Origin": "http://evil.example"}, **form).status_code == 403
+
+
 @pytest.mark.parametrize(
     "body",
     [

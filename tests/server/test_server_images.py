@@ -246,3 +246,12 @@ def test_an_error_on_the_way(client: openai.OpenAI, server: Live) -> None:
             client.images.generate(model="painter", prompt="x")
     finally:
         server.service.script = paint
+
+
+def test_options_of_the_family(http: httpx.Client, server: Live) -> None:
+    answer = http.post(URL, json=body(options={"use_audio_in_video": True}))
+    assert answer.status_code == 200
+    assert server.service.requests[-1].options == {"use_audio_in_video": True}
+    wrong = http.post(URL, json=body(options={"use_audio": True})).json()["error"]
+    assert wrong["param"] == "options.use_audio"
+    assert "did you mean 'use_audio_in_video'" in wrong["message"]

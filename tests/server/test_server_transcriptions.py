@@ -234,3 +234,20 @@ def test_models_of_one_language_do_not_translate(client: openai.OpenAI, server: 
     server.service.card.speech = SpeechFacts({}, ["transcribe"], 100, 3000, 2)
     with pytest.raises(openai.BadRequestError, match="does not translate"):
         client.audio.translations.create(model="fake-omni", file=FILE)
+
+
+class AtTheDoor(FakeService):
+    """What `AsyncOmni` refuses, it refuses before the stream has begun."""
+
+    def stream(self, request: Request) -> AsyncGenerator[Delta]:
+        check_transcription(request, FACTS, "llm")
+        return super().stream(request)
+
+
+def test_what_is_refused_at_the_door_is_named_as_it_was_written(server: Live) -> None:
+    service = AtTheDoor(play)
+    service.card = server.service.card
+    with live(service) as other, httpx.Client(base_url=other.url, timeout=120) as http:
+        error = http.post(URL, files={"file": FILE}, data={"model": service.card.name, "language": "german"}).json()
+    assert error["error"]["param"] == "language"
+    assert error["error"]["message"] == "language is 'german', which this model does not know; it knows en, de"

@@ -175,7 +175,9 @@ def _read(
         check_objects(ctx.model_dir, (GENERATION,))
         check_index(ctx.model_dir)
         at = culprit(ctx.model_dir, error)
-        raise ConfigError(f"{at}: the weights cannot be loaded: {error}", field="model") from error
+        pickled = not any(ctx.model_dir.glob("*.safetensors")) and any(ctx.model_dir.glob("*.bin"))
+        right = "; those in .bin files are not read: save them as safetensors (save_pretrained does)" if pickled else ""
+        raise ConfigError(f"{at}: the weights cannot be loaded: {error}{right}", field="model") from error
     for name, written, wanted in sorted(info["mismatched_keys"], key=str):
         if wanted.numel():
             raise ConfigError(

@@ -7,16 +7,20 @@ Packages outside register theirs through the entry-point group `segue.models`: t
 from __future__ import annotations
 
 import importlib
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, cast
 
-from segue.messages.errors import ConfigError, nearest
+from segue.messages.errors import ConfigError
 from segue.models.family import Family, TinyPreset
 from segue.models.json_files import read_object
 
 PIPELINE = "model_index.json"
 """Names the parts of a pipeline of diffusers, each in a folder of its own."""
+
+
+ADAPTER = "adapter_config.json"
+"""PEFT's, of a LoRA adapter."""
 
 
 def families() -> dict[str, Family]:
@@ -44,9 +48,22 @@ def families() -> dict[str, Family]:
     )
     known = {family.name: family for family in (*named, *generic)}
     for point in entry_points(group="segue.models"):
-        family = point.load()
+        family = _outside(point)
         known[family.name] = family
     return known
+
+
+def _outside(point: EntryPoint) -> Family:
+    """Raises `ConfigError` naming the package."""
+    package = "a package" if point.dist is None else f"the package {point.dist.name!r}"
+    where = f"the entry point {point.name} = {point.value!r} (segue.models) of {package}"
+    try:
+        family = point.load()
+    except Exception as error:  # what a module of somebody else's raises when it is imported
+        raise ConfigError(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
+    if not isinstance(family, Family):
+        raise ConfigError(f"{where} is {type(family).__name__}; it must be a segue.models.family.Family")
+    return family
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
@@ -58,6 +75,13 @@ def read_config(model_dir: Path) -> dict[str, Any]:
         index = read_object(model_dir / PIPELINE)
         return {**index, "architectures": [index["_class_name"]] if "_class_name" in index else []}
     if not (model_dir / "config.json").is_file():
+        if (model_dir / ADAPTER).is_file():
+            base = read_object(model_dir / ADAPTER).get("base_model_name_or_path")
+            raise ConfigError(
+                f"{str(model_dir)!r} holds a LoRA adapter and no model: serve the model it was made for "
+                f"({base or 'not named in it'}), and give this directory as --lora NAME=DIR",
+                field="model",
+            )
         raise ConfigError(
             f"{str(model_dir)!r} holds no config.json and no {PIPELINE}, so it is no checkpoint", field="model"
         )
@@ -79,9 +103,18 @@ def family_of(config: dict[str, Any], model_dir: Path) -> Family:
     for family in known.values():
         if family.claims(config, model_dir):
             return family
-    served = sorted(name for family in known.values() for name in family.architectures)
-    hint = nearest(wanted[0], served) if wanted else f"; known: {', '.join(served)}"
-    raise ConfigError(f"no family serves architectures {wanted!r}{hint}", field="architectures")
+    if not wanted:
+        raise ConfigError(
+            f"{model_dir / 'config.json'} names no architectures, so what it is of is not known: add them, e.g. "
+            '"architectures": ["LlamaForCausalLM"], as save_pretrained of a model does',
+            field="architectures",
+        )
+    raise ConfigError(
+        f"no family serves {', '.join(wanted)}; served are language models (...ForCausalLM), those that see or hear, "
+        "Whisper, classifiers (...ForSequenceClassification), text embeddings (with a modules.json), Qwen2.5-Omni and "
+        "pipelines of diffusers: docs/models.md",
+        field="architectures",
+    )
 
 
 def tiny_preset(name: str) -> TinyPreset:
@@ -89,5 +122,5 @@ def tiny_preset(name: str) -> TinyPreset:
     known = {name: family for family in families().values() for name in family.tiny_names}
     family = known.get(name)
     if family is None or family.tiny_module is None:
-        raise ConfigError(f"there is no tiny preset {name!r}{nearest(name, known)}", field="family")
+        raise ConfigError(f"there is no tiny preset {name!r}; there are {', '.join(sorted(known))}", field="family")
     return cast(TinyPreset, importlib.import_module(family.tiny_module).PRESETS[name])

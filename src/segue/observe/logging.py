@@ -16,6 +16,18 @@ http_request_id: ContextVar[str | None] = ContextVar("http_request_id", default=
 _LOGGERS = ("segue", "uvicorn.error")
 
 
+class _Formatter(logging.Formatter):
+    """`worker`: what process the lines are of; empty: they do not say."""
+
+    def __init__(self, worker: str = "") -> None:
+        super().__init__()
+        self._of = {"worker": worker} if worker else {}
+
+    def fields(self, record: logging.LogRecord) -> dict[str, Any]:
+        """What is told beside the message."""
+        return {**_fields(record), **self._of}
+
+
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
     fields = dict(record.__dict__.get("fields") or {})
     request_id = http_request_id.get()
@@ -24,7 +36,7 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
     return fields
 
 
-class JsonFormatter(logging.Formatter):
+class JsonFormatter(_Formatter):
     """One JSON object per line: time (UTC), level, logger, message, the event's fields, traceback if any."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -33,19 +45,19 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
-            **_fields(record),
+            **self.fields(record),
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
-class TextFormatter(logging.Formatter):
-    """For people: time, level, message, then `key=value`; values are quoted, so a line stays one line."""
+class TextFormatter(_Formatter):
+    """For people: local time, level, message, then `key=value`; values are quoted, so a line stays one line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        when = datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
-        fields = "".join(f" {key}={_plain(value)}" for key, value in _fields(record).items())
+        when = datetime.fromtimestamp(record.created).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
+        fields = "".join(f" {key}={_plain(value)}" for key, value in self.fields(record).items())
         line = f"{when} {record.levelname.lower():7} {record.getMessage()}{fields}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
@@ -55,15 +67,26 @@ def _plain(value: object) -> str:
     return text if text and all(c.isprintable() and c not in ' "=' for c in text) else json.dumps(text)
 
 
-def configure_logging(level: str = "info", *, as_json: bool = False, stream: TextIO | None = None) -> None:
-    """Send the logs of this program and its HTTP server to `stream` (stderr). Calling it again replaces the handler."""
+def configure_logging(
+    level: str = "info", *, as_json: bool = False, stream: TextIO | None = None, worker: str = ""
+) -> None:
+    """Send the logs of this program and its HTTP server to `stream` (stderr). Calling it again replaces the handler.
+    `worker`: the one that this process is."""
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(JsonFormatter() if as_json else TextFormatter())
+    handler.setFormatter(JsonFormatter(worker) if as_json else TextFormatter(worker))
     for name in _LOGGERS:
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.setLevel(level.upper())
         logger.propagate = False
+
+
+def configured() -> tuple[str, bool] | None:
+    """(level, as JSON) of `configure_logging` in this process, so that others can be told; None where it was not
+    called."""
+    logger = logging.getLogger(_LOGGERS[0])
+    kinds = [handler.formatter for handler in logger.handlers if isinstance(handler.formatter, _Formatter)]
+    return (logging.getLevelName(logger.level).lower(), isinstance(kinds[0], JsonFormatter)) if kinds else None
 
 
 def log_event(logger: logging.Logger, message: str, fields: Mapping[str, Any], level: int = logging.INFO) -> None:

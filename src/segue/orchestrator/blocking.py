@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self
 
 from tqdm import tqdm
 
+from segue.messages.errors import SegueError
+from segue.messages.request import Request
 from segue.orchestrator.omni import AsyncOmni, Prompt, Sampling
 from segue.orchestrator.outputs import RequestOutput
 from segue.orchestrator.service import Health, ModelCard
@@ -76,8 +80,8 @@ class Omni:
         """All prompts at once, batched by the engines; outputs in the same order. `parameters`: see
         `AsyncOmni.request`.
 
-        Raises the first request's error after all have ended, so that one bad prompt does not waste the others' work
-        half-way; nothing keeps running.
+        What can be seen to be wrong with a prompt is raised before any of them runs; what only a stage finds, after all
+        have ended, and then there are no outputs: `as_completed` gives those of the others.
         """
         single = isinstance(prompts, (str, Mapping))
         settings = {
@@ -93,24 +97,77 @@ class Omni:
             **parameters,
         }
         batch: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item]
-        return self._call(self._generate_all(batch, settings))
-
-    async def _generate_all(self, batch: list[Prompt], settings: dict[str, Any]) -> list[RequestOutput]:
-        with tqdm(total=len(batch), desc="generating", unit="req", disable=not self._progress or len(batch) < 2) as bar:
-
-            async def one(prompt: Prompt) -> RequestOutput:
-                try:
-                    return await self._async.generate(prompt, step_bar=bar.disable and self._progress, **settings)
-                finally:
-                    bar.update()
-
-            results = await asyncio.gather(*(one(prompt) for prompt in batch), return_exceptions=True)
+        if len(batch) == 1:
+            return [self._call(self._async.generate(batch[0], step_bar=self._progress, **settings))]
+        requests = [self._checked(prompt, settings, f"prompts[{place}]: ") for place, prompt in enumerate(batch)]
+        results: dict[int, RequestOutput | SegueError] = {}
+        with tqdm(total=len(requests), desc="generating", unit="req", disable=not self._progress) as bar:
+            for place, result in self._ended(enumerate(requests)):
+                results[place] = result
+                bar.update()
         outputs = []
-        for result in results:
-            if isinstance(result, BaseException):
+        for place in range(len(requests)):
+            result = results[place]
+            if isinstance(result, SegueError):
                 raise result
             outputs.append(result)
         return outputs
+
+    def as_completed(
+        self, prompts: Iterable[Prompt], **settings: Any
+    ) -> Generator[tuple[int, RequestOutput | SegueError]]:
+        """(place among the prompts, output or error) of each prompt as soon as it ends; `settings` as for `generate`.
+
+        Prompts are taken from the iterable as there is room (`limits.max_waiting` run at a time), so there may be any
+        number of them. Closing the generator cancels what runs.
+        """
+        requests = ((place, self._request_of(prompt, settings)) for place, prompt in enumerate(prompts))
+        yield from self._ended(requests)
+
+    def _checked(self, prompt: Prompt, settings: Mapping[str, Any], where: str) -> Request:
+        """Raises what is wrong with it as far as that is seen here; `where` stands before it."""
+        try:
+            request = self._async.request(prompt, **settings)
+            self._async.check(request)
+        except SegueError as error:
+            raise type(error)(where + error.message, field=error.field, stage=error.stage) from error
+        return request
+
+    def _request_of(self, prompt: Prompt, settings: Mapping[str, Any]) -> Request | SegueError:
+        try:
+            return self._async.request(prompt, **settings)
+        except SegueError as error:
+            return error
+
+    def _ended(
+        self, requests: Iterable[tuple[int, Request | SegueError]]
+    ) -> Generator[tuple[int, RequestOutput | SegueError]]:
+        """Run each when there is room, and give what comes of it as soon as it ends."""
+        waiting = iter(requests)
+        ended: SimpleQueue[tuple[int, RequestOutput | SegueError | BaseException]] = SimpleQueue()
+        running: dict[int, Future[None]] = {}
+
+        async def run(place: int, request: Request | SegueError) -> None:
+            try:
+                ended.put((place, request if isinstance(request, SegueError) else await self._async.output(request)))
+            except BaseException as error:
+                ended.put((place, error))
+                raise
+
+        try:
+            while True:
+                while len(running) < self._async.plan.limits.max_waiting and (following := next(waiting, None)):
+                    running[following[0]] = asyncio.run_coroutine_threadsafe(run(*following), self._loop)
+                if not running:
+                    return
+                place, result = ended.get()
+                del running[place]
+                if isinstance(result, BaseException) and not isinstance(result, SegueError):
+                    raise result
+                yield place, result
+        finally:
+            for future in running.values():
+                future.cancel()
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """The ids a prompt becomes, chat template and placeholders of media included."""

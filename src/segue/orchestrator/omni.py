@@ -21,11 +21,12 @@ from segue.media.pictures import PICTURES, picture_parts
 from segue.media.sources import MediaPolicy
 from segue.messages.deltas import Delta, ProgressDelta, TokensDelta
 from segue.messages.diffusion import PARAMETERS, DiffusionParams, check_diffusion, diffusion_from
-from segue.messages.errors import ConfigError, InvalidRequest, NotFound, StageFailed, nearest, wrong
+from segue.messages.errors import ConfigError, InvalidRequest, NotFound, StageFailed, nearest, shown, wrong
 from segue.messages.request import Message, Request, check_types
 from segue.messages.sampling import SamplingParams, check_sampling, check_token_ids, sampling_from
 from segue.models.checkpoint_values import check_files
 from segue.models.diffusion.sizes import Sizes
+from segue.models.located import located
 from segue.models.registry import family_of, read_config
 from segue.observe.stats import render_gauges, render_worker_stats
 from segue.orchestrator.model_card import card_of, check_stage_keys
@@ -70,14 +71,15 @@ class AsyncOmni:
         lora: Mapping[str, str | Path] | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
-        """`config`: a deployment file, or its content. `name`: what clients call the model (default: the directory).
+        """`model`: a directory, or OWNER/MODEL in the cache of Hugging Face's hub. `config`: a deployment file, or its
+        content. `name`: what clients call the model (default: the directory, or OWNER/MODEL).
         `dtype`, `speculation`, `tensor_parallel`, `quantization`, `kv_dtype` and `scheduling` are keys of a stage that
         win over the deployment's `defaults`. `lora`: directories of adapters by name, besides those of the deployment;
         an empty mapping lets them be loaded later.
 
         Raises `ConfigError` for anything that cannot be served as it is written.
         """
-        model_dir = Path(model).expanduser().resolve()
+        model_dir, called = located(model)
         checkpoint = read_config(model_dir)
         family = family_of(checkpoint, model_dir)
         graph = family.graph(checkpoint)
@@ -94,7 +96,7 @@ class AsyncOmni:
         self.plan = load_plan(graph, config, overrides=overrides)
         check_stage_keys(family, self.plan)
         check_files(model_dir, checkpoint, graph)
-        self.card = card_of(name or model_dir.name, model_dir, checkpoint, family, graph, self.plan)
+        self.card = card_of(name or called, model_dir, checkpoint, family, graph, self.plan)
         if self.card.name in self.card.adapters:
             raise ConfigError(f"{self.card.name!r} is the name of the model and of a LoRA adapter", field="lora")
         self._chats = family.chats(model_dir)
@@ -183,7 +185,10 @@ class AsyncOmni:
 
     async def generate(self, prompt: Prompt, *, step_bar: bool = False, **settings: Any) -> RequestOutput:
         """One request, whole. `step_bar`: draw a bar by denoising step. `settings` as for `Omni.generate`."""
-        request = self.request(prompt, **settings)
+        return await self.output(self.request(prompt, **settings), step_bar=step_bar)
+
+    async def output(self, request: Request, *, step_bar: bool = False) -> RequestOutput:
+        """All of what `stream` gives, in one piece."""
         collector = Collector(request.request_id, wants_audio="audio" in request.modalities)
         params = request.diffusion or DiffusionParams()
         if step_bar and self._pictures:
@@ -233,7 +238,10 @@ class AsyncOmni:
         `parameters`: of models that make pictures or video, what their pipelines
         take (`segue.messages.diffusion.DiffusionParams`) and pictures (`segue.media.pictures`).
         """
-        given = self._written(prompt) if isinstance(prompt, str) else dict(_mapping(prompt, "the prompt"))
+        if not isinstance(prompt, str | Mapping):
+            right = "text, or a dict with one of 'messages', 'prompt', 'prompt_token_ids' and 'prompt_embeds'"
+            raise InvalidRequest(f"the prompt is {shown(prompt)}; it must be {right}", field="prompt")
+        given = self._written(prompt) if isinstance(prompt, str) else dict(prompt)
         given = {**parameters, **given}
         if self.card.speech is not None and "audio" in given:
             sound = {"type": "audio", "audio": given.pop("audio")}
@@ -243,6 +251,10 @@ class AsyncOmni:
             known -= {"prompt_embeds"}  # a pipeline may have an argument of that name
         others = {key: value for key, value in given.items() if self._open_options and key not in known}
         for key in given.keys() - others.keys():
+            if key in SamplingParams.__struct_fields__ and key not in known:
+                raise InvalidRequest(
+                    f"{key} says how to sample: write sampling=SamplingParams({key}={shown(given[key])})", field=key
+                )
             if key not in known:
                 raise InvalidRequest(f"a request has no key {key!r}{nearest(key, known)}", field=key)
         pictures = picture_parts({key: given[key] for key in given if key in PICTURES}, self._policy)
@@ -291,6 +303,13 @@ class AsyncOmni:
             return {}
         if isinstance(sampling, SamplingParams):
             return {self.plan.graph.main: sampling}
+        for name in _mapping(sampling, "sampling"):
+            if name in SamplingParams.__struct_fields__ and name not in self.card.sampling_stages:
+                raise InvalidRequest(
+                    f"sampling.{name} names no stage: write SamplingParams({name}=…), or "
+                    f"{{{self.plan.graph.main!r}: {{{name!r}: …}}}}",
+                    field=f"sampling.{name}",
+                )
         return {
             stage: params
             if isinstance(params, SamplingParams)

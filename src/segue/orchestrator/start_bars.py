@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Any
 
@@ -11,19 +12,27 @@ from segue.observe.stderr import say
 
 
 class StartBars:
-    """One bar per worker while the stages load; where stderr is no terminal, one line per worker when it is ready."""
+    """One bar per worker while the stages load; where stderr is no terminal, one line per worker when it is ready.
 
-    def __init__(self) -> None:
+    `log`: of a program that has one, where these lines go in place of stderr.
+    """
+
+    def __init__(self, *, log: logging.Logger | None = None, drawn: bool = True) -> None:
         self._bars: dict[str, tqdm[Any]] = {}
-        self._drawn = sys.stderr.isatty()
+        self._log = log
+        self._drawn = drawn and sys.stderr.isatty()
         self._closed = False
 
     def show(self, worker: str, fraction: float, what: str) -> None:
         if self._closed:
             return  # a worker that comes back later: the log has it
         if not self._drawn:
-            if fraction >= 1.0 and what == "ready":
+            if fraction < 1.0 or what != "ready":
+                return
+            if self._log is None:
                 say(f"{worker} is ready\n")
+            else:
+                self._log.info("%s is ready", worker)
             return
         bar = self._bars.get(worker)
         if bar is None:

@@ -33,6 +33,7 @@ from segue.messages.wire import (
     decode_for_orchestrator,
     encode,
 )
+from segue.observe.logging import configured
 from segue.orchestrator.adapters import Adapters
 from segue.orchestrator.hangs import HangWatch
 from segue.orchestrator.placement import LocalPlacement, Placement
@@ -205,6 +206,7 @@ class Supervisor:
                 orchestrator=self._address,
                 connector=f"{directory}/{replica.worker}.shm",
                 load_format=self._load_format,
+                log=configured(),
             )
         )
 

@@ -72,7 +72,7 @@ def check_transcription(request: Request, facts: SpeechFacts, stage: str) -> Non
     known = facts.languages or {"en": 0}  # the published models of one language write English
     if language is not None and language not in known:
         raise InvalidRequest(
-            f"language is {language!r}, which this model does not know{nearest(language, known)}",
+            f"language is {language!r}, which this model does not know; it knows {', '.join(known)}",
             field="options.language",
         )
     sampling = request.sampling.get(stage, SamplingParams())

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, nullcontext
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import Service
@@ -69,4 +70,12 @@ def create_app(service: Service, settings: ServerSettings | None = None) -> Fast
     add_page(app)
     install_error_handlers(app)
     app.add_middleware(Door, metrics=own, api_key=settings.api_key)
+    if settings.allow_origins:  # outside the door: a browser asks whether it may ask without the key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=sorted(settings.allow_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
     return app

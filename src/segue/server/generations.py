@@ -33,7 +33,13 @@ async def run_generations(
     At most one delta per request is held here, so a consumer that waits makes the service wait. Closing this closes
     the service's generators, which cancels what still runs.
     """
-    streams = [service.stream(request) for request in requests]
+    names = [{**written, **prompts[index]} if prompts else written for index in range(len(requests))]
+    streams = []
+    for index, request in enumerate(requests):
+        try:
+            streams.append(service.stream(request))
+        except SegueError as error:
+            raise as_written(error, names[index]) from error
     waiting: dict[asyncio.Task[Delta], int] = {}
     with ExitStack() as stack:
         watches = [stack.enter_context(GenerationWatch(metrics)) for _ in requests]
@@ -47,7 +53,7 @@ async def run_generations(
                     try:
                         delta = _result(task, watches[index], requests[index].request_id)
                     except SegueError as error:
-                        raise as_written(error, {**written, **prompts[index]} if prompts else written) from error
+                        raise as_written(error, names[index]) from error
                     watches[index].saw(delta)
                     yield index, delta
                     if not isinstance(delta, Finished):

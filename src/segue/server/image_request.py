@@ -19,6 +19,7 @@ from segue.messages.diffusion import PARAMETERS, DiffusionParams, check_diffusio
 from segue.messages.errors import InvalidRequest, SegueError, TooLarge, TooLong, shown
 from segue.messages.request import MediaPart, Message, Request
 from segue.orchestrator.service import ModelCard
+from segue.server.body import check_names
 from segue.server.errors import Unsupported, not_for_this_model
 from segue.server.numbers import check_integers
 from segue.server.painting_names import check_called
@@ -48,6 +49,8 @@ class PaintingBody(DiffusionParams, kw_only=True, frozen=True):
     user: str | None = None
     """The tenant, for fair scheduling."""
     priority: int | None = None
+    options: dict[str, Any] | None = None
+    """The family's own, by name."""
     pipeline_arguments: dict[str, Any] | None = None
     """By name: what the pipeline that is served takes besides."""
 
@@ -248,7 +251,7 @@ def painting_request(
         seed=secrets.randbits(63) if body.seed is None else body.seed,  # to be told, so that it can be made again
         **turn_fields(body.priority, body.user, None, 0),
         adapter=body.model if body.model in card.adapters else None,
-        options=_pipeline_arguments(body.pipeline_arguments or {}, card),
+        options={**_options(body.options or {}, card), **_pipeline_arguments(body.pipeline_arguments or {}, card)},
     )
 
 
@@ -269,6 +272,13 @@ def as_written(
     renamed = type(error)(message, field=field, stage=error.stage)
     renamed.__cause__ = error
     return renamed
+
+
+def _options(given: dict[str, Any], card: ModelCard) -> dict[str, Any]:
+    """Raises `InvalidRequest` for those that the family does not have."""
+    check_names(given, card.options, "options")
+    check_carried(given, "options")
+    return given
 
 
 def _pipeline_arguments(given: dict[str, Any], card: ModelCard) -> dict[str, Any]:

@@ -21,6 +21,8 @@ class ServerSettings:
     """How the model writes tool calls, by a name of `CALL_FORMATS`; None: as its chat template says."""
     api_key: str | None = None
     """Where set, `/v1/*` needs `Authorization: Bearer <key>`."""
+    allow_origins: frozenset[str] = frozenset()
+    """Sites whose web pages may ask this server (CORS), as browsers write them: `https://app.example.org`; `*`: any."""
     media: MediaPolicy = field(default_factory=MediaPolicy)
     allow_runtime_lora: bool = False
     """Clients may have LoRA adapters loaded from any directory of this machine, and unloaded."""

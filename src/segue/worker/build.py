@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -36,6 +37,7 @@ from segue.messages.errors import ConfigError
 from segue.messages.process import WorkerSpec
 from segue.messages.sampling import SamplingParams
 from segue.messages.wire import Loading, StageFacts
+from segue.models.family import Family
 from segue.models.registry import families
 from segue.worker.device_memory import on_device
 from segue.worker.drafters import LoadedDrafter, load_drafter
@@ -97,7 +99,8 @@ def build(
             context.options["limits"] = _media_limits(limits)
             context.options["output_limits"] = _output_limits(limits)
             context.options["max_prompt_embeds_bytes"] = limits.max_prompt_embeds_bytes
-        adapter = _adapter(stages_module.ADAPTERS[plan.name], context, ranks)
+        factory = _of(stages_module.ADAPTERS, plan.name, family, "ADAPTERS")
+        adapter = _adapter(factory, context, ranks)
         give_back()
         defaults = SamplingParams()
         facts[plan.name] = StageFacts()
@@ -105,7 +108,9 @@ def build(
             defaults = adapter.default_sampling
             facts[plan.name] = StageFacts(max_model_len=adapter.max_model_len, vocab_size=adapter.vocab_size)
         transfers = {
-            edge.target: stages_module.TRANSFERS[edge.source, edge.target] for edge in edges if edge.source == plan.name
+            edge.target: _of(stages_module.TRANSFERS, (edge.source, edge.target), family, "TRANSFERS")
+            for edge in edges
+            if edge.source == plan.name
         }
         if plan.compile and plan.engine != "diffusion":  # a denoiser compiles itself
             _compile(plan, adapter, context.device)
@@ -119,6 +124,20 @@ def build(
     channels, inbound, connectors = _connect(spec, edges, set(stages), _device_memory(spec, plans))
     retained = RetainedStore(limits.retained_bytes, str(Path(spec.connector).parent))
     return Built(stages, channels, inbound, connectors, retained, facts)
+
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def _of(entries: Mapping[K, V], key: K, family: Family, name: str) -> V:
+    """An entry of a family's `stages` module. Raises `ConfigError` where there is none."""
+    if key not in entries:
+        raise ConfigError(
+            f"{family.stages_module}.{name} has no {key!r}, which is in the graph of the family {family.name!r}; it "
+            f"has {', '.join(map(repr, entries)) or 'nothing'}"
+        )
+    return entries[key]
 
 
 def _work_on(device: torch.device) -> None:

@@ -9,12 +9,14 @@ import torch
 from segue.messages.errors import SegueError
 from segue.messages.process import WorkerSpec
 from segue.messages.wire import StartFailed, encode
-from segue.observe.stderr import say_error
+from segue.observe.logging import configure_logging
 from segue.worker.build import build
 from segue.worker.compilers import fork_home
 from segue.worker.peers import Peers
 from segue.worker.ranks import fork_ranks
 from segue.worker.worker import Worker
+
+log = logging.getLogger(__name__)
 
 START_FAILED_PATIENCE = 60.0
 """Seconds for the orchestrator to hear why a worker could not start; were it gone, this process would be, too."""
@@ -24,6 +26,9 @@ def run(spec: WorkerSpec) -> None:
     """A worker's whole life; called in a process of its own."""
     # the library warns of every config in which one part names ids of another part's vocabulary, at each load
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    if spec.log is not None:
+        level, as_json = spec.log
+        configure_logging(level, as_json=as_json, worker=spec.worker)
     ranks = fork_ranks(spec)
     home = fork_home(spec)
     peers = Peers(spec.inbox)
@@ -33,7 +38,7 @@ def run(spec: WorkerSpec) -> None:
         except Exception as error:
             # whatever loading raises is the answer to "why did it not start?"
             if not isinstance(error, SegueError):
-                say_error(error)
+                log.error("it could not start", exc_info=error)
             peers.send(
                 spec.orchestrator,
                 encode(StartFailed(spec.worker, type(error).__name__, f"{type(error).__name__}: {error}")),

@@ -6,6 +6,7 @@ is then started again with all its ranks, as any worker is; the kernel kills the
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import signal
@@ -26,11 +27,12 @@ from segue.kernels.memory import give_back
 from segue.messages.errors import ConfigError
 from segue.messages.process import WorkerSpec
 from segue.models.registry import families
-from segue.observe.stderr import say
 from segue.parallel.group import Group
 from segue.parallel.orders import Crew, dtype_of
 from segue.parallel.ways import Shape, meet
 from segue.worker.processes import live
+
+log = logging.getLogger(__name__)
 
 _LAST_WORDS = 60.0
 """Seconds a worker has to report why it cannot start, when a follower has ended over the same."""
@@ -72,7 +74,7 @@ class Ranks:
             poll.register(os.pidfd_open(pid), select.POLLIN)
         poll.poll()
         if not self._over.wait(0 if self._serving else _LAST_WORDS):
-            say("a follower of this worker has ended: so does the worker\n")
+            log.error("a follower of this worker has ended: so does the worker")
             os._exit(1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -27,7 +28,8 @@ from segue.messages.deltas import (
 from segue.messages.errors import ConfigError, InvalidRequest, SegueError, StageFailed
 from segue.messages.sampling import FALLBACK, SamplingParams
 from segue.messages.wire import AdapterLoaded, Begin, Emission, LoadAdapter, OutputEnd, Peer
-from segue.observe.stderr import say_error
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -238,7 +240,7 @@ def as_stage_error(error: Exception, stage: str) -> SegueError:
     """What model code raised, as a failure of the stage."""
     if isinstance(error, SegueError):
         return error
-    say_error(error)
+    log.error("stage %r raised what it should not", stage, exc_info=error)
     failed = StageFailed(f"stage {stage!r}: {type(error).__name__}: {error}", stage=stage)
     failed.__cause__ = error
     return failed

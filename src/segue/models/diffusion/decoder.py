@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -39,8 +39,8 @@ class Decoder(ABC):
 
     def __init__(self, ctx: LoadContext, *, dtype: torch.dtype | None = None) -> None:
         self.device = ctx.device
-        self.vae = load_component(ctx, self.component, dtype=dtype)
-        self.dtype: torch.dtype = self.vae.dtype
+        self.dtype = ctx.dtype if dtype is None else dtype
+        self.vae = self.load(replace(ctx, dtype=self.dtype), self.component)
         self._largest = (0, 0)
         """Height and width of the largest that was decoded."""
         self._tile_pixels = ctx.options.get("tile_pixels", TILE_PIXELS)
@@ -57,13 +57,21 @@ class Decoder(ABC):
     def scale(self) -> int:
         """Pixels per latent, in height and in width."""
 
-    @torch.inference_mode()
-    def pixels(self, latents: torch.Tensor, *, tiled: bool = False) -> torch.Tensor:
-        """[B, channels, (frames,) h, w] → [B, (frames,) H, W, 3] float32 in [0, 1]; `tiled`: whatever their size."""
-        if tiled or self.tiled(latents):
+    def load(self, ctx: LoadContext, component: str) -> Any:
+        """The network with its weights: the library's; one that no library has is read by `load_own`."""
+        return load_component(ctx, component)
+
+    def tile(self, tiled: bool) -> None:
+        """Have the network decode in tiles from now on, or not."""
+        if tiled:
             self.vae.enable_tiling()
         else:
             self.vae.disable_tiling()
+
+    @torch.inference_mode()
+    def pixels(self, latents: torch.Tensor, *, tiled: bool = False) -> torch.Tensor:
+        """[B, channels, (frames,) h, w] → [B, (frames,) H, W, 3] float32 in [0, 1]; `tiled`: whatever their size."""
+        self.tile(tiled or self.tiled(latents))
         frames = latents.shape[2] if latents.ndim == 5 else 1
         at_once = max(1, self.call_pixels // (self._area(latents) * frames))
         decoded = torch.cat([self.decode(part) for part in latents.to(self.device, self.dtype).split(at_once)])

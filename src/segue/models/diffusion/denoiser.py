@@ -24,7 +24,7 @@ from segue.messages.sampling import SamplingParams
 from segue.models.checkpoint import held_bytes
 from segue.models.diffusion.block_cache import BlockCache, first_block
 from segue.models.diffusion.given import Given
-from segue.models.diffusion.loading import pipeline_class
+from segue.models.diffusion.loading import load_component, pipeline_class
 from segue.models.diffusion.lora import DenoiserAdapters
 from segue.models.diffusion.schedulers import Schedulers
 from segue.models.diffusion.start import Start, keeper, noised
@@ -58,7 +58,7 @@ class Denoiser(ABC):
     def __init__(self, ctx: LoadContext) -> None:
         self.device = ctx.device
         self.dtype = ctx.dtype
-        self.network = load_network(ctx, self.component, self.read)
+        self.network = load_network(ctx, self.component, self.read, self.load)
         self.schedulers = Schedulers(ctx.model_dir, across=True)
         self.weight_bytes = held_bytes(self.network) + packed_bytes(self.network) + recordings_bytes(self.network)
         self._compiled = ctx.compile
@@ -93,6 +93,11 @@ class Denoiser(ABC):
     @abstractmethod
     def unpacked(self, sample: Sample, latents: torch.Tensor) -> torch.Tensor:
         """Latents of a sample as the decoder takes them: [1, channels, (frames,) height, width]."""
+
+    def load(self, ctx: LoadContext, component: str) -> nn.Module:
+        """The network with its weights: the library's; one that no library has is read by `load_own`."""
+        network: nn.Module = load_component(ctx, component)
+        return network
 
     def draw(self, given: Given, generator: torch.Generator) -> torch.Tensor:
         """The noise of all outputs, drawn at once on the CPU: [outputs, …]."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,14 +81,15 @@ class DiffusionInput(InputStage):
         self._limits = OutputLimits.of(ctx)
         self._media = MediaLimits.from_options(ctx.options.get("limits", {}))
 
-    @abstractmethod
     def texts(self, prompt: str, params: DiffusionParams, pictures: Sequence[Picture]) -> list[Any]:
-        """The items for the text encoder: the prompt's, then the negative prompt's, where guidance needs it."""
+        """The items for the text encoder: the prompt's, then the negative prompt's, where guidance needs it. None of a
+        model that reads no text."""
+        return []
 
-    @abstractmethod
     def text_tokens(self, prompt: str, item: Any, params: DiffusionParams) -> int:
         """Tokens of the prompt that the denoiser reads, padding not counted: for usage. `item`: the first of
         `texts`."""
+        return 0
 
     def completed(self, params: DiffusionParams, pictures: Sequence[Picture]) -> DiffusionParams:
         """With defaults for what the request leaves open."""
@@ -122,7 +122,7 @@ class DiffusionInput(InputStage):
             "texts": texts,
             "settings": msgspec.to_builtins(params),
             "counts": {
-                "text": self.text_tokens(prompt, texts[0], params),
+                "text": self.text_tokens(prompt, texts[0], params) if texts else 0,
                 "image": sum(self._tokens(one) for one in more.get("pictures", ())),
             },
             **more,

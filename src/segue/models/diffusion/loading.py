@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import nn
 from segue.engines.contract import LoadContext
 from segue.kernels.linear import pack_linears
 from segue.messages.errors import ConfigError, nearest
-from segue.models.checkpoint import culprit, load_module
+from segue.models.checkpoint import Checkpoint, culprit, load_module
 from segue.models.diffusion.library import (
     LIBRARIES,
     VERSION,
@@ -28,6 +30,8 @@ from segue.models.registry import PIPELINE
 
 ENCODED_ROWS = 64
 """Tokens of an encoder's call, roughly."""
+_SHARD = r"(?:-\d+-of-\d+)?"
+_WEIGHTS = re.compile(rf"(?:diffusion_pytorch_)?model{_SHARD}(?:\.(?P<variant>\w+))?{_SHARD}\.safetensors")
 UNREADABLE = (OSError, ValueError, TypeError, KeyError, RuntimeError, ImportError, SafetensorError)
 
 
@@ -71,10 +75,7 @@ def load_component(ctx: LoadContext, name: str, *, dtype: torch.dtype | None = N
 
     Raises `ConfigError` naming the folder.
     """
-    if ctx.load_format not in LOAD_FORMATS:
-        raise ConfigError(
-            f"load_format is {ctx.load_format!r}{nearest(ctx.load_format, LOAD_FORMATS)}", field="load_format"
-        )
+    _check_format(ctx)
     kind = component_class(ctx.model_dir, name)
     directory = ctx.model_dir / name
     network: nn.Module
@@ -90,11 +91,37 @@ def load_component(ctx: LoadContext, name: str, *, dtype: torch.dtype | None = N
     return network.eval().requires_grad_(False)
 
 
+def load_own(ctx: LoadContext, name: str, kind: Callable[..., nn.Module]) -> nn.Module:
+    """A network that no library has: `kind` of what `config.json` in the folder `name` says, with the tensors of
+    `model.safetensors` (or of shards with an index) there under the names of its `state_dict`, or random ones.
+
+    Raises `ConfigError` naming file and tensor.
+    """
+    _check_format(ctx)
+    config = component_config(ctx.model_dir, name)
+
+    def built() -> nn.Module:
+        try:
+            return kind(**config)
+        except TypeError as error:  # of a key that the class does not have
+            raise ConfigError(f"{ctx.model_dir / name / 'config.json'}: {error}", field="model") from error
+
+    checkpoint = None if ctx.load_format == "dummy" else Checkpoint(ctx.model_dir / name)
+    return load_module(ctx, built, lambda tensor: [tensor], checkpoint=checkpoint)
+
+
 def load_encoder(ctx: LoadContext, name: str) -> Any:
     """As `load_component`; on a CPU the weights are laid out for the tokens of a prompt or two."""
     network = load_component(ctx, name)
     pack_linears(network, ENCODED_ROWS)
     return network
+
+
+def _check_format(ctx: LoadContext) -> None:
+    if ctx.load_format not in LOAD_FORMATS:
+        raise ConfigError(
+            f"load_format is {ctx.load_format!r}{nearest(ctx.load_format, LOAD_FORMATS)}", field="load_format"
+        )
 
 
 def build(kind: Any, directory: Path) -> nn.Module:
@@ -109,7 +136,12 @@ def _read(kind: Any, directory: Path, dtype: torch.dtype, device: torch.device) 
     try:
         with without_bars():
             network, info = kind.from_pretrained(
-                directory, local_files_only=True, use_safetensors=True, output_loading_info=True, dtype=dtype
+                directory,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+                dtype=dtype,
+                variant=variant_of(directory),
             )
     except UNREADABLE as error:
         at = culprit(directory, error)
@@ -122,6 +154,13 @@ def _read(kind: Any, directory: Path, dtype: torch.dtype, device: torch.device) 
         )
     _check_stored(network, directory)
     return network.to(device)
+
+
+def variant_of(directory: Path) -> str | None:
+    """How the weights in a folder are marked, where none without a mark are there: as `fp16` in
+    `diffusion_pytorch_model.fp16.safetensors`. None: they are not, or in several ways."""
+    found = [match["variant"] for path in directory.glob("*.safetensors") if (match := _WEIGHTS.fullmatch(path.name))]
+    return found[0] if len(set(found)) == 1 else None
 
 
 def _check_there(directory: Path) -> None:

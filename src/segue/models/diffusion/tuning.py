@@ -18,7 +18,7 @@ linear layers are packed (`segue.models.diffusion.laid_out`). Small calls are re
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +38,7 @@ from segue.models.diffusion.attention import set_attention
 from segue.models.diffusion.block_cache import hook_blocks
 from segue.models.diffusion.gguf_files import check_gguf, read_gguf
 from segue.models.diffusion.laid_out import fuse_after_first_call, pack
-from segue.models.diffusion.library import BLOCK_LISTS, Attention, AttentionModuleMixin
+from segue.models.diffusion.library import BLOCK_LISTS, Attention, AttentionModuleMixin, ModelMixin
 from segue.models.diffusion.loading import load_component
 from segue.models.diffusion.sequence import check_sequence, divide_sequence
 from segue.models.diffusion.weight_ranks import divide_weights
@@ -51,9 +51,14 @@ _BACKENDS = {"cudnn": "_native_cudnn", "flash_3": "_flash_3"}
 _CPU = torch.device("cpu")
 
 
-def load_network(ctx: LoadContext, component: str, keep: Collection[str] = ()) -> Any:
+def load_network(
+    ctx: LoadContext,
+    component: str,
+    keep: Collection[str] = (),
+    load: Callable[[LoadContext, str], nn.Module] = load_component,
+) -> Any:
     """A part of the checkpoint, on its device, as the deployment wants it. `keep`: linear layers whose weights the
-    network looks at by itself. Raises `ConfigError` naming the key."""
+    network looks at by itself; `load`: what reads it. Raises `ConfigError` naming the key."""
     _check_lora(ctx)
     if ctx.sequence_parallel > 1:
         check_sequence(ctx)
@@ -61,7 +66,7 @@ def load_network(ctx: LoadContext, component: str, keep: Collection[str] = ()) -
     if ctx.offload != "none":
         _check_offload(ctx)
     waits = ctx.offload != "none" or ctx.tensor_parallel > 1
-    network = _loaded(replace(ctx, device=_CPU) if waits else ctx, component)
+    network = _loaded(replace(ctx, device=_CPU) if waits else ctx, component, load)
     if ctx.tensor_parallel > 1:
         divide_weights(network, ctx)
         if ctx.offload == "none":
@@ -82,6 +87,7 @@ def load_network(ctx: LoadContext, component: str, keep: Collection[str] = ()) -
     if ctx.quantization != "none":
         _quantize(network, ctx)
     if ctx.offload != "none":
+        _check_library(network, ctx, "offload")
         offload(network, ctx.device)
     elif ctx.fused and not (ctx.compile or ctx.gguf) and ctx.lora is None and ctx.quantization == "none":
         fuse_after_first_call(network, keep)
@@ -95,9 +101,9 @@ def load_network(ctx: LoadContext, component: str, keep: Collection[str] = ()) -
     return network
 
 
-def _loaded(ctx: LoadContext, component: str) -> Any:
+def _loaded(ctx: LoadContext, component: str, load: Callable[[LoadContext, str], nn.Module]) -> Any:
     file = ctx.gguf.get(component)
-    return load_component(ctx, component) if file is None else read_gguf(ctx, component, Path(file))
+    return load(ctx, component) if file is None else read_gguf(ctx, component, Path(file))
 
 
 def played_back(network: nn.Module) -> bool:
@@ -185,6 +191,7 @@ def _exchanges(module: nn.Module, ctx: LoadContext) -> bool:
 
 def _set_attention(network: Any, ctx: LoadContext) -> None:
     field = f"stages.{ctx.stage}.attention"
+    _check_library(network, ctx, "attention")
     if ctx.device.type == "cpu" and ctx.attention not in PLAIN_ATTENTION:
         raise ConfigError(
             f"stage {ctx.stage!r}: attention is {ctx.attention!r}, which needs a GPU; on a CPU it must be auto or "
@@ -195,6 +202,14 @@ def _set_attention(network: Any, ctx: LoadContext) -> None:
         set_attention(network, _BACKENDS.get(ctx.attention, ctx.attention))
     except (RuntimeError, ValueError, ImportError) as error:
         raise ConfigError(f"stage {ctx.stage!r}: attention is {ctx.attention!r}: {error}", field=field) from error
+
+
+def _check_library(network: object, ctx: LoadContext, key: str) -> None:
+    if not isinstance(network, ModelMixin):
+        raise ConfigError(
+            f"stage {ctx.stage!r}: {key} is set, but {type(network).__name__} is no model of diffusers, which does it",
+            field=f"stages.{ctx.stage}.{key}",
+        )
 
 
 def _check_lora(ctx: LoadContext) -> None:

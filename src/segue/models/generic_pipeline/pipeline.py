@@ -14,7 +14,7 @@ from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.engines.module.contract import Result, Work
 from segue.messages.errors import ConfigError, InvalidRequest
 from segue.models.diffusion.library import SchedulerMixin
-from segue.models.diffusion.loading import UNREADABLE, pipeline_index
+from segue.models.diffusion.loading import UNREADABLE, pipeline_index, variant_of
 from segue.models.diffusion.schedulers import Schedulers
 from segue.models.generic_pipeline.outputs import image_of, pictures_of, shown
 from segue.models.generic_pipeline.signature import field_of, signature_of
@@ -44,10 +44,15 @@ class WholePipeline:
                 "a whole pipeline is loaded with its own weights: load_format is auto", field="load_format"
             )
         self._signature = signature_of(ctx.model_dir)
+        marks = {variant_of(path) for path in ctx.model_dir.iterdir() if path.is_dir()} - {None}
         try:
             with without_bars():
                 self._pipeline: Any = self._signature.kind.from_pretrained(
-                    ctx.model_dir, dtype=ctx.dtype, local_files_only=True, use_safetensors=True
+                    ctx.model_dir,
+                    dtype=ctx.dtype,
+                    local_files_only=True,
+                    use_safetensors=True,
+                    variant=marks.pop() if len(marks) == 1 else None,  # parts without it are read as they are
                 )
         except UNREADABLE as error:
             raise ConfigError(f"{ctx.model_dir}: the pipeline cannot be loaded: {error}", field="model") from error
