@@ -6,6 +6,7 @@ import argparse
 import errno
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -117,6 +118,7 @@ def _add_serve(commands: argparse._SubParsersAction[Parser]) -> None:
     serve.add_argument("--api-key", type=_key, help="require this bearer token; default: none is asked for")
     serve.add_argument(
         "--allow-origin",
+        type=_origin,
         action="append",
         default=[],
         metavar="ORIGIN",
@@ -208,6 +210,12 @@ def _size(text: str) -> int:
     if not size:
         raise argparse.ArgumentTypeError(f"{text!r} is no size above 0, such as 1048576, '64MiB' or '1GB'")
     return size
+
+
+def _origin(text: str) -> str:
+    if text != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s,]+", text):  # no browser would name it so
+        raise argparse.ArgumentTypeError(f"{text!r} is no origin: that is like https://app.example.org, without a path")
+    return text
 
 
 def _key(text: str) -> str:

@@ -224,7 +224,7 @@ def _as_written(error: SegueError, arguments: argparse.Namespace, omni: AsyncOmn
     return ConfigError(f"--{option.replace('_', '-')}: {said}" if option else said, field=error.field)
 
 
-def _modality(model: Path, output: Path | None) -> str | None:
+def _modality(model: str, output: Path | None) -> str | None:
     """What the ending of the file asks for; None: text. Raises `ConfigError` for what the model does not give."""
     from segue.media.encode import AUDIO_FORMATS, check_audio_format
     from segue.models.located import located

@@ -17,9 +17,7 @@ _SETTINGS = (
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """The arguments of commands that run a model."""
-    parser.add_argument(
-        "model", type=Path, help="directory of a checkpoint, or OWNER/MODEL in the cache of Hugging Face's hub"
-    )
+    parser.add_argument("model", help="directory of a checkpoint, or OWNER/MODEL in the cache of Hugging Face's hub")
     parser.add_argument("--config", type=Path, metavar="FILE", help="deployment (YAML); default: by the hardware")
     parser.add_argument(
         "--dtype",

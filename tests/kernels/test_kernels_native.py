@@ -208,6 +208,10 @@ def test_attention_over_many_keys_is_split(kernels: Library, window: int | None)
     compare(
         "cpu", [(900, 1), (0, 1)], (2, 1), (window, None, False), 1, backend=NativeAttention(kernels), size=64, dim=32
     )
+    among_short_ones = [(40, 1), (70, 1), (2000, 1), (3, 1), (130, 1)]
+    compare(
+        "cpu", among_short_ones, (8, 2), (window, None, False), 2, backend=NativeAttention(kernels), size=64, dim=32
+    )
 
 
 @compiled

@@ -34,6 +34,12 @@ def test_a_directory_is_called_as_it_is_written(tmp_path: Path) -> None:
     assert located(f"{tmp_path}/v7/../current/") == ((tmp_path / "v7").resolve(), "current")
 
 
+def test_other_snapshots_are_called_as_they_are_written(tmp_path: Path) -> None:
+    step = tmp_path / "run" / "snapshots" / "step-1000"
+    step.mkdir(parents=True)
+    assert located(step) == (step.resolve(), "step-1000")
+
+
 def test_folders_of_the_cache_are_called_after_the_model(cache: Path) -> None:
     folder = cache / "models--someone--small"
     snapshot = folder / "snapshots" / COMMIT

@@ -21,6 +21,7 @@ from packed_files import (
     copied,
     gptq,
     loaded,
+    stream,
     torchao8,
     write,
 )
@@ -33,6 +34,7 @@ from segue.kernels.grouped_linear import GroupedLinear
 from segue.kernels.rounded_linear import RoundedLinear, sums_are_exact
 from segue.kernels.scaled_linear import ScaledLinear
 from segue.messages.errors import ConfigError
+from segue.models.packed.bits import unpacked
 
 PROMPTS = prompts()
 TOKENS = 10
@@ -146,6 +148,32 @@ KINDS |= {
     "nf4, nested": (partial(bitsandbytes4, nested=True), BITSANDBYTES),
     "torchao int8": (torchao8, TORCHAO),
     "torchao int8 by group": (partial(torchao8, columns=2), TORCHAO),
+}
+
+
+def with_zeros_for_groups(weight: torch.Tensor) -> Packed:
+    """GPTQ whose `g_idx` says nothing."""
+    tensors, wide = gptq(weight)
+    return tensors | {"g_idx": torch.zeros_like(tensors["g_idx"])}, wide
+
+
+def without_groups(weight: torch.Tensor) -> Packed:
+    """GPTQ in groups of 32, of which the config says something else."""
+    tensors, wide = gptq(weight)
+    del tensors["g_idx"]
+    return tensors, wide
+
+
+def in_floats(weight: torch.Tensor) -> Packed:
+    """NF4 stored as bfloat16, as for training over several devices."""
+    tensors, wide = bitsandbytes4(weight)
+    return tensors | {"weight": tensors["weight"].view(-1).view(torch.bfloat16)[:, None]}, wide
+
+
+KINDS |= {
+    "gptq with zeros for groups": (with_zeros_for_groups, GPTQ),
+    "gptq whose layers differ in size": (without_groups, {**GPTQ, "group_size": 16, "dynamic": {"+:.*": {}}}),
+    "nf4 in floats": (in_floats, {**BITSANDBYTES, "bnb_4bit_quant_storage": "bfloat16"}),
 }
 
 
@@ -434,3 +462,11 @@ def test_json_of_the_config_is_left_as_it_was(llama: Path, tmp_path: Path) -> No
     load(packed)
     assert (packed / "config.json").read_text() == before
     assert json.loads(before)["quantization_config"] == AWQ
+
+
+def test_a_row_of_zeros_that_lies_as_a_column() -> None:
+    """Zeros of a layer with few outputs are one word for each group."""
+    numbers = torch.arange(24).view(8, 3).T.to(torch.uint8) % 16
+    words = stream(numbers, 4)
+    assert words.shape == (3, 1)
+    assert torch.equal(unpacked(words.T.contiguous().T, 4, 8), numbers)

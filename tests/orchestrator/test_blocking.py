@@ -77,6 +77,24 @@ def test_prompts_are_taken_when_there_is_room(omni: Omni) -> None:
     assert_right(output, "and it goes on")
 
 
+def test_prompts_that_break_off(omni: Omni) -> None:
+    def prompts() -> Iterator[str]:
+        yield from ("one", "two")
+        raise ValueError("line 3 is no JSON")
+
+    running = omni.as_completed(prompts())
+    assert sorted(next(running)[0] for _ in range(2)) == [0, 1]
+    with pytest.raises(ValueError, match="line 3"):
+        next(running)
+
+
+def test_a_text_is_one_prompt(omni: Omni) -> None:
+    [(place, output)] = omni.as_completed("one text")
+    assert place == 0
+    assert isinstance(output, RequestOutput)
+    assert_right(output, "one text")
+
+
 @pytest.mark.parametrize(
     ("prompt", "settings", "said"),
     [

@@ -57,6 +57,11 @@ PNG = "data:image/png;base64," + base64.b64encode(encode_png(bytes(range(12)), 2
             "JSON of an object",
         ),
         ({"input": [{"type": "reasoning", "content": ["a"]}]}, "input[0].content[0]", "reasoning_text"),
+        (
+            {"input": [{"type": "message", "role": "user", "content": [{"type": []}]}]},
+            "input[0].content[0].type",
+            "no part this server takes",
+        ),
         ({"conversation": "conv_1"}, "conversation", "leave it out"),
         ({"prompt": {"id": "p"}}, "prompt", "leave it out"),
         ({"truncation": "auto"}, "truncation", "use 'disabled'"),

@@ -13,7 +13,8 @@ class CodedLinear(nn.Module):
     """Takes and gives any float type."""
 
     held: torch.Tensor
-    table: torch.Tensor
+    pairs: torch.Tensor
+    """[256, 2] float32: what the two numbers of a byte stand for."""
     scale: torch.Tensor
     bias: torch.Tensor | None
 
@@ -34,15 +35,15 @@ class CodedLinear(nn.Module):
         self.out_features, self.in_features = shape
         self.weight_dtype = dtype
         self.register_buffer("held", held.contiguous(), persistent=False)
-        self.register_buffer("table", table.to(dtype), persistent=False)
-        self.register_buffer("scale", scale.to(dtype), persistent=False)
+        pairs = torch.stack([table.repeat_interleave(16), table.repeat(16)], dim=-1)
+        self.register_buffer("pairs", pairs.float(), persistent=False)
+        self.register_buffer("scale", scale.float(), persistent=False)
         self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
 
     @property
     def weight(self) -> torch.Tensor:
         """[out_features, in_features], as wide as it was."""
-        numbers = torch.stack([self.held >> 4, self.held & 15], dim=-1).flatten(1)
-        wide = self.table[numbers.int()] * self.scale[:, None]
+        wide = self.pairs[self.held.int()].flatten(1).mul_(self.scale[:, None]).to(self.weight_dtype)
         return wide.flatten()[: self.out_features * self.in_features].view(self.out_features, self.in_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

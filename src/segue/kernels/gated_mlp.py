@@ -67,12 +67,12 @@ def _gated(compiled: Library, module: nn.Module) -> GatedMLP | None:
     if len(parts) != 2 or len(linears) != 1 or parts[0].whole is not parts[1].whole:
         return None
     both, [down] = parts[0].whole, linears
-    weight = both.linear.weight
+    device, dtype = _held_as(both.linear)
     first, second = both.sizes[0], both.sizes[-1]
     plain = (
         len(both.sizes) == 2 and first == second == down.in_features and down.out_features == both.linear.in_features
     )
-    if not plain or weight.device.type != "cpu" or weight.dtype != torch.float32:
+    if not plain or device.type != "cpu" or dtype != torch.float32:
         return None
     x = torch.randn(1, 3, both.linear.in_features, generator=torch.Generator().manual_seed(0))
     try:
@@ -82,3 +82,11 @@ def _gated(compiled: Library, module: nn.Module) -> GatedMLP | None:
     ours = GatedMLP(compiled, both, down)
     same = isinstance(theirs, torch.Tensor) and theirs.shape == x.shape
     return ours if same and bool((ours(x) - theirs).abs().max() <= _PROBED * theirs.abs().max()) else None
+
+
+def _held_as(linear: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Of its weight, which is not widened for it."""
+    if isinstance(linear, GroupedLinear):
+        return linear.held_as[0], linear.weight_dtype
+    assert isinstance(linear.weight, torch.Tensor)
+    return linear.weight.device, linear.weight.dtype

@@ -18,8 +18,8 @@ from segue.kernels.paged_attention import TorchAttention
 from segue.kernels.paged_step import Chunk, PagedStep
 from segue.kernels.recording import NotRecordable
 
-_LEAST = 64
-"""Keys that one more task is worth."""
+_TASKS = 4
+"""For each thread: what long sequences are cut into, beside one for every sequence."""
 _MOST_DIM = 256
 
 
@@ -91,9 +91,8 @@ class NativeAttention:
         keys, values = store.slots(layer)
         kv_heads, dim, value_dim = store.layout.shapes[layer]
         count, heads, threads = tables.singles, q.shape[0], torch.get_num_threads()
-        longest = min(tables.longest_key, form.window or tables.longest_key)
-        splits = max(1, min(longest // _LEAST, 2 * threads // count))
-        scratch = q.new_empty(count * splits * heads * (value_dim + 2))
+        more = _TASKS * threads
+        scratch = q.new_empty((count + more) * heads * (value_dim + 2) + count + 1)
         given = Attention(
             *(q.data_ptr(), q.stride(1), q.stride(0)),
             *(keys.data_ptr(), keys.stride(0), keys.stride(1)),
@@ -102,4 +101,4 @@ class NativeAttention:
             *(count, heads, kv_heads, dim, value_dim, store.block_size, form.window or 0, form.scaling),
             out.data_ptr(),
         )
-        self._compiled.attend(self._compiled.number, ctypes.byref(given), splits, scratch.data_ptr(), threads)
+        self._compiled.attend(self._compiled.number, ctypes.byref(given), more, scratch.data_ptr(), threads)

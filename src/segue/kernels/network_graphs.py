@@ -257,7 +257,9 @@ class NetworkGraphs:
         except TooLarge as error:
             kind.large = True
             return _copied(error.made)
-        except (NotRecordable, RuntimeError) as error:  # torch has no other for what cannot be recorded
+        # any kind: the network ran before, but not while its operators are watched, and what is raised then is of no
+        # one class
+        except Exception as error:
             made = self._forward(*args, **kwargs)  # what is wrong with this one call, it says itself
             _log.warning("calls of the network cannot be recorded, and are launched kernel by kernel: %s", error)
             self._eager = True

@@ -24,7 +24,8 @@ def located(model: str | Path) -> tuple[Path, str]:
         if path.name.startswith(_CACHED) and (path / "snapshots").is_dir():
             name = _name_of(path)
             return _cached(name, path.parent), name
-        return path.resolve(), _name_of(path.parents[1]) if path.parent.name == "snapshots" else path.name
+        cached = path.parent.name == "snapshots" and path.parents[1].name.startswith(_CACHED)
+        return path.resolve(), _name_of(path.parents[1]) if cached else path.name
     if path.exists():
         raise ConfigError(f"{str(model)!r} is a file; a checkpoint is a directory", field="model")
     if _NAME.fullmatch(str(model)):
@@ -40,13 +41,14 @@ def _cached(name: str, cache: Path | None) -> Path:
     """The files of a model in the cache. `cache`: None: where the hub's own programs have it (`HF_HUB_CACHE`,
     `HF_HOME`)."""
     from huggingface_hub import constants, snapshot_download  # takes time, and few need it
-    from huggingface_hub.errors import HFValidationError, IncompleteSnapshotError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(name, cache_dir=cache, local_files_only=True))
-    except IncompleteSnapshotError as error:  # what is missing may be of no use here; else it is named when it is read
-        return Path(error.snapshot_path)
     except (HFValidationError, LocalEntryNotFoundError) as error:
+        partly = getattr(error, "snapshot_path", None)
+        if partly is not None:  # what is missing may be of no use here; else it is named when it is read
+            return Path(partly)
         raise ConfigError(
             f"no checkpoint at {name!r}: that is not a directory, and no model of that name is in the cache of Hugging "
             f"Face's hub ({cache or constants.HF_HUB_CACHE}); 'hf download {name}' would get one",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import traceback
 
 
 def say(text: str) -> None:
@@ -12,8 +11,3 @@ def say(text: str) -> None:
     with contextlib.suppress(OSError):
         sys.stderr.write(text)
         sys.stderr.flush()
-
-
-def say_error(error: BaseException) -> None:
-    """An exception with its traceback."""
-    say("".join(traceback.format_exception(error)))

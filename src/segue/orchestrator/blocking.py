@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
-from segue.messages.errors import SegueError
+from segue.messages.errors import SegueError, ShuttingDown
 from segue.messages.request import Request
 from segue.orchestrator.omni import AsyncOmni, Prompt, Sampling
 from segue.orchestrator.outputs import RequestOutput
@@ -114,14 +114,16 @@ class Omni:
         return outputs
 
     def as_completed(
-        self, prompts: Iterable[Prompt], **settings: Any
+        self, prompts: Prompt | Iterable[Prompt], **settings: Any
     ) -> Generator[tuple[int, RequestOutput | SegueError]]:
         """(place among the prompts, output or error) of each prompt as soon as it ends; `settings` as for `generate`.
 
         Prompts are taken from the iterable as there is room (`limits.max_waiting` run at a time), so there may be any
-        number of them. Closing the generator cancels what runs.
+        number of them; what it raises is raised when those that were taken have ended. Closing the generator cancels
+        what runs.
         """
-        requests = ((place, self._request_of(prompt, settings)) for place, prompt in enumerate(prompts))
+        several: Iterable[Any] = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
+        requests = ((place, self._request_of(prompt, settings)) for place, prompt in enumerate(several))
         yield from self._ended(requests)
 
     def _checked(self, prompt: Prompt, settings: Mapping[str, Any], where: str) -> Request:
@@ -146,24 +148,42 @@ class Omni:
         waiting = iter(requests)
         ended: SimpleQueue[tuple[int, RequestOutput | SegueError | BaseException]] = SimpleQueue()
         running: dict[int, Future[None]] = {}
+        most = self._async.plan.limits.max_waiting
+        more, broken = True, None
 
         async def run(place: int, request: Request | SegueError) -> None:
             try:
-                ended.put((place, request if isinstance(request, SegueError) else await self._async.output(request)))
+                if not isinstance(request, SegueError):
+                    await self._async.room()  # others may be at it, too
+                    ended.put((place, await self._async.output(request)))
+                else:
+                    ended.put((place, request))
             except BaseException as error:
                 ended.put((place, error))
                 raise
 
         try:
             while True:
-                while len(running) < self._async.plan.limits.max_waiting and (following := next(waiting, None)):
+                while more and len(running) < most:
+                    try:
+                        following = next(waiting, None)
+                    except Exception as error:  # whatever prompts are made of; what runs goes on
+                        following, broken = None, error
+                    if following is None:
+                        more = False
+                        break
                     running[following[0]] = asyncio.run_coroutine_threadsafe(run(*following), self._loop)
+                    if not ended.empty():
+                        break  # what has ended goes out before more is taken
                 if not running:
+                    if broken is not None:
+                        raise broken
                     return
                 place, result = ended.get()
                 del running[place]
                 if isinstance(result, BaseException) and not isinstance(result, SegueError):
                     raise result
+                more = more and not isinstance(result, ShuttingDown)
                 yield place, result
         finally:
             for future in running.values():

@@ -229,7 +229,9 @@ class Orchestrator:
 
     def _send_begins(self, books: RequestBooks, begin: set[str]) -> None:
         """Downstream stages first, so that chunks seldom overtake their `Begin`."""
-        stripped = msgspec.structs.replace(books.request, messages=[], prompt=None, prompt_token_ids=None)
+        stripped = msgspec.structs.replace(
+            books.request, messages=[], prompt=None, prompt_token_ids=None, prompt_embeds=None
+        )
         for name, stage in reversed(books.walk.items()):
             if name not in begin:
                 continue

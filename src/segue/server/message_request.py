@@ -184,7 +184,7 @@ def _choice(choice: dict[str, Any] | None) -> dict[str, Any]:
     parallel = {"parallel_tool_calls": False} if alone else {}
     if kind == "tool":
         return {"tool_choice": {"type": "function", "function": {"name": choice.get("name")}}, **parallel}
-    if kind not in _CHOICES:
+    if not isinstance(kind, str) or kind not in _CHOICES:
         hint = nearest(kind, (*_CHOICES, "tool"))
         raise InvalidRequest(f"tool_choice.type is {shown(kind)}{hint}", field="tool_choice.type")
     return {"tool_choice": _CHOICES[kind], **parallel}
@@ -199,7 +199,7 @@ def _thinking(body: CountBody, has_levels: bool) -> dict[str, Any]:
     if kind is not None and kind not in _THINKING:
         raise wrong("thinking.type", kind, ", ".join(_THINKING))
     effort = config.get("effort")
-    if effort is not None and effort not in _EFFORTS:
+    if effort is not None and (not isinstance(effort, str) or effort not in _EFFORTS):
         raise InvalidRequest(
             f"output_config.effort is {shown(effort)}; known: {', '.join(_EFFORTS)}", field="output_config.effort"
         )

@@ -152,7 +152,7 @@ def _part(part: object, at: str) -> object:
     kind = part.get("type")
     if kind in _OF_CHAT:
         return part
-    if kind not in _PARTS:
+    if not isinstance(kind, str) or kind not in _PARTS:
         hint = nearest(kind, (*_PARTS, *_OF_CHAT))
         raise Unsupported(f"{at}.type is {shown(kind)}, no part this server takes{hint}", field=f"{at}.type")
     check_names(part, _PARTS[kind], at)

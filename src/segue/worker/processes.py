@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -25,7 +25,8 @@ def live(parent: int, name: str, life: Callable[[], object]) -> NoReturn:
         life()
         code = 0
     except BaseException:
-        traceback.print_exc()  # a life reports its own errors; what arrives here is ours, and must be seen
+        # a life reports its own errors; what arrives here is ours, and must be seen
+        logging.getLogger(__name__).error("the process %r has ended", name, exc_info=True)
     finally:
         os._exit(code)
 

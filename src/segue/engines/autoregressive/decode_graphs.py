@@ -117,6 +117,8 @@ class DecodeGraphs:
         self._recorded: dict[int, _Recorded] = {}
         self._sizes: list[int] = []
         self._later = later
+        self._inputs: dict[str, torch.Tensor] = {}
+        """By name, of as many rows as there may be: those of all sizes that are recorded when they come."""
         self._came: Counter[int] = Counter()
         """Steps of sizes that are not recorded."""
 
@@ -218,21 +220,38 @@ class DecodeGraphs:
         adapter = self._adapter
         device = self._store.device
         ids = torch.zeros(size, dtype=torch.long, device=device)
-        embeds = adapter.embed(ids, None).clone()
+        embeds = self._input(
+            "embeds", size, lambda rows: adapter.embed(torch.zeros(rows, dtype=torch.long, device=device), None).clone()
+        )
         positions = torch.zeros(adapter.axes, size, dtype=torch.long, device=device)
-        groups = [self._fixed(size) for _ in range(self._store.layout.groups)]
+        groups = [self._fixed(size, group) for group in range(self._store.layout.groups)]
         attention = groups[0] if len(groups) == 1 else HybridStep(groups, self._store.layout.group_of)
         batch = FlatBatch(ids, None, positions, attention, [(None, 0, 1)] * size)
         replay, result = self._capture(lambda: adapter.forward(embeds, batch))
         return _Recorded(ids, embeds, positions, groups, batch, replay, result)
 
-    def _fixed(self, size: int) -> PagedStep:
+    def _input(self, name: str, size: int, made: Callable[[int], torch.Tensor]) -> torch.Tensor:
+        """[size, …], what a step is copied into. Recordings that are made when they come share it, as no two of them
+        run at once: one for each size would take memory that nobody counted."""
+        if not self._later:
+            return made(size)
+        if name not in self._inputs:
+            self._inputs[name] = made(self._later)
+        return self._inputs[name][:size]
+
+    def _fixed(self, size: int, group: int) -> PagedStep:
         """A step of `size` rows that all see the first token of the block of nobody."""
         device = self._store.device
+        blocks = self._input(
+            f"blocks of group {group}",
+            size,
+            lambda rows: torch.full((rows, self._width), self._scratch, dtype=torch.int32, device=device),
+        )
+        blocks.fill_(self._scratch)
         slots = torch.full((size,), self._scratch * self._store.block_size, dtype=torch.long, device=device)
         tables = StepTables(
             singles=size,
-            blocks=torch.full((size, self._width), self._scratch, dtype=torch.int32, device=device),
+            blocks=blocks,
             lengths=torch.ones(size, dtype=torch.int32, device=device),
             begins=torch.arange(size, dtype=torch.int32, device=device),
             counts=torch.ones(size, dtype=torch.int32, device=device),

@@ -11,6 +11,7 @@ Where that process is killed, another is started with the next grammar, and what
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import socket
@@ -24,7 +25,8 @@ import msgspec
 
 from segue.engines.autoregressive.xgrammar_compiler import XGrammar
 from segue.messages.errors import InvalidRequest, StageFailed, shown
-from segue.observe.stderr import say_error
+
+log = logging.getLogger(__name__)
 
 _ORDER_BYTES = 1 << 12
 _NICE = 5
@@ -249,7 +251,7 @@ def _be_child(compiler: XGrammar, kind: str, seconds: float, line: socket.socket
         _send(line, _encode(answer))
     # any kind: the exit says nothing of an exception, and whoever asked learns only that nobody answers
     except Exception as error:
-        say_error(error)
+        log.error("a compiler of grammars has ended", exc_info=error)
     finally:
         os._exit(0)
 

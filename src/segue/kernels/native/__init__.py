@@ -137,7 +137,7 @@ FLOATS, HALVES, ROUNDED, BYTES, FOURS, EIGHTS, FOURS_BY_FLOATS, EIGHTS_BY_FLOATS
 """What the weights of a product are, and what becomes of its activations: float32; bfloat16, two to a word; the same,
 with activations rounded to bfloat16; bytes with a scale per output, with activations rounded to bytes with a scale per
 row; 4 or 8 bits with a scale and a zero per group of inputs, in one word, or by two floats."""
-_VERSION = 10
+_VERSION = 11
 """`segue_version` of kernels.c."""
 
 

@@ -24,6 +24,7 @@
 #define AHEAD 16    /* rows of a panel that are fetched before they are needed */
 #define GROUPED_AHEAD 16 /* the same, where a word has many inputs */
 #define CHUNK 64   /* keys whose scores are kept at a time */
+#define TASK_KEYS 64 /* keys that one more task is worth */
 
 #define LINES 3         /* of a cache in a row of a panel */
 #define ROWS_TOGETHER 8 /* of a product whose activations are rounded, that are few */
@@ -239,7 +240,7 @@ static const struct set sets[] = {
 /* Counted up with every change of what is called from outside. */
 int segue_version(void)
 {
-    return 10;
+    return 11;
 }
 
 /* The last set that this machine has; -1: none of them. */
@@ -447,36 +448,57 @@ void segue_write(const float *k, int64_t k_head, int64_t k_token, const float *v
     put(v, v_head, v_token, values, value_slot, value_head, slots, tokens, kv_heads, value_dim);
 }
 
-/* Attention of single queries. Each sequence is one task, or `splits` of them where keys are many and sequences few; what
- * the tasks of one have summed up is put together at the end (Dao et al., Flash-Decoding).
- * `scratch`: sequences * splits * heads * (value_dim + 2) floats. */
-void segue_attend(int number, const struct attention *of, int64_t splits, float *scratch, int threads)
+/* The first key that a sequence's query sees. */
+static int64_t first_seen(const struct attention *of, int64_t sequence)
+{
+    const int64_t stop = of->lengths[sequence];
+    return of->window && stop > of->window ? stop - of->window : 0;
+}
+
+/* Attention of single queries. Each sequence is one task, or several where it has more than its share of the keys, `more`
+ * of them at most beside one for each; what the tasks of one have summed up is put together at the end (Dao et al.,
+ * Flash-Decoding). `scratch`: (sequences + more) * heads * (value_dim + 2) + sequences + 1 floats. */
+void segue_attend(int number, const struct attention *of, int64_t more, float *scratch, int threads)
 {
     const struct set *const set = sets + number;
-    const int64_t heads = of->heads, tasks = of->sequences * splits;
-    float *const highest = scratch + tasks * heads * of->value_dim, *const total = highest + tasks * heads;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (tasks > 1)
-    for (int64_t task = 0; task < tasks; task++) {
-        const int64_t sequence = task / splits, split = task % splits, stop = of->lengths[sequence];
-        const int64_t start = of->window && stop > of->window ? stop - of->window : 0;
+    const int64_t heads = of->heads, most = of->sequences + more;
+    float *const highest = scratch + most * heads * of->value_dim, *const total = highest + most * heads;
+    word *const first = (word *)(total + most * heads); /* of each sequence its first task; how many there are */
+    int64_t keys = 0;
+    for (int64_t sequence = 0; sequence < of->sequences; sequence++)
+        keys += of->lengths[sequence] - first_seen(of, sequence);
+    first[0] = 0;
+    for (int64_t sequence = 0; sequence < of->sequences; sequence++) {
+        const int64_t own = of->lengths[sequence] - first_seen(of, sequence);
+        const int64_t share = own * more / (keys ? keys : 1), worth = own / TASK_KEYS;
+        const int64_t tasks = share < worth ? share : worth;
+        first[sequence + 1] = first[sequence] + (word)(tasks < 1 ? 1 : tasks);
+    }
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (first[of->sequences] > 1)
+    for (int64_t task = 0; task < first[of->sequences]; task++) {
+        int64_t sequence = 0;
+        for (int64_t beyond = of->sequences; beyond - sequence > 1;) {
+            const int64_t middle = (sequence + beyond) / 2;
+            if (first[middle] <= task)
+                sequence = middle;
+            else
+                beyond = middle;
+        }
+        const int64_t split = task - first[sequence], splits = first[sequence + 1] - first[sequence];
+        const int64_t start = first_seen(of, sequence), own = of->lengths[sequence] - start;
         set->span(of, of->q + sequence * of->q_sequence, of->blocks + sequence * of->blocks_row,
-                  start + (stop - start) * split / splits, start + (stop - start) * (split + 1) / splits,
+                  start + own * split / splits, start + own * (split + 1) / splits,
                   scratch + task * heads * of->value_dim, highest + task * heads, total + task * heads);
     }
     for (int64_t row = 0; row < of->sequences * heads; row++) {
-        const int64_t first = row / heads * splits * heads + row % heads; /* what its first split has */
+        const int64_t begin = first[row / heads] * heads + row % heads, end = first[row / heads + 1] * heads;
         float *const out = of->out + row * of->value_dim;
-        float most = -INFINITY, sum = 0;
-        for (int64_t split = 0; split < splits; split++) {
-            const float one = highest[first + split * heads];
-            most = one > most || one != one ? one : most;
-        }
+        float highest_of_all = -INFINITY, sum = 0;
+        for (int64_t place = begin; place < end; place += heads)
+            highest_of_all = highest[place] > highest_of_all ? highest[place] : highest_of_all;
         memset(out, 0, of->value_dim * sizeof(float));
-        for (int64_t split = 0; split < splits; split++) {
-            const int64_t place = first + split * heads;
-            if (!(total[place] > 0) && total[place] == total[place])
-                continue; /* a split with no key */
-            const float share = splits == 1 ? 1.0f : exp2f(highest[place] - most);
+        for (int64_t place = begin; place < end; place += heads) {
+            const float share = begin + heads >= end ? 1.0f : exp2f(highest[place] - highest_of_all);
             sum += total[place] * share;
             for (int64_t d = 0; d < of->value_dim; d++)
                 out[d] += scratch[place * of->value_dim + d] * share;

@@ -9,7 +9,8 @@ from torch.nn import functional
 def unpacked(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """[rows, words] int32 → [rows, count] uint8: each row is one stream of bits, the lowest of a word first; a number
     may begin in one word and end in the next. `bits`: 1 to 8."""
-    stream = words.contiguous().view(torch.uint8)
+    # one column of words may lie as a row of a transposed matrix does, and count as contiguous
+    stream = words.contiguous().view(-1).view(torch.uint8).view(len(words), 4 * words.shape[1])
     if bits == 8:
         return stream[:, :count]
     if bits == 4:  # both halves of a byte beside each other, in a word of two bytes: no steps in memory

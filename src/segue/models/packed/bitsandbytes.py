@@ -3,10 +3,10 @@
 In 8 bits (LLM.int8(), Dettmers et al., 2022): `weight` [outputs, inputs] int8 and `SCB` [outputs], the largest weight
 of each output, for which 127 stands.
 
-In 4 bits (QLoRA, Dettmers et al., 2023): `weight` [bytes, 1] uint8, all weights one after the other, the first of a
-byte in its upper half; `weight.quant_map` [16], what numbers stand for; `weight.absmax` [blocks], the scale of each
-block of weights. Scales may be bytes themselves: of a table `weight.nested_quant_map` [256], times
-`weight.nested_absmax` for each block of them, and an offset. The rest, as JSON in bytes, is
+In 4 bits (QLoRA, Dettmers et al., 2023): `weight` [bytes, 1] uint8, or as many bytes in floats, all weights one after
+the other, the first of a byte in its upper half; `weight.quant_map` [16], what numbers stand for; `weight.absmax`
+[blocks], the scale of each block of weights. Scales may be bytes themselves: of a table `weight.nested_quant_map`
+[256], times `weight.nested_absmax` for each block of them, and an offset. The rest, as JSON in bytes, is
 `weight.quant_state.bitsandbytes__nf4` (or fp4).
 """
 
@@ -66,7 +66,10 @@ class Bitsandbytes4:
 
     def read(self, names: tuple[str, ...], tensors: Tensors, shape: tuple[int, int] | None) -> Coded:
         state = _state(tensors)
-        held = _bytes(tensors, "weight").flatten()
+        if "weight" not in tensors:
+            raise Unreadable("weight", "is not in the checkpoint")
+        # bytes, or as many in floats (`bnb_4bit_quant_storage`)
+        held = tensors["weight"].contiguous().flatten().view(torch.uint8)
         count = state.shape[0] * state.shape[1]
         if len(held) != -(-count // 2):
             raise Unreadable("weight", f"has {len(held)} bytes; those of {state.shape} are {-(-count // 2)}")

@@ -56,12 +56,14 @@ class Gptq:
         bits, inputs = self._found(packed, tensors.get("g_idx"), shape)
         must_be("qweight", packed, (-(-inputs * bits // 32), outputs), f"of {inputs} inputs in {bits} bits")
         must_be("qzeros", packed_zeros, (groups, -(-outputs * bits // 32)), f"of {outputs} outputs in {bits} bits")
-        if "g_idx" in tensors:
+        order = tensors.get("g_idx")
+        # zeros for several groups stand for none in some files, as the kernels they were written for took them
+        if order is not None and (groups == 1 or order.numel() != inputs or bool(order.any())):
             group = groups_of(tensors, "g_idx", inputs, groups)
-        elif self._ordered:
+        elif order is None and self._ordered:
             raise Unreadable("g_idx", "is not in the checkpoint, whose config.json has desc_act")
         else:
-            size = self._size or inputs
+            size = -(-inputs // groups) if self._differ else self._size or inputs
             if -(-inputs // size) != groups:
                 raise Unreadable("scales", f"has {groups} groups; {inputs} inputs are {-(-inputs // size)} of {size}")
             group = in_order(inputs, size, packed.device)

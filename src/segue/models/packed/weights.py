@@ -63,7 +63,8 @@ class Grouped:
         return self.numbers.shape[0], self.numbers.shape[1]
 
     def wide(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.layer(None, dtype).weight
+        scale, zero = (part.float().index_select(1, self.group) for part in (self.scale, self.zero))
+        return (self.numbers.float() - zero).mul_(scale).to(dtype)
 
     def layer(self, bias: torch.Tensor | None, dtype: torch.dtype) -> GroupedLinear:
         """Groups of different sizes are divided into equal ones."""
