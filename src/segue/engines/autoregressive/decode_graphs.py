@@ -4,14 +4,15 @@ A recording (a CUDA graph; on a CPU a list of calls, `segue.kernels.recording`) 
 is one per batch size of a short list, over tensors that live as long as it does. On a GPU a step is copied into those
 of the next larger size and padded with rows that see one token of a block that belongs to nobody; they are captured at
 the start, never while requests wait. On a CPU, where every row costs, a step runs at its own size: the smallest are
-recorded at the start, which shows whether the model can be, others when they come for the third time. Then they run
-three times as they would once, and no longer.
+recorded at the start, which shows whether the model can be, others when they come for the third time, which takes about
+three times as long as a step.
 """
 
 from __future__ import annotations
 
 import bisect
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,8 +34,11 @@ USES = 3
 """The step of a size that has it recorded, on a CPU."""
 ARENA_BYTES = 64 << 20
 """There, for what is computed within a step, by all recordings; of a step that needs more, Python is little."""
-_FIRST = 2
-"""Sizes up to this are recorded at the start, and tried in more ways."""
+_FIRST = 8
+"""Sizes up to this are recorded at the start, one after the other, until that has taken `SECONDS`."""
+SECONDS = 2.0
+_SMALL = 2
+"""Sizes up to this are tried in more ways."""
 
 Forward = tuple[torch.Tensor, torch.Tensor | None]
 """(final hidden states [rows, H], captured rows [rows, width] or None)"""
@@ -203,7 +207,7 @@ class DecodeGraphs:
         faithful = False
         try:
             self.add(size)
-            faithful = self.faithful(size, trials=3 if size <= _FIRST else 1)
+            faithful = self.faithful(size, trials=3 if size <= _SMALL else 1)
         except NotRecordable:
             raise
         # any kind: the library's code ran before, but not while its operators are watched, and what it or they raise
@@ -324,9 +328,12 @@ def recorded_lists(adapter: AutoregressiveAdapter, store: KVStore, longest: int,
         return recording, recording.result
 
     graphs = DecodeGraphs(adapter, store, longest, capture, padded=False, later=max_batch)
+    began = time.monotonic()
     try:
         for size in range(1, min(_FIRST, max_batch) + 1):
             graphs.try_on(size)
+            if time.monotonic() - began > SECONDS:
+                break
     except NotRecordable as error:
         logger.info("decode steps run without recordings: %s", error, exc_info=error.__cause__)
         return None
