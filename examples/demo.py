@@ -2,9 +2,8 @@
 
     python examples/demo.py MODEL_DIR OUT_DIR
 
-Starts `segue serve` on a free port, sends text, a photo, a voice clip and a video with sound, asks for text and for
-speech, streamed and whole, and writes what came back: a transcript, WAV files, and a picture of which stage worked
-when.
+Starts `segue serve` on a free port, sends text, a photo, a voice clip and a video with an audio track, requests text
+and speech, streamed and whole, and writes a transcript, WAV files, and a timeline image of the stages.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ MODEL = "demo"
 ASSETS = Path(__file__).parent.parent / "assets"
 SAMPLE_RATE = 24000
 SHADES = {"queue": 0.12, "first": 0.5, "run": 1.0}
-"""Waiting for the first input, making the first output, making the rest."""
+"""Colours: waiting for the first input, making the first output, making the rest."""
 
 
 @dataclass
 class Shown:
-    """What one request gave, and how long it took (seconds since it was sent, measured here, at the client)."""
+    """The result of one request and its times (seconds since it was sent, measured at the client)."""
 
     name: str
     text: str = ""
@@ -43,7 +42,7 @@ class Shown:
     ttft: float | None = None
     ttfa: float | None = None
     spans: list[dict[str, Any]] = field(default_factory=list)
-    """Stage, what, start, end: when each stage waited for its first input, made its first output, made the rest."""
+    """(stage, activity, start, end): when each stage waited for its first input, made its first output and the rest."""
 
     @property
     def seconds(self) -> float:
@@ -59,7 +58,7 @@ def data_url(path: Path, kind: str) -> str:
 
 
 def prompts() -> dict[str, list[dict[str, Any]]]:
-    """User messages of each kind, as the OpenAI API has them."""
+    """User messages of each kind, in the OpenAI API's format."""
     photo = {"type": "image_url", "image_url": {"url": data_url(ASSETS / "photo.jpg", "image/jpeg")}}
     voice = (ASSETS / "speech.wav").read_bytes()
     speech = {"type": "input_audio", "input_audio": {"data": base64.b64encode(voice).decode(), "format": "wav"}}
@@ -70,21 +69,25 @@ def prompts() -> dict[str, list[dict[str, Any]]]:
 
     return {
         "text": [ask("Say something about the sea.")],
-        "photo": [photo, ask("What is in the picture?")],
+        "photo": [photo, ask("What is in the image?")],
         "speech": [speech, ask("What was said?")],
         "video with sound": [video, ask("What happens, and what is heard?")],
     }
 
 
 def request(content: list[dict[str, Any]], modalities: list[str]) -> dict[str, Any]:
-    """What is asked, streamed or whole: the keywords of `client.chat.completions.create`."""
+    """The keyword arguments of `client.chat.completions.create`, for streamed and whole answers alike."""
     asked: dict[str, Any] = {
         "model": MODEL,
         "messages": [{"role": "user", "content": content}],
         "modalities": modalities,
         "seed": 7,
         "max_tokens": 64,
-        "extra_body": {"return_metrics": True, "sampling": {"talker": {"max_tokens": 300}}},
+        "extra_body": {
+            "return_metrics": True,
+            "sampling": {"talker": {"max_tokens": 300}},
+            "options": {"use_audio_in_video": True},  # without it the model ignores a video's audio
+        },
     }
     if "audio" in modalities:
         asked["audio"] = {"voice": "Chelsie", "format": "pcm16"}
@@ -121,7 +124,7 @@ def streamed(client: OpenAI, name: str, content: list[dict[str, Any]], modalitie
 
 
 def wait_ready(server: subprocess.Popen[str]) -> str:
-    """The address, which the server prints when every stage is ready. Exits with the server where it does not start."""
+    """The address that the server prints when every stage is ready. Exits if the server does not start."""
     assert server.stdout is not None
     for line in server.stdout:
         if " is served at " in line:
@@ -138,7 +141,7 @@ def write_wav(path: Path, pcm: bytes) -> None:
 
 
 def draw(shown: list[Shown], path: Path) -> None:
-    """Which stage worked when: one panel per request, one bar per stage, the lighter the less it did."""
+    """Draw a timeline: one panel per request, one bar per stage, lighter when the stage did less."""
     figure, panels = plt.subplots(len(shown), 1, figsize=(9, 1.5 * len(shown)), sharex=True, squeeze=False)
     colours = dict(zip(["input", "encoder", "thinker", "talker", "vocoder"], plt.get_cmap("Set2").colors, strict=False))
     for panel, one in zip(panels[:, 0], shown, strict=True):

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
-from segue.graph.hardware import detect_hardware
+from segue.graph.machine.hardware import detect_hardware
 
 if TYPE_CHECKING:
-    from library_reference import Reference
+    from segue.models.omni.qwen2_5_omni.reference import Reference
 
 if not Path("/dev/nvidiactl").exists():
     # read when Triton is imported, by whomever: without a GPU its kernels are interpreted
@@ -35,6 +35,7 @@ settings.register_profile("search", PATIENT)
 settings.register_profile("segue", PATIENT, derandomize=True)
 settings.load_profile("segue")
 
+pytest_plugins = ["selection"]
 MEMORY_OF_TESTS = 4 << 30
 """Bytes for each of several processes of pytest and what it starts."""
 TOYS = str(Path(__file__).parent / "toys")
@@ -91,7 +92,7 @@ def assets() -> Path:
 @pytest.fixture(scope="session")
 def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen2.5-Omni checkpoint, seed 0. Read it, never write to it."""
-    from segue.models.qwen2_5_omni import tiny
+    from segue.models.omni.qwen2_5_omni.tiny import presets as tiny
 
     directory = tmp_path_factory.mktemp("qwen2.5-omni-tiny")
     tiny.make(directory)
@@ -101,15 +102,18 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def reference(tiny_dir: Path) -> Reference:
     """transformers on `tiny_dir`."""
-    from library_reference import load
+    import torch
 
-    return load(tiny_dir)
+    from segue.models.omni.qwen2_5_omni.reference import load
+    from segue.models.shared.reference import Library
+
+    return load(Library(tiny_dir, "cpu", torch.float32))
 
 
 @pytest.fixture(scope="session")
 def qwen_image_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen-Image checkpoint, seed 0. Read it, never write to it."""
-    from segue.models.qwen_image import tiny
+    from segue.models.images.qwen_image import tiny
 
     directory = tmp_path_factory.mktemp("qwen-image")
     tiny.make(directory)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from segue.models.library import AutoModelForCausalLM, Conv1D
+from segue.models.shared.library import AutoModelForCausalLM, Conv1D
 
 SHARED_CONFIG: dict[str, Any] = {
     "peft_type": "LORA",
@@ -67,7 +67,7 @@ def merge(base: Path, adapter: Path, directory: Path) -> Path:
     """The checkpoint with `W + scale B A` in the place of W: what transformers is asked in the adapter's stead."""
     from safetensors.torch import load_file
 
-    from segue.models.library import AutoTokenizer
+    from segue.models.shared.library import AutoTokenizer
 
     config = json.loads((adapter / "adapter_config.json").read_text())
     tensors = load_file(adapter / "adapter_model.safetensors")

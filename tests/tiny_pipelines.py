@@ -10,13 +10,20 @@ import diffusers
 import torch
 import transformers
 
-from segue.models.diffusion.tiny import randomise, write_index, write_tokenizer
-from segue.models.diffusion.tiny_clip import make_clip, write_clip_tokenizer
-from segue.models.diffusion.tiny_parts import QWEN_SPECIAL, QWEN_TEMPLATE, write_qwen_tokenizer
-from segue.models.flux2.tiny import SPECIAL as FLUX2_SPECIAL
-from segue.models.flux2.tiny import make_mistral, make_vae
-from segue.models.generic_pipeline.splits import SPLITS
-from segue.models.tiny.files import train_tokenizer
+from segue.models.images.flux2.tiny import SPECIAL as FLUX2_SPECIAL
+from segue.models.images.flux2.tiny import make_mistral, make_vae
+from segue.models.images.generic_pipeline.splits import SPLITS
+from segue.models.shared.diffusion.tiny import (
+    QWEN_SPECIAL,
+    QWEN_TEMPLATE,
+    make_clip,
+    randomise,
+    write_clip_tokenizer,
+    write_index,
+    write_qwen_tokenizer,
+    write_tokenizer,
+)
+from segue.models.shared.tiny.files import train_tokenizer
 
 SPECIAL = ("<pad>", "</s>")
 _QWEN = {
@@ -62,7 +69,7 @@ def stable_diffusion(directory: Path) -> None:
         cross_attention_dim=32,
     )
     _write(unet, directory / "unet")
-    _write(_picture_vae(), directory / "vae")
+    _write(_image_vae(), directory / "vae")
     scheduler = diffusers.PNDMScheduler(
         beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", skip_prk_steps=True, steps_offset=1
     )
@@ -99,7 +106,7 @@ def pixart_sigma(directory: Path) -> None:
         use_additional_conditions=False,
     )
     _write(transformer, directory / "transformer")
-    _write(_picture_vae(), directory / "vae")
+    _write(_image_vae(), directory / "vae")
     diffusers.EulerAncestralDiscreteScheduler().save_pretrained(directory / "scheduler")
 
 
@@ -203,7 +210,7 @@ def hunyuan(directory: Path) -> None:
     transformers.ByT5Tokenizer().save_pretrained(directory / "tokenizer_2")
     _write(transformers.T5EncoderModel(_t5_config(384)), directory / "text_encoder_2")
     transformer = diffusers.HunyuanVideo15Transformer3DModel(
-        in_channels=9,  # latents, those of a picture and a mask
+        in_channels=9,  # latents, those of an image and a mask
         out_channels=4,
         num_attention_heads=2,
         attention_head_dim=16,
@@ -234,7 +241,7 @@ def hunyuan(directory: Path) -> None:
 
 
 def krea2(directory: Path) -> None:
-    """Pictures, of many layers of a Qwen 3 VL; the VAE of Qwen-Image."""
+    """Images, of many layers of a Qwen 3 VL; the VAE of Qwen-Image."""
     layers = SPLITS["Krea2Pipeline"].settings["text_encoder_select_layers"]
     write_index(
         directory,
@@ -301,7 +308,7 @@ SPLIT_MAKERS: dict[str, Callable[[Path], None]] = {
 """Those that modular blocks take apart."""
 
 
-def _picture_vae() -> torch.nn.Module:
+def _image_vae() -> torch.nn.Module:
     return diffusers.AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,

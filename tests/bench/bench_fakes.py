@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from segue.bench.outcome import Outcome
-from segue.bench.workload import BenchRequest
+from segue.bench.omni.outcome import Outcome
+from segue.bench.omni.workload import BenchRequest
 from segue.messages.request import Message, TextPart
 
 

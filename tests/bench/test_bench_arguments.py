@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from segue.bench.checkpoint import make_preset, make_shape, overlay
+from segue.bench.harness.checkpoint import make_preset, make_shape, overlay
 from segue.bench.main import main, parser
-from segue.bench.workload import Suppressed
-from segue.cli import main as segue
+from segue.bench.omni.workload import Suppressed
+from segue.cli.main import main as segue
 
 
 def test_the_defaults_are_the_benchmark_of_record() -> None:
@@ -87,7 +87,7 @@ def test_the_published_shape_is_the_published_model(tmp_path: Path) -> None:
     """On the meta device: as many parameters as Qwen2.5-Omni-7B has."""
     import torch
 
-    from segue.models.qwen2_5_omni.library import Qwen2_5OmniConfig, Qwen2_5OmniForConditionalGeneration
+    from segue.models.omni.qwen2_5_omni.library import Qwen2_5OmniConfig, Qwen2_5OmniForConditionalGeneration
 
     config = Qwen2_5OmniConfig.from_pretrained(make_shape(tmp_path, "7b"))
     with torch.device("meta"):

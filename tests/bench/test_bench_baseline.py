@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from segue.bench.baseline import BaselineDriver, BaselineProcess
-from segue.bench.baseline_wire import Options
-from segue.bench.checkpoint import make_preset
-from segue.bench.load import closed, turn
-from segue.bench.outcome import Outcome
-from segue.bench.workload import BenchRequest, Suppressed
+from segue.bench.harness.checkpoint import make_preset
+from segue.bench.harness.load import closed, turn
+from segue.bench.omni.baseline import BaselineDriver, BaselineProcess, Options
+from segue.bench.omni.outcome import Outcome
+from segue.bench.omni.workload import BenchRequest, Suppressed
 from segue.messages.errors import StageFailed
 from segue.messages.request import Message, TextPart
 from segue.models.registry import read_config
@@ -72,6 +71,7 @@ def test_both_ways_of_serving_do_the_work_asked_for(tmp_path: Path) -> None:
     assert waits[0] < waits[1] < waits[2]
 
 
+@pytest.mark.slow
 def test_what_the_process_cannot_load_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     async def start() -> None:
         process = BaselineProcess(options(tmp_path / "none", Suppressed((), (), ())))

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from segue.bench.denoise_sides import Painted, row_flops
 from segue.bench.main import main
+from segue.bench.steps.denoise_sides import Painted, row_flops
 from segue.engines.contract import LoadContext
-from segue.models.diffusion.shapes import SHAPES, write_shape
 from segue.models.registry import family_of, read_config
+from segue.models.shared.diffusion.shapes import SHAPES, write_shape
+
+pytestmark = pytest.mark.slow
 
 META = torch.device("meta")
 
@@ -35,7 +37,7 @@ def check(result: dict[str, object], sides: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # the libraries say much when they are first imported
-def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     check(bench(tmp_path, "tiny-image", "segue,eager,fp8,first-block"), 4)
     assert "| diffusers | 2 |" in capsys.readouterr().out
 
@@ -49,7 +51,7 @@ def test_videos(tmp_path: Path) -> None:
 def test_published_shapes_have_their_weights(tmp_path: Path, name: str, billions: float) -> None:
     directory = write_shape(tmp_path, name)
     ctx = LoadContext(directory, "denoiser", META, torch.bfloat16, load_format="dummy")
-    denoiser = family_of(read_config(directory), directory).load_stages().ADAPTERS["denoiser"](ctx)
+    denoiser = family_of(read_config(directory), directory).load_stages().STAGE_MODELS["denoiser"](ctx)
     weights = sum(one.numel() for one in denoiser.network.parameters())
     assert weights / 1e9 == pytest.approx(billions, rel=0.01)
     painted = Painted(

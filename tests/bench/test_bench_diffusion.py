@@ -1,4 +1,4 @@
-"""`segue bench diffusion`: the same pictures for every side, mixes as they are named, figures that follow."""
+"""`segue bench diffusion`: the same images for every side, mixes as they are named, figures that follow."""
 
 from __future__ import annotations
 
@@ -13,40 +13,38 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segue.bench import page
-from segue.bench.diffusion import DiffusionBench, Sides, levels
-from segue.bench.diffusion_report import markdown, plot
-from segue.bench.diffusion_results import (
+from segue.bench import figures as pages
+from segue.bench.diffusion.diffusion import DiffusionBench, Sides, levels
+from segue.bench.diffusion.report import markdown, plot
+from segue.bench.diffusion.results import (
     DiffusionResult,
     DiffusionScenario,
     DiffusionSettings,
     side_of,
 )
-from segue.bench.diffusion_sides import BATCH, ONE, ReferenceDriver
-from segue.bench.diffusion_wire import Answer, Loaded
-from segue.bench.diffusion_workload import (
+from segue.bench.diffusion.sides import BATCH, ONE, ReferenceDriver
+from segue.bench.diffusion.wire import Answer, Loaded
+from segue.bench.diffusion.workload import (
     CLOSED,
     OPEN,
+    ImageOutcome,
+    ImageRequest,
     Mix,
-    PictureOutcome,
-    PictureRequest,
-    WrongPicture,
+    WrongImage,
+    images,
     largest_difference,
-    pictures,
 )
-from segue.bench.hardware import Machine
-from segue.bench.load import LoadSlice
-from segue.bench.load_results import measure
+from segue.bench.harness.hardware import Machine
+from segue.bench.harness.load import LoadSlice
+from segue.bench.harness.load_results import measure
+from segue.bench.harness.result_file import write_result
 from segue.bench.main import parser
-from segue.bench.result_file import write_result
-from segue.cli import main as segue
+from segue.cli.main import main as segue
 
 
-def outcome(request: PictureRequest, jct: float = 1.0, seed: int = 0) -> PictureOutcome:
+def outcome(request: ImageRequest, jct: float = 1.0, seed: int = 0) -> ImageOutcome:
     noise = np.random.default_rng([request.index, seed]).integers(0, 256, (request.size, request.size, 3), np.uint8)
-    return PictureOutcome(
-        index=request.index, steps=request.steps, jct=jct, first_preview=jct / 2, picture=noise.tobytes()
-    )
+    return ImageOutcome(index=request.index, steps=request.steps, jct=jct, first_preview=jct / 2, image=noise.tobytes())
 
 
 @given(
@@ -57,8 +55,8 @@ def outcome(request: PictureRequest, jct: float = 1.0, seed: int = 0) -> Picture
 def test_a_mix_has_every_number_of_steps_as_often_as_it_says(parts, groups, start) -> None:
     mix = Mix(tuple(steps for steps, _ in parts), tuple(weight for _, weight in parts))
     count = groups * sum(mix.weights)
-    asked = pictures(mix, 32, start, count, 4.0, seed=1)
-    assert asked == pictures(mix, 32, start, count, 4.0, seed=1)
+    asked = images(mix, 32, start, count, 4.0, seed=1)
+    assert asked == images(mix, 32, start, count, 4.0, seed=1)
     assert [one.index for one in asked] == list(range(start, start + count))
     for steps, weight in parts:
         assert sum(one.steps == steps for one in asked) == groups * weight
@@ -66,23 +64,23 @@ def test_a_mix_has_every_number_of_steps_as_often_as_it_says(parts, groups, star
 
 
 def test_requests_differ_by_seed_and_index() -> None:
-    asked = pictures(OPEN, 32, 0, 40, 4.0, seed=0)
+    asked = images(OPEN, 32, 0, 40, 4.0, seed=0)
     assert len({one.seed for one in asked}) == 40
     assert len({one.prompt for one in asked}) > 10
-    assert [one.prompt for one in asked] != [one.prompt for one in pictures(OPEN, 32, 0, 40, 4.0, seed=1)]
+    assert [one.prompt for one in asked] != [one.prompt for one in images(OPEN, 32, 0, 40, 4.0, seed=1)]
 
 
-def test_a_plain_or_a_wrong_picture_stops_the_benchmark() -> None:
-    [request] = pictures(CLOSED, 8, 0, 1, 4.0, seed=0)
+def test_a_plain_or_a_wrong_image_stops_the_benchmark() -> None:
+    [request] = images(CLOSED, 8, 0, 1, 4.0, seed=0)
     outcome(request).check(request)
-    for picture in (b"", bytes(3 * 8 * 8), bytes(range(100))):
-        wrong = PictureOutcome(index=0, steps=8, jct=1.0, first_preview=1.0, picture=picture)
-        with pytest.raises(WrongPicture, match="request 0"):
+    for image in (b"", bytes(3 * 8 * 8), bytes(range(100))):
+        wrong = ImageOutcome(index=0, steps=8, jct=1.0, first_preview=1.0, image=image)
+        with pytest.raises(WrongImage, match="request 0"):
             wrong.check(request)
 
 
 def test_figures_follow_from_the_outcomes() -> None:
-    asked = pictures(Mix((4, 6), (1, 1)), 8, 0, 4, 4.0, seed=0)
+    asked = images(Mix((4, 6), (1, 1)), 8, 0, 4, 4.0, seed=0)
     fast = [LoadSlice("a", 2.0, [outcome(one) for one in asked])]
     slow = [LoadSlice("b", 8.0, [outcome(one, 3.0) for one in asked])]
     figures = side_of(slow, fast, 0.1, 2**20)
@@ -101,7 +99,7 @@ def test_figures_follow_from_the_outcomes() -> None:
 
 
 def some_result() -> DiffusionResult:
-    asked = pictures(CLOSED, 8, 0, 4, 4.0, seed=0)
+    asked = images(CLOSED, 8, 0, 4, 4.0, seed=0)
     own = [LoadSlice("segue", 1.0, [outcome(one, 0.5) for one in asked])]
     theirs = [LoadSlice("diffusers", 3.0, [outcome(one) for one in asked])]
     sides = {"segue": side_of(own, own, 0.001, 2**20, 0.1), "diffusers": side_of(theirs, own, 0.001, 2**21)}
@@ -139,7 +137,7 @@ class Painter:
     name, startup, previews, pid = "segue", 0.5, 0, os.getpid()
 
     def __init__(self, most: int) -> None:
-        """Breaks after `most` pictures."""
+        """Breaks after `most` images."""
         self._left = most
 
     def processes(self) -> dict[int, str]:
@@ -158,10 +156,10 @@ class Painter:
 
     async def send(self, policy: Any) -> None: ...
 
-    async def ask(self, request: PictureRequest) -> Answer:
-        return Answer(index=request.index, picture=outcome(request).picture, network=0.01)
+    async def ask(self, request: ImageRequest) -> Answer:
+        return Answer(index=request.index, image=outcome(request).image, network=0.01)
 
-    async def run(self, request: PictureRequest) -> PictureOutcome:
+    async def run(self, request: ImageRequest) -> ImageOutcome:
         self._left -= 1
         if self._left < 0:
             raise RuntimeError("it broke")
@@ -181,6 +179,7 @@ def test_a_run_that_is_stopped_leaves_the_levels_it_has_done(
         load=0.5,
         arrivals=2,
         guidance=4.0,
+        most_difference=255,
         step_caches=[],
         threads=1,
         dtype="float32",
@@ -196,10 +195,10 @@ def test_a_run_that_is_stopped_leaves_the_levels_it_has_done(
     with pytest.raises(ExceptionGroup) as caught:
         asyncio.run(measure(empty, levels(bench, sides, empty, loaded), bench.keep))
     assert caught.group_contains(RuntimeError, match="it broke")
-    assert page.main([str(path)]) == 0
+    assert pages.main([str(path)]) == 0
     printed = capsys.readouterr().out
     assert "Unfinished: 2 of 4 levels." in printed
-    assert "#### 8 x 8, 2 clients" in printed
+    assert "### 8 x 8, 2 clients" in printed
     assert "previews" not in printed
 
 

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from segue.bench.load import LoadDriver, arriving, closed, in_turn, turn
-from segue.bench.outcome import Outcome, WrongWork
-from segue.bench.workload import BenchRequest
+from segue.bench.harness.load import LoadDriver, arriving, closed, in_turn, turn
+from segue.bench.omni.outcome import Outcome, WrongWork
+from segue.bench.omni.workload import BenchRequest
 from segue.messages.errors import StageFailed
 
 
@@ -86,7 +86,7 @@ def test_arrivals_do_not_wait_for_answers() -> None:
         (lambda found: replace(found, audio_seconds=0.0), "no audio"),
     ],
 )
-def test_an_answer_of_another_length_or_without_sound_ends_the_run(change, match: str) -> None:
+def test_an_answer_of_another_length_or_without_audio_ends_the_run(change, match: str) -> None:
     driver = FakeDriver("fake", 1, [], lambda asked: change(outcome(asked)))
     driver.expect(1)
     with pytest.raises(ExceptionGroup) as caught:

@@ -1,4 +1,4 @@
-"""`segue bench diffusion --losses`: errors and speeds that follow from the pictures."""
+"""`segue bench diffusion --losses`: errors and speeds that follow from the images."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ import torch
 from diffusers.quantizers.gguf.utils import GGUFParameter, dequantize_gguf_tensor
 from safetensors.torch import load_file
 
-from segue.bench.diffusion_sides import SegueDriver
-from segue.bench.diffusion_workload import Mix, PictureOutcome, PictureRequest, pictures
-from segue.bench.hardware import Machine
-from segue.bench.loss_files import RANK, rank_of, write_gguf, write_untrained_lora
-from segue.bench.loss_sides import FewSteps, Ways, faster_sides
-from segue.bench.losses import TOGETHER, LossResult, LossSide, loss, markdown, measured
+from segue.bench.diffusion.loss_files import RANK, rank_of, write_gguf, write_untrained_lora
+from segue.bench.diffusion.loss_sides import FewSteps, Ways, faster_sides
+from segue.bench.diffusion.losses import TOGETHER, LossResult, LossSide, loss, markdown, measured
+from segue.bench.diffusion.sides import SegueDriver
+from segue.bench.diffusion.workload import ImageOutcome, ImageRequest, Mix, images
+from segue.bench.figures import full
+from segue.bench.harness.hardware import Machine
+from segue.bench.harness.result_file import write_result
 from segue.bench.main import parser
-from segue.bench.page import render
-from segue.bench.result_file import write_result
 from segue.engines.contract import LoadContext
 from segue.messages.errors import InvalidRequest
-from segue.models.diffusion.gguf_files import read_gguf
-from segue.models.flux import tiny as flux
-from segue.models.stable_diffusion_3 import tiny as stable_diffusion_3
+from segue.models.images.flux import tiny as flux
+from segue.models.images.stable_diffusion_3 import tiny as stable_diffusion_3
+from segue.models.shared.diffusion.denoiser.gguf_files import read_gguf
 
 
-def outcome(index: int, jct: float, picture: np.ndarray) -> PictureOutcome:
-    return PictureOutcome(index=index, steps=4, jct=jct, first_preview=jct, picture=picture.astype(np.uint8).tobytes())
+def outcome(index: int, jct: float, image: np.ndarray) -> ImageOutcome:
+    return ImageOutcome(index=index, steps=4, jct=jct, first_preview=jct, image=image.astype(np.uint8).tobytes())
 
 
 def test_errors_and_speeds() -> None:
@@ -49,7 +49,7 @@ def test_errors_and_speeds() -> None:
 
 @dataclass
 class Painter:
-    """A side without a model: a picture is of one colour but for one pixel. `serving`: the names of those that are."""
+    """A side without a model: an image is of one colour but for one pixel. `serving`: the names of those that are."""
 
     name: str
     colour: int
@@ -72,12 +72,12 @@ class Painter:
     async def stop(self) -> None:
         self.serving.remove(self.name)
 
-    async def run(self, request: PictureRequest) -> PictureOutcome:
+    async def run(self, request: ImageRequest) -> ImageOutcome:
         if self.refuses:
             raise InvalidRequest("not made of blocks")
-        picture = np.full((request.size, request.size, 3), self.colour)
-        picture[0, 0] = 0
-        return outcome(request.index, 1.0, picture)
+        image = np.full((request.size, request.size, 3), self.colour)
+        image[0, 0] = 0
+        return outcome(request.index, 1.0, image)
 
 
 def test_two_models_are_in_memory_at_once_and_no_more() -> None:
@@ -88,7 +88,7 @@ def test_two_models_are_in_memory_at_once_and_no_more() -> None:
     same, own = ([sides[name] for name in some] for some in (["cache", "other cache"], ["int8", "int4", "fp8"]))
     for way in same:  # these are the exact one's
         way.serving, way.most = ["cache", "other cache"], [0]
-    warm, *asked = (pictures(Mix((2,), (1,)), 8, start, 2, 1.0, seed=0) for start in (0, 2, 4))
+    warm, *asked = (images(Mix((2,), (1,)), 8, start, 2, 1.0, seed=0) for start in (0, 2, 4))
 
     async def all_of_it() -> tuple[dict[str, LossSide], list[str]]:
         await sides["exact"].start()
@@ -117,7 +117,7 @@ def test_a_result_is_read_again(tmp_path: Path) -> None:
         dtype="float32",
         size=8,
         steps="all of 4 steps",
-        pictures=1,
+        images=1,
         guidance=1.0,
         seed=0,
         sides={"segue": loss(exact, exact), "segue, int8": loss(other, exact), TOGETHER: loss(exact, exact)},
@@ -129,7 +129,7 @@ def test_a_result_is_read_again(tmp_path: Path) -> None:
     text = markdown(result)
     for part in ("| segue, int8 | 1.00 | 2.00× | 14.0 | 14.0 | 0.2000 / 0.2000 |", "equal", "not made of blocks"):
         assert part in text, part
-    assert "### Losses: SomePipeline" in render([path])
+    assert "## Losses: SomePipeline" in full(path)
 
 
 def test_the_option() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from segue.bench.meters import Watch, cpu_seconds, memory
+from segue.bench.harness.meters import Watch, cpu_seconds, memory
 
 # computes for a quarter of a second of CPU time whenever it is told to, holding 64 MiB
 PROGRAM = """

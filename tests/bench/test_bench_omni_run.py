@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
-from segue.bench.checkpoint import make_preset
-from segue.bench.omni import OmniBench, run
-from segue.bench.report import markdown
-from segue.bench.results import Result
+from segue.bench.harness.checkpoint import make_preset
+from segue.bench.omni.omni import OmniBench, _deployment, run
+from segue.bench.omni.report import markdown
+from segue.bench.omni.results import Result
+from segue.graph.deployment.deployment import Hardware
+from segue.graph.deployment.loader import load_plan
+from segue.models.omni.qwen2_5_omni.graph import graph as omni_graph
 
 ASSETS = Path(__file__).parents[2] / "assets"
 
@@ -58,3 +62,27 @@ def test_a_short_run_measures_every_side(tmp_path: Path) -> None:
     assert "thinker->talker" in level.hops
     assert "round 1/1, segue" in "\n".join(said)
     assert "Segue against transformers static batches" in markdown(result)
+
+
+def test_a_baseline_on_the_same_gpu_finds_memory(tmp_path: Path) -> None:
+    """Segue's caches are as large as the load needs, not as large as the GPU."""
+    bench = OmniBench(
+        model_dir=tmp_path,
+        assets=ASSETS,
+        concurrency=[1, 32],
+        requests=1,
+        rounds=1,
+        warmup=1,
+        baselines=["one"],
+        dtype="bfloat16",
+        device="cuda",
+        load_format="dummy",
+        seed=0,
+        keep=lambda so_far: None,
+    )
+    gpu = Hardware(16, 128 << 30, (80 << 30,))
+    plan = load_plan(omni_graph({}), _deployment(bench), hardware=gpu)
+    assert [plan.stages[name].kv_blocks for name in ("thinker", "talker")] == [4096, 4096]
+    assert {plan.stages[name].devices[0] for name in ("encoder", "thinker", "talker", "vocoder")} == {"cuda:0"}
+    alone = load_plan(omni_graph({}), _deployment(replace(bench, baselines=[])), hardware=gpu)
+    assert alone.stages["thinker"].kv_blocks is None, "it may have all"

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 from bench_fakes import outcome, request
 
-from segue.bench import page
-from segue.bench.hardware import Machine, machine
-from segue.bench.load_report import result_path, write_report
-from segue.bench.load_results import measure
-from segue.bench.meters import SideUsage
-from segue.bench.outcome import OmniSlice
-from segue.bench.profile import baseline_stages
-from segue.bench.report import markdown, plot, typical
-from segue.bench.result_file import read_values, result_of, write_result
-from segue.bench.results import LevelResult, Result, Settings, StageFigures
-from segue.bench.stats import METRICS, HistogramFigures, agreement, figures, ratio
+from segue.bench import figures as pages
+from segue.bench.comparisons import comparison_table, of_omni
+from segue.bench.harness.hardware import Machine, machine
+from segue.bench.harness.load_report import result_path, write_report
+from segue.bench.harness.load_results import measure
+from segue.bench.harness.meters import SideUsage
+from segue.bench.harness.result_file import read_values, result_of, write_result
+from segue.bench.harness.stats import METRICS, HistogramFigures, agreement, figures, ratio
+from segue.bench.omni.outcome import OmniSlice
+from segue.bench.omni.profile import baseline_stages
+from segue.bench.omni.report import markdown, plot, typical
+from segue.bench.omni.results import LevelResult, Result, Settings, StageFigures
 from segue.messages.errors import ConfigError
 
 BASELINE = "transformers one at a time"
@@ -83,9 +85,19 @@ def test_a_result_is_written_and_read_again(result: Result, tmp_path: Path) -> N
     assert {one.name for one in path.parent.iterdir()} == {"omni.json", "omni.md", "omni.png"}
     assert read_result(path) == result
     assert path.with_suffix(".md").read_text() == markdown(result)
-    picture = path.with_suffix(".png")
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert picture.stat().st_size > 10_000
+    image = path.with_suffix(".png")
+    assert image.read_bytes().startswith(b"\x89PNG")
+    assert image.stat().st_size > 10_000
+
+
+def test_no_run_replaces_the_results_of_another(tmp_path: Path) -> None:
+    taken = ["omni.json", "omni-2.md", "omni-3.png", "steps-shape-qwen2.5-7b.json"]
+    for name in taken:
+        (tmp_path / name).write_text("measured for hours")
+    (tmp_path / "text").mkdir()  # the logs of a run that was stopped before its first level
+    assert result_path(tmp_path, "omni").name == "omni-4.json"
+    assert result_path(tmp_path, "steps-shape-qwen2.5-7b").name == "steps-shape-qwen2.5-7b-2.json"
+    assert result_path(tmp_path, "text").name == "text-2.json"
 
 
 def test_a_run_that_is_stopped_leaves_the_levels_it_measured(
@@ -106,7 +118,7 @@ def test_a_run_that_is_stopped_leaves_the_levels_it_measured(
     assert ([kept.concurrency for kept in left.levels], left.done, left.planned) == ([1], 1, 2)
     assert left.finished
     assert "Unfinished: 1 of 2 levels." in markdown(left)
-    assert page.main([str(path)]) == 0
+    assert pages.main([str(path)]) == 0
     assert "Unfinished: 1 of 2 levels." in capsys.readouterr().out
 
 
@@ -150,37 +162,37 @@ def test_what_is_no_result_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="version is 99; this program reads 1"):
         read_result(path)
     path.write_text("[")
-    with pytest.raises(ConfigError, match=r"x\.json: no result"):
+    with pytest.raises(ConfigError, match=r"x\.json: not a result"):
         read_result(path)
     with pytest.raises(ConfigError, match=r"gone\.json"):
         read_result(tmp_path / "gone.json")
 
 
-def test_the_page_gets_its_tables_from_the_files(
-    result: Result, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path, text = tmp_path / "omni.json", tmp_path / "page.md"
-    write_result(result, path)
-    text.write_text(f"# Benchmarks\n\nbefore\n\n{page.BEGIN}\nold\n{page.END}\n\nafter\n")
-    assert page.main([str(path), "--write", str(text)]) == 0
-    once = text.read_text()
-    assert "old" not in once
-    assert "### qwen2.5-omni-small, float32 on cpu, 2026-11-21" in once
-    assert once.startswith("# Benchmarks\n\nbefore\n")
-    assert once.endswith("after\n")
-    assert page.main([str(path), "--write", str(text)]) == 0
-    assert text.read_text() == once, "writing it again changes nothing"
-    assert page.main([str(path)]) == 0
-    assert "Concurrency 8:" in capsys.readouterr().out
+def test_the_pages_hold_what_the_committed_results_say() -> None:
+    """`make figures` changes nothing."""
+    for path, text in pages.pages(pages.ROOT).items():
+        assert path.read_text() == text, f"{path.name}: run `make figures`"
 
 
-def test_a_page_without_marks_is_refused(result: Result, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, text = tmp_path / "omni.json", tmp_path / "page.md"
-    write_result(result, path)
-    text.write_text("nothing here")
-    assert page.main([str(path), "--write", str(text)]) == 2
-    assert page.BEGIN in capsys.readouterr().err
-    assert text.read_text() == "nothing here"
+def test_gains_are_of_rounds_and_losses_stand_in_the_same_table(result: Result) -> None:
+    [level] = [one for one in result.levels if one.concurrency == 8]
+    slower = [msgspec.structs.replace(one, jct=one.jct * 3) for one in level.outcomes["segue"]]
+    level.outcomes["segue"] += slower  # a second round, in which Segue takes three times as long
+    level.outcomes[BASELINE] *= 2
+    measured = of_omni(result)
+    jct = next(one for one in measured.comparisons if one.load == "8 clients" and one.figure.startswith("JCT"))
+    assert jct.gains == pytest.approx([4.0, 4 / 3])
+    table = comparison_table(measured.comparisons)
+    assert "| 8 clients | JCT, s |" in table
+    assert "6.0 (3.0–9.0)" in table
+    assert "**2.67 (1.33–4.00)×** | 0.7 / 1.0 |" in table
+    lost = replace(jct, mine=[4.0], theirs=[1.0])
+    assert "| 0.25× |" in comparison_table([lost])
+
+
+def test_a_page_without_marks_is_refused() -> None:
+    with pytest.raises(ConfigError, match=pages.BEGIN):
+        pages.insert("nothing here", "tables")
 
 
 def test_this_machine_can_be_described() -> None:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segue.bench.outcome import FirstAudio, OmniSlice, Outcome
-from segue.bench.profile import added, baseline_stages, hop_figures, segue_stages, snapshot
-from segue.bench.stats import agreement, figures, histogram_figures, percentile, ratio, since, summary, together
+from segue.bench.harness.stats import agreement, figures, histogram_figures, percentile, ratio, since, summary, together
+from segue.bench.omni.outcome import FirstAudio, OmniSlice, Outcome
+from segue.bench.omni.profile import added, baseline_stages, hop_figures, segue_stages, snapshot
 from segue.messages.stats import Histogram, WorkerStats
 
 np = pytest.importorskip("numpy")
@@ -91,7 +91,7 @@ def test_agreement_is_the_share_of_equal_answers() -> None:
     assert agreement(mine, theirs) == {"reply": 1.0, "codes": 0.5}
 
 
-def test_first_audio_is_80_ms_of_sound_not_silence() -> None:
+def test_first_audio_is_80_ms_of_audio_not_silence() -> None:
     loud, silent = np.full(10, 0.1, np.float32), np.zeros(100, np.float32)
     first = FirstAudio(silence=1e-4)
     first.add(loud, 1000, now=1.0)  # 10 ms

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from segue.bench.main import main
-from segue.bench.steps_work import work_of
-from segue.models.causal_lm.shapes import SHAPES, write_shape
+from segue.bench.steps.work import work_of
+from segue.models.text.causal_lm.shapes import SHAPES, write_shape
+
+pytestmark = pytest.mark.slow
 
 SMALL = ["--device", "cpu", "--dtype", "float32", "--batches", "1,2", "--prompt", "24", "--output", "4"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,18 +14,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segue.bench import page
-from segue.bench.hardware import Machine
-from segue.bench.load import closed
-from segue.bench.load_results import measure
+from segue.bench import figures as pages
+from segue.bench.harness.hardware import Machine
+from segue.bench.harness.load import closed
+from segue.bench.harness.load_results import measure
+from segue.bench.harness.result_file import read_values, result_of, write_result
+from segue.bench.harness.stats import summary
 from segue.bench.main import parser
-from segue.bench.result_file import read_values, result_of, write_result
-from segue.bench.stats import summary
-from segue.bench.text import Sides, TextBench, levels
-from segue.bench.text_load import TextSlice, intrude
-from segue.bench.text_report import markdown, plot
-from segue.bench.text_results import Scenario, TextResult, TextSettings, keeps, side_of
-from segue.bench.text_workload import Shape, TextOutcome, TextRequest, WrongLength, poisson, requests
+from segue.bench.text.report import markdown, plot
+from segue.bench.text.results import Scenario, TextResult, TextSettings, keeps, side_of
+from segue.bench.text.text import Sides, TextBench, levels
+from segue.bench.text.workload import (
+    Shape,
+    TextOutcome,
+    TextRequest,
+    TextSlice,
+    WrongLength,
+    intrude,
+    poisson,
+    requests,
+)
 
 VOCAB = 1000
 
@@ -57,6 +66,9 @@ class Side:
 
     async def hand_over(self) -> None:
         self.standing = True
+
+    def processes(self) -> dict[int, str]:
+        return {os.getpid(): "all"}
 
     async def run(self, request: TextRequest) -> TextOutcome:
         assert not self.standing, "it is not its turn"
@@ -216,10 +228,10 @@ def test_a_run_that_is_stopped_leaves_the_levels_it_has_done(
         assert "Unfinished: " in markdown(one)
         assert one.finished
     plot(kept[0], tmp_path / "text.png")
-    assert page.main([str(path)]) == 0
+    assert pages.main([str(path)]) == 0
     printed = capsys.readouterr().out
     assert "Unfinished: 7 of 9 levels." in printed
-    assert "#### 4/2, 2 clients" in printed
+    assert "### 4/2, 2 clients" in printed
 
 
 def test_who_reads_a_result_while_it_is_written_reads_a_whole_one(tmp_path: Path) -> None:

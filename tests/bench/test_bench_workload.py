@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from segue.bench.workload import CODES_PER_TOKEN, KINDS, REPLY_TOKENS, BenchRequest, Material, Suppressed, Workload
+from segue.bench.omni.workload import CODES_PER_TOKEN, KINDS, REPLY_TOKENS, BenchRequest, Material, Suppressed, Workload
 from segue.messages.errors import ConfigError
 from segue.messages.request import MediaPart, TextPart
 
@@ -75,7 +75,7 @@ def test_arrays_are_what_their_description_says(material: Material) -> None:
                 assert float(np.sqrt(np.mean(array**2))) > 0.01, "the words must be heard"
             else:
                 assert array.shape[-1] == 3
-                assert array.std() > 5, "the picture must show something"
+                assert array.std() > 5, "the image must show something"
 
 
 def test_material_names_the_missing_file(tmp_path: Path) -> None:

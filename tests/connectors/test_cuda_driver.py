@@ -10,10 +10,13 @@ import pytest
 import torch
 
 from segue.connectors.cuda import GRANULE, CudaError, CudaMemory, _Driver, cuda_memory
+from segue.kernels.device import DeviceLost, device_lost, out_of_memory
+from segue.worker.stage import as_stage_error
 
 OUT_OF_MEMORY = 2
 INVALID_CONTEXT = 201
 INVALID_VALUE = 1
+ILLEGAL_ADDRESS = 700
 
 
 class FakeDriver:
@@ -70,8 +73,12 @@ class FakeDriver:
     def cuIpcCloseMemHandle(self, address: ctypes.c_uint64) -> None:
         del self.opened[address.value]
 
-    def cuGetErrorName(self, code: ctypes.c_int, out: Any) -> None:
-        out._obj.value = {OUT_OF_MEMORY: b"CUDA_ERROR_OUT_OF_MEMORY"}.get(code.value)
+    def cuGetErrorString(self, code: ctypes.c_int, out: Any) -> None:
+        out._obj.value = {
+            OUT_OF_MEMORY: b"out of memory",
+            INVALID_VALUE: b"invalid argument",
+            ILLEGAL_ADDRESS: b"an illegal memory access was encountered",
+        }.get(code.value)
 
 
 @pytest.fixture
@@ -121,12 +128,26 @@ def test_what_the_driver_refuses_is_none(driver: FakeDriver) -> None:
 
 
 def test_what_must_not_fail_says_what_failed(driver: FakeDriver) -> None:
-    driver.failing = {"cuInit": OUT_OF_MEMORY}
-    with pytest.raises(CudaError, match=r"cuInit: CUDA_ERROR_OUT_OF_MEMORY \(2\)"):
-        memory_of(driver)
     driver.failing = {"cuInit": 12345}
-    with pytest.raises(CudaError, match=r"cuInit: unknown error \(12345\)"):
+    with pytest.raises(CudaError, match=r"CUDA error: unknown error \(cuInit returned 12345\)"):
         memory_of(driver)
+
+
+@pytest.mark.parametrize(
+    ("status", "lost", "lacking"),
+    [(ILLEGAL_ADDRESS, True, False), (OUT_OF_MEMORY, False, True), (INVALID_VALUE, False, False)],
+)
+def test_an_error_that_stays_ends_the_process(driver: FakeDriver, status: int, lost: bool, lacking: bool) -> None:
+    """By the words that the device errors of other libraries have, too."""
+    exported = memory_of(driver).export(1000)
+    assert exported is not None
+    driver.failing = {"cuMemcpyDtoH_v2": status}
+    with pytest.raises(CudaError) as caught:
+        exported.read_into(0, memoryview(bytearray(10)))
+    assert (device_lost(caught.value), out_of_memory(caught.value)) == (lost, lacking)
+    if lost:
+        with pytest.raises(DeviceLost):
+            as_stage_error(caught.value, "talker")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")

@@ -17,7 +17,7 @@ ensure_torchvision()  # before the tests import transformers
 from server_process import Served, served  # noqa: E402
 from truth_system import System, Truth  # noqa: E402
 
-from library_reference import Reference  # noqa: E402
+from segue.models.omni.qwen2_5_omni.reference import Reference  # noqa: E402
 
 
 @pytest.fixture(scope="session")

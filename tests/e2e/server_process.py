@@ -206,7 +206,7 @@ def ids_of(answer: httpx.Response) -> dict[str, list[int]]:
 
 
 def pixels(encoded: str | None) -> np.ndarray:
-    """[height, width, channels] of a picture in base64."""
+    """[height, width, channels] of an image in base64."""
     assert encoded is not None
     with Image.open(io.BytesIO(base64.b64decode(encoded))) as image:
         return np.asarray(image).astype(int)

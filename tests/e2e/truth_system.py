@@ -16,7 +16,6 @@ import pytest
 import torch
 from PIL import Image
 
-from library_reference import Reference, Reply
 from segue.media.audio import decode_audio
 from segue.media.limits import MediaLimits
 from segue.media.video import decode_video
@@ -25,7 +24,8 @@ from segue.messages.errors import InvalidRequest
 from segue.messages.request import MediaPart
 from segue.messages.sampling import SamplingParams
 from segue.messages.stats import Histogram
-from segue.models.library import AutoModelForCausalLM
+from segue.models.omni.qwen2_5_omni.reference import Reference, Reply
+from segue.models.shared.library import AutoModelForCausalLM
 from segue.orchestrator.omni import AsyncOmni
 from segue.orchestrator.outputs import Collector, RequestOutput
 
@@ -46,7 +46,7 @@ class Case:
     name: str
     text: str
     kinds: tuple[str, ...] = ()
-    with_sound: bool = False
+    with_audio: bool = False
     voice: str = "Chelsie"
     seed: int = 7
     tokens: int = 40
@@ -64,7 +64,7 @@ class Case:
             "voice": self.voice,
             "seed": self.seed,
             "sampling": {stage: sampling.get(stage, greedy[stage]) for stage in greedy},
-            "options": {"use_audio_in_video": True} if self.with_sound else {},
+            "options": {"use_audio_in_video": True} if self.with_audio else {},
             **changes,
         }
 
@@ -74,7 +74,7 @@ CASES = (
     Case("image", "What is this?", ("image",), seed=8),
     Case("audio", "What was said?", ("audio",), seed=9),
     Case("video", "What happens here?", ("video",), seed=10, voice="Ethan"),
-    Case("video with sound", "What happens, and what is heard?", ("video",), with_sound=True, seed=11),
+    Case("video with sound", "What happens, and what is heard?", ("video",), with_audio=True, seed=11),
     Case("mixed", "Tell me of all three.", ("image", "audio", "video"), seed=12),
 )
 BY_NAME = {case.name: case for case in CASES}
@@ -104,15 +104,15 @@ class Truth:
                 heard.append(decode_audio(MediaPart("audio", path.read_bytes()), 16000, LIMITS))
                 origin.append(None)
             else:
-                rate = 16000 if case.with_sound else None
+                rate = 16000 if case.with_audio else None
                 clip = decode_video(MediaPart("video", path.read_bytes()), 2.0, LIMITS, audio_rate=rate)
                 media["videos"] = [clip.frames]
-                if case.with_sound:
+                if case.with_audio:
                     heard.append(clip.audio)
                     origin.append(0)
         if heard:
             media["audio"] = heard
-        if case.with_sound:
+        if case.with_audio:
             media |= {"load_audio_from_video": True, "audio_from_video_indices": origin}
         return self.reference.inputs(case.text, *case.kinds, **media)
 
@@ -129,7 +129,7 @@ class Truth:
             max_codes=case.codes,
             speaker=case.voice,
             noise_seed=case.seed,
-            use_audio_in_video=case.with_sound,
+            use_audio_in_video=case.with_audio,
             **more,
         )
 

@@ -20,7 +20,7 @@ from transformers import (
 from segue.engines.autoregressive.contract import Fed, FlatBatch, KVSpec, Prompt, Vocabulary
 from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.contract import Payload, StageOutput, StageRequest
-from segue.kernels.paged_attention import NAME
+from segue.kernels.attention.paged_attention import NAME
 from segue.messages.request import Request
 from segue.messages.sampling import FALLBACK, SamplingParams
 

@@ -45,8 +45,8 @@ class Prophet:
         self.keys.add(entry.key)
         place = len(entry.ids)
         future = next((known[place:] for known in self.known if known[:place] == list(entry.ids)), [])
-        guesses = future[: min(self.most, entry.most) + self.extra]
-        return [token if self.random.random() < self.truth else self._lie(token) for token in guesses]
+        draft_ids = future[: min(self.most, entry.most) + self.extra]
+        return [token if self.random.random() < self.truth else self._lie(token) for token in draft_ids]
 
     def _lie(self, token: int) -> int:
         return (token + self.random.randrange(1, VOCAB + 2)) % (VOCAB + 3) - 2 if self.truth else (token + 1) % VOCAB

@@ -9,7 +9,7 @@ from ar_adapter import Driver, TinyAdapter, prompts, stage_request, tiny_model
 
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.engine import AutoregressiveEngine
-from segue.engines.autoregressive.grammar import Grammars
+from segue.engines.autoregressive.grammar.grammar import Grammars
 from segue.messages.sampling import SamplingParams, StructuredOutput
 
 PROMPT = prompts(1, [9])[0]

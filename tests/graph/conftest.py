@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from segue.graph.deployment import Hardware, Plan
-from segue.graph.loader import load_plan
+from segue.graph.deployment.deployment import Hardware, Plan
+from segue.graph.deployment.loader import load_plan
 from segue.graph.stage_graph import StageGraph
 
 GiB = 1 << 30

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from segue.graph import deployment as deployment_module
-from segue.graph.deployment import Hardware, Limits, MiB, Plan
-from segue.graph.loader import load_plan
+from segue.graph.deployment import deployment as deployment_module
+from segue.graph.deployment.deployment import Hardware, Limits, MiB, Plan
+from segue.graph.deployment.loader import load_plan
 from segue.graph.stage_graph import StageGraph
 from segue.messages.errors import ConfigError
 from segue.messages.sampling import SamplingParams
@@ -86,7 +86,17 @@ def test_everything_that_can_be_said(graph: StageGraph, two_gpus: Hardware, tmp_
     assert plan.groups == (("input",), ("encoder",), ("thinker",), ("talker", "vocoder"))
     assert plan.group_of("vocoder") == ("talker", "vocoder")
     assert plan.limits == Limits(
-        3, 0, 1.5, 1 << 30, 2.0, 30.0, 2_000_000, 1000, 30.0, 4, max_prompt_embeds_bytes=1_000_000
+        max_waiting=3,
+        max_retries=0,
+        default_deadline=1.5,
+        retained_bytes=1 << 30,
+        drain_seconds=2.0,
+        hang_seconds=30.0,
+        max_media_bytes=2_000_000,
+        max_image_pixels=1000,
+        max_audio_seconds=30.0,
+        max_video_frames=4,
+        max_prompt_embeds_bytes=1_000_000,
     )
 
 
@@ -211,7 +221,7 @@ def test_a_file_that_is_no_deployment(
 
 
 def test_a_missing_file(graph: StageGraph, laptop: Hardware, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"missing.yaml' is no file"):
+    with pytest.raises(ConfigError, match=r"missing.yaml' is not a file"):
         load_plan(graph, tmp_path / "missing.yaml", hardware=laptop)
 
 
@@ -233,12 +243,12 @@ def test_without_hardware_it_is_this_machine(graph: StageGraph) -> None:
 
 
 def test_weights_of_a_denoiser_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pictures = StageGraph("pictures")
-    pictures.stage("denoiser", "diffusion", takes={"text"}, gives={"image"})
+    images = StageGraph("pictures")
+    images.stage("denoiser", "diffusion", takes={"text"}, gives={"image"})
     monkeypatch.chdir(tmp_path)
 
     def files(said: object) -> dict[str, str]:
-        return load_plan(pictures, {"stages": {"denoiser": {"gguf": said}}}).stages["denoiser"].gguf
+        return load_plan(images, {"stages": {"denoiser": {"gguf": said}}}).stages["denoiser"].gguf
 
     assert files("model.gguf") == {"transformer": str(tmp_path / "model.gguf")}
     both = {"transformer": "/srv/high.gguf", "transformer_2": "/srv/low.gguf"}
@@ -247,3 +257,27 @@ def test_weights_of_a_denoiser_from_files(tmp_path: Path, monkeypatch: pytest.Mo
     for wrong in (3, {"transformer": 3}, ["model.gguf"]):
         with pytest.raises(ConfigError, match=r"stages\.denoiser\.gguf is .*; it must be a GGUF file"):
             files(wrong)
+
+
+def test_who_runs_first() -> None:
+    g = StageGraph("both")
+    g.stage("llm", "autoregressive", takes={"text"}, gives={"text"})
+    g.stage("denoiser", "diffusion")
+    g.stage("decoder", "module", gives={"image"})
+    g.edge("llm", "denoiser")
+    g.edge("denoiser", "decoder")
+    machine = Hardware(cpus=2, memory_bytes=1 << 34)
+
+    def laid(values: dict[str, Any] | None, **overrides: str) -> dict[str, str]:
+        return {n: s.scheduling for n, s in load_plan(g, values, hardware=machine, overrides=overrides).stages.items()}
+
+    everywhere = {"input", "llm", "denoiser", "decoder"}
+    assert laid(None) == dict.fromkeys(everywhere, "fcfs")
+    assert laid(None, scheduling="priority") == dict.fromkeys(everywhere, "priority")
+    assert laid({"stages": {"llm": {"scheduling": "priority"}}}) == {
+        **dict.fromkeys(everywhere, "priority"),
+        "denoiser": "fcfs",
+    }
+    assert laid(None, scheduling="fair") == {**dict.fromkeys(everywhere, "fcfs"), "llm": "fair"}
+    with pytest.raises(ConfigError, match=r"stages.denoiser.scheduling is 'fair'; it must be one of fcfs, priority"):
+        laid({"stages": {"denoiser": {"scheduling": "fair"}}})

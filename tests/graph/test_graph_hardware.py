@@ -1,13 +1,11 @@
-"""The machine as its files and its driver's program describe it; all of them real files, under a root of our own."""
+"""The machine as its files describe it; all of them real files, under a root of our own."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-import pytest
-
-from segue.graph.hardware import cpu_quota, detect_hardware, gpu_memory, memory_limit
+from segue.graph.machine.hardware import cpu_quota, detect_hardware, memory_limit
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -64,43 +62,3 @@ def test_no_cgroups(tmp_path: Path) -> None:
     root = write(tmp_path, MEMINFO)
     assert cpu_quota(root) is None
     assert memory_limit(root) == 16000 * 1024
-
-
-def driver(directory: Path, output: str, status: int = 0) -> dict[str, str]:
-    """A program called nvidia-smi that answers like the real one, and the environment to find it in."""
-    path = write(directory, {"nvidia-smi": f"#!/bin/sh\nprintf '{output}'\nexit {status}\n"}) / "nvidia-smi"
-    path.chmod(0o755)
-    return {"PATH": str(directory)}
-
-
-TWO = "0, GPU-aa, 81559\\n1, GPU-bb, 40960\\n"
-
-
-@pytest.mark.parametrize(
-    ("visible", "mib"),
-    [
-        (None, (81559, 40960)),
-        ("1,0", (40960, 81559)),
-        ("GPU-bb", (40960,)),
-        ("GPU-b,0", (40960, 81559)),
-        ("GPU-,0", ()),
-        ("MIG-cc", (0,)),
-        ("", ()),
-        ("-1", ()),
-        ("0,7,1", (81559,)),
-    ],
-)
-def test_gpus(tmp_path: Path, visible: str | None, mib: tuple[int, ...]) -> None:
-    environment = driver(tmp_path, TWO)
-    if visible is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = visible
-    assert gpu_memory(environment) == tuple(size << 20 for size in mib)
-
-
-def test_a_gpu_without_memory_of_its_own(tmp_path: Path) -> None:
-    assert gpu_memory(driver(tmp_path, "0, GPU-aa, [N/A]\\n")) == (0,)
-
-
-def test_no_driver(tmp_path: Path) -> None:
-    assert gpu_memory({"PATH": str(tmp_path)}) == ()
-    assert gpu_memory(driver(tmp_path, "NVIDIA-SMI has failed", status=9)) == ()

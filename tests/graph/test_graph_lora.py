@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from segue.graph.deployment import Hardware
-from segue.graph.loader import load_plan, stage_overrides
-from segue.graph.lora import LoraPlan
+from segue.graph.deployment.deployment import Hardware
+from segue.graph.deployment.loader import load_plan, stage_overrides
+from segue.graph.deployment.options import LoraPlan
 from segue.graph.stage_graph import StageGraph
 from segue.messages.errors import ConfigError
 
@@ -50,7 +50,7 @@ def test_adapters_of_the_file_and_of_the_caller() -> None:
         ({"lora": {"adapters": {"a": 3}}}, "stages.llm.lora.adapters.a is 3; it must be the directory"),
         ({"lora": {"adapters": {"a": "/a", "b": "/b"}, "max_adapters": 1}}, "at least 2, the number of adapters"),
         ({"lora": {"max_rank": 0}}, "stages.llm.lora.max_rank is 0"),
-        ({"lora": {}, "deterministic": True}, "stages.llm.lora is set and so is deterministic"),
+        ({"lora": {}, "deterministic": True}, "stages.llm.lora cannot be combined with deterministic"),
         (
             {"quantization": "int9"},
             "stages.llm.quantization is 'int9'; it must be one of none, bfloat16, int8, int4, fp8",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from segue.graph.deployment import Hardware
-from segue.graph.loader import load_plan, stage_overrides
-from segue.graph.lora import LoraPlan
+from segue.graph.deployment.deployment import Hardware
+from segue.graph.deployment.loader import load_plan, stage_overrides
+from segue.graph.deployment.options import LoraPlan
 from segue.graph.stage_graph import StageGraph
 from segue.messages.errors import ConfigError
 
@@ -113,40 +113,40 @@ def test_a_language_model_has_no_guidance_branches(lm: StageGraph) -> None:
 
 
 @pytest.fixture
-def pictures() -> StageGraph:
+def images() -> StageGraph:
     graph = StageGraph("pictures")
     graph.stage("denoiser", "diffusion", takes={"text"}, gives={"image"})
     return graph
 
 
 @pytest.mark.parametrize("way", ["cfg_parallel", "sequence_parallel", "tensor_parallel"])
-def test_a_denoiser_has_several_processes(pictures: StageGraph, way: str) -> None:
+def test_a_denoiser_has_several_processes(images: StageGraph, way: str) -> None:
     said: dict[str, object] = {way: 2}
-    denoiser = load_plan(pictures, {"stages": {"denoiser": said}}, hardware=FOUR).stages["denoiser"]
+    denoiser = load_plan(images, {"stages": {"denoiser": said}}, hardware=FOUR).stages["denoiser"]
     ways = (denoiser.cfg_parallel, denoiser.sequence_parallel, denoiser.tensor_parallel)
     assert (sorted(ways), getattr(denoiser, way), denoiser.ranks) == ([1, 1, 2], 2, 2)
     assert (denoiser.devices, denoiser.replicas, denoiser.device_of(0, 1)) == (("cuda:0", "cuda:1"), 1, "cuda:1")
     four = {"stages": {"denoiser": {way: 3, "devices": [f"cuda:{number}" for number in range(4)]}}}
     with pytest.raises(ConfigError, match=rf"stages.denoiser.{way} is 3, but the stage has 4 GPUs"):
-        load_plan(pictures, four, hardware=FOUR)
-    adapted = load_plan(pictures, {"stages": {"denoiser": {way: 2, "lora": {}}}}, hardware=LAPTOP)
+        load_plan(images, four, hardware=FOUR)
+    adapted = load_plan(images, {"stages": {"denoiser": {way: 2, "lora": {}}}}, hardware=LAPTOP)
     assert adapted.stages["denoiser"].lora == LoraPlan()
 
 
-def test_ways_multiply(pictures: StageGraph) -> None:
+def test_ways_multiply(images: StageGraph) -> None:
     ways = {"cfg_parallel": 2, "sequence_parallel": 2}
-    denoiser = load_plan(pictures, {"stages": {"denoiser": ways}}, hardware=FOUR).stages["denoiser"]
+    denoiser = load_plan(images, {"stages": {"denoiser": ways}}, hardware=FOUR).stages["denoiser"]
     assert (denoiser.cfg_parallel, denoiser.sequence_parallel, denoiser.tensor_parallel) == (2, 2, 1)
     assert (denoiser.ranks, denoiser.replicas, len(denoiser.devices)) == (4, 1, 4)
-    here = load_plan(pictures, {"stages": {"denoiser": {**ways, "tensor_parallel": 2}}}, hardware=LAPTOP)
+    here = load_plan(images, {"stages": {"denoiser": {**ways, "tensor_parallel": 2}}}, hardware=LAPTOP)
     assert here.stages["denoiser"].ranks == 8
     eight = {"stages": {"denoiser": {**ways, "tensor_parallel": 2}}}
     every = r"denoiser\.sequence_parallel x cfg_parallel x tensor_parallel is 8, but the stage has 4 GPUs .* a multiple"
     with pytest.raises(ConfigError, match=every):
-        load_plan(pictures, eight, hardware=FOUR)
+        load_plan(images, eight, hardware=FOUR)
     three = {"stages": {"denoiser": {**ways, "devices": ["cuda:0", "cuda:1", "cuda:2"]}}}
     with pytest.raises(ConfigError, match=r"sequence_parallel x cfg_parallel is 4, but the stage has 3 GPUs"):
-        load_plan(pictures, three, hardware=FOUR)
+        load_plan(images, three, hardware=FOUR)
 
 
 @pytest.mark.parametrize(
@@ -159,11 +159,11 @@ def test_ways_multiply(pictures: StageGraph) -> None:
         (4, {"ulysses": 4}, 1),
     ],
 )
-def test_what_is_exchanged(pictures: StageGraph, ranks: int, mode: object, ring: int) -> None:
+def test_what_is_exchanged(images: StageGraph, ranks: int, mode: object, ring: int) -> None:
     said = {"stages": {"denoiser": {"sequence_parallel": ranks, "sequence_mode": mode}}}
-    assert load_plan(pictures, said, hardware=FOUR).stages["denoiser"].sequence_ring == ring
+    assert load_plan(images, said, hardware=FOUR).stages["denoiser"].sequence_ring == ring
     below = {"defaults": {"sequence_mode": mode}}
-    assert load_plan(pictures, below, hardware=FOUR).stages["denoiser"].sequence_ring == 1
+    assert load_plan(images, below, hardware=FOUR).stages["denoiser"].sequence_ring == 1
 
 
 @pytest.mark.parametrize(
@@ -176,12 +176,12 @@ def test_what_is_exchanged(pictures: StageGraph, ranks: int, mode: object, ring:
         ),
         (
             {"sequence_parallel": 2, "sequence_mode": {"ulysses": 2, "ring": 2}},
-            r"sequence_mode is ulysses 2 x ring 2, which is 4, but sequence_parallel is 2; the two must multiply to it",
+            r"sequence_mode is ulysses 2 x ring 2, which is 4, but sequence_parallel is 2; the product must equal it",
         ),
         ({"sequence_parallel": 4, "sequence_mode": {"rings": 2}}, r"sequence_mode has no key 'rings'; did you mean"),
         ({"sequence_parallel": 4, "sequence_mode": {"ring": 0}}, r"sequence_mode\.ring is 0; it must be an integer of"),
     ],
 )
-def test_what_cannot_be_exchanged(pictures: StageGraph, said: dict[str, object], message: str) -> None:
+def test_what_cannot_be_exchanged(images: StageGraph, said: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=rf"stages\.denoiser\.{message}"):
-        load_plan(pictures, {"stages": {"denoiser": said}}, hardware=FOUR)
+        load_plan(images, {"stages": {"denoiser": said}}, hardware=FOUR)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from segue.graph.deployment import Hardware
-from segue.graph.loader import load_plan
+from segue.graph.deployment.deployment import Hardware
+from segue.graph.deployment.loader import load_plan
 from segue.graph.render import as_mermaid, as_text
 from segue.graph.stage_graph import StageGraph
 from segue.messages.request import Request
@@ -38,7 +38,7 @@ PLAN = """\
 small: takes image, text; gives audio, text; main output from thinker
 
    stage    engine          takes        gives  devices  replicas  memory  dtype    threads  batch  worker with
-   input    module          -            -      cpu      1         -       float32  1        16     -
+   input    module          -            -      cpu      4         -       float32  1        16     -
 0  thinker  autoregressive  image, text  text   cpu      1         34.2%   float32  3        64     vocoder
 1  vocoder  module          -            audio  cpu      1         5.7%    float32  3        16     thinker
 
@@ -60,7 +60,7 @@ flowchart LR
 
 FRAMED = """\
 flowchart LR
-    s0["input<br>module<br>1 on cpu"]
+    s0["input<br>module<br>4 on cpu"]
     subgraph w1["one worker"]
         s1["thinker<br>autoregressive<br>takes image, text<br>1 on cpu"]
         s2["vocoder<br>module<br>1 on cpu"]

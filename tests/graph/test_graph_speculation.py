@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from segue.graph.deployment import Hardware
-from segue.graph.loader import load_plan
-from segue.graph.speculation import SpeculationPlan
+from segue.graph.deployment.deployment import Hardware
+from segue.graph.deployment.loader import load_plan
+from segue.graph.deployment.options import SpeculationPlan
 from segue.graph.stage_graph import StageGraph
 from segue.messages.errors import ConfigError
 
@@ -53,7 +53,7 @@ def test_defaults_reach_every_autoregressive_stage_that_is_silent():
         ({"method": "draft", "model": 3}, "speculation.model is 3; it must be the directory of a checkpoint"),
         ({"method": "mtp", "model": "x"}, "speculation.model is 'x', but the method 'mtp' takes no model"),
         ({"method": "ngram", "tokens": 0}, "speculation.tokens is 0; it must be an integer of at least 1"),
-        ({"method": "mtp", "ngram_max": 3}, "speculation.ngram_max is for the method 'ngram'; it is 'mtp'"),
+        ({"method": "mtp", "ngram_max": 3}, "speculation.ngram_max is for the method 'ngram', not 'mtp'"),
         ({"method": "ngram", "ngram_min": 5, "ngram_max": 4}, "ngram_min is 5; it must be at most ngram_max"),
         ({"method": "ngram", "adaptive": "no"}, "speculation.adaptive is 'no'; it must be true or false"),
         ({"method": "ngram", "num_speculative_tokens": 3}, "'num_speculative_tokens'; write tokens instead"),

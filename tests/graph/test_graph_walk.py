@@ -120,9 +120,7 @@ def test_an_output_without_its_media() -> None:
     graph.stage("editor", "diffusion", gives={"image"})
     graph.edge("encoder", "editor")
     assert [*graph.walk(ask("image", media=("image",)))] == [INPUT, "encoder", "editor"]
-    with pytest.raises(
-        InvalidRequest, match=r"asks for 'image', which .* alone; it carries too little: image"
-    ) as caught:
+    with pytest.raises(InvalidRequest, match=r"has 'image', which .* alone; it may need image") as caught:
         graph.walk(ask("image"))
     assert caught.value.field == "modalities"
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from segue.graph.deployment import Hardware, Plan
-from segue.graph.loader import load_plan
+from segue.graph.deployment.deployment import Hardware, Plan
+from segue.graph.deployment.loader import load_plan
 from segue.graph.stage_graph import StageGraph
 from segue.messages.errors import ConfigError
 
@@ -194,7 +194,7 @@ SHM = {"name": "SharedMemoryConnector"}
         ),
         (
             {"stage_args": [{"stage_id": 0}, {"stage_id": 0}]},
-            r"stage_args\[1\] is stage 'encoder', which stage_args\[0\] is",
+            r"stage_args\[1\] is stage 'encoder', as is stage_args\[0\]",
         ),
         ({"stage_args": [{"stage_id": 0, "engine_args": {}}]}, "no key 'engine_args'; write the keys of a stage"),
         (

@@ -11,12 +11,12 @@ import sys
 import pytest
 import torch
 
-from segue.kernels.memory import out_of_memory
+from segue.kernels.device import out_of_memory
 
 _SCRIPT = """
 import os
 import torch
-from segue.kernels.memory import give_back
+from segue.kernels.device import give_back
 
 def resident() -> int:
     with open("/proc/self/statm") as file:

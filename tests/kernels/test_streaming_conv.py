@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from segue.kernels.streaming_conv import (
+from segue.kernels.conv.streaming_conv import (
     Chain,
     Layer,
     Pointwise,

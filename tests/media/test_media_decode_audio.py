@@ -88,7 +88,7 @@ def test_channels_are_mixed() -> None:
     assert np.abs(samples).max() < 1e-3
 
 
-def test_sound_of_a_video() -> None:
+def test_audio_of_a_video() -> None:
     samples = decode_audio(part((ASSETS / "video.mp4").read_bytes()), 16000, LIMITS)
     assert 1.9 < len(samples) / 16000 < 2.2
 

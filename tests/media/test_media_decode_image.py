@@ -1,8 +1,9 @@
-"""Pictures in: real files of every common kind, raw arrays, and everything that is wrong with them."""
+"""Images in: real files of every common kind, raw arrays, and everything that is wrong with them."""
 
 from __future__ import annotations
 
 import io
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from media_breaking import broken
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from segue.media.image import decode_alpha, decode_image
 from segue.media.limits import MediaLimits
@@ -135,7 +137,7 @@ def test_an_array_without_pixels_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"no picture at all", PHOTO.read_bytes()[:3000], (PHOTO.parent / "speech.wav").read_bytes()],
+    [b"", b"no image at all", PHOTO.read_bytes()[:3000], (PHOTO.parent / "speech.wav").read_bytes()],
     ids=["empty", "text", "cut off", "sound"],
 )
 def test_broken_files_are_named(data: bytes) -> None:
@@ -150,7 +152,7 @@ def test_limits_name_themselves() -> None:
         decode_image(part(saved(Image.new("1", (4000, 4000)), "PNG")), MediaLimits(max_image_pixels=12_345_678))
     with pytest.raises(TooLarge, match="max_media_bytes"):
         decode_image(part(PHOTO.read_bytes()), MediaLimits(max_bytes=1000))
-    with pytest.raises(TooLarge, match="max_items"):
+    with pytest.raises(InvalidRequest, match="max_media_parts"):
         LIMITS.check_items(65, "messages")
 
 
@@ -159,6 +161,62 @@ def test_a_bomb_is_refused_before_it_is_unpacked(side: int) -> None:
     bomb = saved(Image.new("1", (side, side)), "PNG")
     with pytest.raises(TooLarge, match="max_image_pixels"):
         decode_image(part(bomb), LIMITS)
+
+
+def directory(*entries: tuple[int, int, int, int]) -> bytes:
+    """A little-endian TIFF directory of (tag, type, numbers, value or offset)."""
+    packed = b"".join(struct.pack("<HHII", *entry) for entry in entries)
+    return b"II*\0" + struct.pack("<IH", 8, len(entries)) + packed + bytes(4)
+
+
+OVERLAPPING = directory(*((tag, 7, 4000, 8) for tag in range(1, 1000))) + bytes(4000)
+"""Entries that all point at the same bytes: Pillow would copy 4 MB of 16 KB, and terabytes of 64 MB."""
+MANY_STRIPS = directory((256, 4, 1, 1), (257, 4, 1, 1), (273, 4, 1 << 21, 8), (279, 4, 1 << 21, 8)) + bytes(20 << 20)
+
+
+def progressive(scans: int) -> bytes:
+    """A JPEG whose last scan stands there many times over."""
+    file = saved(Image.new("L", (8000, 8000)), "JPEG", progressive=True)
+    last = file.rindex(b"\xff\xda")
+    return file[:-2] + file[last:-2] * scans + file[-2:]
+
+
+def noted(size: int) -> bytes:
+    """A PNG with a compressed text of so many bytes."""
+    text = PngInfo()
+    text.add_text("note", "x" * size, zip=True)
+    return saved(small(), "PNG", pnginfo=text)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (OVERLAPPING, "larger than the file"),
+        (saved(small(), "PNG", exif=b"Exif\0\0" + OVERLAPPING), "larger than the file"),
+        (saved(small(), "WEBP", exif=b"Exif\0\0" + OVERLAPPING), "larger than the file"),
+        (MANY_STRIPS, "2097152 numbers"),
+        (progressive(400), "scans"),
+        (noted(50_000_000), "too large"),
+    ],
+    ids=["directory", "exif of png", "exif of webp", "strips", "scans", "text"],
+)
+def test_what_would_unpack_to_much_is_refused_unread(data: bytes, says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says):
+        decode_image(part(data), LIMITS)
+
+
+def test_the_media_of_a_request_share_a_budget() -> None:
+    limits = MediaLimits(max_request_pixels=1000)
+    one = part(saved(small(), "PNG"))  # 384 pixels
+    for _ in range(4):  # not counted before the first request
+        decode_image(one, limits)
+    limits.budget.begin()
+    decode_image(one, limits)
+    decode_image(one, limits)
+    with pytest.raises(TooLarge, match="max_request_pixels"):
+        decode_image(one, limits)
+    limits.budget.begin()
+    assert decode_image(one, limits).shape == (16, 24, 3)
 
 
 def test_limits_of_a_deployment() -> None:

@@ -1,4 +1,4 @@
-"""Moving pictures in: a real file, raw frames, sampling, sound, and everything that is wrong with them."""
+"""Moving images in: a real file, raw frames, sampling, sound, and everything that is wrong with them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_clip_at_two_frames_a_second() -> None:
     assert all(np.array_equal(mine, theirs) for mine, theirs in zip(video.frames, wanted, strict=True))
 
 
-def test_sound_comes_along_when_wanted() -> None:
+def test_audio_comes_along_when_wanted() -> None:
     audio = decode_video(part(CLIP), 2.0, LIMITS, audio_rate=16000).audio
     assert audio is not None
     assert 1.9 < len(audio) / 16000 < 2.2

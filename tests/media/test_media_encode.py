@@ -101,13 +101,13 @@ def test_an_unknown_format_is_refused_with_its_neighbour() -> None:
         encode_audio(np.zeros(1, np.float32), 24000, "mp4")
 
 
-def test_a_picture_comes_back_pixel_by_pixel() -> None:
+def test_an_image_comes_back_pixel_by_pixel() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
     read = Image.open(io.BytesIO(encode_png(pixels.tobytes(), 5, 7)))
     assert read.format == "PNG"
     np.testing.assert_array_equal(np.asarray(read), pixels)
 
 
-def test_a_picture_of_the_wrong_size_is_refused() -> None:
+def test_an_image_of_the_wrong_size_is_refused() -> None:
     with pytest.raises(ValueError, match="has 105 bytes, not 4"):
         encode_png(b"1234", 5, 7)

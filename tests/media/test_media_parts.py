@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import http.server
 import io
+import itertools
+import select
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +23,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from segue.media.parts import PYTHON_POLICY, MediaPolicy, messages_from
+from segue.media.sources import _PinnedConnection
 from segue.messages.errors import InvalidRequest, NotFound, TooLarge
 from segue.messages.request import ArrayInfo, MediaPart, Message, TextPart
 
@@ -192,7 +197,7 @@ def test_input_audio_is_taken() -> None:
         ({"type": "image"}, "image", "has no source"),
         ({"type": "prompt_embeds"}, "data", "is missing"),
         ({"type": "prompt_embeds", "data": "!!"}, "data", "not base64"),
-        ({"type": "prompt_embeds", "data": [[1.0]]}, "data", "must be of float32 or float16"),
+        ({"type": "prompt_embeds", "data": [[1.0]]}, "data", "must be float32 or float16"),
         ({"type": "prompt_embeds", "prompt_embeds": "AA=="}, "prompt_embeds", "has no field"),
         ({"type": "video", "video": "data:,a", "path": "b"}, "video", "video and path"),
     ],
@@ -300,6 +305,14 @@ class _Media(http.server.BaseHTTPRequestHandler):
             self.wfile.write(b"x")
             self.wfile.flush()
             self.connection.recv(1)  # until the other side gives up
+        elif self.path in ("/trickle", "/trickling-head"):
+            self.send_response(200)
+            self.end_headers() if self.path == "/trickle" else self.flush_headers()
+            with contextlib.suppress(OSError):  # until the other side gives up
+                for number in itertools.count():
+                    self.wfile.write(b"x" if self.path == "/trickle" else b"X-%d: y\r\n" % (number % 10))
+                    self.wfile.flush()
+                    select.select([self.connection], [], [], 0.02)
         else:
             self._answer(404, b"")
 
@@ -351,7 +364,54 @@ def test_a_fetch_stays_within_its_limits(media_url: str, path: str, says: str) -
 
 def test_a_server_that_stalls_is_given_up(media_url: str) -> None:
     policy = MediaPolicy(http_hosts=LISTED.http_hosts, http_seconds=0.2)
+    for path in ("slow", "trickle", "trickling-head"):
+        assert "took longer than allowed" in refused_part(url_part(f"{media_url}/{path}"), policy).message
+
+
+def test_a_deadline_that_passes_while_connecting_ends_the_fetch(
+    media_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect, over = socket.create_connection, threading.Event()
+    end = _PinnedConnection._end
+
+    def late(*given: Any, **named: Any) -> socket.socket:
+        assert over.wait(60)
+        return connect(*given, **named)
+
+    def ending(connection: _PinnedConnection) -> None:
+        end(connection)
+        over.set()
+
+    monkeypatch.setattr(socket, "create_connection", late)
+    monkeypatch.setattr(_PinnedConnection, "_end", ending)
+    policy = MediaPolicy(http_hosts=LISTED.http_hosts, http_seconds=0.2)
+    assert "took longer than allowed" in refused_part(url_part(f"{media_url}/trickle"), policy).message
+
+
+def test_all_that_a_request_names_is_fetched_in_one_time(media_url: str) -> None:
+    policy = MediaPolicy(http_hosts=LISTED.http_hosts, http_seconds=200, request_seconds=0.2)
     assert "took longer than allowed" in refused_part(url_part(f"{media_url}/slow"), policy).message
+
+
+def test_a_name_that_does_not_come_to_an_address_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = threading.Event()
+
+    def unknown(*_: object, **__: object) -> list[Any]:
+        known.wait()
+        raise socket.gaierror("nobody knows it")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    policy = MediaPolicy(http_hosts=frozenset({"elsewhere.test"}), http_seconds=0.2)
+    try:
+        assert "took longer than allowed" in refused_part(url_part("http://elsewhere.test/x"), policy).message
+    finally:
+        known.set()
+
+
+def test_media_are_counted_before_any_is_read() -> None:
+    parts = [url_part("/no/such/file")] * 65
+    with pytest.raises(InvalidRequest, match="65 media parts; at most 64"):
+        messages_from([{"role": "user", "content": parts}], MediaPolicy(allow_paths=True))
 
 
 def test_hosts_are_off_by_default_and_private_addresses_need_their_own_entry(media_url: str) -> None:
@@ -368,7 +428,7 @@ def test_a_refused_connection_is_the_clients_error() -> None:
 # ---- arrays
 
 
-def test_pictures_from_python() -> None:
+def test_images_from_python() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (4, 6, 3), dtype=np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, format="PNG")
@@ -388,11 +448,11 @@ def test_pictures_from_python() -> None:
     assert gray.array.shape == (4, 6, 3)
 
 
-def test_a_transparent_picture_is_rgb() -> None:
+def test_a_transparent_image_is_rgb() -> None:
     assert only({"type": "image", "image": Image.new("RGBA", (2, 2), (9, 8, 7, 0))}).data == bytes([9, 8, 7]) * 4
 
 
-def test_sound_from_python() -> None:
+def test_audio_from_python() -> None:
     samples = np.array([0.0, 0.5, -1.0], np.float32)
     bare = only({"type": "audio", "audio": samples})
     assert bare.array == ArrayInfo("float32", (3,), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import av
@@ -52,14 +53,14 @@ def test_frames_come_back(tmp_path: Path, height: int, width: int) -> None:
 
 
 @pytest.mark.parametrize("fps", [12.5, 29.97, 16.0])
-def test_frame_rates_and_sound(tmp_path: Path, fps: float) -> None:
+def test_frame_rates_and_audio(tmp_path: Path, fps: float) -> None:
     tone = np.sin(np.arange(24000) / 24000 * 2 * np.pi * 440).astype(np.float32)
     path = tmp_path / "clip.mp4"
     Video(moving(round(fps), 32, 48), fps).save(path, audio=Audio(tone, 24000))
     with av.open(str(path)) as container:
         assert float(container.streams.video[0].average_rate) == pytest.approx(fps, rel=1e-3)
-        sound = container.streams.audio[0]
-        assert (sound.codec_context.name, sound.rate) == ("aac", 24000)
+        audio = container.streams.audio[0]
+        assert (audio.codec_context.name, audio.rate) == ("aac", 24000)
         samples = np.concatenate([frame.to_ndarray()[0] for frame in container.decode(audio=0)])
     assert abs(len(samples) - 24000) < 3000
     assert np.abs(np.fft.rfft(samples[:24000])).argmax() == pytest.approx(440, abs=10)
@@ -84,15 +85,22 @@ def test_nothing_is_left_of_what_failed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="uint8"):
         video.add(moving(1, 32, 32).astype(np.float32))
     with pytest.raises(ValueError, match="sample_rate"):
-        video.add_sound(np.zeros(5, dtype=np.float32))
+        video.add_audio(np.zeros(5, dtype=np.float32))
     video.discard()
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(OSError, match="nowhere"):
         VideoWriter(tmp_path / "nowhere" / "clip.mp4", fps=16)
 
 
+def test_a_file_called_part_is_not_its_own(tmp_path: Path) -> None:
+    (tmp_path / "clip.mp4.part").write_text("a download")
+    Video(moving(2, 32, 32), 16).save(tmp_path / "clip.mp4")
+    assert (tmp_path / "clip.mp4.part").read_text() == "a download"
+    assert {path.name for path in tmp_path.iterdir()} == {"clip.mp4", "clip.mp4.part"}
+
+
 def test_a_full_disk(tmp_path: Path) -> None:
-    (tmp_path / "clip.mp4.part").symlink_to("/dev/full")
+    (tmp_path / f".clip.mp4.{os.getpid()}.part").symlink_to("/dev/full")
     noise = np.random.default_rng(0).integers(0, 255, (16, 240, 320, 3), dtype=np.uint8)
     with pytest.raises(OSError, match="No space left"):
         Video(noise, 16).save(tmp_path / "clip.mp4")

@@ -13,11 +13,11 @@ from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.contract import LoadContext, StageOutput, StageRequest
 from segue.messages.request import Request
 from segue.messages.sampling import FALLBACK, SamplingParams
-from segue.models.causal_lm import tiny
-from segue.models.causal_lm.llm import LLM
-from segue.models.causal_lm.tiny_config import SMALL
-from segue.models.library import AutoConfig, AutoModelForCausalLM
-from segue.models.tiny.weights import prefer, randomise
+from segue.models.shared.library import AutoConfig, AutoModelForCausalLM
+from segue.models.shared.tiny.weights import prefer, randomise
+from segue.models.text.causal_lm import tiny
+from segue.models.text.causal_lm.llm import LLM
+from segue.models.text.causal_lm.tiny_config import SMALL
 
 VOCAB = 640
 """Prompts are made of ids below it: no special tokens."""

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 
 from segue.engines.contract import Engine, LoadContext, StageOutput, StageRequest
-from segue.engines.diffusion.contract import DiffusionAdapter
-from segue.engines.diffusion.costs import CostTable
+from segue.engines.diffusion.batch import CostTable
+from segue.engines.diffusion.contract import DiffusionModel
 from segue.engines.diffusion.engine import DiffusionConfig, DiffusionEngine
-from segue.engines.module.contract import ModuleAdapter
+from segue.engines.module.contract import ModuleModel
 from segue.engines.module.engine import ModuleEngine
-from segue.graph.lora import LoraPlan
-from segue.media.pictures import PICTURES, picture_parts
+from segue.graph.deployment.options import LoraPlan
+from segue.media.parts import IMAGES, image_parts
 from segue.media.sources import PYTHON_POLICY
 from segue.messages.diffusion import PARAMETERS, diffusion_from
 from segue.messages.request import Message, Request
@@ -38,7 +38,7 @@ class Made:
 
     latents: dict[int, torch.Tensor] = field(default_factory=dict)
     shown: dict[int, np.ndarray] = field(default_factory=dict)
-    """By index: uint8 pictures or frames, as the client gets them."""
+    """By index: uint8 images or frames, as the client gets them."""
     previews: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
     progress: list[tuple[int, int]] = field(default_factory=list)
     pieces: list[tuple[int, int, float]] = field(default_factory=list)
@@ -78,11 +78,11 @@ class Chain:
             )
             if self.graph.stages[name].engine == "diffusion":
                 ctx.lora = lora
-            self.adapters[name] = self.stages.ADAPTERS[name](ctx)
+            self.adapters[name] = self.stages.STAGE_MODELS[name](ctx)
         self.batches: list[int] = []
         """Rows of each step of the denoiser."""
 
-    def through(self, adapter: DiffusionAdapter | ModuleAdapter, stage: str = "denoiser") -> Chain:
+    def through(self, adapter: DiffusionModel | ModuleModel, stage: str = "denoiser") -> Chain:
         """The same with another adapter of a stage."""
         other = copy.copy(self)
         other.adapters = {**self.adapters, stage: adapter}
@@ -129,11 +129,11 @@ class Chain:
 
     def _begin(self, engines: Mapping[str, Engine], index: int, asked: Mapping[str, Any]) -> dict[str, StageRequest]:
         gives = self.graph.gives
-        pictures = picture_parts({key: asked[key] for key in asked if key in PICTURES}, PYTHON_POLICY)
+        images = image_parts({key: asked[key] for key in asked if key in IMAGES}, PYTHON_POLICY)
         request = Request(
             request_id=str(index),
             prompt=asked["prompt"],
-            messages=[Message("user", list(pictures))] if pictures else [],
+            messages=[Message("user", list(images))] if images else [],
             modalities=sorted(gives),
             seed=asked.get("seed", 0),
             adapter=asked.get("adapter"),

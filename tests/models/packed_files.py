@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from segue.engines.contract import LoadContext
-from segue.models.library import PreTrainedModel
-from segue.models.pretrained import load_config, load_model
+from segue.models.shared.checkpoint.pretrained import load_config, load_model
+from segue.models.shared.library import PreTrainedModel
 
 Packed = tuple[dict[str, torch.Tensor], torch.Tensor]
 """Tensors by the last parts of their names, and the weight [outputs, inputs] that they mean."""

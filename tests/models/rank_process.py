@@ -15,12 +15,12 @@ from pathlib import Path
 
 import torch
 
-from segue.engines.autoregressive.follower import follow
-from segue.engines.autoregressive.ranks import Leader
+from segue.engines.autoregressive.parallel.follower import follow
+from segue.engines.autoregressive.parallel.ranks import Leader
 from segue.engines.contract import LoadContext
-from segue.graph.lora import LoraPlan
-from segue.models.causal_lm.llm import LLM
-from segue.models.multimodal_lm.llm import LLM as MediaLLM
+from segue.graph.deployment.options import LoraPlan
+from segue.models.omni.multimodal_lm.llm import LLM as MediaLLM
+from segue.models.text.causal_lm.llm import LLM
 from segue.parallel.group import Group
 from segue.parallel.orders import Crew
 

@@ -21,10 +21,10 @@ import pytest
 import torch
 
 from segue.engines.contract import LoadContext
-from segue.engines.diffusion.contract import DiffusionAdapter
+from segue.engines.diffusion.contract import DiffusionModel
+from segue.engines.diffusion.follower import follow_rows
 from segue.engines.diffusion.ranks import RowLeader
-from segue.engines.diffusion.row_follower import follow_rows
-from segue.graph.lora import LoraPlan
+from segue.graph.deployment.options import LoraPlan
 from segue.models.registry import family_of, read_config
 from segue.parallel.orders import Crew
 from segue.parallel.ways import Shape, Ways, meet
@@ -61,13 +61,13 @@ def compiled_eagerly() -> Iterator[list[torch.fx.GraphModule]]:
         torch.compiler.set_default_backend(before)
 
 
-def denoiser(checkpoint: Path, keys: dict[str, Any], ways: Ways) -> DiffusionAdapter:
+def denoiser(checkpoint: Path, keys: dict[str, Any], ways: Ways) -> DiffusionModel:
     """One rank's; `keys`: as above, `lora` as a mapping."""
     given = {key: value for key, value in keys.items() if key not in WAYS}
     if "lora" in keys:
         given["lora"] = LoraPlan(**keys["lora"])
-    adapters = family_of(read_config(checkpoint), checkpoint).load_stages().ADAPTERS
-    loaded: DiffusionAdapter = adapters["denoiser"](
+    adapters = family_of(read_config(checkpoint), checkpoint).load_stages().STAGE_MODELS
+    loaded: DiffusionModel = adapters["denoiser"](
         LoadContext(checkpoint, "denoiser", CPU, torch.float32, ways=ways, **given)
     )
     return loaded
@@ -85,7 +85,7 @@ class Followers:
             )
 
     @contextmanager
-    def led(self, inner: DiffusionAdapter, checkpoint: Path, meeting: Path) -> Iterator[RowLeader]:
+    def led(self, inner: DiffusionModel, checkpoint: Path, meeting: Path) -> Iterator[RowLeader]:
         """A leader over `inner`, with a follower that has loaded `checkpoint`. It has ended when this does."""
         with self.joined(checkpoint, meeting, {}, lambda ways: inner) as leader:
             yield leader
@@ -96,7 +96,7 @@ class Followers:
         checkpoint: Path,
         meeting: Path,
         keys: dict[str, Any],
-        make: Callable[[Ways], DiffusionAdapter] | None = None,
+        make: Callable[[Ways], DiffusionModel] | None = None,
         *,
         follower: Path | None = None,
     ) -> Iterator[RowLeader]:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from segue.engines.contract import LoadContext, StageOutput, StageRequest
-from segue.engines.module.contract import ModuleAdapter
+from segue.engines.module.contract import ModuleModel
 from segue.engines.module.engine import ModuleConfig, ModuleEngine
 from segue.messages.request import Request
 from segue.messages.sampling import FALLBACK
-from segue.models.input_stage import InputStage
+from segue.models.shared.input_stage import InputStage
 
 
 def context(directory: Path, stage: str, **more: Any) -> LoadContext:
@@ -26,7 +26,7 @@ def edit(path: Path, **values: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-def answered(inputs: InputStage, adapter: ModuleAdapter, requests: Sequence[Request]) -> list[StageOutput]:
+def answered(inputs: InputStage, adapter: ModuleModel, requests: Sequence[Request]) -> list[StageOutput]:
     """The requests, of several ids and one modality, through both stages, in calls of up to four."""
     engine = ModuleEngine(adapter, ModuleConfig(max_batch=4))
     for request in requests:

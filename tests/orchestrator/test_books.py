@@ -9,21 +9,20 @@ import pytest
 from segue.graph.walk import WalkStage
 from segue.messages.request import Request
 from segue.messages.wire import Emission, OutputEnd, StageDone
-from segue.orchestrator.books import RequestBooks
-from segue.orchestrator.recovery import StageBook
+from segue.orchestrator.request_state import RequestState, StageState
 
 NAMES = ("thinker", "talker", "vocoder")
 GIVES = ({"text"}, set(), {"audio"})
 
 
-def books() -> RequestBooks:
+def books() -> RequestState:
     walk = {
         name: WalkStage(frozenset(NAMES[max(0, at - 1) : at]), frozenset(NAMES[at + 1 : at + 2]), frozenset(gives))
         for at, (name, gives) in enumerate(zip(NAMES, GIVES, strict=True))
     }
-    made = RequestBooks(Request(request_id="r"), walk, "thinker")
+    made = RequestState(Request(request_id="r"), walk, "thinker")
     made.stages = {
-        name: StageBook(tuple(stage.upstreams), tuple(stage.downstreams), worker=name, attempt=1)
+        name: StageState(tuple(stage.upstreams), tuple(stage.downstreams), worker=name, attempt=1)
         for name, stage in walk.items()
     }
     return made

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from segue.orchestrator.hangs import HangWatch
 from segue.orchestrator.replicas import Replica
+from segue.orchestrator.supervisor import HangWatch
 
 LIMIT = 4.0
 

@@ -58,6 +58,30 @@ def test_a_worker_that_hangs_is_killed_and_its_request_goes_on(toy_dir: Path, tm
     run(body)
 
 
+@pytest.mark.parametrize("stage", ["forward", "tone"])
+def test_a_worker_whose_device_is_lost_ends_and_its_requests_go_on(
+    toy_dir: Path, tmp_path: Path, stage: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An autoregressive and a module stage; neither answers with the error, which every later call would give."""
+
+    async def body() -> None:
+        once = tmp_path / "once"
+        once.touch()
+        async with AsyncOmni(toy_dir) as omni:
+            name = "counter" if stage == "forward" else stage
+            pid = pid_of(omni.health(), name)
+            lost = collect(omni, both("device", lost_at={"stage": stage, "at": 8, "once": str(once)}))
+            output, other = await asyncio.gather(lost, collect(omni, both("bystander")))
+            assert_right(output, "device")
+            assert_right(other, "bystander")
+            assert output.metrics.attempts == 2
+            assert pid_of(omni.health(), name) != pid
+
+    run(body)
+    said = "ends: the device reported AcceleratorError: CUDA error: an illegal memory access was encountered; it takes"
+    assert said in capfd.readouterr().err
+
+
 def test_a_stage_that_cannot_come_back_fails_its_requests_and_health_says_so(toy_dir: Path, tmp_path: Path) -> None:
     async def body() -> None:
         async with AsyncOmni(toy_dir) as omni:

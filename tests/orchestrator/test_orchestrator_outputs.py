@@ -189,7 +189,7 @@ def test_a_stage_that_feeds_another_has_one_output(system: System) -> None:
         ({"n": 3, "best_of": 2}, "best_of", r"best_of is 2; it must be at least n \(3\)"),
         ({"n": 3, "beam_width": 2}, "beam_width", r"beam_width is 2; it must be at least n \(3\)"),
         ({"beam_width": 17}, "beam_width", "beam_width is 17; it must be an integer from 1 to 16"),
-        ({"beam_width": 2, "best_of": 2}, "best_of", "best_of is 2 beside beam_width"),
+        ({"beam_width": 2, "best_of": 2}, "best_of", "best_of is 2 and beam_width is 2"),
         ({"beam_width": 2, "temperature": 0.5}, "temperature", "temperature is 0.5, but beam search"),
         ({"beam_width": 2, "length_penalty": 11.0}, "length_penalty", "length_penalty is 11.0; it must be a number"),
     ],

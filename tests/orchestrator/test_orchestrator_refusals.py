@@ -145,6 +145,7 @@ def test_bad_requests_are_refused_at_the_door(system: System) -> None:
         ({"seed": 1.5}, "seed"),
         ({"seed": 2**70}, "seed"),
         ({"priority": "high"}, "priority"),
+        ({"priority": 5}, "priority"),  # where nothing is scheduled by it
         ({"deadline": "soon"}, "deadline"),
         ({"voice": 5}, "voice"),
         ({"modalities": "text"}, "modalities"),
@@ -176,5 +177,19 @@ def test_wrong_types_are_refused_and_reach_no_worker(system: System, wrong: dict
             assert caught.value.field == field
             assert_right(await omni.generate(both("next")), "next")
             assert [pid_of(omni.health(), stage) for stage in omni.card.stages] == before
+
+    system.run(body)
+
+
+def test_a_request_that_was_here_already_is_refused(system: System) -> None:
+    async def body() -> None:
+        async with system.shared() as omni:
+            request = omni.request(both("once"))
+            await omni.output(request)
+            with pytest.raises(InvalidRequest, match="was served before") as caught:
+                await asyncio.wait_for(omni.output(request), 60)
+            assert caught.value.field == "request_id"
+            assert_right(await omni.generate(both("another")), "another")
+            assert not any(request.request_id in one.reading for one in omni.orchestrator.replicas.all)
 
     system.run(body)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segue.orchestrator.recovery import StageBook, settled, stages_to_rerun
+from segue.orchestrator.request_state import StageState, settled, stages_to_rerun
 
 
-def chain(**done: bool) -> dict[str, StageBook]:
+def chain(**done: bool) -> dict[str, StageState]:
     """input → thinker → talker → vocoder, one worker each, all begun."""
     names = ["input", "thinker", "talker", "vocoder"]
     books = {}
     for position, name in enumerate(names):
         ups = tuple(names[max(0, position - 1) : position])
-        books[name] = StageBook(ups, tuple(names[position + 1 : position + 2]), worker=name, attempt=1)
+        books[name] = StageState(ups, tuple(names[position + 1 : position + 2]), worker=name, attempt=1)
         books[name].done = done.get(name, False)
     for name, book in books.items():
         book.inputs_done = {up for up in book.upstreams if done.get(up, False) and not done.get(f"{up}_unheard", False)}
@@ -59,7 +59,7 @@ def test_a_stage_can_be_named_to_begin_anew() -> None:
 
 
 @st.composite
-def books_and_deaths(draw: st.DrawFn) -> tuple[dict[str, StageBook], set[str]]:
+def books_and_deaths(draw: st.DrawFn) -> tuple[dict[str, StageState], set[str]]:
     count = draw(st.integers(1, 6))
     names = [f"s{number}" for number in range(count)]
     ups: dict[str, list[str]] = {name: [] for name in names}
@@ -67,9 +67,9 @@ def books_and_deaths(draw: st.DrawFn) -> tuple[dict[str, StageBook], set[str]]:
         if position:
             ups[name] = draw(st.lists(st.sampled_from(names[:position]), min_size=1, unique=True))
     downs = {name: [other for other in names if name in ups[other]] for name in names}
-    books: dict[str, StageBook] = {}
+    books: dict[str, StageState] = {}
     for name in names:
-        book = StageBook(tuple(ups[name]), tuple(downs[name]), worker=name, attempt=1)
+        book = StageState(tuple(ups[name]), tuple(downs[name]), worker=name, attempt=1)
         finished_ups = [up for up in ups[name] if books[up].done]
         heard = set(draw(st.lists(st.sampled_from(finished_ups), unique=True))) if finished_ups else set()
         book.inputs_done = heard
@@ -80,7 +80,7 @@ def books_and_deaths(draw: st.DrawFn) -> tuple[dict[str, StageBook], set[str]]:
 
 
 @given(books_and_deaths())
-def test_whatever_runs_again_can_get_its_inputs(case: tuple[dict[str, StageBook], set[str]]) -> None:
+def test_whatever_runs_again_can_get_its_inputs(case: tuple[dict[str, StageState], set[str]]) -> None:
     books, living = case
     again = stages_to_rerun(books, living)
     for name in again:
@@ -90,7 +90,7 @@ def test_whatever_runs_again_can_get_its_inputs(case: tuple[dict[str, StageBook]
 
 
 @given(books_and_deaths())
-def test_nothing_runs_again_without_need(case: tuple[dict[str, StageBook], set[str]]) -> None:
+def test_nothing_runs_again_without_need(case: tuple[dict[str, StageState], set[str]]) -> None:
     books, living = case
     again = stages_to_rerun(books, living)
     for name in again:

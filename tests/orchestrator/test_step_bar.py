@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 
 from segue.messages.deltas import ProgressDelta
-from segue.orchestrator.step_bar import StepBar
+from segue.orchestrator.progress import StepBar
 
 
 class Terminal(io.StringIO):
@@ -14,7 +14,7 @@ class Terminal(io.StringIO):
 
 
 def shown(steps: list[tuple[int, int]], file: io.StringIO) -> str:
-    """What two pictures of 4 steps each draw."""
+    """What two images of 4 steps each draw."""
     bar = StepBar(2, file)
     for index, step in steps:
         bar.show(ProgressDelta("denoiser", step, 4, index))
@@ -22,7 +22,7 @@ def shown(steps: list[tuple[int, int]], file: io.StringIO) -> str:
     return file.getvalue()
 
 
-def test_steps_of_all_pictures_are_one_bar() -> None:
+def test_steps_of_all_images_are_one_bar() -> None:
     drawn = shown([(0, 1), (1, 1), (0, 2), (1, 2)], Terminal())
     assert "denoising:  50%" in drawn
     assert "4/8" in drawn

@@ -15,9 +15,8 @@ from segue.kernels.torchvision_shim import ensure_torchvision
 from segue.messages.deltas import Delta, Finished, RequestMetrics, SegmentDelta, TextDelta, TokensDelta, Usage
 from segue.messages.request import Request
 from segue.messages.speech import SpeechFacts, time_mark
-from segue.models.speech_seq2seq.rule import SpeechRule
-from segue.orchestrator.times import frames_heard, spans_of, sure_spans
-from segue.orchestrator.transcription import transcribed
+from segue.models.speech.speech_seq2seq.rule import SpeechRule
+from segue.orchestrator.transcription import frames_heard, spans_of, sure_spans, transcribed
 
 ensure_torchvision()
 

@@ -9,9 +9,9 @@ from fake_service import Live, finished
 
 from segue.messages.deltas import Delta, TextDelta
 from segue.messages.request import Request, TextPart
-from segue.models.chat_template import ChatTemplate
-from segue.models.dialects.dialect import CALL_FORMATS, Dialect
-from segue.models.dialects.reasoning import THINK
+from segue.models.shared.dialects.dialect import CALL_FORMATS, Dialect
+from segue.models.shared.dialects.reasoning import THINK
+from segue.models.shared.text.chat_template import ChatTemplate
 
 TEMPLATE = ChatTemplate("{{ tools }}{{ enable_thinking }}{% if add_generation_prompt %}<|assistant|>{% endif %}")
 HERMES = Dialect(TEMPLATE, CALL_FORMATS["hermes"], THINK)

@@ -81,6 +81,7 @@ class FakeService:
             options=frozenset({"use_audio_in_video"}),
             max_model_len=1000,
             created=1_700_000_000,
+            by_priority=True,
         )
         self.requests: list[Request] = []
         self.cancelled: queue.Queue[str] = queue.Queue()
@@ -156,7 +157,8 @@ def sent(port: int, path: str, body: dict[str, object], *, receive_buffer: int |
     if receive_buffer is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
     sock.connect(("127.0.0.1", port))
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     sock.sendall(head.encode() + data)
     return sock
 

@@ -21,7 +21,7 @@ def pixels(index: int, height: int, width: int) -> np.ndarray:
     return (ramp + np.array([0, 10, 20]) + 20 * index).astype(np.uint8)
 
 
-def picture(index: int, height: int, width: int, partial: int | None = None) -> ImageDelta:
+def make_image(index: int, height: int, width: int, partial: int | None = None) -> ImageDelta:
     return ImageDelta("decoder", pixels(index, height, width).tobytes(), height, width, index, partial)
 
 
@@ -31,7 +31,7 @@ def finished() -> Finished:
 
 
 async def paint(request: Request) -> AsyncGenerator[Delta]:
-    """Previews after the first steps, then the pictures. Refuses what a family refuses."""
+    """Previews after the first steps, then the images. Refuses what a family refuses."""
     params = request.diffusion or DiffusionParams()
     height, width = params.height or 64, params.width or 96
     if width % 16:
@@ -50,9 +50,9 @@ async def paint(request: Request) -> AsyncGenerator[Delta]:
             if params.progress:
                 yield ProgressDelta("denoiser", step + 1, STEPS, index)
             if step < params.partial_images:
-                yield picture(index, height // 2, width // 2, step)
+                yield make_image(index, height // 2, width // 2, step)
     for index in everyone:
-        yield picture(index, height, width)
+        yield make_image(index, height, width)
     yield finished()
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from segue.graph.deployment import StagePlan
-from segue.worker.device_memory import on_device
+from segue.graph.deployment.deployment import StagePlan
+from segue.worker.device import on_device
 
 
 def planned(share: float, size: int) -> StagePlan:

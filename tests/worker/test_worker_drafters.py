@@ -14,16 +14,16 @@ from safetensors.torch import save_file
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.contract import LoadContext, StageRequest
-from segue.graph.deployment import Hardware, StagePlan
-from segue.graph.loader import load_plan
-from segue.kernels.state_store import StateLayout
+from segue.graph.deployment.deployment import Hardware, StagePlan
+from segue.graph.deployment.loader import load_plan
+from segue.kernels.kv.states import StateLayout
 from segue.messages.errors import ConfigError
 from segue.messages.request import Request
 from segue.messages.sampling import FALLBACK, SamplingParams
-from segue.models.causal_lm import tiny
-from segue.models.causal_lm.graph import graph
-from segue.models.causal_lm.llm import LLM
-from segue.models.checkpoint import Checkpoint
+from segue.models.shared.checkpoint.checkpoint import Checkpoint
+from segue.models.text.causal_lm import tiny
+from segue.models.text.causal_lm.graph import graph
+from segue.models.text.causal_lm.llm import LLM
 from segue.worker.drafters import LoadedDrafter, load_drafter
 
 SAMPLINGS = {
@@ -152,13 +152,17 @@ def _with_module(source: Path, directory: Path) -> Path:
 @pytest.mark.parametrize(
     ("speculation", "message", "field"),
     [
-        ({"method": "draft", "model": "/nowhere"}, "is '/nowhere', which is no directory", "speculation.model"),
+        ({"method": "draft", "model": "/nowhere"}, "is '/nowhere', which is not a directory", "speculation.model"),
         (
             {"method": "draft", "model": "llama"},
             "whose tokenizer has other tokens than the model's",
             "speculation.model",
         ),
-        ({"method": "eagle", "model": "llama"}, "no tensor 'fc.weight', so this is no EAGLE head", "speculation.model"),
+        (
+            {"method": "eagle", "model": "llama"},
+            "no tensor 'fc.weight', so this is not an EAGLE head",
+            "speculation.model",
+        ),
         ({"method": "medusa", "model": "llama"}, "no Medusa heads in the checkpoint", "speculation.model"),
         ({"method": "mtp"}, "has no multi-token-prediction module", "speculation.method"),
     ],

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from segue.graph.deployment import StagePlan
+from segue.graph.deployment.deployment import StagePlan
 from segue.messages.errors import ConfigError
 from segue.messages.process import WorkerSpec
 from segue.worker.ranks import load_context

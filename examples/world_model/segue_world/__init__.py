@@ -1,1 +1,1 @@
-"""A model that no library has, served: a small video model that is told what to do in each frame."""
+"""Serves a model that no library has: a small video model that takes an action for each frame."""

@@ -1,4 +1,4 @@
-"""What Segue's registry knows of the model. No torch here."""
+"""Describes the model to Segue's registry, without importing torch."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from pathlib import Path
 from typing import Any
 
 from segue.graph.stage_graph import StageGraph
-from segue.models.diffusion.graph import denoise
-from segue.models.diffusion.sizes import Sizes
 from segue.models.family import Family
+from segue.models.shared.diffusion.family import denoise
+from segue.models.shared.diffusion.sizes import Sizes
 
 
 def graph(config: dict[str, Any]) -> StageGraph:
-    """input → denoiser → decoder."""
+    """The stage graph: input → denoiser → decoder."""
     g = StageGraph("world")
     denoise(g, gives="video")
     return g
 
 
 def sizes(config: dict[str, Any], model_dir: Path) -> Sizes:
-    """Height and width are multiples of 4."""
+    """The allowed sizes: height and width are multiples of 4."""
     return Sizes(multiple=4)
 
 

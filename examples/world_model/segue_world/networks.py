@@ -1,4 +1,4 @@
-"""The networks, as their author trained them: nothing of Segue in here."""
+"""The networks as their author trained them, independent of Segue."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 class World(nn.Module):
-    """Velocity of a rectified flow over the latents of a video."""
+    """Predicts the velocity of a rectified flow over the latents of a video."""
 
     def __init__(self, channels: int = 4, width: int = 32, actions: int = 3, layers: int = 3) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class World(nn.Module):
 
 
 class Frames(nn.Module):
-    """Latents to frames, each 4 times as high and as wide."""
+    """Decodes latents to frames, each 4 times as high and as wide."""
 
     def __init__(self, channels: int = 4) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def sample(
     world: World, frames: Frames, scheduler: FlowMatchEulerDiscreteScheduler, actions: torch.Tensor, *, height: int,
     width: int, steps: int, seed: int
 ) -> torch.Tensor:  # fmt: skip
-    """One video as its author makes it: [frames, height, width, 3] in [0, 1]."""
+    """Make one video with the author's own sampling loop: [frames, height, width, 3] in [0, 1]."""
     shape = (1, world.enter.in_channels, len(actions), height // 4, width // 4)
     latents = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     scheduler.set_timesteps(steps)

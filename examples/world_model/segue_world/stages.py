@@ -1,4 +1,4 @@
-"""The stages: what Segue's engines need to know of the networks."""
+"""The stage models, through which Segue's engines run the networks."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from segue.engines.diffusion.contract import Row, Sample
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import InvalidRequest
 from segue.messages.request import Request
-from segue.models.diffusion.decoder import Decoder
-from segue.models.diffusion.denoiser import Denoiser
-from segue.models.diffusion.given import Given
-from segue.models.diffusion.input import DiffusionInput, Rules
-from segue.models.diffusion.loading import component_config, load_own
-from segue.models.diffusion.transfers import picked
-from segue.models.transfers import whole
+from segue.models.shared.diffusion.denoiser.denoiser import Denoiser
+from segue.models.shared.diffusion.denoiser.given import Given
+from segue.models.shared.diffusion.input import DiffusionInput, Rules
+from segue.models.shared.diffusion.loading import component_config, load_own
+from segue.models.shared.diffusion.transfers import picked
+from segue.models.shared.diffusion.vae import Decoder
+from segue.models.shared.transfers import whole
 from segue_world.family import sizes
 from segue_world.networks import Frames, World
 
 
 class Input(DiffusionInput):
-    """Checks a request, and fills in what it leaves open."""
+    """Checks a request and fills in its defaults."""
 
     def __init__(self, ctx: LoadContext) -> None:
         defaults = DiffusionParams(height=64, width=64, num_inference_steps=8, fps=8.0)
@@ -35,7 +35,7 @@ class Input(DiffusionInput):
         self._numbers = component_config(ctx.model_dir, "transformer")["actions"]
 
     def process(self, request: Request) -> Payload:
-        """`settings` as `DiffusionInput` has them, and `actions`: [frames, numbers]."""
+        """The `settings` of `DiffusionInput`, and `actions`: [frames, numbers]."""
         actions = self._actions(request.options.get("actions"))
         asked = request.diffusion or DiffusionParams()
         if asked.seconds is not None or asked.num_frames not in (None, len(actions)):
@@ -56,7 +56,7 @@ class Input(DiffusionInput):
 
 
 class WorldDenoiser(Denoiser):
-    """One call: rows of several requests, each at a time of its own."""
+    """Denoises rows of several requests in one call, each at its own timestep."""
 
     def load(self, ctx: LoadContext, component: str) -> nn.Module:
         return load_own(ctx, component, World)
@@ -85,7 +85,7 @@ class WorldDenoiser(Denoiser):
 
 
 class WorldDecoder(Decoder):
-    """Latents to frames."""
+    """Decodes latents to frames."""
 
     scale = 4
 
@@ -93,11 +93,11 @@ class WorldDecoder(Decoder):
         return load_own(ctx, component, Frames)
 
     def tile(self, tiled: bool) -> None:
-        """It is small enough without."""
+        """Does nothing: the network is small enough without tiles."""
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         return self.vae(latents)
 
 
-ADAPTERS: dict[str, Any] = {"input": Input, "denoiser": WorldDenoiser, "decoder": WorldDecoder}
+STAGE_MODELS: dict[str, Any] = {"input": Input, "denoiser": WorldDenoiser, "decoder": WorldDecoder}
 TRANSFERS = {("input", "denoiser"): picked("settings", "actions"), ("denoiser", "decoder"): whole}

@@ -1,17 +1,17 @@
-"""What a hop costs: a payload from worker to worker through shared memory, against one memcpy of the same size.
+"""Measure a hop: a payload from worker to worker through shared memory, against one memcpy of the same size.
 
     python -m segue.bench.hop [--mib 10] [--rounds 100] [--json FILE]
 
-Two processes, one torch thread each. Every round does each thing once, in an order that turns, so that noise
-falls on all:
+Two processes, one torch thread each. Every round runs each operation once, in rotating order, so that noise affects
+all:
 
     memcpy     one warm copy between two buffers that have been touched before
     put        the producer's part of the hop: lay out, copy in
-    hop        put + control message (a Unix socket) + get: until the consumer has the payload's tensors in hand
-    in place   the same where the producer has computed into the slot: reserve + control message + get
+    hop        put + control message (a Unix socket) + get: until the consumer has the payload's tensors
+    in place   the same if the producer has computed into the slot: reserve + control message + get
 
-Times are CLOCK_MONOTONIC, one clock for both processes. The consumer adds up a few elements of what it got, so that a
-hop that loses bytes is noticed.
+Times are CLOCK_MONOTONIC, one clock for both processes. The consumer sums a few elements of the payload, so that
+corrupted hops are detected.
 """
 
 from __future__ import annotations
@@ -24,15 +24,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
-from segue.bench.child import python_path
-from segue.bench.hardware import Machine, machine
-from segue.cli_parser import Parser
+from segue.bench.harness.child import python_path
+from segue.bench.harness.hardware import Machine, machine
+from segue.bench.harness.load_report import table
+from segue.bench.harness.result_file import VERSION, write_result
+from segue.cli.parser import Parser
 from segue.connectors.shm import SharedMemoryConnector
 
 WARM_UP = 10
@@ -40,7 +43,7 @@ _PACKET = 1 << 16
 
 
 def consume(control: socket.socket) -> None:
-    """The consumer's process: take each payload, say when it was there and what it holds, release it."""
+    """The consumer's process: take each payload, report its arrival time and checksum, release it."""
     torch.set_num_threads(1)
     connector = SharedMemoryConnector(f"hop-consumer-{os.getpid()}", pool_bytes=1 << 20)
     while packet := control.recv(_PACKET):
@@ -55,7 +58,7 @@ def consume(control: socket.socket) -> None:
 
 
 class Hop:
-    """The producer's process: each method does one thing once and returns seconds."""
+    """The producer's process: each method runs one operation once and returns seconds."""
 
     def __init__(self, size: int, connector: SharedMemoryConnector, control: socket.socket) -> None:
         self.source = torch.arange(size // 8)
@@ -84,7 +87,7 @@ class Hop:
         found = self.connector.reserve("a", "b", "hop", {"x": self.source})
         assert found is not None, "the pool was full"
         reserved = time.perf_counter_ns()
-        found[0]["x"].copy_(self.source)  # stands for the computation; not counted
+        found[0]["x"].copy_(self.source)  # stands for the computation; not timed
         written = time.perf_counter_ns()
         return {"in place": (self._arrival(found[2]) - written + reserved - start) / 1e9}
 
@@ -96,7 +99,7 @@ class Hop:
 
 
 def measure(size: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of every round after the warm-up, by what was done. `size` in bytes."""
+    """Seconds of every round after the warm-up, by operation. `size` in bytes."""
     torch.set_num_threads(1)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     consumer = subprocess.Popen(
@@ -123,17 +126,47 @@ def measure(size: int, rounds: int) -> dict[str, list[float]]:
     return seconds
 
 
-def report(size: int, seconds: dict[str, list[float]], hardware: Machine) -> dict[str, Any]:
-    """Medians in milliseconds and in copies: the median, over rounds, of time over that round's memcpy."""
+class HopRow(msgspec.Struct):
+    """The figures of one operation."""
+
+    median_ms: float
+    p90_ms: float
+    copies: float
+    """Median over rounds of its time divided by that round's memcpy."""
+
+
+class HopResult(msgspec.Struct, kw_only=True):
+    version: int = VERSION
+    benchmark: str = "hop"
+    finished: str
+    """ISO 8601, UTC."""
+    machine: Machine
+    bytes: int
+    rounds: int
+    threads: int = 1
+    rows: dict[str, HopRow]
+
+
+def report(size: int, seconds: dict[str, list[float]], found: Machine) -> HopResult:
+    """The result from the seconds of each round."""
     rows = {}
     for name, values in seconds.items():
         ratios = [value / copy for value, copy in zip(values, seconds["memcpy"], strict=True)]
-        rows[name] = {
-            "median_ms": statistics.median(values) * 1e3,
-            "p90_ms": statistics.quantiles(values, n=10)[-1] * 1e3,
-            "copies": statistics.median(ratios),
-        }
-    return {"bytes": size, "rounds": len(seconds["memcpy"]), "threads": 1, "hardware": hardware, "rows": rows}
+        p90 = statistics.quantiles(values, n=10)[-1]
+        rows[name] = HopRow(statistics.median(values) * 1e3, p90 * 1e3, statistics.median(ratios))
+    finished = datetime.now(UTC).isoformat(timespec="seconds")
+    return HopResult(finished=finished, machine=found, bytes=size, rounds=len(seconds["memcpy"]), rows=rows)
+
+
+def hop_table(result: HopResult) -> str:
+    """The machine, and a Markdown table."""
+    machine = result.machine
+    head = [f"{result.bytes / 2**20:g} MiB, one thread a side", "median, ms", "p90, ms", "of one memcpy"]
+    rows = [
+        [name, f"{row.median_ms:.2f}", f"{row.p90_ms:.2f}", f"{row.copies:.2f}×"] for name, row in result.rows.items()
+    ]
+    where = f"{machine.cores} cores of {machine.cpu}; {result.finished[:10]}, commit {machine.commit}; "
+    return f"{where}{result.rounds} rounds, interleaved.\n\n{table(head, rows)}"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -153,12 +186,9 @@ def main(arguments: list[str] | None = None) -> None:
     size = int(options.mib * 2**20) // 8 * 8
     found = machine()
     result = report(size, measure(size, options.rounds), found)
-    print(f"{options.mib:g} MiB, {options.rounds} rounds, 1 thread a side, {found.cpu}")
-    print(f"{'':10}{'median ms':>12}{'p90 ms':>12}{'copies':>10}")
-    for name, row in result["rows"].items():
-        print(f"{name:10}{row['median_ms']:12.3f}{row['p90_ms']:12.3f}{row['copies']:10.2f}")
+    print(hop_table(result))
     if options.json is not None:
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+        write_result(result, options.json)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,14 @@ import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from segue.bench.arguments import add_out, check_installed, counts, progress, some_of
-from segue.bench.denoise_arguments import add_denoise
-from segue.bench.diffusion_arguments import add_diffusion
-from segue.bench.steps_arguments import add_steps
-from segue.bench.text_arguments import add_text
-from segue.cli_parser import Parser, count
+from segue.bench.diffusion.arguments import add_diffusion
+from segue.bench.gpu_check import add_gpu
+from segue.bench.harness.arguments import add_out, check_installed, counts, progress, some_of
+from segue.bench.steps.arguments import add_steps
+from segue.bench.steps.attention import add_attention
+from segue.bench.steps.denoise_arguments import add_denoise
+from segue.bench.text.arguments import add_text
+from segue.cli.parser import Parser, count
 
 BASELINES = ("one", "static")
 SIZES = ("tiny", "small")
@@ -23,9 +25,9 @@ _REPOSITORY = Path(__file__).parents[3]
 
 
 def main(argv: list[str]) -> int:
-    """Run `segue bench ARGV`; without arguments, `segue bench omni`. Gives the exit status."""
+    """Run `segue bench ARGV`; without arguments, `segue bench omni`. Returns the exit status."""
     if argv[:1] == ["hop"]:
-        from segue.bench.hop import main as hop  # it has a parser of its own
+        from segue.bench.hop import main as hop  # it has its own parser
 
         hop(argv[1:])
         return 0
@@ -62,17 +64,19 @@ def parser() -> Parser:
     add_diffusion(commands)
     add_denoise(commands)
     add_steps(commands)
+    add_attention(commands)
+    add_gpu(commands)
     return top
 
 
 def _omni(arguments: argparse.Namespace) -> int:
     check_installed(NEEDS)
-    # these bring torch and matplotlib: not for --help
-    from segue.bench.checkpoint import make_preset, make_shape
-    from segue.bench.load_report import result_path, write_report
-    from segue.bench.omni import OmniBench, run
-    from segue.bench.report import markdown, plot
-    from segue.bench.result_file import write_result
+    # slow imports (torch, matplotlib) that --help must not need
+    from segue.bench.harness.checkpoint import make_preset, make_shape
+    from segue.bench.harness.load_report import result_path, write_report
+    from segue.bench.harness.result_file import write_result
+    from segue.bench.omni.omni import OmniBench, run
+    from segue.bench.omni.report import markdown, plot
 
     if arguments.model is not None:
         model = arguments.model

@@ -9,30 +9,30 @@ Payload = dict[str, Any]
 
 
 class Connector(Protocol):
-    """Four calls. `put` runs in the producer's process, `get` in the consumer's; the metadata travels between them as
-    a control message (msgpack-able: dict, list, str, bytes, int, float, bool, None)."""
+    """Moves payloads by four calls. `put` runs in the producer's process, `get` in the consumer's; the metadata travel
+    between them in a control message (msgpack types: dict, list, str, bytes, int, float, bool, None)."""
 
     @property
     def bytes_in_use(self) -> int:
-        """Memory of this side's pool that payloads occupy."""
+        """Bytes of this side's pool that payloads occupy."""
 
     def put(
         self, from_stage: str, to_stage: str, request_id: str, payload: Payload
     ) -> tuple[bool, int, dict[str, Any] | None]:
-        """(ok, bytes of payload, metadata). Not ok, without metadata: no room now, try again after a release."""
+        """Send a payload; return (ok, bytes, metadata). Not ok, no metadata: no space now, retry after a release."""
 
     def get(
         self, from_stage: str, to_stage: str, request_id: str, metadata: dict[str, Any] | None = None
     ) -> tuple[Payload, int] | None:
-        """(payload, bytes), or None where it is gone (producer died, request released). Each metadata is taken once.
+        """Return (payload, bytes), or None if it is gone (producer died, request released). Metadata work only once.
 
         Tensors may be views of shared memory: they stay valid until `release(request_id)` on this side.
         """
 
     def release(self, request_id: str, metadata: dict[str, Any] | None = None) -> None:
-        """Free what this side holds for the request: as producer what nobody has taken, as consumer what it has taken.
+        """Free the request's payloads on this side: a producer's that nobody has taken, a consumer's that it has taken.
 
-        With the metadata of one payload, only that one: so a consumer frees each chunk when it is done with it.
+        With the metadata of one payload, free only that one: so a consumer frees each chunk when it is done with it.
         """
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Connectors by the name a deployment gives them."""
+"""Create a connector of a given kind from a deployment's settings."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _KEYS: dict[str, tuple[str, ...]] = {
 
 
 def create(kind: str, address: str, extra: dict[str, Any], device: DeviceMemory | None = None) -> Connector:
-    """The connector `kind` (`inproc` or `shm`), with the `extra` settings of the deployment, all of them bytes.
+    """Create the connector `kind` (`inproc` or `shm`) with the deployment's `extra` settings, all in bytes.
 
     `address` names this worker's pool to others on the machine, `device` is the accelerator whose tensors need not pass
-    through the host; `inproc` has no use for them. Raises `ConfigError` naming
-    a kind or key that does not exist, with its nearest neighbour, or a value that cannot work.
+    through the host; `inproc` ignores both. Raises `ConfigError` naming an unknown kind or key, with its nearest
+    neighbour, or an invalid value.
     """
     if kind not in _KEYS:
         raise ConfigError(f"there is no connector {kind!r}{nearest(kind, _KEYS)}", field="name")

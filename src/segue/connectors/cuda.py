@@ -1,9 +1,9 @@
-"""Memory of a CUDA device between processes, by the driver's own interprocess calls (libcuda, through ctypes).
+"""Share memory of a CUDA device between processes by the driver's IPC calls (libcuda, through ctypes).
 
 CUDA Driver API, "Memory Management": `cuIpcGetMemHandle` names an allocation, `cuIpcOpenMemHandle` maps it in another
-process, also one that works on another device of the machine where peer access is possible. Copies run on torch's
-current stream and are waited for on the host, on either side: what is announced has been written, what is released has
-been read, and no event has to outlive the process that made it.
+process, which may work on another device of the machine if peer access is possible. Copies run on torch's current
+stream, and the host waits for them on both sides: announced data are written, released data are read, and no event has
+to outlive the process that made it.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 
 from segue.connectors.payload import as_carrier
-from segue.messages.errors import StageFailed
 
 GRANULE = 2 << 20
-"""Bytes. A handle is of the whole block that the driver has cut an allocation from; in whole granules nothing else
-lies in it."""
+"""Allocation unit in bytes. A handle covers the whole block from which the driver cut an allocation; a block of whole
+granules holds nothing else."""
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 
 
-class CudaError(StageFailed):
-    """A call of the driver failed that must not."""
+class CudaError(RuntimeError):
+    """A driver call failed that must succeed. The message is worded like PyTorch's, so that
+    `segue.kernels.device.device_lost` recognizes the errors after which the process must end."""
 
 
 class _IpcHandle(ctypes.Structure):
@@ -34,7 +34,7 @@ class _IpcHandle(ctypes.Structure):
 
 
 class _Driver:
-    """The calls of libcuda that are used, in the primary context of one device: the one torch works in."""
+    """Calls libcuda in the primary context of one device, which is torch's context."""
 
     def __init__(self, library: ctypes.CDLL, device: torch.device) -> None:
         self._library = library
@@ -43,24 +43,24 @@ class _Driver:
         self._context = ctypes.c_void_p()
         self.call("cuInit", ctypes.c_uint(0))
         self.call("cuDeviceGet", ctypes.byref(number), ctypes.c_int(device.index))
-        # kept for the life of the process, as torch keeps it
+        # kept for the life of the process, as in torch
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), number)
 
     def status(self, name: str, *arguments: object) -> int:
-        """The result code of a call."""
+        """Make a call and return its result code."""
         return int(self._library[name](*arguments))
 
     def call(self, name: str, *arguments: object) -> None:
-        """A call that must succeed."""
+        """Make a call that must succeed; raise `CudaError` if it does not."""
         status = self.status(name, *arguments)
         if status:
             text = ctypes.c_char_p()
-            self._library["cuGetErrorName"](ctypes.c_int(status), ctypes.byref(text))
-            raise CudaError(f"{name}: {(text.value or b'unknown error').decode()} ({status})")
+            self._library["cuGetErrorString"](ctypes.c_int(status), ctypes.byref(text))
+            raise CudaError(f"CUDA error: {(text.value or b'unknown error').decode()} ({name} returned {status})")
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Calls of this thread go to the device's context, whatever was current."""
+        """Make the device's context current for this thread's calls."""
         self.call("cuCtxPushCurrent_v2", self._context)
         try:
             yield
@@ -68,7 +68,7 @@ class _Driver:
             self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def copy(self, target: int, source: int, size: int) -> None:
-        """Queue a copy behind what torch's current stream of the device has to do."""
+        """Queue a copy on torch's current stream of the device."""
         stream = torch.cuda.current_stream(self.device).cuda_stream
         with self.current():
             self.call(
@@ -84,7 +84,7 @@ class _Driver:
 
 
 class _Exported:
-    """Allocated by this process."""
+    """Device memory that this process has allocated."""
 
     def __init__(self, driver: _Driver, address: int, handle: bytes) -> None:
         self._driver = driver
@@ -92,7 +92,7 @@ class _Exported:
         self.handle = handle
 
     def write(self, offset: int, tensor: Tensor) -> None:
-        # a copy that `contiguous` makes is freed in the order of the same stream
+        # torch frees a copy made by `contiguous` in the order of the same stream
         source = as_carrier(tensor).contiguous()
         self._driver.copy(self._address + offset, source.data_ptr(), source.nbytes)
 
@@ -109,7 +109,7 @@ class _Exported:
 
 
 class _Imported:
-    """Allocated by another process, mapped in this one."""
+    """Device memory that another process has allocated, mapped in this one."""
 
     def __init__(self, driver: _Driver, address: int) -> None:
         self._driver = driver
@@ -125,7 +125,7 @@ class _Imported:
         return target
 
     def close(self) -> None:
-        """Whatever the driver says: the process that allocated it may be gone."""
+        """Unmap it, ignoring errors of the driver: the process that allocated it may be gone."""
         with self._driver.current():
             self._driver.status("cuIpcCloseMemHandle", ctypes.c_uint64(self._address))
 
@@ -169,7 +169,7 @@ class CudaMemory:
 
 
 def cuda_memory(device: torch.device) -> CudaMemory | None:
-    """The memory of a CUDA device; None where the driver's library is not what it is called on Linux."""
+    """Return the memory of a CUDA device; None if there is no `libcuda.so.1`."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,7 +1,7 @@
-"""The seam between the shared-memory connector and an accelerator: device memory that another process can open.
+"""The interface of the shared-memory connector to an accelerator: device memory that another process can open.
 
-What the connector asks is little, so that it can be had of anything: `segue.connectors.cuda` has it of a CUDA device,
-`segue.connectors.memfd_device` of host memory, for machines without one.
+The interface is small: `segue.connectors.cuda` implements it for a CUDA device, `segue.connectors.memfd_device` with
+host memory, for machines without one.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from segue.connectors.payload import APART_ALIGN
 
 
 class Exported(Protocol):
-    """A run of device memory of this process; whoever has the handle can open it while it is not closed."""
+    """A block of this process's device memory; any process with the handle can open it until it is closed."""
 
     @property
     def handle(self) -> bytes: ...
 
     def write(self, offset: int, tensor: Tensor) -> None:
-        """Copy a tensor that the device owns to `offset`, in the order of its stream; `settle` waits for it."""
+        """Copy a tensor of the device to `offset`, in the order of its stream; `settle` waits for it."""
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Copy to the host; complete on return. From any thread."""
+        """Copy to the host; complete on return. Any thread may call it."""
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
 
 
 class Imported(Protocol):
     """Another process's `Exported`, opened in this one."""
 
     def read(self, offset: int, size: int) -> Tensor | None:
-        """[size] uint8 in this process's own memory, on its device: a copy, complete on return. None: no room there."""
+        """Return a copy, [size] uint8 on this process's device, complete on return. None: its device is full."""
 
     def close(self) -> None: ...
 
@@ -45,26 +45,26 @@ class DeviceMemory(Protocol):
     """One process's view of its device."""
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether the tensor's bytes lie on this device."""
+        """Whether the tensor is on this device."""
 
     def export(self, size: int) -> Exported | None:
-        """Memory that others can open; None where there is not that much, or the device cannot share."""
+        """Allocate memory that others can open; None if there is not enough, or the device cannot share."""
 
     def open(self, handle: bytes) -> Imported | None:
-        """What another process has exported; None where this one cannot reach it."""
+        """Open memory that another process has exported; None if this process cannot reach it."""
 
     def settle(self) -> None:
-        """Return when all that was written is there for every process to see."""
+        """Return when all writes are visible to every process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A run of the device pool: from `take` until `give`."""
+    """A block of the device pool, from `take` until `give`."""
 
     pool: DevicePool
     memory: Exported
     edge: tuple[str, str]
-    """The stages it is taken for."""
+    """The two stages whose payload it holds."""
     unit: int
     units: int
     size: int
@@ -79,13 +79,13 @@ class Region:
 
 
 class DevicePool:
-    """One exported run of `size` bytes, had when it is first needed and kept until `close`; first fit within it.
+    """One exported block of `size` bytes, allocated on first use and kept until `close`; allocates first-fit within it.
 
-    It is the connector's own memory, and tensors are copied into it, for three reasons. A process opens a handle in
-    milliseconds and a copy within the device takes microseconds: one handle per producer is opened once. A producer may
-    write over a tensor it has put (the outputs of a CUDA graph are the same at each replay). And memory of torch's
-    allocator cannot be lent safely: it may be of a kind that has no handle (expandable segments), be given back to the
-    driver under the reader, and is lent with reference counts in files that a killed process leaves in /dev/shm.
+    Tensors are copied into this memory of the connector for three reasons. A process opens a handle in milliseconds,
+    but a copy within the device takes microseconds: one handle per producer is opened once. A producer may overwrite a
+    tensor that it has put (a CUDA graph has the same output tensors at each replay). And memory of torch's allocator
+    cannot be shared safely: it may have no handle (expandable segments), may go back to the driver while it is being
+    read, and is shared by reference counts in files that a killed process leaves in /dev/shm.
 
     Thread-safe.
     """
@@ -98,7 +98,7 @@ class DevicePool:
         self._refused = False
 
     def take(self, edge: tuple[str, str], size: int) -> Region | None:
-        """Room for `size` bytes; None where there is none now, or the device has none to share."""
+        """Allocate `size` bytes; None if there is no space now, or the device cannot share memory."""
         units = -(-size // APART_ALIGN)
         with self._lock:
             if self._exported is None and not self._refused:

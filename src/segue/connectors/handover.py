@@ -1,16 +1,16 @@
-"""Hands the descriptors of a pool to its receivers, once each, over a Unix socket; and hears a receiver die.
+"""Pass the descriptors of a pool to its receivers, once each, over a Unix socket, and detect a receiver's death.
 
-The socket's name is in the abstract namespace: no file, so nothing is left behind whatever kills the process. Both ends
-check the other's user id (SO_PEERCRED), since an abstract name has no permissions. Packets (SOCK_SEQPACKET):
+The socket's name is in the abstract namespace: no file, so no cause of death leaves one behind. Both ends check the
+other's user id (SO_PEERCRED), since an abstract name has no permissions. Packets (SOCK_SEQPACKET):
 
     producer → receiver   pool id (8 bytes), the receiver's number     on connecting
     receiver → producer   0, number of a segment                       when first needed
     producer → receiver   its number, its pages + its descriptor       or 0 pages and none: no such segment
-    receiver → producer   1, generation of what it has taken           when it cannot reach the device memory of it
-    producer → receiver   that generation, the size + a memfd of it    or 0 bytes and none: no room, or not taken
+    receiver → producer   1, generation of a payload it has taken      when it cannot open the payload's device memory
+    producer → receiver   that generation, the size + a memfd copy     or 0 bytes and none: no memory, or not taken
 
-The connection then stays open for as long as the receiver lives: its end, however it comes, frees what the receiver
-held.
+The connection stays open as long as the receiver lives: when it ends, for any reason, the receiver's payloads are
+freed.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ PATIENCE_S = 10.0
 
 
 CopyOut = Callable[[int, int], tuple[int, int] | None]
-"""(generation, receiver) → a memfd of its own with the device memory of that payload, and its size. For a receiver that
-cannot open that memory; it needs no room in the pool, so what was put can always be had."""
+"""(generation, receiver) → a new memfd with a copy of that payload's device memory, and its size. For a receiver that
+cannot open that memory; it needs no space in the pool, so a full pool does not prevent it."""
 
 
 def _abstract(address: str) -> str:
@@ -62,7 +62,7 @@ class HandOver:
     """The producer's end: one listening socket and one thread, from construction to `close`."""
 
     def __init__(self, address: str, pool_id: bytes, pool: Pool, copy_out: CopyOut) -> None:
-        """`copy_out` is called in the hand-over's own thread."""
+        """`copy_out` is called in this object's own thread."""
         self._copy_out = copy_out
         self._pool_id = pool_id
         self._pool = pool
@@ -109,7 +109,7 @@ class HandOver:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # it hung up while it waited, or there is no descriptor left: others go on
+        except OSError:  # it disconnected, or no descriptor is left: serve the others
             return
         connection.setblocking(False)
         if self._last == RECEIVERS - 1 or not _same_user(connection):
@@ -126,7 +126,7 @@ class HandOver:
     def _answer(self, connection: Any) -> None:
         try:
             packet = connection.recv(_ASK.size)
-            if len(packet) != _ASK.size:  # the end, or a stranger
+            if len(packet) != _ASK.size:  # disconnected, or not our protocol
                 self._drop(connection)
                 return
             what, index = _ASK.unpack(packet)
@@ -163,15 +163,15 @@ class HandOver:
 
 
 class Line:
-    """The receiver's end of one connection, with the segments it has mapped through it."""
+    """The receiver's end of one connection, with the segments mapped through it."""
 
     def __init__(self, connection: socket.socket, pool_id: bytes, receiver: int) -> None:
         self.connection = connection
         self._segments: dict[int, Segment] = {}
         self._copies: dict[int, mmap.mmap | None] = {}
-        """Answers by generation; those stay that came too late for the call that asked."""
+        """Answers by generation; an answer that came too late for its call stays here."""
         self.imported: dict[bytes, Imported | None] = {}
-        """Device memory of the producer by handle, as far as it was tried; None: it cannot be opened here."""
+        """Handle → device memory of the producer, once opening was tried; None: it cannot be opened here."""
         self._poll = select.poll()
         self._poll.register(connection, select.POLLRDHUP)
         self.pool_id = pool_id
@@ -179,7 +179,7 @@ class Line:
 
     @classmethod
     def open(cls, address: str, patience_s: float = PATIENCE_S) -> Line | None:
-        """Connect to the pool at `address`; None where no producer of this user answers within `patience_s`."""
+        """Connect to the pool at `address`; None if no producer of this user answers within `patience_s`."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.settimeout(patience_s)
         try:
@@ -193,11 +193,11 @@ class Line:
 
     @property
     def dropped(self) -> bool:
-        """Whether the producer has hung up."""
+        """Whether the producer has closed the connection."""
         return bool(self._poll.poll(0))
 
     def segment(self, index: int) -> Segment | None:
-        """The segment, mapped now if it was not; None where there is none or nobody answers."""
+        """Return the segment, mapping it on first use; None if there is none or the producer does not answer."""
         try:
             if index not in self._segments:
                 self.connection.send(_ASK.pack(_SEGMENT, index))
@@ -209,7 +209,7 @@ class Line:
         return self._segments[index]
 
     def host_copy(self, generation: int) -> mmap.mmap | None:
-        """A copy of device memory that was taken, for this receiver alone; None: no room, or nobody answers."""
+        """Get this receiver's own host copy of a taken payload's device memory; None: no memory, or no answer."""
         try:
             self.connection.send(_ASK.pack(_COPY, generation))
             while generation not in self._copies:
@@ -220,8 +220,8 @@ class Line:
         return self._copies.pop(generation)
 
     def _answer(self) -> tuple[int, int] | None:
-        """Wait for one answer and file it: it may be a late one to an earlier call, as good then as now. What it
-        answers; None at the end of the connection."""
+        """Wait for one answer, store it, and return what it answers; None at the end of the connection. It may be a
+        late answer to an earlier call, which is still valid."""
         answer, fds, _, _ = socket.recv_fds(self.connection, _COPIED.size, 1)
         if len(answer) == _COPIED.size:
             generation, size = _COPIED.unpack(answer)
@@ -239,7 +239,7 @@ class Line:
         return _SEGMENT, index
 
     def close(self) -> None:
-        """Hang up. What was taken over this line is free from now on; mapped views stay readable."""
+        """Disconnect. The producer frees all that was taken over this connection; mapped views stay readable."""
         self.connection.close()
         for segment in self._segments.values():
             segment.close()

@@ -1,4 +1,4 @@
-"""The in-process connector: hands over references. For fused stages, and as the fake that behaves like the others."""
+"""The in-process connector passes references: for fused stages, and as a fake of the other connectors in tests."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from segue.messages.errors import ConfigError, StageFailed
 @dataclass(slots=True)
 class _Held:
     payload: Payload | None
-    """None once it was taken; its bytes count until the release."""
+    """None once it has been taken; its bytes count until the release."""
     size: int
 
 
 class InProcessConnector:
     """`Connector` within one process; producer and consumer share the object. Thread-safe.
 
-    The consumer gets the producer's own tensors and containers: neither side may change them after `put`. What may
-    travel, how it is counted and when it is refused is as between processes. `max_bytes` bounds what is put and not
-    released.
+    The consumer gets the producer's own tensors and containers: neither side may change them after `put`. Allowed
+    types, byte counts and refusals are the same as between processes. `max_bytes` bounds the payloads that are put and
+    not released.
     """
 
     def __init__(self, *, max_bytes: int = 1 << 30) -> None:
@@ -40,7 +40,7 @@ class InProcessConnector:
     def put(
         self, from_stage: str, to_stage: str, request_id: str, payload: Payload
     ) -> tuple[bool, int, dict[str, Any] | None]:
-        """(ok, bytes, metadata); not ok while `max_bytes` would be passed. Raises as the shared-memory connector."""
+        """Return (ok, bytes, metadata); not ok if it exceeds `max_bytes` now. Raises like `SharedMemoryConnector`."""
         size = measure(payload).size
         if size > self._max_bytes:
             raise StageFailed(
@@ -61,7 +61,7 @@ class InProcessConnector:
     def get(
         self, from_stage: str, to_stage: str, request_id: str, metadata: dict[str, Any] | None = None
     ) -> tuple[Payload, int] | None:
-        """(payload, bytes); None where it was released or taken before. Raises `PayloadError` for other metadata."""
+        """Return (payload, bytes); None if released or already taken. Raises `PayloadError` for other metadata."""
         match metadata:
             case {"kind": "inproc", "number": int(number)}:
                 pass
@@ -79,7 +79,7 @@ class InProcessConnector:
             return payload, held.size
 
     def release(self, request_id: str, metadata: dict[str, Any] | None = None) -> None:
-        """Free everything of the request, taken or not; with the metadata of one payload: only that one."""
+        """Free all payloads of the request, taken or not; with the metadata of one payload, only that one."""
         with self._lock:
             self._check_open()
             held = self._requests.get(request_id, {})
@@ -98,7 +98,7 @@ class InProcessConnector:
 
     @property
     def bytes_in_use(self) -> int:
-        """Bytes that are put and not released."""
+        """Bytes of payloads that are put and not released."""
         with self._lock:
             return self._in_use
 

@@ -1,4 +1,4 @@
-"""First-fit allocation over a row of units: which are free, as sorted intervals that never touch each other."""
+"""First-fit allocation over a row of units; free units are kept as sorted intervals that never touch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from bisect import bisect_left
 
 
 class Intervals:
-    """`[0, length)` at first all free. `take` and `give` keep the free intervals sorted, apart, and merged."""
+    """The free units of `[0, length)`, at first all. `take` and `give` keep intervals sorted, disjoint and merged."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -14,7 +14,7 @@ class Intervals:
         """(start, end) of each free interval."""
 
     def take(self, count: int) -> int | None:
-        """The start of the first run of `count` units, now taken; None where no interval is long enough."""
+        """Take the first run of `count` units and return its start; None if no interval is long enough."""
         for index, (start, end) in enumerate(self.free):
             if end - start >= count:
                 if end - start == count:
@@ -25,7 +25,7 @@ class Intervals:
         return None
 
     def give(self, start: int, count: int) -> None:
-        """Give back what `take(count)` returned as `start`."""
+        """Free the `count` units that `take(count)` returned as `start`."""
         end = start + count
         index = bisect_left(self.free, (start, end))
         assert index == 0 or self.free[index - 1][1] <= start, "given back twice"
@@ -39,5 +39,5 @@ class Intervals:
 
     @property
     def empty(self) -> bool:
-        """Nothing is taken."""
+        """Whether nothing is taken."""
         return self.free == [(0, self.length)]

@@ -1,7 +1,7 @@
-"""A device whose memory is a memfd: for CPU tensors what CUDA's is for CUDA tensors, on machines that have none.
+"""A device whose memory is a memfd and whose tensors are CPU tensors: it stands in for a CUDA device.
 
-All that the connector decides about a device can so be run and killed across processes: who may open what, what falls
-back to the host, and what is free again when.
+On a machine without a GPU, tests can thus exercise the connector's device path across processes, and kill them: which
+process may open which memory, when the connector falls back to the host, and when memory is freed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from segue.connectors.payload import as_carrier
 
 
 class _Memory:
-    """A mapping of one memfd; both ends of it."""
+    """A mapping of one memfd, for either end."""
 
     def __init__(self, fd: int, size: int) -> None:
         self._fd = fd
@@ -35,12 +35,12 @@ class _Memory:
         return torch.frombuffer(self._bytes, dtype=torch.uint8, count=size, offset=offset).clone()
 
     def close(self) -> None:
-        os.close(self._fd)  # the mapping goes with its last view
+        os.close(self._fd)  # the mapping ends with its last view
 
 
 class MemfdMemory:
-    """`segue.connectors.device.DeviceMemory` over host memory. `reachable`: whether it can open what is exported (of
-    its own process too, which CUDA cannot)."""
+    """`segue.connectors.device.DeviceMemory` over host memory. `reachable`: whether it can open exported memory (also
+    its own process's, unlike CUDA)."""
 
     def __init__(self, *, reachable: bool = True) -> None:
         self._reachable = reachable
@@ -67,4 +67,4 @@ class MemfdMemory:
             return None
 
     def settle(self) -> None:
-        """Nothing is on the way: a write is done when it returns."""
+        """Do nothing: a write is complete when it returns."""

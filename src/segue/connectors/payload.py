@@ -1,4 +1,4 @@
-"""One payload as one run of bytes: a msgpack header, then the raw bytes of its tensors. No pickle.
+"""Encode a payload as one run of bytes: a msgpack header, then the raw bytes of its tensors. No pickle.
 
     | magic, header length, total | header (msgpack) | pad | tensor or bytes | pad | tensor or bytes | …
     0                             16                       ↑ every part starts on a multiple of 64 bytes
@@ -6,10 +6,10 @@
 The header is the payload's tree. Scalars stand for themselves and dicts are maps; everything else is a list that begins
 with a tag: `[0, items…]` list, `[1, items…]` tuple, `[2, dtype, shape, offset]` tensor, `[3, offset, length]` bytes,
 with offsets counted from the end of the header's padding; `[4, dtype, shape, offset]` is a tensor whose bytes travel
-apart, in a region of their own (memory of a device), with its offset there.
+separately, in a region of device memory, with its offset there.
 
-In: `measure` the payload, then `Encoded.write_into` a buffer — one memcpy per tensor. Out: `read_from` — no copy, the
-tensors are views of the buffer and keep it alive.
+To encode, `measure` the payload, then `Encoded.write_into` a buffer: one memcpy per tensor. `read_from` decodes without
+a copy: the tensors are views of the buffer and keep it alive.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from torch import Tensor
 from segue.messages.errors import StageFailed
 
 ALIGN = 64
-"""Bytes; a cache line, and more than any dtype or vector instruction asks for."""
+"""Bytes; a cache line, and at least what any dtype or vector instruction requires."""
 MAX_DEPTH = 64
-"""How deep containers may be nested; a container that holds itself ends here too."""
+"""Maximum nesting of containers; it also stops at a container that holds itself."""
 
 _MAGIC = b"SGP1"
 _PREFIX = struct.Struct("<4sIQ")  # magic, bytes of header, bytes of everything
 _LIST, _TUPLE, _TENSOR, _BYTES, _APART = range(5)
 APART_ALIGN = 256
-"""Bytes; how a device aligns what it allocates, so tensors in a region lie as its kernels expect them."""
+"""Bytes; the alignment of a device's allocations, which its kernels expect of tensors in a region, too."""
 _PLAIN = frozenset({type(None), bool, int, float, str})
 _MAX_BYTES = 2**62
 
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
-    # a quantised tensor is more than its bytes (scale, zero point)
+    # a quantised tensor has more than its bytes (scale, zero point)
     if isinstance(dtype, torch.dtype) and not str(dtype).startswith("torch.q")
 }
-"""What tensors may be, by the name in the header."""
+"""Name in the header → dtype, for all dtypes that tensors may have."""
 _CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""Item size → the dtype a tensor is copied as: not every dtype has a copy kernel, and bits must not change."""
+"""Item size → the dtype as which a tensor is copied: not every dtype has a copy kernel, and bits must not change."""
 
 
 class PayloadError(StageFailed):
-    """A payload that cannot be sent (`field` is the place in it), or bytes that are not a payload."""
+    """A payload that cannot be sent (`field` is the path in it), or bytes that are not a payload."""
 
 
 def _aligned(size: int) -> int:
@@ -60,15 +60,15 @@ def _aligned(size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A payload measured and ready to be written."""
+    """A measured payload, ready to be written."""
 
     header: bytes
     parts: list[tuple[int, Tensor | bytes]]
-    """(offset in the body, what goes there)"""
+    """(offset in the body, contents)"""
     size: int
     """Bytes that `write_into` fills, prefix and padding included."""
     apart: list[tuple[int, Tensor]] = field(default_factory=list)
-    """(offset in the region, tensor): what travels beside these bytes."""
+    """(offset in the region, tensor): tensors that travel separately."""
     apart_size: int = 0
     """Bytes of that region."""
 
@@ -101,16 +101,16 @@ def _copy(tensor: Tensor, buffer: memoryview, offset: int) -> None:
 
 
 def as_carrier(tensor: Tensor) -> Tensor:
-    """The tensor's bits as a dtype that has a copy kernel, conjugation and negation carried out."""
+    """Return the tensor's bits as a dtype with a copy kernel, with conjugation and negation resolved."""
     return tensor.detach().resolve_conj().resolve_neg().view(_CARRIER[tensor.dtype.itemsize])
 
 
 def measure(payload: dict[str, Any], apart: Callable[[Tensor], bool] | None = None) -> Encoded:
-    """Lay a payload out; tensors for which `apart` holds get a place in a region beside it. Raises `PayloadError`
-    naming the place of anything that cannot travel.
+    """Lay out a payload; tensors for which `apart` is true get a place in a separate region. Raises `PayloadError`
+    naming the path of a value that cannot be sent.
 
-    Travels: dict (keys str or int), list, tuple, strided tensors of any dtype but the quantised ones, bytes, str, int
-    (64 bits), float, bool, None. Not subclasses of these: they would arrive as something else.
+    Allowed types: dict (keys str or int), list, tuple, strided tensors of any dtype except quantised ones, bytes, str,
+    int (64 bits), float, bool, None. Subclasses are refused, because they would arrive as another type.
     """
     if type(payload) is not dict:
         raise PayloadError(f"a payload is a dict, not {type(payload).__name__}", field="payload")
@@ -126,7 +126,7 @@ def measure(payload: dict[str, Any], apart: Callable[[Tensor], bool] | None = No
 
 @dataclass(slots=True)
 class _Layout:
-    """Builds the header's tree and gives every tensor and bytes its place in the body."""
+    """Builds the header's tree and assigns offsets in the body to tensors and bytes."""
 
     apart: Callable[[Tensor], bool] | None
     parts: list[tuple[int, Tensor | bytes]] = field(default_factory=list)
@@ -188,7 +188,7 @@ class _Layout:
 
 
 def _unsendable(value: Any, path: str, error: Exception) -> PayloadError:
-    """Which scalar msgpack could not take: the slow walk, made only once the encoder has refused."""
+    """Find the scalar that msgpack cannot encode; a slow walk, made only after the encoder has failed."""
     if isinstance(value, dict):
         for key, item in value.items():
             if not _encodes(key) or not _encodes(item):
@@ -202,7 +202,7 @@ def _unsendable(value: Any, path: str, error: Exception) -> PayloadError:
 
 
 def _encodes(value: Any) -> bool:
-    """Whether msgpack takes every scalar in `value`; tensors are not its business."""
+    """Whether msgpack can encode every scalar in `value`; tensors are ignored."""
     try:
         msgspec.msgpack.encode(value, enc_hook=lambda _: None)
     except (OverflowError, UnicodeEncodeError):
@@ -211,11 +211,11 @@ def _encodes(value: Any) -> bool:
 
 
 def read_from(buffer: memoryview, region: Tensor | None = None) -> dict[str, Any]:
-    """The payload in a writable buffer. Its tensors are views of the buffer and keep it alive; bytes are copies.
+    """Decode the payload in a writable buffer. Its tensors are views of the buffer and keep it alive; bytes are copies.
 
-    `region`: [bytes] uint8 on any device, aligned to `APART_ALIGN`: the tensors that travelled apart are views of it.
+    `region`: [bytes] uint8 on any device, aligned to `APART_ALIGN`; tensors that travelled separately are views of it.
 
-    Raises `PayloadError` for bytes that are not a payload, whatever they are.
+    Raises `PayloadError` for any bytes that are not a payload.
     """
     if buffer.readonly:
         raise PayloadError("the buffer is read-only; tensors cannot be views of it")
@@ -264,7 +264,7 @@ class _Builder:
                 case [3, int(offset), int(length)]:
                     start = self.span(offset, length)
                     return bytes(self.buffer[start : start + length])
-        raise PayloadError(f"the payload's header has a node that is none: {node!r:.80}")
+        raise PayloadError(f"the payload's header has an invalid node: {node!r:.80}")
 
     def span(self, offset: int, length: int) -> int:
         start = self.body + offset
@@ -284,21 +284,21 @@ class _Builder:
     def tensor_apart(self, name: str, shape: list[int], offset: int) -> Tensor:
         dtype, count = self.kind(name, shape)
         if self.region is None or offset < 0 or offset % APART_ALIGN or offset + count > self.region.numel():
-            held = "none" if self.region is None else f"{self.region.numel()} bytes"
+            held = "no bytes" if self.region is None else f"{self.region.numel()} bytes"
             raise PayloadError(
-                f"the payload's header puts {count} bytes at {offset} of a region apart; there is {held} of it"
+                f"the payload's header puts {count} bytes at {offset} of a separate region, which has {held}"
             )
         return self.region[offset : offset + count].view(dtype).view(shape)
 
     @staticmethod
     def kind(name: str, shape: list[int]) -> tuple[torch.dtype, int]:
-        """(dtype, bytes) of a tensor that a header names."""
+        """Return (dtype, bytes) of a tensor from its name and shape in the header."""
         dtype = DTYPES.get(name)
         if dtype is None:
             raise PayloadError(f"the payload's header names the dtype {name!r}, which this torch does not have")
         if any(length < 0 for length in shape) or len(shape) > MAX_DEPTH:
             raise PayloadError(f"the payload's header names the shape {shape}")
-        # strides are products of lengths with zeros counted as ones: they must fit 64 bits too
+        # strides are products of lengths, with zeros counted as ones; they must fit into 64 bits too
         if math.prod(max(length, 1) for length in shape) * dtype.itemsize > _MAX_BYTES:
             raise PayloadError(f"the payload's header names the shape {shape}, more than can be addressed")
         return dtype, math.prod(shape) * dtype.itemsize

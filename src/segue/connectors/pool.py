@@ -1,8 +1,8 @@
-"""The producer's side of shared memory: a growing set of segments, first fit, freed by looking at the state words.
+"""The producer's side of shared memory: a growing set of segments with first-fit allocation, freed by state words.
 
 The memory that counts against `max_bytes` is that of the resident segments. A segment in which nothing is allocated may
 be hollowed: its memory goes back to the system, its mapping stays, here and at the receivers, to be filled again later.
-So a payload that fits `max_bytes` always fits once enough has been released, whatever sizes came before it.
+So a payload of at most `max_bytes` always fits once enough has been released, after any sequence of other sizes.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from segue.connectors.intervals import Intervals
 from segue.connectors.segment import PAGE, RECEIVERS, Segment, put_word
 
 _LOOKS = 16
-"""Allocations looked at before each new one: released memory is used again while it is warm in the cache."""
+"""Allocations checked before each new one, so that released memory is reused while it is warm in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One allocation: from `allocate` until its word is seen to be 0."""
+    """One allocation, from `allocate` until its word is found to be 0."""
 
     generation: int
     segment: int
@@ -29,12 +29,12 @@ class Slot:
     pages: int
     request_id: str
     region: Region | None = None
-    """Device memory of the payload's tensors; given back with the slot."""
+    """Device memory of the payload's tensors; freed with the slot."""
 
 
 @dataclass(slots=True)
 class _Row:
-    """A segment with the producer's book of what is free in it."""
+    """A segment with the producer's list of its free pages."""
 
     segment: Segment
     intervals: Intervals
@@ -42,7 +42,7 @@ class _Row:
 
 
 class Pool:
-    """Thread-safe: the worker's thread allocates and releases, the thread of the hand-over frees after a hang-up."""
+    """Allocates in segments. Thread-safe: the worker allocates and releases, the hand-over frees after disconnects."""
 
     def __init__(self, pool_bytes: int, max_bytes: int) -> None:
         """The first segment of `pool_bytes` is allocated and pre-faulted now. Raises OSError if memory is short."""
@@ -60,9 +60,9 @@ class Pool:
         return -(-size // PAGE) <= self._max
 
     def allocate(self, request_id: str, size: int, region: Region | None = None) -> tuple[Slot, memoryview] | None:
-        """A run of pages in the state "put", and its bytes to write; None where there is no room now.
+        """Allocate a run of pages in the state "put"; return it and its bytes to write, or None if there is no space.
 
-        `region` lives and dies with the run; it stays the caller's where there is no room.
+        `region` is freed with the run; on None, the caller keeps it.
         """
         pages = -(-size // PAGE)
         with self._lock:
@@ -84,7 +84,7 @@ class Pool:
             return slot, segment.view(page, size)
 
     def release(self, request_id: str) -> None:
-        """Free what was put for the request and nobody has taken."""
+        """Free the request's payloads that nobody has taken."""
         with self._lock:
             for generation in list(self._requests.get(request_id, ())):
                 self._withdraw(self._live[generation])
@@ -96,14 +96,14 @@ class Pool:
                 self._withdraw(self._live[generation])
 
     def receiver_gone(self, receiver: int) -> None:
-        """Free what `receiver` had taken; its connection has dropped, so it does not look at it any more."""
+        """Free all that `receiver` had taken; its connection has ended, so it no longer reads any of it."""
         with self._lock:
             for slot in list(self._live.values()):
                 if self._rows[slot.segment].segment.swap(slot.page, put_word(slot.generation) + receiver, 0):
                     self._reclaim(slot)
 
     def taken(self, generation: int, receiver: int) -> Slot | None:
-        """The allocation, if `receiver` has taken it and not released it."""
+        """Return the allocation if `receiver` has taken it and not released it, else None."""
         with self._lock:
             slot = self._live.get(generation)
             if slot is None:
@@ -112,18 +112,18 @@ class Pool:
             return slot if word == put_word(generation) + receiver else None
 
     def sweep(self) -> None:
-        """Take back all that was released."""
+        """Reclaim all released allocations."""
         with self._lock:
             self._look(len(self._live))
 
     def segment(self, index: int) -> Segment | None:
-        """The segment a receiver asks for."""
+        """Return the segment that a receiver asks for; None if there is none."""
         with self._lock:
             return self._rows[index].segment if 0 <= index < len(self._rows) else None
 
     @property
     def bytes_in_use(self) -> int:
-        """Bytes of the pages that are put or taken."""
+        """Bytes of pages that are put or taken."""
         with self._lock:
             self._look(len(self._live))
             return sum(slot.pages for slot in self._live.values()) * PAGE
@@ -135,7 +135,7 @@ class Pool:
             return self._resident() * PAGE
 
     def audit(self) -> None:
-        """Assert that free intervals and allocations tile every segment, and that the words say the same."""
+        """Assert that free intervals and allocations tile every segment, and that the state words agree."""
         with self._lock:
             for index, row in enumerate(self._rows):
                 slots = [slot for slot in self._live.values() if slot.segment == index]
@@ -150,7 +150,7 @@ class Pool:
             assert {g for generations in self._requests.values() for g in generations} == set(self._live)
 
     def close(self) -> None:
-        """Close the descriptors; each mapping goes with its last view, on either side."""
+        """Close the descriptors; each mapping ends with its last view, on either side."""
         with self._lock:
             for row in self._rows:
                 row.segment.close()
@@ -159,7 +159,7 @@ class Pool:
             self._requests.clear()
 
     def _look(self, count: int) -> None:
-        """Take back those of the `count` longest unseen allocations whose word has become 0."""
+        """Reclaim those of the `count` allocations unchecked for longest whose word has become 0."""
         for _ in range(min(count, len(self._live))):
             generation, slot = next(iter(self._live.items()))
             if self._rows[slot.segment].segment.words[slot.page] == 0:
@@ -189,7 +189,7 @@ class Pool:
         return None
 
     def _grow(self, pages: int) -> tuple[int, int] | None:
-        """Room in a segment that is filled again or new; empty ones are hollowed where the limit asks for it."""
+        """Allocate in a hollow or new segment; hollow empty segments if `max_bytes` requires it."""
         room = self._max - self._resident()
         idle = [row for row in self._rows if row.resident and row.intervals.empty]
         if room + sum(row.segment.pages for row in idle) < pages:
@@ -206,9 +206,9 @@ class Pool:
                 assert page == 0, "a hollow segment is empty"
                 return index, page
         try:
-            # whole steps, so that few different sizes come to be and hollow segments can be used again
+            # whole steps keep the number of sizes small, so that hollow segments can be reused
             index = self._add(min(-(-pages // self._step) * self._step, room))
-        except OSError:  # the system has no more memory: the same to the caller as a full pool
+        except OSError:  # the system has no more memory, which the caller sees as a full pool
             return None
         page = self._rows[index].intervals.take(pages)
         assert page == 0, "a new segment is empty"

@@ -1,15 +1,14 @@
-"""The shared-memory connector: one copy in, a view out, released by a word in shared memory.
+"""The shared-memory connector: `put` copies a payload in, `get` returns a view, a word in shared memory releases it.
 
-Every worker process has one, for all its edges, as producer (its own pool, handed to whoever asks for it) and as
-consumer (the pools of others, each mapped once). Metadata is `kind: inline` with the bytes themselves, or `kind: slot`
-with the place of the bytes; see `segment` for who owns which memory when.
+Every worker process has one, for all its edges, as producer (with its own pool, which it shares with receivers) and as
+consumer (of other workers' pools, each mapped once). Metadata are `kind: inline` with the bytes themselves, or
+`kind: slot` with their place; `segment` documents the ownership of memory.
 
 Tensors on a device do not pass through the host: they are copied into device memory that the consumer opens (`device`),
-and their slot holds the rest. Such a payload is taken out whole by `get`, and its slot released there: what is lent
-between processes on a device is lent for the length of one copy, so nothing the consumer holds can go away under it,
-whoever dies. Where the consumer cannot open that memory (another kind of device, none at all, the same process) it asks
-for a copy through the host; the producer remembers, and the edge goes through the host from then on. So does what the
-device has no room for.
+and their slot holds the rest. `get` copies such a payload out as a whole and releases its slot: processes share device
+memory only for the length of one copy, so no death can invalidate what the consumer holds. A consumer that cannot open
+that memory (another kind of device, no device, the same process) asks for a copy through the host; the producer then
+sends all payloads of that edge through the host. Payloads for which the device has no space go through the host, too.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ class SharedMemoryConnector:
     """`Connector` over memfds, for processes of one user on one machine (Linux).
 
     `address`: the name under which others find this worker's pool; unique on the machine while it lives, 1–96 bytes.
-    `shm_threshold_bytes`: smaller payloads ride in the metadata. `pool_bytes`: pre-faulted at once, and the step by
+    `shm_threshold_bytes`: smaller payloads travel in the metadata. `pool_bytes`: pre-faulted at once, and the step by
     which the pool grows up to `max_bytes`, which is also the largest payload. `device`: the accelerator whose tensors
-    stay on it, in `cuda_pool_bytes` of its memory that are had when first needed (0: all go through the host). Raises
-    `ConfigError` for values that cannot work.
+    stay on it, in `cuda_pool_bytes` of its memory, allocated on first use (0: all go through the host). Raises
+    `ConfigError` for invalid values.
 
-    Thread-safe. A payload that rode in its metadata is with the consumer already and cannot be called back by the
-    producer's `release`; one in a slot can, until it is taken.
+    Thread-safe. The producer's `release` cannot withdraw a payload in metadata, which the consumer already has; it can
+    withdraw one in a slot, until it is taken.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class SharedMemoryConnector:
         self._address = address
         self._threshold = shm_threshold_bytes
         self._max_bytes = max_bytes
-        # a name may be used again by a restarted worker; the id tells its pool from the old one
+        # a restarted worker may reuse a name; the id distinguishes its pool from the old one
         self._pool_id = os.urandom(8)
         try:
             self._pool = Pool(pool_bytes, max_bytes)
@@ -89,7 +88,7 @@ class SharedMemoryConnector:
             self._pool.close()
             raise
         self._lock = threading.Lock()
-        """Of the count below."""
+        """Guards `_inlined`."""
         self._receiver = Receiver(self._device)
         self._inlined = 0
         self._closed = False
@@ -97,9 +96,9 @@ class SharedMemoryConnector:
     def put(
         self, from_stage: str, to_stage: str, request_id: str, payload: Payload
     ) -> tuple[bool, int, dict[str, Any] | None]:
-        """(ok, bytes, metadata); not ok while the pool is full.
+        """Return (ok, bytes, metadata); not ok while the pool is full.
 
-        Raises `PayloadError` for a payload that cannot travel, `StageFailed` for one larger than `max_bytes`.
+        Raises `PayloadError` for a payload that cannot be sent, `StageFailed` for one larger than `max_bytes`.
         """
         self._check_open()
         encoded, region = self._lay_out((from_stage, to_stage), payload)
@@ -134,10 +133,10 @@ class SharedMemoryConnector:
     def reserve(
         self, from_stage: str, to_stage: str, request_id: str, like: Payload
     ) -> tuple[Payload, int, dict[str, Any]] | None:
-        """A slot to compute into: (payload, bytes, metadata), where the payload is `like` (its tensors may be on the
-        meta device) with writable views of the slot for tensors. No copy at all; None while the pool is full.
+        """Return a slot to compute into: (payload, bytes, metadata). The payload is `like` (its tensors may be on the
+        meta device) with writable views of the slot as tensors. Nothing is copied; None while the pool is full.
 
-        Fill the views, drop them, then send the metadata; `release` takes the slot back.
+        Fill the views, drop them, then send the metadata; `release` frees the slot.
         """
         self._check_open()
         encoded = measure(like)
@@ -151,7 +150,7 @@ class SharedMemoryConnector:
     def get(
         self, from_stage: str, to_stage: str, request_id: str, metadata: dict[str, Any] | None = None
     ) -> tuple[Payload, int] | None:
-        """(payload, bytes), its tensors views of the producer's memory; None where it is gone or was taken before.
+        """Return (payload, bytes), with tensors as views of the producer's memory; None if it is gone or already taken.
 
         Raises `PayloadError` for metadata that no `put` has returned.
         """
@@ -160,9 +159,9 @@ class SharedMemoryConnector:
         return self._receiver.take(found, request_id)
 
     def release(self, request_id: str, metadata: dict[str, Any] | None = None) -> None:
-        """Free what was put for the request and nobody has taken, and what was taken for it here.
+        """Free the request's payloads that were put here and not taken, and those that were taken here.
 
-        With the metadata of one payload: only that one.
+        With the metadata of one payload, free only that one.
         """
         self._check_open()
         key: tuple[Any, Any] | None = (
@@ -175,7 +174,7 @@ class SharedMemoryConnector:
         self._receiver.give_back(request_id, key)
 
     def close(self) -> None:
-        """Hang up on all producers, end the thread, close every descriptor. Views made before stay readable."""
+        """Disconnect from all producers, end the thread, close every descriptor. Existing views stay readable."""
         if self._closed:
             return
         self._closed = True
@@ -187,17 +186,17 @@ class SharedMemoryConnector:
 
     @property
     def bytes_in_use(self) -> int:
-        """Bytes of this worker's own pools that are put or taken, on the host in whole pages."""
+        """Bytes of this worker's own pools that are put or taken; host memory counts in whole pages."""
         return self._pool.bytes_in_use + self.device_bytes_in_use
 
     @property
     def device_bytes_in_use(self) -> int:
-        """Of them, bytes on the device."""
+        """The part of `bytes_in_use` that is on the device."""
         self._pool.sweep()
         return 0 if self._regions is None else self._regions.bytes_in_use
 
     def audit(self) -> None:
-        """Assert that the pool's books are right; for idle moments and tests."""
+        """Assert that the pool's state is consistent; for idle moments and tests."""
         self._pool.audit()
 
     def _check_open(self) -> None:
@@ -205,7 +204,7 @@ class SharedMemoryConnector:
             raise StageFailed(f"the shared-memory connector at {self._address!r} is closed")
 
     def _lay_out(self, edge: tuple[str, str], payload: Payload) -> tuple[Encoded, Region | None]:
-        """The payload measured, with room on the device for what is to stay there; None: all of it is for the host."""
+        """Measure the payload and allocate a device region for tensors that stay there; None: all go to the host."""
         if self._device is None or self._regions is None or edge in self._through_host:
             return measure(payload), None
         encoded = measure(payload, self._device.owns)
@@ -219,7 +218,7 @@ class SharedMemoryConnector:
         return measure(payload), None
 
     def _copy_to_host(self, generation: int, receiver: int) -> tuple[int, int] | None:
-        """For a receiver that cannot open the device memory of what it has taken; in the hand-over's thread."""
+        """Copy the device memory of a taken payload, which its receiver cannot open; runs in the hand-over's thread."""
         taken = self._pool.taken(generation, receiver)
         if taken is None or taken.region is None:
             return None
@@ -229,7 +228,7 @@ class SharedMemoryConnector:
         try:
             os.posix_fallocate(fd, 0, region.size)
             region.memory.read_into(region.offset, memoryview(mmap.mmap(fd, region.size)))
-        except OSError:  # no memory: the payload is lost to this receiver, and sent again through the host
+        except OSError:  # no memory: this receiver loses the payload, which is sent again through the host
             os.close(fd)
             return None
         return fd, region.size
@@ -237,7 +236,7 @@ class SharedMemoryConnector:
     def _allocate(
         self, from_stage: str, to_stage: str, request_id: str, size: int, region: Region | None = None
     ) -> tuple[Slot, memoryview] | None:
-        """A slot of `size` bytes, with a region beside it; None while the pool is full."""
+        """Allocate a slot of `size` bytes that owns `region`; None while the pool is full."""
         whole = size + (region.size if region is not None else 0)
         if not self._pool.fits(whole):
             raise StageFailed(

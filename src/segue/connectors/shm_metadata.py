@@ -1,4 +1,4 @@
-"""Metadata of the shared-memory connector: where a payload is, or the payload itself."""
+"""Metadata of the shared-memory connector: the place of a payload, or the payload itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from segue.connectors.payload import PayloadError
 
 _WIRE = (bytes,)
-"""Types that msgpack carries as they are: `to_builtins` would make base64 text of bytes."""
+"""Types that msgpack carries directly: by default, `to_builtins` turns bytes into base64 text."""
 
 
 class Inline(msgspec.Struct, frozen=True, tag_field="kind", tag="inline"):
@@ -35,12 +35,12 @@ class Placed(msgspec.Struct, frozen=True, tag_field="kind", tag="slot"):
 
 
 def written(found: Inline | Placed) -> dict[str, Any]:
-    """As it travels."""
+    """Convert metadata to the dict that travels."""
     return msgspec.to_builtins(found, builtin_types=_WIRE)
 
 
 def read(metadata: dict[str, Any] | None, place: str) -> Inline | Placed:
-    """What `written` gave. Raises `PayloadError` for anything else; `place`: which payload it came with."""
+    """Parse the dict that `written` made. Raises `PayloadError` for any other; `place` names the payload in errors."""
     try:
         return msgspec.convert(metadata, Inline | Placed)
     except msgspec.ValidationError as error:

@@ -1,4 +1,4 @@
-"""The consumer's side of the shared-memory connector: the pools of others, and what was taken out of them."""
+"""The consumer's side of the shared-memory connector: other workers' pools, and the payloads taken from them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from segue.connectors.shm_metadata import Inline, OnDevice, Placed
 
 
 class _Taken(msgspec.Struct):
-    """What the consumer holds for one request: until its release."""
+    """Payloads that the consumer holds for one request, until its release."""
 
     inline: set[tuple[bytes, int]] = msgspec.field(default_factory=set)
     slots: dict[tuple[bytes, int], tuple[Segment, int, int]] = msgspec.field(default_factory=dict)
@@ -25,9 +25,9 @@ class _Taken(msgspec.Struct):
 
 
 class Receiver:
-    """What one worker takes from all others. Thread-safe.
+    """Takes payloads from all other workers for one worker. Thread-safe.
 
-    `device`: what opens the device memory of others, where any can.
+    `device`: opens other workers' device memory; None: this worker cannot.
     """
 
     def __init__(self, device: DeviceMemory | None) -> None:
@@ -37,14 +37,14 @@ class Receiver:
         self._taken: dict[str, _Taken] = {}
 
     def take(self, found: Inline | Placed, request_id: str) -> tuple[Payload, int] | None:
-        """(payload, bytes); None where it is gone or was taken before."""
+        """Return (payload, bytes); None if it is gone or already taken."""
         with self._lock:
             if isinstance(found, Inline):
                 return self._take_inline(found, request_id)
             return self._take_placed(found, request_id)
 
     def give_back(self, request_id: str, name: tuple[bytes, int] | None) -> None:
-        """What was taken for a request, or of it only the payload of that pool and generation."""
+        """Release all that was taken for a request, or only the payload `name` = (pool id, generation)."""
         with self._lock:
             taken = self._taken.get(request_id)
             if taken is None:
@@ -57,7 +57,7 @@ class Receiver:
                 del self._taken[request_id]
 
     def close(self) -> None:
-        """Hang up on all producers."""
+        """Disconnect from all producers."""
         with self._lock:
             self._taken.clear()
             for line in self._lines.values():
@@ -91,7 +91,7 @@ class Receiver:
                 segment.swap(found.page, word, 0)
         try:
             payload = read_from(segment.view(found.page, found.size))
-        except BaseException:  # an interrupt, too: the page is the producer's again, and whoever asked is told
+        except BaseException:  # also an interrupt: return the page to the producer, and tell the caller
             segment.swap(found.page, word, 0)
             raise
         slots = self._taken.setdefault(request_id, _Taken()).slots
@@ -99,7 +99,7 @@ class Receiver:
         return payload, found.size
 
     def _take_out(self, found: Placed, on_device: OnDevice, line: Line, segment: Segment) -> tuple[Payload, int] | None:
-        """A payload with tensors of a device, as this process's own; None where they cannot be had."""
+        """Copy a payload with device tensors into this process's own memory; None if the tensors cannot be read."""
         region = self._read_device(on_device, line)
         if region is None:
             copied = line.host_copy(found.generation)
@@ -110,7 +110,7 @@ class Receiver:
         return read_from(rest, region), found.size + on_device.size
 
     def _read_device(self, on_device: OnDevice, line: Line) -> Tensor | None:
-        """The region's bytes on this worker's device; None where it has none that reaches them."""
+        """Copy the region to this worker's device; None if it has none that can open the region."""
         if self._device is None:
             return None
         if on_device.handle not in line.imported:
@@ -119,7 +119,7 @@ class Receiver:
         return None if memory is None else memory.read(on_device.offset, on_device.size)
 
     def _line(self, found: Placed) -> Line | None:
-        """The line to the pool that the metadata names; opened now if it is the first time."""
+        """Return the connection to the pool that the metadata name, opening it on first use; None if that fails."""
         line = self._lines.get(found.pool)
         if line is not None and not line.dropped:
             return line

@@ -1,4 +1,4 @@
-"""The books of an engine whose requests hold nothing but a state of their adapter: who is there, paused, failed."""
+"""Request state of engines whose requests hold only a state of their stage model; tracks paused and failed ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from segue.engines.contract import StageOutput, StageRequest
-from segue.kernels.memory import out_of_memory
+from segue.kernels.device import end_where_lost, out_of_memory
 from segue.messages.errors import InvalidRequest, SegueError, StageFailed
 
 
@@ -17,7 +17,7 @@ class Entry:
 
     request: StageRequest
     state: Any
-    """The adapter's own."""
+    """The stage model's state."""
     open_upstreams: set[str]
     """Upstreams that have not sent their final chunk."""
     paused: bool = False
@@ -30,7 +30,7 @@ class Entries(Generic[EntryT]):
     """Entries by request id, and the failures between steps."""
 
     def __init__(self, end: Callable[[Any], None]) -> None:
-        """`end`: the adapter's, called once with the state of every entry that leaves."""
+        """`end`: the stage model's, called once with the state of every removed entry."""
         self._end = end
         self._entries: dict[str, EntryT] = {}
         self._failed: list[StageOutput] = []
@@ -54,7 +54,7 @@ class Entries(Generic[EntryT]):
         return self._entries.items()
 
     def expect_new(self, request: StageRequest) -> None:
-        """Raises `InvalidRequest` where one of its id is here."""
+        """Raise `InvalidRequest` if a request with the same id is active."""
         if request.request_id in self._entries:
             raise InvalidRequest(f"request {request.request_id!r} is already in this stage", field="request_id")
 
@@ -62,13 +62,13 @@ class Entries(Generic[EntryT]):
         self._entries[entry.request.request_id] = entry
 
     def leave(self, request_id: str) -> EntryT:
-        """It has had its last output."""
+        """Remove a request after its last output."""
         entry = self._entries.pop(request_id)
         self._end(entry.state)
         return entry
 
     def cancel(self, request_id: str) -> None:
-        """Unknown ids are ignored; a failure that has not been told yet is told no more."""
+        """Remove a request and its unreported failure. Unknown ids are ignored."""
         if request_id in self._entries:
             self.leave(request_id)
         self._failed = [output for output in self._failed if output.request_id != request_id]
@@ -82,35 +82,36 @@ class Entries(Generic[EntryT]):
             self._entries[request_id].paused = False
 
     def fail(self, request_id: str, error: Exception) -> StageOutput:
-        """It leaves; what is told of it."""
+        """Remove a request and return the output that reports its error."""
         entry = self.leave(request_id)
-        told = as_error(error)
-        told.stage = told.stage or entry.request.stage
-        return StageOutput(request_id, finished=True, error=told)
+        failure = as_error(error)
+        failure.stage = failure.stage or entry.request.stage
+        return StageOutput(request_id, finished=True, error=failure)
 
     def fail_later(self, request_id: str, error: Exception) -> None:
-        """It leaves; the next step tells of it."""
+        """Remove a request; the next step reports its error."""
         self._failed.append(self.fail(request_id, error))
 
     @property
     def any_failed(self) -> bool:
-        """There is something to tell."""
+        """Whether failures are waiting to be reported."""
         return bool(self._failed)
 
     def take_failed(self) -> list[StageOutput]:
-        """What a step tells first."""
+        """Return and clear the failures, which a step reports first."""
         failed, self._failed = self._failed, []
         return failed
 
 
 def as_error(error: Exception) -> SegueError:
-    """Errors of our own tree pass; anything else is the stage's failure and says what it was. Of what was not there for
-    lack of memory nothing is kept: what the call had got by then hangs on the traceback."""
+    """Return errors of our own tree, and wrap others as a failure of the stage. An out-of-memory error is not kept as
+    the cause, because its traceback holds the call's allocations. Raises `DeviceLost`."""
     if isinstance(error, SegueError):
         return error
+    end_where_lost(error)
     if out_of_memory(error):
         first = str(error).partition("\n")[0]
-        return StageFailed(f"there is no memory left for what this request needs here: {first or type(error).__name__}")
+        return StageFailed(f"no memory left for this request: {first or type(error).__name__}")
     wrapped = StageFailed(f"{type(error).__name__}: {error}")
     wrapped.__cause__ = error
     return wrapped

@@ -1,4 +1,4 @@
-"""What can be wrong with a stage graph, and the order of its stages."""
+"""Validate a stage graph, find its main stage, and sort its stages topologically."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from segue.messages.errors import ConfigError, nearest
 ENGINES = ("autoregressive", "diffusion", "module")
 MODALITIES = ("text", "image", "audio", "video", "embedding", "score", "classes")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
-"""Names stand in file keys, metric labels and diagrams; a number would be taken for a stage's place."""
+"""Names appear in file keys, metric labels and diagrams; a leading digit could be mistaken for a stage number."""
 
 
 def check(graph: str, stages: Sequence[Stage], edges: Sequence[Edge]) -> None:
@@ -20,13 +20,13 @@ def check(graph: str, stages: Sequence[Stage], edges: Sequence[Edge]) -> None:
         _check_stage(graph, stage, {other.name for other in stages})
     _check_duplicates(graph, stages)
     _check_edges(graph, {stage.name for stage in stages}, edges)
-    topological(graph, [stage.name for stage in stages], edges)  # names the cycle where there is one
+    topological(graph, [stage.name for stage in stages], edges)  # raises if there is a cycle
     _check_flow(graph, stages, edges)
     main_stage(graph, stages)
 
 
 def main_stage(graph: str, stages: Sequence[Stage]) -> str:
-    """The stage marked `main`, else the one that gives text, else the only one that gives anything."""
+    """Return the stage marked `main`, else the one that gives text, else the only one that gives anything."""
     outputs = [stage for stage in stages if stage.gives]
     marked = [stage for stage in stages if stage.main]
     if len(marked) > 1:
@@ -42,7 +42,7 @@ def main_stage(graph: str, stages: Sequence[Stage]) -> str:
 
 
 def topological(graph: str, names: Sequence[str], edges: Sequence[Edge]) -> tuple[str, ...]:
-    """Every name after its upstreams, otherwise as given; `ConfigError` naming a cycle where there is one."""
+    """Sort names so that each follows its upstreams, otherwise in the given order; a cycle raises `ConfigError`."""
     waits_for = {name: {edge.source for edge in edges if edge.target == name} for name in names}
     order: list[str] = []
     while waits_for:
@@ -56,7 +56,7 @@ def topological(graph: str, names: Sequence[str], edges: Sequence[Edge]) -> tupl
 
 
 def reachable(start: str, steps: Mapping[str, Sequence[str]]) -> frozenset[str]:
-    """`start` and all that can be reached from it."""
+    """Return `start` and all names that can be reached from it."""
     seen = {start}
     frontier = [start]
     while frontier:
@@ -86,7 +86,7 @@ def _check_duplicates(graph: str, stages: Sequence[Stage]) -> None:
     seen: set[str] = set()
     for stage in stages:
         if stage.name in seen and stage.name == INPUT:
-            raise ConfigError(f"graph {graph!r}: {INPUT!r} is in every graph by itself; name yours otherwise")
+            raise ConfigError(f"graph {graph!r}: every graph already has a stage {INPUT!r}; choose another name")
         if stage.name in seen:
             raise ConfigError(f"graph {graph!r} has two stages called {stage.name!r}; names must differ")
         seen.add(stage.name)
@@ -100,21 +100,21 @@ def _check_edges(graph: str, names: set[str], edges: Sequence[Edge]) -> None:
             if end not in names:
                 raise ConfigError(f"{where} names no stage {end!r} of this graph{nearest(end, names)}")
         if edge.source == edge.target:
-            raise ConfigError(f"{where} leads a stage to itself")
+            raise ConfigError(f"{where} connects a stage to itself")
         if edge.target == INPUT:
-            raise ConfigError(f"{where}: nothing leads to {INPUT!r}, it reads the request")
+            raise ConfigError(f"{where}: no edge may lead to {INPUT!r}, which reads the request")
         if (edge.source, edge.target) in seen:
-            raise ConfigError(f"{where} is drawn twice")
+            raise ConfigError(f"{where} is declared twice")
         seen.add((edge.source, edge.target))
 
 
 def _check_flow(graph: str, stages: Sequence[Stage], edges: Sequence[Edge]) -> None:
-    """Everything comes from the request and leads to the client. Expects a DAG."""
+    """Check that every stage is reachable from the request and leads to the client. Expects a DAG."""
     forward = {stage.name: [edge.target for edge in edges if edge.source == stage.name] for stage in stages}
     has_upstream = {edge.target for edge in edges}
     if not any(stage.gives for stage in stages):
-        raise ConfigError(f"graph {graph!r}: no stage gives anything to the client; say gives= of the last one")
-    # in a DAG all stages that cannot be reached hang below one that has no input at all
+        raise ConfigError(f"graph {graph!r}: no stage gives anything to the client; set gives= of the last one")
+    # in a DAG every unreachable stage is downstream of a stage that has no input at all
     for stage in stages:
         if stage.name != INPUT and stage.name not in has_upstream:
             below = sorted(reachable(stage.name, forward) - {stage.name} - reachable(INPUT, forward))
@@ -128,12 +128,12 @@ def _check_flow(graph: str, stages: Sequence[Stage], edges: Sequence[Edge]) -> N
         if not reachable(stage.name, forward) & giving:
             raise ConfigError(
                 f"graph {graph!r}: stage {stage.name!r} gives nothing and leads to no stage that does; "
-                f"say what it gives, or draw an edge from it"
+                f"set gives=, or add an edge from it"
             )
 
 
 def _cycle(waits_for: Mapping[str, set[str]]) -> list[str]:
-    """One cycle, as a list that ends where it began. Every name left waits for another that is left."""
+    """Return one cycle, as a list that ends with its first name. Every remaining name waits for another of them."""
     path = [next(iter(waits_for))]
     while True:
         before = next(name for name in waits_for if name in waits_for[path[-1]])

@@ -1,4 +1,4 @@
-"""What a stage graph is made of."""
+"""The parts of a stage graph: stages and edges."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Literal
 from segue.messages.request import Request
 
 INPUT = "input"
-"""The stage every graph has by itself: it turns the request into tensors."""
+"""The stage that every graph has implicitly: it turns the request into tensors."""
 
 TOKENS = "tokens"
-"""What the input stage gives, in every graph: the prompt as token ids. No modality of a model, so no graph lists it."""
+"""The output of every graph's input stage: the prompt as token ids. Not a model's modality, so no graph lists it."""
 
 Engine = Literal["autoregressive", "diffusion", "module"]
 Condition = Callable[[Request], bool]
@@ -22,32 +22,32 @@ Condition = Callable[[Request], bool]
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One component of the model. The engine and the modalities are as written; `StageGraph.validate` checks them."""
+    """One component of the model. `StageGraph.validate` checks the engine and the modalities."""
 
     name: str
     engine: str
     """`autoregressive`, `diffusion` or `module`."""
     takes: frozenset[str] = frozenset()
-    """Modalities of the request this stage reads (it then has an edge from `INPUT`)."""
+    """Modalities of the request that this stage reads (it then has an edge from `INPUT`)."""
     gives: frozenset[str] = frozenset()
-    """Modalities of the client's answer this stage makes."""
+    """Modalities of the response that this stage makes."""
     fuse_with: str | None = None
-    """The stage to share a worker with where the deployment says nothing."""
+    """The stage to share a worker with unless the deployment says otherwise."""
     main: bool = False
     divisible: bool = False
-    """Its adapter takes a rank's part of the weights (`tensor_parallel`)."""
+    """Whether its stage model can load one rank's part of the weights (`tensor_parallel`)."""
     library: str = ""
-    """What of a library's own pipeline runs in it, for people."""
+    """The components of a library's pipeline that run in it; shown in listings."""
 
     @property
     def media_only(self) -> bool:
-        """Runs only for requests that carry media it takes."""
+        """Whether the stage runs only for requests that carry media it takes."""
         return bool(self.takes) and "text" not in self.takes
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A stream from stage to stage; with `when`, only for the requests it is true of."""
+    """A stream from stage to stage; with `when`, only for requests that satisfy it."""
 
     source: str
     target: str
@@ -55,7 +55,7 @@ class Edge:
 
     @property
     def condition(self) -> str | None:
-        """Name of the condition, for people."""
+        """Display name of the condition."""
         return None if self.when is None else _name_of(self.when)
 
 

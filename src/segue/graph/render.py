@@ -1,15 +1,15 @@
-"""A graph, or a plan, for people: as text, and as a Mermaid diagram."""
+"""Render a graph or a plan as text or as a Mermaid diagram."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from segue.graph.deployment import MiB, Plan, StagePlan
+from segue.graph.deployment.deployment import MiB, Plan, StagePlan
 from segue.graph.stage_graph import INPUT, Edge, Stage, StageGraph
 
 
 def as_text(what: Plan | StageGraph) -> str:
-    """Tables of stages and edges. Stages stand in topological order, numbered as `stage_id` counts them."""
+    """Return tables of stages and edges. Stages are in topological order, with their `stage_id`."""
     graph = what.graph if isinstance(what, Plan) else what
     order = graph.topological()
     number = {name: str(place) for place, name in enumerate(name for name in order if name != INPUT)}
@@ -37,10 +37,10 @@ def as_text(what: Plan | StageGraph) -> str:
 
 
 def as_mermaid(what: Plan | StageGraph) -> str:
-    """A flowchart; conditional edges are dotted and labelled, stages that share a worker are framed."""
+    """Return a flowchart; conditional edges are dotted and labelled, stages that share a worker are framed."""
     graph = what.graph if isinstance(what, Plan) else what
     groups = what.groups if isinstance(what, Plan) else tuple((name,) for name in graph.topological())
-    # ids of our own: a stage may be called `end`, which Mermaid would take for a keyword
+    # generated ids: a stage may be called `end`, which is a keyword of Mermaid
     ids = {name: f"s{place}" for place, name in enumerate(graph.topological())}
     lines = ["flowchart LR"]
     for place, group in enumerate(groups):

@@ -1,4 +1,4 @@
-"""The stage graph of one model, as a value: named stages, edges between them, and what a request makes of them.
+"""The stage graph of one model, as a value: named stages, the edges between them, and a request's walk over them.
 
     g = StageGraph("speaking")
     g.stage("encoder", "module", takes={"image", "audio", "video"})
@@ -10,10 +10,9 @@
     g.edge("talker", "vocoder")
     g.validate()
 
-Every graph has one stage more, `INPUT`: the family's processor, a CPU stage with an edge to every stage that takes
-something of the request. The graph knows no device and no process; the deployment (`segue.graph.deployment`) is laid
-over it.
-"""
+Every graph also has the stage `INPUT`: the family's processor, a CPU stage with an edge to every stage that takes
+some modality of the request. The graph knows no devices or processes; the deployment
+(`segue.graph.deployment.deployment`) adds them."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ __all__ = ["INPUT", "Condition", "Edge", "Engine", "Stage", "StageGraph", "Walk"
 
 
 class StageGraph:
-    """The DAG of stages of one model. Built by `stage` and `edge`, checked by `validate`, then only read."""
+    """The DAG of one model's stages. `stage` and `edge` build it, `validate` checks it; then it is only read."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -37,7 +36,7 @@ class StageGraph:
         self._drawn: list[Edge] = []
         self._validated = False
 
-    # --- building: nothing is checked here, so that `validate` can look at the whole
+    # --- building: nothing is checked here, because `validate` checks the whole graph
 
     def stage(
         self,
@@ -53,26 +52,26 @@ class StageGraph:
     ) -> None:
         """Add a stage.
 
-        `main` marks the stage whose end is the end of the answer (by default the one that gives text, else the only
+        `main` marks the stage whose end is the end of the response (by default the one that gives text, else the only
         one that gives anything); `fuse_with` suggests a stage to share a worker with; `divisible`: one replica can be
-        several processes with a part of the weights each (`tensor_parallel`); `library` says what of a library's own
-        pipeline runs in the stage, where that is so.
+        several processes with a part of the weights each (`tensor_parallel`); `library` names the components of a
+        library's pipeline that run in the stage, if any.
         """
         stage = Stage(name, engine, frozenset(takes), frozenset(gives), fuse_with, main, divisible, library)
         self._declared.append(stage)
         self._validated = False
 
     def edge(self, source: str, target: str, *, when: Condition | None = None) -> None:
-        """Add an edge; a request for which `when` is false does not have it.
+        """Add an edge; it exists only for requests that satisfy `when`.
 
-        Edges from `INPUT` come by themselves; draw one only to give it a condition, or for a stage that reads the
-        request without taking a modality of it.
+        Edges from `INPUT` are implicit; add one only to give it a condition, or for a stage that reads the request
+        without taking one of its modalities.
         """
         self._drawn.append(Edge(source, target, when))
         self._validated = False
 
     def validate(self) -> None:
-        """Raise `ConfigError` naming the first mistake and what would be right."""
+        """Raise `ConfigError` naming the first mistake and its remedy."""
         if self._validated:
             return
         checks.check(self.name, self._declared, self.edges)
@@ -82,12 +81,12 @@ class StageGraph:
 
     @property
     def stages(self) -> Mapping[str, Stage]:
-        """By name, `INPUT` first, then as declared."""
+        """All stages by name: `INPUT` first, then in declared order."""
         return MappingProxyType({stage.name: stage for stage in self._declared})
 
     @property
     def edges(self) -> tuple[Edge, ...]:
-        """`INPUT`'s own edges first, then as declared."""
+        """All edges: the implicit ones of `INPUT` first, then in declared order."""
         drawn = {edge.target for edge in self._drawn if edge.source == INPUT}
         own = tuple(Edge(INPUT, s.name) for s in self._declared if s.takes and s.name not in drawn and s.name != INPUT)
         return own + tuple(self._drawn)
@@ -109,7 +108,7 @@ class StageGraph:
 
     @property
     def main(self) -> str:
-        """The stage that makes the main output; its finish reason is the request's."""
+        """The stage that makes the main output; the request takes its finish reason."""
         self.validate()
         return checks.main_stage(self.name, self._declared)
 
@@ -117,11 +116,11 @@ class StageGraph:
         return tuple(edge.target for edge in self.edges if edge.source == name)
 
     def topological(self) -> tuple[str, ...]:
-        """All stages, every one after its upstreams; as declared where the edges leave a choice."""
+        """Return all stages, each after its upstreams, otherwise in declared order."""
         self.validate()
         return checks.topological(self.name, list(self.stages), self.edges)
 
     def walk(self, request: Request) -> Walk:
-        """What runs for this request, and who waits for whom; pure. Raises `InvalidRequest`."""
+        """Return the stages that run for this request and how they are connected; pure. Raises `InvalidRequest`."""
         stages = self.stages
         return walk(request, [stages[name] for name in self.topological()], self.edges)

@@ -1,4 +1,4 @@
-"""Which stages run for a request: backward from what it asks for, forward from what it carries."""
+"""Find the stages that run for a request: backward from its requested modalities, forward from its media."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from segue.messages.request import MediaPart, Request
 
 @dataclass(frozen=True, slots=True)
 class WalkStage:
-    """One stage of a walk; the names in it are stages of the same walk."""
+    """One stage of a walk; it refers to stages of the same walk by name."""
 
     upstreams: frozenset[str]
-    """Stages whose chunks this one gets."""
+    """Stages whose chunks this one receives."""
     downstreams: frozenset[str]
     """Stages that wait for this one's chunks."""
     to_client: frozenset[str]
-    """Of the requested modalities, those this stage gives."""
+    """The requested modalities that this stage gives."""
 
 
 Walk = dict[str, WalkStage]
-"""The stages of one request by name, every one after its upstreams."""
+"""The stages of one request by name, each after its upstreams."""
 
 
 def walk(request: Request, stages: Sequence[Stage], edges: Sequence[Edge]) -> Walk:
-    """The walk of a request over `stages`, in topological order.
+    """Return the walk of a request over `stages`, in topological order.
 
-    A stage can run when it is the input stage or something that can run leads to it, over an edge whose condition
-    holds; one that takes media and no text needs such media in the request. Of these, a request gets those it needs:
-    the ones that give what it asks for, and all that leads to them. What asks for its own tokens alone is done at the
-    input stage.
+    A stage can run if it is the input stage, or if an edge whose condition holds leads to it from a stage that can run;
+    a stage that takes media but no text also needs its media in the request. The walk has those of them that the
+    request needs: the stages that give a requested modality, and all their upstreams. A request that asks only for
+    `tokens` ends at the input stage.
     """
     wanted = _wanted(request, stages)
     kinds = request.media_kinds()
@@ -49,7 +49,7 @@ def walk(request: Request, stages: Sequence[Stage], edges: Sequence[Edge]) -> Wa
     able = frozenset().union(*(gives[name] for name in upstreams))
     if missing := sorted(wanted - able):
         raise InvalidRequest(
-            f"modalities asks for {missing[0]!r}, which this model cannot make from this request alone{_why(stages)}",
+            f"modalities has {missing[0]!r}, which this model cannot make from this request alone{_why(stages)}",
             field="modalities",
         )
     needed: set[str] = set()
@@ -84,7 +84,7 @@ def _wanted(request: Request, stages: Sequence[Stage]) -> frozenset[str]:
 
 
 def _suggest(name: str, known: frozenset[str]) -> str:
-    """Only the "did you mean" of `nearest`: the message already lists what exists."""
+    """Return only the "did you mean" of `nearest`: the message already lists the known names."""
     hint = nearest(name, known)
     return hint if hint.startswith("; did you mean") else ""
 
@@ -103,4 +103,4 @@ def _check_media(request: Request, stages: Sequence[Stage]) -> None:
 
 def _why(stages: Sequence[Stage]) -> str:
     media = sorted(frozenset().union(*(stage.takes for stage in stages if stage.media_only)))
-    return f"; it carries too little: {', '.join(media)} may be needed" if media else ""
+    return f"; it may need {', '.join(media)} in the request" if media else ""

@@ -1,7 +1,7 @@
-"""Between host and device without waiting for the device: one copy each way, through pinned memory.
+"""Copies between host and device without waiting for the device: one copy each way, through pinned memory.
 
-A plain copy from or to pageable memory waits until the device has done all that was launched before it, so a step that
-makes a few of them runs in lockstep with the host.
+A plain copy from or to pageable memory waits until the device has completed all work dispatched before it, so a step
+with a few of them runs in lockstep with the host.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _ALIGNED = 16
 
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """`array` on `device`, in the order of what is launched there; on a CPU the two may share their memory."""
+    """Copy `array` to `device`, in stream order; on a CPU the result may share its memory."""
     there = torch.from_numpy(array)
     return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there.to(device)
 
 
 def upload_all(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """The same for several, as one copy."""
+    """Like `upload`, for several arrays in one copy."""
     places, end = [], 0
     for array in arrays:
         places.append(end)
@@ -41,7 +41,7 @@ def _dtype(array: np.ndarray) -> torch.dtype:
 
 
 class Readback:
-    """Tensors on their way to the host: the copy is launched at once, `wait` gives what they held then."""
+    """Copies tensors to the host: the copy is dispatched at once, and `wait` returns their values."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         """Any shapes; integers, booleans and floats of at most 64 bits."""
@@ -57,7 +57,7 @@ class Readback:
             self._host = packed
 
     def wait(self) -> list[np.ndarray]:
-        """bool, int64 or float64 arrays of the tensors' shapes. Waits until the device has come to the copy."""
+        """Wait for the copy; returns bool, int64 or float64 arrays of the tensors' shapes."""
         if self._landed is not None:
             self._landed.synchronize()
         words = self._host.numpy(force=True)
@@ -74,7 +74,7 @@ class Readback:
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """Flat, one int64 for each: floats by their bits, since float64 holds them exactly."""
+    """Flatten to one int64 per element: floats by the bits of their exact float64 value."""
     if tensor.is_floating_point():
         return tensor.to(torch.float64).reshape(-1).view(torch.int64)
     return tensor.reshape(-1).to(torch.int64)

@@ -1,9 +1,9 @@
-"""Make `import torchvision` work where its compiled operators do not load, so that transformers' processors do.
+"""Makes `import torchvision` work if its compiled operators do not load, so that transformers' processors work.
 
-torchvision registers fake (meta) kernels for operators of its compiled extension while it is being imported. Beside a
-torch its extension was not built for (0.28.0 beside torch 2.13.0+cpu) the operators do not exist and the import fails
-with `operator torchvision::nms does not exist` — and with it `import transformers`. The processors need none of these
-operators: it is enough that their names exist.
+torchvision registers fake (meta) kernels for operators of its compiled extension while it is being imported. With a
+torch that its extension was not built for (0.28.0 with torch 2.13.0+cpu) the operators do not exist and the import
+fails with `operator torchvision::nms does not exist` — and with it `import transformers`. The processors need none of
+these operators: it is enough that their names exist.
 
 Call `ensure_torchvision()` before anything that imports transformers.
 """
@@ -22,10 +22,9 @@ _REGISTRATION = re.compile(r"""register_(?:meta|fake)\(\s*["'](?:torchvision::)?
 
 
 def ensure_torchvision() -> tuple[str, ...]:
-    """Define the operator names torchvision's import needs and its extension did not bring.
+    """Define the operator names that torchvision's import needs and its extension does not provide.
 
-    Does nothing where torchvision is whole or absent, and nothing when called again. Returns the names defined by the
-    first call.
+    Does nothing if torchvision is intact or absent, or on further calls. Returns the names defined by the first call.
     """
     return tuple(name for name, _ in _definitions())
 
@@ -50,7 +49,7 @@ def _definitions() -> tuple[tuple[str, torch.library.Library | None], ...]:
 
 
 def _extension_loads(package: Path) -> bool:
-    """True if torchvision's compiled operators can be loaded; loading twice is harmless. They are in `_C.so`, from 0.29
+    """Whether torchvision's compiled operators can be loaded; loading twice is harmless. They are in `_C.so`, from 0.29
     on in `_C_stable.so`."""
     libraries = [path for path in package.glob("_C*") if path.name.endswith((*EXTENSION_SUFFIXES, ".pyd"))]
     for path in libraries:

@@ -1,4 +1,5 @@
-"""Pictures, samples and frames that a Python caller holds in memory, as raw-array `MediaPart`s."""
+"""Turn a Python caller's in-memory images, samples and frames into raw-array `MediaPart`s, and prompt embeddings into
+the bytes of a safetensors file, which only the input stage reads."""
 
 from __future__ import annotations
 
@@ -6,17 +7,44 @@ from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+import safetensors.numpy
 from PIL import Image, ImageOps
 
 from segue.messages.errors import InvalidRequest, shown, wrong
 from segue.messages.request import ArrayInfo, MediaPart
+
+EMBEDS = "prompt_embeds"
+"""Clients' name for prompt embeddings."""
+
+
+def called(field: str) -> str:
+    """Return the name of an embeddings field for error messages."""
+    return field if field == EMBEDS else f"{field} ({EMBEDS})"
+
+
+def embeds_file(embeds: Any, field: str = EMBEDS) -> bytes:
+    """Save a tensor or array [tokens, hidden] as safetensors; bytes are already a file. Raises `InvalidRequest`."""
+    if isinstance(embeds, bytes):
+        return embeds
+    try:
+        array = np.asarray(embeds)  # also of a torch tensor, without importing torch
+    except (TypeError, RuntimeError, ValueError) as error:
+        raise InvalidRequest(
+            f"{field} cannot be read ({error}); it must be a float32 or float16 tensor on the CPU, without "
+            "gradients, or an array",
+            field=field,
+        ) from error
+    if array.dtype not in (np.float32, np.float16):
+        raise InvalidRequest(f"{field} is {shown(embeds)} of {array.dtype}; it must be float32 or float16", field=field)
+    return safetensors.numpy.save({EMBEDS: np.ascontiguousarray(array)})
+
 
 _Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @runtime_checkable
 class _Tensor(Protocol):
-    """What of a torch tensor is used here; this room imports no torch."""
+    """The methods of a torch tensor that are used here; this package imports no torch."""
 
     def detach(self) -> _Tensor: ...
     def cpu(self) -> _Tensor: ...
@@ -24,13 +52,13 @@ class _Tensor(Protocol):
 
 
 def image_part(source: object, field: str) -> MediaPart:
-    """A PIL image, or an array [H, W, 3], [3, H, W] or [H, W]: uint8, or floats in [0, 1]."""
+    """Make a part of a PIL image, or of an array [H, W, 3], [3, H, W] or [H, W]: uint8, or floats in [0, 1]."""
     pixels = _pixels(source, field)
     return MediaPart("image", pixels.tobytes(), ArrayInfo("uint8", pixels.shape), field)
 
 
 def audio_part(source: Any, field: str) -> MediaPart:
-    """Samples [n] (also [1, n] or [n, 1]), float in [-1, 1] or int16, at 16 kHz; or `(samples, rate in Hz)`."""
+    """Make a part of samples [n] (or [1, n], [n, 1]), float in [-1, 1] or int16, at 16 kHz, or of `(samples, Hz)`."""
     rate: float | None = None
     if isinstance(source, tuple) and len(source) == 2:
         source, rate = source[0], _rate(source[1], f"{field}[1]", "samples per second, e.g. 16000")
@@ -51,15 +79,15 @@ def audio_part(source: Any, field: str) -> MediaPart:
 
 
 def video_part(source: Any, field: str) -> MediaPart:
-    """Frames [F, H, W, 3] or [F, 3, H, W], uint8 or floats in [0, 1], or a list of pictures; or `(frames, fps)`."""
+    """Make a part of frames [F, H, W, 3] or [F, 3, H, W], uint8 or floats in [0, 1], or images; or `(frames, fps)`."""
     rate: float | None = None
     if isinstance(source, tuple) and len(source) == 2 and isinstance(source[1], int | float):
         source, rate = source[0], _rate(source[1], f"{field}[1]", "frames per second, e.g. 24")
     if isinstance(source, list | tuple):
-        pictures = [_pixels(frame, f"{field}[{index}]") for index, frame in enumerate(source)]
-        if len({picture.shape for picture in pictures}) > 1:
-            raise InvalidRequest(f"{field} has frames of different sizes; they must all be alike", field=field)
-        frames = np.stack(pictures) if pictures else np.empty((0,), np.uint8)
+        images = [_pixels(frame, f"{field}[{index}]") for index, frame in enumerate(source)]
+        if len({image.shape for image in images}) > 1:
+            raise InvalidRequest(f"{field} has frames of different sizes; they must all be equal", field=field)
+        frames = np.stack(images) if images else np.empty((0,), np.uint8)
     else:
         frames = _array(source, field, "frames, or (frames, frames per second)")
         if frames.ndim == 4:
@@ -70,21 +98,21 @@ def video_part(source: Any, field: str) -> MediaPart:
 
 
 def _pixels(source: object, field: str) -> _Array:
-    """[H, W, 3] uint8."""
+    """Return [H, W, 3] uint8."""
     if isinstance(source, Image.Image):
-        # upright, as transformers' own image loader does it
+        # upright, like transformers' own image loader
         return np.asarray(ImageOps.exif_transpose(source).convert("RGB"))
     pixels = _array(source, field, "a PIL image, a path, the bytes of a file, or an array")
     if pixels.ndim == 2:
         pixels = np.repeat(pixels[..., None], 3, axis=2)
     pixels = _channels_last(pixels)
     if pixels.ndim != 3 or pixels.shape[-1] != 3 or pixels.size == 0:
-        raise InvalidRequest(f"{field} has shape {list(pixels.shape)}; a picture is [H, W, 3]", field=field)
+        raise InvalidRequest(f"{field} has shape {list(pixels.shape)}; an image is [H, W, 3]", field=field)
     return _uint8(pixels, field)
 
 
 def _channels_last(array: _Array) -> _Array:
-    """torch's channel order turned to the end."""
+    """Move torch's channel axis to the end."""
     if array.ndim >= 3 and array.shape[-3] == 3 and array.shape[-1] != 3:
         return np.moveaxis(array, -3, -1)
     return array
@@ -108,7 +136,7 @@ def _array(source: object, field: str, right: str) -> _Array:
             return np.asarray(source.detach().cpu().numpy())
         if isinstance(source, Sequence) and not isinstance(source, str | bytes):
             return np.asarray(source)
-    except (TypeError, ValueError) as error:  # bfloat16 has no numpy twin; ragged lists have no shape
+    except (TypeError, ValueError) as error:  # numpy has no bfloat16; ragged lists have no shape
         raise InvalidRequest(f"{field} is {shown(type(source).__name__)}: {error}", field=field) from error
     raise InvalidRequest(f"{field} is a {type(source).__name__}; it must be {right}", field=field)
 

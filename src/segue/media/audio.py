@@ -1,4 +1,4 @@
-"""Sound in: any file FFmpeg reads, or raw samples, to float32 mono at the wanted rate."""
+"""Decode audio: any file that FFmpeg reads, or raw samples, to float32 mono at a given rate."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import av
 import av.container
 import numpy as np
 
-from segue.media.decode import container, raw_array, refuse
+from segue.media.decode import container, frames_of, raw_array, refuse
 from segue.media.limits import MediaLimits, over
 from segue.messages.request import ArrayInfo, MediaPart
 
 DEFAULT_RATE = 16000
-"""Samples per second of a raw array that does not say."""
+"""Samples per second of a raw array without a rate."""
 _LOWEST_RATE, _HIGHEST_RATE = 1000, 768_000
-# of real recordings; a rate far from them makes a few bytes into hours of samples, or costs the resampler minutes
+# rates of real recordings; a rate far outside turns a few bytes into hours of samples, or costs the resampler minutes
 
 Samples = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -23,28 +23,28 @@ Samples = np.ndarray[Any, np.dtype[np.float32]]
 def decode_audio(part: MediaPart, rate: int, limits: MediaLimits) -> Samples:
     """A part of kind `audio` (or the first audio track of a video file) → [samples] float32 mono at `rate` per second.
 
-    Channels are mixed down and rates converted by libswresample. Raises `InvalidRequest` for what holds no sound,
-    `TooLarge` over `max_bytes` or `max_audio_seconds`.
+    libswresample mixes channels down and converts rates. Raises `InvalidRequest` for a file without audio, `TooLarge`
+    over `max_bytes` or `max_audio_seconds`.
     """
     limits.check_bytes(part)
     if part.array is not None:
         return _from_array(part, part.array, rate, limits)
-    with container(part) as opened:
+    with container(part, limits) as opened:
         if not opened.streams.audio:
             raise refuse(part, "the file has no audio track; send e.g. WAV, MP3, FLAC, Ogg or M4A")
         return read_track(part, opened, rate, limits)
 
 
 def read_track(part: MediaPart, opened: av.container.InputContainer, rate: int, limits: MediaLimits) -> Samples:
-    """All samples of the first audio track of an opened file, as `decode_audio` gives them."""
+    """Return all samples of the first audio track of an opened file, in the form of `decode_audio`."""
     chunks: list[Samples] = []
     seconds = 0.0
     resampler, form = None, None
-    for frame in opened.decode(opened.streams.audio[0]):
+    for frame in frames_of(part, opened, opened.streams.audio[0], limits):
         _check_rate(part, frame.sample_rate)
-        seconds += frame.samples / frame.sample_rate  # before it is resampled, which costs what comes out
+        seconds += frame.samples / frame.sample_rate  # checked before resampling, whose cost grows with its output
         _check_seconds(part, seconds, limits)
-        if form != (form := (frame.sample_rate, frame.layout.name, frame.format.name)):  # may change on the way
+        if form != (form := (frame.sample_rate, frame.layout.name, frame.format.name)):  # may change within a track
             chunks += _resampled(resampler, None)
             resampler = _resampler(rate)
         chunks += _resampled(resampler, frame)
@@ -59,7 +59,7 @@ def _resampler(rate: int) -> av.AudioResampler:
 
 
 def _resampled(resampler: av.AudioResampler | None, frame: av.AudioFrame | None) -> list[Samples]:
-    """What comes out for a frame; without one, what the resampler still holds."""
+    """Return the resampled pieces of a frame; without a frame, the rest that the resampler still holds."""
     return [] if resampler is None else [piece.to_ndarray()[0] for piece in resampler.resample(frame)]
 
 

@@ -1,32 +1,71 @@
-"""OpenAI-style messages, from JSON or from Python, into `Message`s. Nothing is decoded here: bytes are only moved."""
+"""Parse OpenAI-style messages, from JSON or Python, into `Message`s, and a prompt's images, under pipelines' argument
+names, into media parts. Bytes are only moved, not decoded. The JSON schemas of the messages come from the same tables
+of keys as the parsing."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
-from segue.media.arrays import audio_part, image_part, video_part
-from segue.media.embeds import EMBEDS, embeds_file
-from segue.media.sources import PYTHON_POLICY, MediaPolicy, check_size, from_base64, read_path, read_source
+import msgspec
+
+from segue.media.arrays import EMBEDS, audio_part, embeds_file, image_part, video_part
+from segue.media.sources import PYTHON_POLICY, MediaPolicy, check_items, check_size, from_base64, read_path, read_source
 from segue.media.turns import TURN_KEYS, extra_of
 from segue.messages.errors import InvalidRequest, nearest, shown
 from segue.messages.request import MediaKind, MediaPart, Message, Part, TextPart
 
-__all__ = ["PYTHON_POLICY", "MediaPolicy", "messages_from", "part_of"]
+Schema = dict[str, Any]
+STRING: Schema = {"type": "string"}
+
+
+def object_of(keys: Iterable[str], types: Mapping[str, Schema], required: Iterable[str] = ()) -> Schema:
+    """Return the schema of an object with only these keys; `types`: schemas of their values, where known."""
+    return {
+        "type": "object",
+        "properties": {key: types.get(key, {}) for key in sorted(keys)},
+        "required": sorted(required),
+        "additionalProperties": False,
+    }
+
+
+def any_kind(kinds: Mapping[str, Iterable[str]], types: Mapping[str, Schema]) -> list[Schema]:
+    """Return a schema for each `type` of object. `kinds`: type → keys; `types`: as in `object_of`."""
+    return [object_of({"type", *keys}, {**types, "type": {"const": kind}}, ["type"]) for kind, keys in kinds.items()]
+
+
+def text_or(parts: list[Schema]) -> Schema:
+    """Return the schema of a text or of a list of any of these parts."""
+    return {"anyOf": [STRING, {"type": "array", "items": {"anyOf": parts}}]}
+
+
+__all__ = ["PYTHON_POLICY", "MediaPolicy", "messages_from", "messages_schema", "part_of"]
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant",
           "tool": "tool"}  # fmt: skip
-"""OpenAI's role → the role chat templates know."""
+"""OpenAI's role → the chat templates' role."""
 _MESSAGE_KEYS = frozenset({"role", "content"}) | TURN_KEYS
 _REPLY_KEYS = frozenset({"refusal", "annotations", "function_call", "audio", "images"})
-"""Keys of an assistant message as a reply carries them: accepted back as long as they are empty."""
+"""Keys of a reply's assistant message: accepted in a request as long as they are empty."""
 _NOTED_KEYS = frozenset({"cache_control", "reasoning_details", "thinking_blocks", "provider_specific_fields"})
-"""Keys of a message that are for others than the model: clients of several services send them to all, and back."""
-_NOTED_PART_KEYS = frozenset({"cache_control"})
+"""Ignored keys of a message, which do not concern the model: clients of several services send them to all."""
+_NOTED_PART_KEYS = frozenset({"cache_control", "uuid"})
+"""Ignored keys of a part; vLLM identifies a medium by its `uuid`, this server by its content."""
 _URL_PARTS: dict[str, MediaKind] = {"image_url": "image", "audio_url": "audio", "video_url": "video"}
 _PLAIN_PARTS: dict[str, MediaKind] = {"image": "image", "audio": "audio", "video": "video"}
-_PART_TYPES = ("text", "refusal", EMBEDS, "input_audio", *_URL_PARTS, *_PLAIN_PARTS)
+_MEDIA_TYPES = ("input_audio", *_URL_PARTS, *_PLAIN_PARTS)
+_PART_KEYS: dict[str, tuple[str, ...]] = {
+    "text": ("text",),
+    "refusal": ("refusal",),
+    EMBEDS: ("data",),
+    "input_audio": ("input_audio",),
+    **{kind: (kind,) for kind in _URL_PARTS},
+    **{kind: (kind, "url", "path") for kind in _PLAIN_PARTS},
+}
+"""Type of part → its other keys."""
+_AUDIO_KEYS = ("data", "format")
+_OF_URL: dict[MediaKind, tuple[str, ...]] = {"image": ("detail",), "video": ("num_frames",)}
 _INPUT_AUDIO_FORMATS = frozenset({"wav", "mp3", "flac", "ogg", "opus", "aac", "m4a", "mp4", "webm"})
 _ARRAYS: dict[MediaKind, Callable[[Any, str], MediaPart]] = {
     "image": image_part,
@@ -36,19 +75,46 @@ _ARRAYS: dict[MediaKind, Callable[[Any, str], MediaPart]] = {
 
 
 def messages_from(messages: object, policy: MediaPolicy, field: str = "messages") -> list[Message]:
-    """Checked messages. Blocking (files, HTTP). Raises `InvalidRequest` with the path of what is wrong.
+    """Parse and check messages. Blocking (files, HTTP). Raises `InvalidRequest` with the path of the wrong field.
 
     A message is `{"role", "content"}`; content is a string or a list of parts: `text`, `image_url`, `audio_url`,
     `video_url` (`{"url": data URL | path | http(s)}`), `input_audio` (`{"data": base64, "format"}`), `refusal`,
-    `prompt_embeds` (`data`: base64, the bytes of a file or an array, see `segue.media.embeds`), and
+    `prompt_embeds` (`data`: base64, the bytes of a file or an array, see `segue.media.arrays`), and
     `{"type": "image" | "audio" | "video", <type>: source}` where a source is a URL, a path, the bytes of a file or an
-    array (see `segue.media.arrays`). Besides, the fields of `segue.media.turns`.
+    array (see `segue.media.arrays`). It may also have the fields of `segue.media.turns`.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise InvalidRequest(f"{field} is {shown(messages)}; it must be a list of messages", field=field)
     if not messages:
         raise InvalidRequest(f"{field} is empty; at least one message is needed", field=field)
+    check_items(sum(_media_in(message) for message in messages), policy, field)
+    policy = policy.begun()
     return [_message(message, policy, f"{field}[{index}]") for index, message in enumerate(messages)]
+
+
+def _media_in(message: object) -> int:
+    """Count the media parts of a message, before anything in it is checked or read."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, Sequence) or isinstance(content, str | bytes):
+        return 0
+    kinds = (part.get("type") for part in content if isinstance(part, Mapping))
+    return sum(isinstance(kind, str) and kind in _MEDIA_TYPES for kind in kinds)
+
+
+def messages_schema() -> Schema:
+    """Return the JSON schema of the messages that `messages_from` accepts."""
+    texts = dict.fromkeys(("text", "refusal", "data", *_PLAIN_PARTS, "url", "path"), STRING)
+    audio = object_of(_AUDIO_KEYS, {"data": STRING, "format": {"enum": sorted(_INPUT_AUDIO_FORMATS)}}, ["data"])
+    frames = {"type": ["integer", "null"], "minimum": 1}
+    urls = {
+        name: object_of(("url", *_OF_URL.get(kind, ())), {"url": STRING, "num_frames": frames}, ["url"])
+        for name, kind in _URL_PARTS.items()
+    }
+    kinds = {kind: (*keys, *_NOTED_PART_KEYS) for kind, keys in _PART_KEYS.items()}
+    content = text_or([STRING, *any_kind(kinds, {**texts, **urls, "input_audio": audio})])
+    types = {"role": {"enum": list(_ROLES)}, "content": {"anyOf": [*content["anyOf"], {"type": "null"}]}}
+    message = object_of(_MESSAGE_KEYS | _REPLY_KEYS | _NOTED_KEYS, types, ["role"])
+    return {"type": "array", "minItems": 1, "items": message}
 
 
 def _message(message: object, policy: MediaPolicy, field: str) -> Message:
@@ -62,11 +128,11 @@ def _message(message: object, policy: MediaPolicy, field: str) -> Message:
     content = values.get("content")
     spoken = values.get("audio")
     if role == "assistant" and isinstance(spoken, Mapping):
-        # our own reply sent back: its text is what the model said; samples of an earlier reply are not read again
+        # our own reply sent back: its text is the transcript; the samples of an earlier reply are not read
         content = spoken.get("transcript") if content is None else content
     if isinstance(content, str):
         return Message(_ROLES[role], [TextPart(_text(content, f"{field}.content"))], extra)
-    if content is None and "tool_calls" in extra:
+    if content is None and ("tool_calls" in extra or "reasoning_content" in extra):  # a reply may have no text
         return Message(_ROLES[role], [], extra)
     if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise InvalidRequest(
@@ -94,39 +160,33 @@ def _part(part: object, policy: MediaPolicy, field: str) -> Part:
     values = _object(part, field, 'a string or an object with "type"')
     values = {key: value for key, value in values.items() if key not in _NOTED_PART_KEYS}
     kind = values.get("type")
-    if not isinstance(kind, str) or kind not in _PART_TYPES:
-        hint = nearest(kind, _PART_TYPES) if isinstance(kind, str) else f"; known: {', '.join(_PART_TYPES)}"
+    if not isinstance(kind, str) or kind not in _PART_KEYS:
+        hint = nearest(kind, _PART_KEYS) if isinstance(kind, str) else f"; known: {', '.join(_PART_KEYS)}"
         raise InvalidRequest(f"{field}.type is {shown(kind)}, no known part{hint}", field=f"{field}.type")
+    _only(values, {"type", *_PART_KEYS[kind]}, field)
     if kind == "text":
-        _only(values, {"type", "text"}, field)
         return TextPart(_text(values.get("text"), f"{field}.text"))
-    if kind == "refusal":  # what the assistant said instead
-        _only(values, {"type", "refusal"}, field)
+    if kind == "refusal":  # the assistant's text when it refused
         return TextPart(_text(values.get("refusal"), f"{field}.refusal"))
     if kind == EMBEDS:
-        _only(values, {"type", "data"}, field)
         return _embedded(values.get("data"), policy, f"{field}.data", field)
     if kind == "input_audio":
-        _only(values, {"type", "input_audio"}, field)
         return _input_audio(values.get("input_audio"), policy, f"{field}.input_audio", field)
     if kind in _URL_PARTS:
-        _only(values, {"type", kind}, field)
         return _url_part(_URL_PARTS[kind], values.get(kind), policy, f"{field}.{kind}", field)
     return _plain_part(_PLAIN_PARTS[kind], values, policy, field)
 
 
 def _embedded(value: object, policy: MediaPolicy, field: str, part_field: str) -> TextPart:
     if value is None:
-        raise InvalidRequest(
-            f"{field} is missing; it must be base64 of a file of torch.save or safetensors", field=field
-        )
+        raise InvalidRequest(f"{field} is missing; it must be base64 of a torch.save or safetensors file", field=field)
     data = from_base64(value, policy, field) if isinstance(value, str) else embeds_file(value, field)
     return TextPart("", data, part_field)
 
 
 def _input_audio(value: object, policy: MediaPolicy, field: str, part_field: str) -> MediaPart:
     values = _object(value, field, 'an object with "data" (base64) and "format"')
-    _only(values, {"data", "format"}, field)
+    _only(values, set(_AUDIO_KEYS), field)
     name, data = values.get("format"), values.get("data")
     if name is not None and (not isinstance(name, str) or name not in _INPUT_AUDIO_FORMATS):
         hint = nearest(str(name), _INPUT_AUDIO_FORMATS)
@@ -139,23 +199,29 @@ def _input_audio(value: object, policy: MediaPolicy, field: str, part_field: str
 
 
 def _url_part(kind: MediaKind, value: object, policy: MediaPolicy, field: str, part_field: str) -> MediaPart:
+    if value is None:
+        raise InvalidRequest(f"{field} is missing; the server stores no media, so send the data", field=field)
     values = _object(value, field, 'an object with "url"')
-    _only(values, {"url", "detail"} if kind == "image" else {"url"}, field)
+    _only(values, {"url", *_OF_URL.get(kind, ())}, field)
     detail = values.get("detail")
     if detail not in (None, "auto", "high"):
-        right = "leave it out: pictures are always seen in full detail"
+        right = "leave it out: images are always seen in full detail"
         raise InvalidRequest(f"{field}.detail is {shown(detail)}; {right}", field=f"{field}.detail")
     url = values.get("url")
     if not isinstance(url, str) or not url:
         right = "it must be a data: URL, an http(s) URL or a file path"
         raise InvalidRequest(f"{field}.url is {shown(url)}; {right}", field=f"{field}.url")
-    return MediaPart(kind, read_source(url, policy, f"{field}.url"), field=part_field)
+    frames = values.get("num_frames")
+    if frames is not None and not (type(frames) is int and 1 <= frames < 1 << 31):
+        raise InvalidRequest(
+            f"{field}.num_frames is {shown(frames)}; it must be an integer from 1", field=f"{field}.num_frames"
+        )
+    return MediaPart(kind, read_source(url, policy, f"{field}.url"), field=part_field, frames=frames)
 
 
 def _plain_part(kind: MediaKind, values: Mapping[str, Any], policy: MediaPolicy, field: str) -> MediaPart:
-    """`{"type": "image", "image": …}` as transformers has it; `url` and `path` are its other names for a source."""
-    names = (kind, "url", "path")
-    _only(values, {"type", *names}, field)
+    """Parse transformers' `{"type": "image", "image": …}`; `url` and `path` are its other names for a source."""
+    names = _PART_KEYS[kind]
     given = [name for name in names if values.get(name) is not None]
     if len(given) != 1:
         what = f"has {' and '.join(given)}" if given else "has no source"
@@ -164,7 +230,7 @@ def _plain_part(kind: MediaKind, values: Mapping[str, Any], policy: MediaPolicy,
 
 
 def part_of(kind: MediaKind, source: Any, policy: MediaPolicy, at: str, field: str | None = None) -> MediaPart:
-    """One medium from a URL, a path, the bytes of a file or an array; errors name `at`, the part is named `field`."""
+    """Make a part of a URL, a path, the bytes of a file or an array; errors name `at`, the part's field is `field`."""
     field = at if field is None else field
     if isinstance(source, str):
         return MediaPart(kind, read_source(source, policy, at), field=field)
@@ -201,3 +267,29 @@ def _text(value: object, field: str) -> str:
     except UnicodeEncodeError as error:
         raise InvalidRequest(f"{field} holds half of a surrogate pair: not valid text", field=field) from error
     return value
+
+
+_TO_WORK_ON = ("image", "input_reference")
+"""Names of input images without a special role."""
+IMAGES = frozenset({"image", "mask_image", "image_reference", "last_image"})
+"""Names of image arguments; `image` may be a list of several input images."""
+
+
+def image_parts(given: Mapping[str, Any], policy: MediaPolicy) -> list[MediaPart]:
+    """Make parts of images given by name, of which `image` may be a list: PIL images, arrays, paths, URLs or the bytes
+    of files. Blocking (files, HTTP).
+
+    Raises `InvalidRequest` naming the argument.
+    """
+    parts = []
+    sources = sum(len(value) if isinstance(value, list | tuple) else value is not None for value in given.values())
+    check_items(sources, policy, "image")
+    policy = policy.begun()
+    for name, value in given.items():
+        if value is None:
+            continue
+        several = name == "image" and isinstance(value, list | tuple)
+        for index, source in enumerate(value if several else [value]):
+            part = part_of("image", source, policy, f"{name}[{index}]" if several else name)
+            parts.append(msgspec.structs.replace(part, role="" if name in _TO_WORK_ON else name))
+    return parts

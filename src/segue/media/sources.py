@@ -1,4 +1,4 @@
-"""Where the bytes of a media part come from: data URL, file, HTTP; each within what a `MediaPolicy` allows."""
+"""Fetch the bytes of a media part from a data URL, a file or HTTP, as far as a `MediaPolicy` allows."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import base64
 import binascii
 import http.client
 import ipaddress
+import math
 import os
+import queue
 import socket
 import ssl
 import stat
+import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import SplitResult, unquote, unquote_to_bytes, urljoin, urlsplit
 
@@ -24,18 +29,28 @@ _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 @dataclass(frozen=True)
 class MediaPolicy:
-    """What a request may make this process read. The default reads nothing but what the request itself carries."""
+    """The sources that a request may make this process read. The default allows only data within the request itself."""
 
     allow_paths: bool = False
-    """Any file path (a Python caller reads with its own rights)."""
+    """Allow any file path (a Python caller reads with its own rights)."""
     media_root: Path | None = None
-    """File paths below this directory, symbolic links resolved; relative paths start here."""
+    """Allow file paths below this directory, symbolic links resolved; relative paths start here."""
     http_hosts: frozenset[str] = frozenset()
     """Hosts that http(s) URLs may name. A host that resolves to a private address needs that address listed too."""
+    max_items: int = 64
+    """Media parts of one request."""
     max_bytes: int = 256 << 20
-    """Of one part, as a file or as a raw array."""
+    """Bytes of one part, as a file or as a raw array."""
     http_seconds: float = 20.0
-    """For one URL, redirects included."""
+    """Time for one URL, from the lookup of its host to its last byte, redirects included."""
+    request_seconds: float = 60.0
+    """Time for all URLs of one request together."""
+    until: float = math.inf
+    """Deadline of the current request, by `time.monotonic`."""
+
+    def begun(self) -> MediaPolicy:
+        """Return the policy for one request, whose time starts now."""
+        return replace(self, until=time.monotonic() + self.request_seconds)
 
 
 PYTHON_POLICY = MediaPolicy(allow_paths=True, max_bytes=4 << 30)
@@ -43,13 +58,22 @@ PYTHON_POLICY = MediaPolicy(allow_paths=True, max_bytes=4 << 30)
 
 
 def check_size(size: int, policy: MediaPolicy, field: str) -> None:
-    """Raise `TooLarge` where a part exceeds `max_bytes`."""
+    """Raise `TooLarge` if a part exceeds `max_bytes`."""
     if size > policy.max_bytes:
         raise TooLarge(f"{field} has {size} bytes; at most {policy.max_bytes} (max_media_bytes)", field=field)
 
 
+def check_items(count: int, policy: MediaPolicy, field: str) -> None:
+    """Raise `InvalidRequest` for more media parts than `max_items`, before any of them is read."""
+    if count > policy.max_items:
+        raise InvalidRequest(
+            f"{field} has {count} media parts; at most {policy.max_items} are taken (limits.max_media_parts)",
+            field=field,
+        )
+
+
 def from_base64(text: str, policy: MediaPolicy, field: str) -> bytes:
-    """Standard base64, padded, line breaks allowed."""
+    """Decode standard base64, padded, with line breaks allowed."""
     check_size(len(text) * 3 // 4 - 2, policy, field)
     try:
         data = base64.b64decode(text.translate(_NO_BREAKS), validate=True)
@@ -65,9 +89,9 @@ _NO_BREAKS = {ord("\r"): None, ord("\n"): None}
 
 
 def read_source(source: str, policy: MediaPolicy, field: str) -> bytes:
-    """The bytes a URL or path stands for. Blocking: call it off the event loop.
+    """Return the bytes of a URL or path. Blocking: call it off the event loop.
 
-    Raises `InvalidRequest` (`NotFound`, `TooLarge`) that names `field`, the value and what would be right.
+    Raises `InvalidRequest` (`NotFound`, `TooLarge`) that names `field`, the value and the remedy.
     """
     if source[:5].lower() == "data:":
         return _from_data_url(source, policy, field)
@@ -89,7 +113,7 @@ def read_source(source: str, policy: MediaPolicy, field: str) -> bytes:
 def _split(url: str, field: str) -> SplitResult:
     try:
         parts = urlsplit(url)
-        _ = parts.port  # parsed lazily: a bad port is found here
+        _ = parts.port  # parsed lazily: a bad port raises here
     except ValueError as error:
         raise InvalidRequest(f"{field} is {shown(url)}, not a URL ({error})", field=field) from error
     return parts
@@ -110,7 +134,7 @@ def _from_data_url(url: str, policy: MediaPolicy, field: str) -> bytes:
 
 
 def read_path(path: str | os.PathLike[str], policy: MediaPolicy, field: str) -> bytes:
-    """A regular file, where the policy lets paths be read."""
+    """Read a regular file, if the policy allows it."""
     name = os.fspath(path)
     if not policy.allow_paths and policy.media_root is None:
         raise InvalidRequest(
@@ -120,10 +144,10 @@ def read_path(path: str | os.PathLike[str], policy: MediaPolicy, field: str) -> 
         )
     try:
         real = _resolved(name, policy, field)
-        # not blocking: a FIFO must not hang the reader; no link: it was resolved already
+        # nonblocking: a FIFO must not hang the reader; no link: the path is already resolved
         descriptor = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except InvalidRequest:
-        raise  # a ValueError too, and says what it is
+        raise  # it is a ValueError too, but already explains itself
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise NotFound(f"{field} is {shown(name)}, which cannot be read: {reason}", field=field) from error
@@ -143,7 +167,7 @@ def read_path(path: str | os.PathLike[str], policy: MediaPolicy, field: str) -> 
 
 
 def _resolved(name: str, policy: MediaPolicy, field: str) -> str:
-    """The real path, checked against the root. What lies outside is refused alike whether it exists or not."""
+    """Return the real path, which must be below the root. The error is the same whether the file exists or not."""
     if policy.allow_paths:
         return os.path.realpath(os.path.expanduser(name))
     assert policy.media_root is not None
@@ -155,12 +179,12 @@ def _resolved(name: str, policy: MediaPolicy, field: str) -> str:
 
 
 def _from_http(url: str, policy: MediaPolicy, field: str) -> bytes:
-    deadline = time.monotonic() + policy.http_seconds
+    deadline = min(time.monotonic() + policy.http_seconds, policy.until)
     here = url
     for _ in range(_MAX_REDIRECTS + 1):
         parts = _split(here, field)
-        address = _allowed_address(parts, policy, field)
         try:
+            address = _allowed_address(parts, policy, deadline, field)
             answer = _get(parts, address, policy, deadline, field)
         except (OSError, http.client.HTTPException) as error:
             what = "took longer than allowed" if isinstance(error, TimeoutError) else f"failed: {error!r}"
@@ -176,8 +200,9 @@ class _Redirect:
     location: str
 
 
-def _allowed_address(parts: SplitResult, policy: MediaPolicy, field: str) -> str:
-    """The address to connect to. Resolved here once, so that the checked address is the one that is used."""
+def _allowed_address(parts: SplitResult, policy: MediaPolicy, deadline: float, field: str) -> str:
+    """Return the address to connect to, resolved only once, so that the checked address is also the one used. Raises
+    `InvalidRequest`, and `TimeoutError` at the deadline."""
     host = (parts.hostname or "").lower()
     if parts.scheme not in ("http", "https") or not host:
         raise InvalidRequest(f"{field} leads to {shown(parts.geturl())}; only http(s) is fetched", field=field)
@@ -188,54 +213,96 @@ def _allowed_address(parts: SplitResult, policy: MediaPolicy, field: str) -> str
         )
     if host not in {name.lower() for name in policy.http_hosts}:
         raise InvalidRequest(f"{field}: host {host!r} is not on this server's list of media hosts", field=field)
-    try:
-        found = socket.getaddrinfo(host, parts.port or parts.scheme, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise InvalidRequest(f"{field}: host {host!r} does not resolve ({error})", field=field) from error
-    address = str(found[0][4][0])
+    found = _looked_up(host, parts.port or parts.scheme, deadline)
+    if isinstance(found, Exception):
+        raise InvalidRequest(f"{field}: host {host!r} does not resolve ({found})", field=field) from found
+    address = found
     if not ipaddress.ip_address(address.partition("%")[0]).is_global and address not in policy.http_hosts:
-        raise InvalidRequest(f"{field}: host {host!r} resolves to a private address; that is refused", field=field)
+        raise InvalidRequest(f"{field}: host {host!r} resolves to a private address, which is not allowed", field=field)
     return address
 
 
+def _looked_up(host: str, port: int | str, deadline: float) -> str | Exception:
+    """Return the first address of a host, or the error of the lookup. Raises `TimeoutError`; the system's resolver has
+    its own time limits and cannot be interrupted, so it then finishes on its thread."""
+    answer: queue.SimpleQueue[str | Exception] = queue.SimpleQueue()
+
+    def look() -> None:
+        try:
+            answer.put(str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]))
+        except (OSError, UnicodeError) as error:
+            answer.put(error)
+
+    threading.Thread(target=look, name="segue-resolve", daemon=True).start()
+    try:
+        return answer.get(timeout=max(0.0, deadline - time.monotonic()))
+    except queue.Empty:
+        raise TimeoutError from None
+
+
 class _PinnedConnection(http.client.HTTPConnection):
-    """Connects to a given address, whatever the name resolves to by now."""
+    """Connects to a given address, even if the name resolves to another one by now."""
 
     def __init__(self, parts: SplitResult, address: str, timeout: float) -> None:
         secure = parts.scheme == "https"
         super().__init__(parts.hostname or "", parts.port or (443 if secure else 80), timeout=timeout)
         self._address = address
         self._tls = ssl.create_default_context() if secure else None
+        self._wire: socket.socket | None = None
+        """The socket; `sock` becomes None when http.client gives the socket to a response without a length."""
+        self._over = False
 
     def connect(self) -> None:
-        self.sock = socket.create_connection((self._address, self.port), timeout=self.timeout)
+        self.sock = self._wire = socket.create_connection((self._address, self.port), timeout=self.timeout)
+        if self._over:  # the deadline passed before there was a socket to shut down
+            raise TimeoutError
         if self._tls is not None:
-            self.sock = self._tls.wrap_socket(self.sock, server_hostname=self.host)
+            secure = self._tls.wrap_socket(self.sock, server_hostname=self.host, do_handshake_on_connect=False)
+            self.sock = self._wire = secure
+            secure.do_handshake()
+
+    @contextmanager
+    def until(self, deadline: float) -> Iterator[None]:
+        """End every wait inside the block at the deadline with `TimeoutError`; a socket's own timeout restarts with
+        each byte."""
+        timer = threading.Timer(max(0.0, deadline - time.monotonic()), self._end)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        except (OSError, http.client.HTTPException) as error:
+            if self._over:
+                raise TimeoutError from error
+            raise
+        finally:
+            timer.cancel()
+        if self._over:  # a truncated response may look complete
+            raise TimeoutError
+
+    def _end(self) -> None:
+        self._over = True
+        if self._wire is not None:
+            with suppress(OSError):  # already closed
+                socket.socket.shutdown(self._wire, socket.SHUT_RDWR)  # SSLSocket's own shutdown is not thread-safe
 
 
 def _get(parts: SplitResult, address: str, policy: MediaPolicy, deadline: float, field: str) -> bytes | _Redirect:
-    """One GET without cookies or credentials; the deadline holds against a server that trickles."""
+    """Send one GET without cookies or credentials. Raises `TimeoutError` at the deadline."""
     connection = _PinnedConnection(parts, address, max(deadline - time.monotonic(), 0.001))
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     try:
-        connection.request("GET", target, headers={"User-Agent": "segue", "Accept-Encoding": "identity"})
-        sock = connection.sock
-        with connection.getresponse() as answer:
-            location = answer.getheader("Location")
-            if answer.status in _REDIRECTS and location:
-                return _Redirect(location)
-            if answer.status != 200:
-                raise NotFound(f"{field}: {shown(parts.geturl())} answered {answer.status}", field=field)
-            data = bytearray()
-            while block := answer.read1(_BLOCK):
-                data += block
-                check_size(len(data), policy, field)
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise TimeoutError
-                if answer.isclosed():  # with the last block, in newer versions of Python, and the socket with it
-                    break
-                sock.settimeout(left)
-            return bytes(data)
+        with connection.until(deadline):
+            connection.request("GET", target, headers={"User-Agent": "segue", "Accept-Encoding": "identity"})
+            with connection.getresponse() as answer:
+                location = answer.getheader("Location")
+                if answer.status in _REDIRECTS and location:
+                    return _Redirect(location)
+                if answer.status != 200:
+                    raise NotFound(f"{field}: {shown(parts.geturl())} answered {answer.status}", field=field)
+                data = bytearray()
+                while block := answer.read1(_BLOCK):
+                    data += block
+                    check_size(len(data), policy, field)
+                return bytes(data)
     finally:
         connection.close()

@@ -1,4 +1,4 @@
-"""What a message carries besides its content, for the chat template: tool calls, what they gave, reasoning, a name."""
+"""Parse a message's other fields for the chat template: tool calls, tool call ids, reasoning, a name."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from segue.messages.carried import check_carried
 from segue.messages.errors import InvalidRequest, wrong
+from segue.messages.limits import check_carried
 
 TURN_KEYS = frozenset({"name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning"})
 
 
 def extra_of(values: Mapping[str, Any], role: str, field: str) -> dict[str, Any]:
-    """`Message.extra`: as OpenAI has these, but the arguments of calls as the object they are, which templates print.
+    """Return `Message.extra` in OpenAI's format, except that call arguments are parsed objects, which templates print.
 
-    Raises `InvalidRequest` with the path of what is wrong.
+    Raises `InvalidRequest` with the path of the wrong field.
     """
     extra: dict[str, Any] = {}
     for key in TURN_KEYS & values.keys():
@@ -61,8 +61,8 @@ def _arguments(value: object, field: str) -> dict[str, Any]:
 
 
 def _read(text: str) -> Any:
-    """The model wrote it, and may have been cut off: a conversation must not end over that. What is no JSON object is
-    an empty one, as in vLLM, since templates print objects."""
+    """Parse the arguments of a call. The model wrote them, perhaps truncated, which must not end a conversation: text
+    that is not a JSON object becomes an empty one, as in vLLM, since templates print objects."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Moving pictures in: any file FFmpeg reads, or raw frames, to uint8 RGB frames at the wanted rate, and their sound."""
+"""Decode video: any file that FFmpeg reads, or raw frames, to uint8 RGB frames at a given rate, and its audio track."""
 
 from __future__ import annotations
 
@@ -10,58 +10,60 @@ import av.container
 import numpy as np
 
 from segue.media.audio import Samples, read_track
-from segue.media.decode import container, raw_array, refuse
+from segue.media.decode import check_frame, container, frames_of, raw_array, refuse
 from segue.media.limits import MediaLimits, over
 from segue.messages.request import ArrayInfo, MediaPart
 
 Frames = np.ndarray[Any, np.dtype[np.uint8]]
-_LATE = 1e-6  # seconds by which a time stamp may miss the time it stands for
+_LATE = 1e-6  # tolerance of timestamps in seconds
 
 
 @dataclass(frozen=True)
 class Video:
-    """A decoded clip."""
+    """A decoded video."""
 
     frames: Frames
     """[n, height, width, 3] uint8 RGB, upright; frame i shows time i / fps."""
     fps: float
     audio: Samples | None = None
-    """[samples] float32 mono: the audio track, where it was asked for and is there."""
+    """[samples] float32 mono: the audio track, if requested and present."""
 
 
 def decode_video(
     part: MediaPart, fps: float, limits: MediaLimits, audio_rate: int | None = None, *, count: int | None = None
 ) -> Video:
-    """A part of kind `video` → its frames at `fps` per second, and its sound at `audio_rate` (None: not wanted).
+    """Decode a part of kind `video` to frames at `fps` per second, and its audio at `audio_rate` (None: no audio).
 
-    `count`: so many frames, evenly over the clip, in place of `fps`, where the clip says how long it is.
+    `count`: sample this many frames, evenly spread, instead of at `fps`, if the file states its duration; None: the
+    part's own `frames`, if any.
 
-    Frame i is the one shown at time i / fps. Raw frames whose rate is not known, or is not above `fps`, are taken as
-    they are (`Video.fps` is then their own rate; `fps` where unknown). Raises `InvalidRequest` for what is no video,
+    Frame i is the one shown at time i / fps. Raw frames whose rate is unknown, or not above `fps`, are taken unchanged
+    (`Video.fps` is then their own rate, or `fps` if unknown). Raises `InvalidRequest` for data that are not a video,
     `TooLarge` over a limit.
     """
     limits.check_bytes(part)
+    count = part.frames if count is None else count
     if part.array is not None:
         return _from_array(part, part.array, fps, limits, count)
-    with container(part) as opened:
+    with container(part, limits) as opened:
         if not opened.streams.video:
             raise refuse(part, "the file has no video track; send e.g. MP4, WebM or Matroska")
         seconds = _seconds(opened)
         if count is not None and seconds is not None:
             fps = count / seconds
         frames = _read_frames(part, opened, fps, limits)
-        if count is not None and seconds is not None:  # the file may be a frame longer or shorter than it says
+        if count is not None and seconds is not None:  # the stated duration may be off by a frame
             frames = frames[np.arange(count).clip(max=len(frames) - 1)]
     audio = None
     if audio_rate is not None:
-        with container(part) as opened:
+        with container(part, limits) as opened:
             if opened.streams.audio:
                 audio = read_track(part, opened, audio_rate, limits)
     return Video(frames, fps, audio)
 
 
 def _seconds(opened: av.container.InputContainer) -> float | None:
-    """How long the video track is, as the file says; None where it does not."""
+    """Return the duration that the file states for its video track, in seconds; None if it states none."""
     stream = opened.streams.video[0]
     if stream.duration is not None and stream.time_base is not None:
         return float(stream.duration * stream.time_base) or None
@@ -70,39 +72,41 @@ def _seconds(opened: av.container.InputContainer) -> float | None:
 
 def _read_frames(part: MediaPart, opened: av.container.InputContainer, fps: float, limits: MediaLimits) -> Frames:
     stream = opened.streams.video[0]
+    if stream.codec_context is not None:
+        check_frame(part, stream.codec_context.width, stream.codec_context.height, limits)
     sampler = _Sampler(part, fps, limits)
     step = 1.0 / float(stream.average_rate or 25)
     start, shown = 0.0, -step
-    for index, frame in enumerate(opened.decode(stream)):
+    for index, frame in enumerate(frames_of(part, opened, stream, limits)):
         at = shown + step if frame.time is None else float(frame.time)
         if index == 0:
             start = at
-        shown = max(at, shown)  # time does not run backwards, whatever a broken file says
+        shown = max(at, shown)  # timestamps of a broken file may run backwards
         sampler.show(frame, shown - start)
     return sampler.finish(shown - start + step)
 
 
 class _Sampler:
-    """Sample and hold: keeps the frame shown at each time k / fps."""
+    """Samples and holds: keeps the frame shown at each time k / fps."""
 
     def __init__(self, part: MediaPart, fps: float, limits: MediaLimits) -> None:
         self._part, self._fps, self._limits = part, fps, limits
         self._frames: list[Frames] = []
         self._current: av.VideoFrame | None = None
-        self._picture: Frames | None = None
-        """`_current` as an array, once it was needed."""
+        self._image: Frames | None = None
+        """`_current` as an array, once it has been needed."""
         self._shape: tuple[int, int, int] | None = None
-        """Width, height and quarter turns of the first frame: a stream may change them on the way."""
+        """Width, height and quarter turns of the first frame, as a stream may change them."""
 
     def show(self, frame: av.VideoFrame, at: float) -> None:
-        """`frame` is on the screen from `at` seconds on."""
+        """Take the frame that is shown from `at` seconds on."""
         if at > self._limits.max_video_seconds:
             raise over(self._part, "max_video_seconds", "too many seconds of video", self._limits.max_video_seconds)
         self._hold(at)
-        self._current, self._picture = frame, None
+        self._current, self._image = frame, None
 
     def finish(self, end: float) -> Frames:
-        """All frames of a clip that lasted `end` seconds."""
+        """Return all frames of a video that lasted `end` seconds."""
         if self._current is None:
             raise refuse(self._part, "the video track holds no frames; the file is empty or cut off")
         self._hold(min(end, self._limits.max_video_seconds))
@@ -123,10 +127,11 @@ class _Sampler:
         width, height, turns = self._shape
         count = len(self._frames) + 1
         _check_frames(self._part, count, count * width * height, self._limits)
-        if self._picture is None:
+        self._limits.budget.keep(self._part, width * height, self._limits)
+        if self._image is None:
             pixels = self._current.to_ndarray(format="rgb24", width=width, height=height)
-            self._picture = np.ascontiguousarray(np.rot90(pixels, turns))
-        self._frames.append(self._picture)
+            self._image = np.ascontiguousarray(np.rot90(pixels, turns))
+        self._frames.append(self._image)
 
 
 def _from_array(part: MediaPart, info: ArrayInfo, fps: float, limits: MediaLimits, wanted: int | None) -> Video:
@@ -145,7 +150,9 @@ def _from_array(part: MediaPart, info: ArrayInfo, fps: float, limits: MediaLimit
     if own > fps or wanted is not None:
         count = max(1, int(np.ceil(array.shape[0] / own * fps - _LATE)))
         array = array[(np.arange(count) * own / fps + _LATE).astype(int)]
-    _check_frames(part, array.shape[0], array.shape[0] * array.shape[1] * array.shape[2], limits)
+    pixels = array.shape[0] * array.shape[1] * array.shape[2]
+    _check_frames(part, array.shape[0], pixels, limits)
+    limits.budget.keep(part, pixels, limits)
     return Video(array.copy(), min(own, fps) if wanted is None else fps)
 
 

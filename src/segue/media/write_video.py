@@ -1,4 +1,4 @@
-"""Frames, and sound where there is some, into an MP4 file: H.264 and AAC, written as they come."""
+"""Write frames, and audio if there is any, to an MP4 file (H.264 and AAC) as they arrive."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from segue.messages.errors import ConfigError, TooLarge
 Frames = np.ndarray[Any, np.dtype[np.uint8]]
 """[frames, height, width, 3] RGB."""
 _QUALITY = "18"
-"""x264's constant rate factor: what most eyes cannot tell from the original."""
+"""x264's constant rate factor: visually close to lossless for most viewers."""
 _ENCODER = "libx264"
 _LONGEST = 16_384
-"""Pixels that a side may have: x264's."""
+"""Most pixels of a side: x264's limit."""
 
 
 def check_video_encoder(name: str = _ENCODER) -> None:
-    """Raise `ConfigError` where PyAV was built upon an FFmpeg without the encoder."""
+    """Raise `ConfigError` if PyAV's FFmpeg lacks the encoder."""
     try:
         av.Codec(name, "w")
     except av.codec.codec.UnknownCodecError as error:
         raise ConfigError(
-            f"no video can be written: the FFmpeg that PyAV uses here has no encoder {name!r}; PyAV's own wheels have "
-            "it (pip install --force-reinstall av)",
+            f"cannot write videos: PyAV's FFmpeg has no encoder {name!r}; PyAV's own wheels have it "
+            "(pip install --force-reinstall av)",
             field="model",
         ) from error
 
 
 def check_video_sides(height: int, width: int, field: str) -> None:
-    """Raise `TooLarge` where an MP4 cannot hold frames of so many pixels."""
+    """Raise `TooLarge` if an MP4 cannot hold frames of this size."""
     if max(height, width) > _LONGEST:
         raise TooLarge(
             f"frames of {width} x {height} pixels; a side of a video has at most {_LONGEST}: ask for a smaller size",
@@ -48,22 +48,23 @@ def check_video_sides(height: int, width: int, field: str) -> None:
 
 
 class VideoWriter:
-    """One file. Under its name only when it is whole: until then it is `NAME.part`, which an error takes away.
+    """Writes one file. It gets its name only when complete: until then it is `.NAME.PID.part`, which an error deletes.
 
         with VideoWriter(path, fps=16) as video:
-            video.add(frames)   # as often as there are frames
+            video.add(frames)   # any number of times
 
-    What cannot be written (a full disk, no such directory) raises `OSError`; frames as `check_video_sides` says.
+    Raises `OSError` if it cannot write (a full disk, no such directory), and `TooLarge` like `check_video_sides`.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, fps: float, sample_rate: int | None = None) -> None:
-        """`sample_rate`: of the sound, where there will be some; it may come before, between or after the frames."""
+        """`sample_rate`: of the audio, if there will be any; it may come before, between or after the frames."""
         self._path = Path(path)
-        self._part = self._path.with_name(self._path.name + ".part")
+        # not `NAME.part`: one of the user's downloads may have that name
+        self._part = self._path.with_name(f".{self._path.name}.{os.getpid()}.part")
         self._fps = Fraction(fps).limit_denominator(1001)
         self._rate = sample_rate
-        self._part.write_bytes(b"")  # the container opens it with the first frame; what is wrong with it shows here
-        # with the index in front, players begin before they have all of it
+        self._part.write_bytes(b"")  # the container opens it only with the first frame; errors shall show here
+        # with the index at the start, players begin before they have the whole file
         self._container = av.open(str(self._part), "w", format="mp4", options={"movflags": "+faststart"})
         self._video: VideoStream | None = None
         self._audio: AudioStream | None = None
@@ -81,10 +82,10 @@ class VideoWriter:
             frame = frame.reformat(format="yuv420p", dst_colorspace=Colorspace.ITU709, dst_color_range=ColorRange.MPEG)
             self._container.mux(stream.encode(frame))
 
-    def add_sound(self, samples: np.ndarray[Any, np.dtype[np.float32]]) -> None:
+    def add_audio(self, samples: np.ndarray[Any, np.dtype[np.float32]]) -> None:
         """The next samples: [samples] float32 mono in [-1, 1]."""
         if self._audio is None or self._rate is None:
-            raise ValueError("the file was opened without a sample_rate, so it has no sound")
+            raise ValueError("the file was opened without a sample_rate, so it has no audio track")
         frame = av.AudioFrame.from_ndarray(
             np.ascontiguousarray(samples, dtype=np.float32)[None], format="fltp", layout="mono"
         )
@@ -93,7 +94,7 @@ class VideoWriter:
         self._container.mux(self._audio.encode(frame))
 
     def close(self) -> None:
-        """Finish the file: it is there now, under its name."""
+        """Finish the file and give it its name."""
         try:
             if self._video is None:
                 raise ValueError("a video has at least one frame")
@@ -107,8 +108,8 @@ class VideoWriter:
             raise
 
     def discard(self) -> None:
-        """Leave nothing behind."""
-        with contextlib.suppress(OSError):  # what it could not write before, it cannot write now
+        """Delete the unfinished file."""
+        with contextlib.suppress(OSError):  # an earlier write error occurs again on closing
             self._container.close()
         self._part.unlink(missing_ok=True)
 
@@ -124,7 +125,7 @@ class VideoWriter:
             self.discard()
 
     def _stream(self, height: int, width: int) -> VideoStream:
-        """Of the first frame's size; a frame of another size raises `ValueError`."""
+        """Return the stream, of the first frame's size; a frame of another size raises `ValueError`."""
         size = (height + height % 2, width + width % 2)
         if self._video is None:
             check_video_sides(*size, "size")
@@ -138,13 +139,13 @@ class VideoWriter:
             self._video = stream
         elif size != (self._video.height, self._video.width):
             raise ValueError(
-                f"a frame is {height} x {width}; those before it are {self._video.height} x {self._video.width}"
+                f"a frame is {height} x {width}; earlier frames are {self._video.height} x {self._video.width}"
             )
         return self._video
 
 
 def _even(pixels: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """H.264 with colours at half the size needs even sides: the last row and column are repeated where they are odd."""
+    """Make sides even, as H.264 needs for chroma at half resolution: repeat the last row or column of an odd side."""
     height, width, _ = pixels.shape
     if height % 2 or width % 2:
         pixels = np.pad(pixels, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")

@@ -1,4 +1,4 @@
-"""What a request gives back while it runs: typed deltas, the last one `Finished`."""
+"""The typed deltas that a running request streams to its client; the last one is `Finished`."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ import numpy as np
 
 
 class TopToken(msgspec.Struct, frozen=True, array_like=True):
-    """A token and how likely it was."""
+    """A token with its log-probability and rank."""
 
     token_id: int
     logprob: float
-    """Natural logarithm, of the model's own distribution (temperature and filters not applied)."""
+    """Natural logarithm, under the model's own distribution (before temperature and filters)."""
     rank: int
-    """1 for the most likely one."""
+    """1 for the most likely token."""
     text: str
-    """What the token decodes to; U+FFFD where it is a part of a character."""
+    """The decoded token; U+FFFD where it is a part of a character."""
     data: bytes
-    """Its bytes; empty for tokens that stand for no text."""
+    """The token's bytes; empty for tokens that stand for no text."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """One token of the output (or the prompt), with the most likely ones in its place."""
+    """One token of the output (or the prompt), with the most likely tokens at its position."""
 
     chosen: TopToken
     top: list[TopToken] = []
-    """As many as were asked for, the most likely first."""
+    """As many as requested, the most likely first."""
 
 
 class TextDelta(msgspec.Struct, frozen=True, tag="text"):
-    """New text of the stage that talks to the client; `token_ids` are the ids it came from (end token included)."""
+    """New text of the stage that answers the client; `token_ids` are the ids it came from (end token included)."""
 
     stage: str
     text: str
@@ -37,11 +37,11 @@ class TextDelta(msgspec.Struct, frozen=True, tag="text"):
     index: int = 0
     """Which of the request's `n` outputs this belongs to."""
     logprobs: list[TokenLogprobs] = []
-    """Beside `token_ids`, where asked for."""
+    """One per entry of `token_ids`, if requested."""
     prompt_token_ids: list[int] = []
-    """In the first delta of output 0, where asked for."""
+    """In the first delta of output 0, if requested."""
     prompt_logprobs: list[TokenLogprobs | None] = []
-    """In the first delta of output 0, where asked for: one per prompt token, None for the first."""
+    """In the first delta of output 0, if requested: one per prompt token, None for the first."""
 
 
 class AudioDelta(msgspec.Struct, frozen=True, tag="audio"):
@@ -58,18 +58,18 @@ class AudioDelta(msgspec.Struct, frozen=True, tag="audio"):
 
 
 class ImageDelta(msgspec.Struct, frozen=True, tag="image"):
-    """One picture: raw uint8 RGB, row by row."""
+    """One image: raw uint8 RGB, row by row."""
 
     stage: str
     data: bytes
     height: int
     width: int
     index: int = 0
-    """Which of the request's pictures this is."""
+    """Which of the request's images this is."""
     partial: int | None = None
-    """Preview number k (from 0) of a picture that is not done, smaller than it; None: the picture itself."""
+    """Number (from 0) of a preview of the unfinished image, which is smaller than the image; None: the image itself."""
     tokens: int = 0
-    """Latent tokens that the network made it of; 0 of a preview, and where the model counts none."""
+    """Latent tokens that the network made the image from; 0 for a preview and for models that count none."""
 
     @property
     def array(self) -> np.ndarray:
@@ -89,7 +89,7 @@ class VideoDelta(msgspec.Struct, frozen=True, tag="video"):
     index: int = 0
     """Which of the request's videos these belong to."""
     first: int = 0
-    """Frames of this video before these."""
+    """Number of this video's frames that precede these."""
 
     @property
     def array(self) -> np.ndarray:
@@ -98,18 +98,18 @@ class VideoDelta(msgspec.Struct, frozen=True, tag="video"):
 
 
 class ProgressDelta(msgspec.Struct, frozen=True, tag="progress"):
-    """A denoising step is done; sent where the request asks for `progress`."""
+    """A denoising step is done; sent if the request asks for `progress`."""
 
     stage: str
     step: int
     """Steps done so far."""
     steps: int
     index: int = 0
-    """Which of the request's pictures or videos."""
+    """Which of the request's images or videos this is about."""
 
 
 class EmbeddingDelta(msgspec.Struct, frozen=True, tag="embedding"):
-    """What a text means, as one vector: little-endian float32."""
+    """The embedding of a text, one vector: little-endian float32."""
 
     stage: str
     data: bytes
@@ -121,19 +121,19 @@ class EmbeddingDelta(msgspec.Struct, frozen=True, tag="embedding"):
 
 
 class ScoreDelta(msgspec.Struct, frozen=True, tag="score"):
-    """How well two texts fit, as one number."""
+    """How well two texts match, as one number."""
 
     stage: str
     score: float
 
 
 class ClassesDelta(msgspec.Struct, frozen=True, tag="classes"):
-    """How much each class of a classifier fits a text: little-endian float32."""
+    """A classifier's score of each class for a text: little-endian float32."""
 
     stage: str
     data: bytes
     label: str
-    """The name of the class that fits best."""
+    """The name of the best class."""
 
     @property
     def array(self) -> np.ndarray:
@@ -142,34 +142,34 @@ class ClassesDelta(msgspec.Struct, frozen=True, tag="classes"):
 
 
 class TokensDelta(msgspec.Struct, frozen=True, tag="tokens"):
-    """The prompt as the model sees it: what the input stage gives where a request asks for the modality `tokens`."""
+    """The prompt as the model sees it; the input stage sends it if a request asks for the modality `tokens`."""
 
     stage: str
     token_ids: list[int]
     token_strs: list[str]
-    """Beside `token_ids`: each token as the vocabulary writes it; empty where the checkpoint has no tokenizer."""
+    """One per entry of `token_ids`: the token as the vocabulary writes it; empty if the checkpoint has no tokenizer."""
     text: str
-    """What the ids decode to, special tokens included; empty where the checkpoint has no tokenizer."""
+    """The decoded ids, special tokens included; empty if the checkpoint has no tokenizer."""
     frames: int = 0
-    """Of the recording's spectrogram, where the model writes down what it hears."""
+    """Frames of the recording's spectrogram, if the model transcribes speech."""
     seconds: float = 0.0
-    """Of that recording."""
+    """Length of that recording."""
 
 
 class SegmentDelta(msgspec.Struct, frozen=True, tag="segment"):
-    """A part of what was heard has its text, which came in the text delta before."""
+    """One transcribed segment of a recording; its text came in the preceding text delta."""
 
     stage: str
     start: float
-    """Seconds from the recording's beginning."""
+    """Seconds from the start of the recording."""
     end: float
     text: str
     token_ids: list[int]
-    """Marks of time included."""
+    """Timestamp tokens included."""
     seek: int
-    """The frame at which the window begins that it was heard in."""
+    """The first frame of the window that holds the segment."""
     logprob: float | None = None
-    """Mean log-probability of its tokens, by the model's own distribution, where asked for."""
+    """Mean log-probability of its tokens under the model's own distribution, if requested."""
 
 
 class Usage(msgspec.Struct):
@@ -180,7 +180,7 @@ class Usage(msgspec.Struct):
     prompt_modalities: dict[str, int] = {}
     """`text`, `image`, `audio`, `video`: prompt tokens of that kind."""
     completion_modalities: dict[str, int] = {}
-    """`text`: reply tokens · `audio`: codes of the talker · `image`: latent tokens of the pictures."""
+    """`text`: reply tokens · `audio`: codes of the talker · `image`: latent tokens of the images."""
 
     @property
     def completion_tokens(self) -> int:
@@ -195,14 +195,14 @@ class RequestMetrics(msgspec.Struct):
     ttfa: float | None = None
     audio_seconds: float = 0.0
     attempts: int = 1
-    """1, and one more for every worker lost on the way."""
+    """1, plus one for every worker lost on the way."""
     spans: list[tuple[str, str, float, float]] = []
-    """(stage, what, start, end) in seconds since admission: the request's timeline. `queue`: until its first input was
-    there, `first`: until its first output, `run`: until its last."""
+    """(stage, phase, start, end) in seconds since admission: the request's timeline. `queue`: until the first input
+    arrived, `first`: until the first output, `run`: until the last output."""
 
     @property
     def rtf(self) -> float | None:
-        """Real-time factor: time to make the audio over the audio's length."""
+        """Real-time factor: time to make the audio divided by the audio's length."""
         return self.jct / self.audio_seconds if self.audio_seconds else None
 
 
@@ -213,13 +213,13 @@ class Choice(msgspec.Struct, frozen=True):
     finish_reason: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    """Sum over its tokens, where the stage computed logprobs (`logprobs`, `best_of`, beams)."""
+    """Sum over its tokens, if the stage computed logprobs (`logprobs`, `best_of`, beams)."""
     stop_reason: int | str | None = None
     """The stop token or stop string that ended it; None for the family's end token."""
 
 
 class ChoiceEnded(msgspec.Struct, frozen=True, tag="ended"):
-    """One of several outputs has ended; others may go on. Each stands in `Finished` as well."""
+    """One of several outputs has ended; others may go on. `Finished` lists each of them as well."""
 
     stage: str
     choice: Choice
@@ -235,11 +235,11 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
     usage: Usage
     metrics: RequestMetrics
     language: str | None = None
-    """Code of the language that was heard, where the model writes down what it hears."""
+    """Code of the spoken language, if the model transcribes speech."""
     audio_seconds: float = 0.0
-    """Of the recording that was heard."""
+    """Length of the transcribed recording."""
     choices: list[Choice] = []
-    """The outputs of the main stage, where it is autoregressive, by index."""
+    """The outputs of the main stage, if it is autoregressive, by index."""
 
 
 ClientDelta = (
@@ -253,5 +253,5 @@ ClientDelta = (
     | ClassesDelta
     | TokensDelta
 )
-"""What stages make; the orchestrator adds the others."""
+"""Deltas that stages make; the orchestrator adds the others."""
 Delta = ClientDelta | SegmentDelta | ChoiceEnded | Finished

@@ -1,7 +1,7 @@
-"""What a request asks of a model that makes pictures or video: the pipelines' own argument names.
+"""Parameters of a request for images or video, under the argument names of diffusers' pipelines.
 
-Types are checked at the door; values that only the checkpoint can judge (which sizes it can make, how many steps are
-absurd) are checked by the family's input stage.
+This module checks types and general bounds; the family's input stage checks values that depend on the checkpoint
+(which sizes it can make, how many steps are absurd).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from segue.messages.sampling import misfit
 
 
 class DiffusionParams(msgspec.Struct, kw_only=True, frozen=True):
-    """None: what the family's pipeline takes by default."""
+    """Settings of one generation; None stands for the default of the family's pipeline."""
 
     negative_prompt: str | None = None
     prompt_2: str | None = None
@@ -30,61 +30,61 @@ class DiffusionParams(msgspec.Struct, kw_only=True, frozen=True):
     """Pixels."""
     width: int | None = None
     max_area: int | None = None
-    """Pixels: height and width are made to fit it, in their proportions; of models that edit a picture."""
+    """Pixels: height and width are scaled to fit it, keeping their ratio; for models that edit an image."""
     num_frames: int | None = None
     seconds: float | None = None
-    """Of a video, instead of `num_frames`: the nearest number of frames that the model makes."""
+    """Length of a video, instead of `num_frames`: rounded to the nearest number of frames that the model makes."""
     fps: float | None = None
-    """Of the file that is written; the network knows no frame rate."""
+    """Frame rate of the written file; the network knows no frame rate."""
     num_inference_steps: int | None = None
     guidance_scale: float | None = None
     guidance_scale_2: float | None = None
-    """Of the second network, where one makes the first steps and another the last."""
+    """Guidance of the second network, if one network runs the first steps and another the last."""
     true_cfg_scale: float | None = None
     guidance_rescale: float | None = None
-    """How far what guidance adds is brought back to the deviation of the prompt's own prediction, 0 to 1."""
+    """How far the guided prediction is rescaled to the standard deviation of the prompt's own prediction, 0 to 1."""
     eta: float | None = None
-    """Of DDIM: how much noise each step adds, 0 to 1."""
+    """For DDIM: how much noise each step adds, 0 to 1."""
     clip_skip: int | None = None
-    """Layers of a text encoder that are left out, counted from its end."""
+    """Number of a text encoder's last layers to skip."""
     original_size: tuple[int, int] | None = None
-    """(height, width) that the network is told, where it is told any; likewise those below."""
+    """(height, width) given to the network, if it is conditioned on sizes; likewise the sizes below."""
     crops_coords_top_left: tuple[int, int] | None = None
     target_size: tuple[int, int] | None = None
     negative_original_size: tuple[int, int] | None = None
     negative_crops_coords_top_left: tuple[int, int] | None = None
     negative_target_size: tuple[int, int] | None = None
     guidance_interval: tuple[float, float] | None = None
-    """(from, to) in shares of the steps, e.g. (0.1, 0.8): outside it, the guidance branch is not computed. A loss."""
+    """(from, to) as fractions of the steps, e.g. (0.1, 0.8): outside it, the guidance branch is not computed. Lossy."""
     sigmas: list[float] | None = None
-    """Noise levels instead of `num_inference_steps`, where the scheduler takes them; falling."""
+    """Noise levels instead of `num_inference_steps`, if the scheduler takes them; strictly falling."""
     scheduler: str | None = None
     """Class name of one of diffusers' schedulers, instead of the checkpoint's."""
     strength: float | None = None
-    """How much of the given picture is made anew, 0 to 1: where the model begins from a picture."""
+    """How much of the given image is regenerated, 0 to 1; for models that start from an image."""
     num_images_per_prompt: int = 1
-    """Pictures (or videos) of one request: noise of picture i is slice i of what the seed draws, as in diffusers."""
+    """Images (or videos) per request: noise of image i is slice i of the noise drawn from the seed, as in diffusers."""
     max_sequence_length: int | None = None
     """Tokens of the prompt that the text encoder sees."""
     step_cache: str | None = None
-    """One of `STEP_CACHES`: faster, with a loss. None: exact."""
+    """One of `STEP_CACHES`: faster, but lossy. None: exact."""
     step_cache_threshold: float | None = None
-    """With `first_block`: the relative change of what the first block adds, up to which the others are not computed
-    (None: 0.05). With `teacache`: the sum of rescaled changes up to which no block is (None: the model's own)."""
+    """With `first_block`: the other blocks are skipped while the first block's residual changes by at most this ratio
+    (None: 0.05). With `teacache`: all blocks are skipped up to this sum of rescaled changes (None: the model's own)."""
     progress: bool = False
-    """Tell of every step."""
+    """Send a `ProgressDelta` after every step."""
     partial_images: int = 0
-    """Previews on the way, evenly spread over the steps."""
+    """Number of previews, evenly spread over the steps."""
 
 
 FIRST_BLOCK, TAYLORSEER, TEACACHE = "first_block", "taylorseer", "teacache"
 STEP_CACHES = (FIRST_BLOCK, TAYLORSEER, TEACACHE)
 BLOCK_CACHES = (FIRST_BLOCK, TEACACHE)
-"""Of these, those that leave out blocks of a call."""
+"""The step caches that skip blocks of a call."""
 _ALSO = {"num_videos_per_prompt": "num_images_per_prompt"}
-"""Names that pipelines of video have for the same."""
+"""Alternative names that video pipelines use, and ours."""
 PARAMETERS = frozenset(DiffusionParams.__struct_fields__) | frozenset(_ALSO)
-"""What a request may ask for, by name."""
+"""Names of all parameters that a request may set."""
 _AT_LEAST_ONE = (
     "height",
     "width",
@@ -99,9 +99,9 @@ _SIZES = (
     *("negative_original_size", "negative_crops_coords_top_left", "negative_target_size"),
 )
 _MOST = 10_000
-"""Far above what any model is sampled with, and far below what makes a picture of no numbers (NaN)."""
+"""Largest guidance or noise level: far above any useful value, and far below those that turn an image into NaN."""
 _SLOWEST, _FASTEST = 0.01, 1000
-"""Frames per second that a file can be written with."""
+"""Bounds on the frames per second of a written file."""
 _NUMBERS = ("guidance_scale", "guidance_scale_2", "true_cfg_scale")
 
 
@@ -112,7 +112,7 @@ def diffusion_from(values: Mapping[str, Any]) -> DiffusionParams:
         if also in given:
             value = given.pop(also)
             if given.setdefault(name, value) != value:
-                raise wrong(also, value, f"left out beside {name}, which is the same")
+                raise wrong(also, value, f"left out if {name} is given, which means the same")
     try:
         params = msgspec.convert(given, DiffusionParams)
     except (msgspec.ValidationError, TypeError) as error:
@@ -122,7 +122,7 @@ def diffusion_from(values: Mapping[str, Any]) -> DiffusionParams:
 
 
 def check_diffusion(params: DiffusionParams) -> None:
-    """What is wrong for every model. Raises `InvalidRequest` naming field, value and what would be right."""
+    """Raise `InvalidRequest`, naming field, value and remedy, for values that no model accepts."""
     for name in _AT_LEAST_ONE:
         value = getattr(params, name)
         if value is not None and value < 1:
@@ -138,7 +138,7 @@ def check_diffusion(params: DiffusionParams) -> None:
         if value is not None and not (math.isfinite(value) and value > 0):
             raise wrong(name, value, "a finite number above 0")
     if params.seconds is not None and params.num_frames is not None:
-        raise wrong("seconds", params.seconds, "left out beside num_frames")
+        raise wrong("seconds", params.seconds, "left out if num_frames is given")
     _check_step_cache(params)
     if params.strength is not None and not 0 < params.strength <= 1:
         raise wrong("strength", params.strength, "above 0 and at most 1")
@@ -162,10 +162,10 @@ def check_diffusion(params: DiffusionParams) -> None:
         levels = list(map(_in_32_bits, params.sigmas))
         falling = all(higher > lower >= 0 for higher, lower in pairwise(levels))
         if not (levels and 0 < levels[0] <= _MOST and falling):
-            right = f"a list of noise levels that begins above 0 and falls (in 32 bits), each from 0 to {_MOST}"
+            right = f"a list of noise levels that starts above 0 and falls (in float32), each from 0 to {_MOST}"
             raise wrong("sigmas", params.sigmas, right)
         if params.num_inference_steps not in (None, len(params.sigmas)):
-            right = f"left out beside sigmas, or their number, {len(params.sigmas)}"
+            right = f"left out if sigmas are given, or their number, {len(params.sigmas)}"
             raise wrong("num_inference_steps", params.num_inference_steps, right)
 
 
@@ -175,14 +175,14 @@ def _check_step_cache(params: DiffusionParams) -> None:
         raise wrong("step_cache", name, f"one of {', '.join(STEP_CACHES)}")
     if params.step_cache_threshold is not None and name not in BLOCK_CACHES:
         raise InvalidRequest(
-            f"step_cache_threshold is {params.step_cache_threshold}, but step_cache is {name!r}; it goes with "
+            f"step_cache_threshold is {params.step_cache_threshold}, but step_cache is {name!r}; it works with "
             f"{' and '.join(BLOCK_CACHES)}",
             field="step_cache_threshold",
         )
 
 
 def _in_32_bits(level: float) -> float:
-    """As schedulers have it. What is too large for that stays as it is."""
+    """Round to float32, as schedulers do. A level above `_MOST` stays unrounded."""
     if not abs(level) <= _MOST:
         return level
     [rounded] = struct.unpack("f", struct.pack("f", level))

@@ -1,8 +1,8 @@
-"""The error tree, one class per remedy.
+"""The error tree: one class per remedy.
 
     SegueError
-    ├── ConfigError         the graph, deployment or checkpoint is wrong: mend it, start again
-    ├── InvalidRequest      the request is wrong: the client mends it (HTTP 400)
+    ├── ConfigError         the graph, deployment or checkpoint is wrong: correct it, start again
+    ├── InvalidRequest      the request is wrong: the client corrects it (HTTP 400)
     │   ├── TooLarge        over a limit of this deployment (413)
     │   ├── TooLong         the prompt does not fit into the context (400)
     │   └── NotFound        no such model, voice, file or job (404)
@@ -10,8 +10,8 @@
     ├── ShuttingDown        this server is being stopped: try another (503)
     ├── DeadlineExceeded    the request's own deadline passed (504)
     ├── Cancelled           the client went away (499)
-    └── StageFailed         a stage could not do it: our mistake, or the device's (500)
-        └── StageLost       its worker died and the retries are spent (503)
+    └── StageFailed         a stage could not serve the request: a bug of ours, or a device fault (500)
+        └── StageLost       the stage's worker died and the retries are spent (503)
 
 Errors cross processes as :class:`segue.messages.wire.Failed` and are rebuilt by :func:`error_from`.
 """
@@ -28,6 +28,10 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
 _SHORT.maxlevel = 2
 
 
+LONGEST_NAME = 256
+"""Most characters of a client's name that an error repeats; longer names are compared with no known name."""
+
+
 class SegueError(Exception):
     """Base of every error this program raises on purpose."""
 
@@ -38,7 +42,7 @@ class SegueError(Exception):
     def __init__(self, message: str, *, field: str | None = None, stage: str | None = None) -> None:
         super().__init__(message)
         self.message = message
-        self.field = field
+        self.field = field if field is None or len(field) <= LONGEST_NAME else f"{field[:LONGEST_NAME]}…"
         self.stage = stage
 
 
@@ -49,7 +53,7 @@ class ConfigError(SegueError, ValueError):
 
 
 class InvalidRequest(SegueError, ValueError):
-    """The request is wrong; `field` names the part, the message the value and what would be right."""
+    """The request is wrong; `field` names the part, the message gives the value and the remedy."""
 
     status = 400
     type = "invalid_request_error"
@@ -57,14 +61,14 @@ class InvalidRequest(SegueError, ValueError):
 
 
 class TooLarge(InvalidRequest):
-    """More than a limit of this deployment allows; the message names limit and key."""
+    """The request exceeds a limit of this deployment; the message names limit and key."""
 
     status = 413
     code = "too_large"
 
 
 class TooLong(InvalidRequest):
-    """The prompt does not fit into the context; the message has both lengths."""
+    """The prompt does not fit into the context; the message gives both lengths."""
 
     code = "context_length_exceeded"
 
@@ -77,7 +81,7 @@ class NotFound(InvalidRequest):
 
 
 class Overloaded(SegueError):
-    """Queue bound reached; the client may try again."""
+    """The queue is full; the client may try again."""
 
     status = 429
     type = "rate_limit_error"
@@ -100,7 +104,7 @@ class DeadlineExceeded(SegueError):
 
 
 class Cancelled(SegueError):
-    """The client went away or asked for the end of the request."""
+    """The client disconnected or cancelled the request."""
 
     status = 499
     type = "cancelled"
@@ -140,24 +144,25 @@ _TREE: dict[str, type[SegueError]] = {
 
 
 def error_from(kind: str, message: str, *, field: str | None = None, stage: str | None = None) -> SegueError:
-    """The error that crossed a process as its class name and texts; an unknown kind becomes `StageFailed`."""
+    """Rebuild an error from the class name and texts that crossed a process; an unknown kind becomes `StageFailed`."""
     return _TREE.get(kind, StageFailed)(message, field=field, stage=stage)
 
 
 def shown(value: object) -> str:
-    """`repr` of a client's value, shortened to fit a message."""
+    """Return the `repr` of a client's value, shortened to fit a message."""
     return _SHORT.repr(value)
 
 
 def wrong(field: str, value: object, right: str) -> InvalidRequest:
-    """`n is 0; it must be at least 1`: what most refusals of a value say."""
+    """Return an `InvalidRequest` that reads, for example, `n is 0; it must be at least 1`."""
     return InvalidRequest(f"{field} is {shown(value)}; it must be {right}", field=field)
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """`"; did you mean 'x'?"` or the list of what exists: the tail of every "unknown name" message."""
+    """Return the tail of an "unknown name" message: `"; did you mean 'x'?"`, or the list of known names."""
     names = sorted(known)
-    close = get_close_matches(name, names, n=1, cutoff=0.5) if isinstance(name, str) else []
+    comparable = isinstance(name, str) and len(name) <= LONGEST_NAME  # the cost grows with the square of the length
+    close = get_close_matches(str(name), names, n=1, cutoff=0.5) if comparable else []
     if close:
         return f"; did you mean {close[0]!r}?"
     return f"; known: {', '.join(names)}" if names else ""

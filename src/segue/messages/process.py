@@ -1,4 +1,4 @@
-"""What the orchestrator and the fork server say to each other, and what a worker is told when it is born."""
+"""Messages between the orchestrator and the fork server, and the `WorkerSpec` from which a worker starts."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import msgspec
 
 
 class WorkerSpec(msgspec.Struct, kw_only=True):
-    """One worker: which stages it runs and whom it talks to."""
+    """One worker: the stages it runs and the addresses of its peers."""
 
     worker: str
     """Unique per incarnation, e.g. `thinker.0-2`: group, replica, incarnation."""
     replica: int
-    """Which copy of its group it is, from 0."""
+    """Index of this replica in its group, from 0."""
     family: str
     model_dir: str
     stages: list[dict[str, Any]]
-    """`segue.graph.deployment.StagePlan` of each, as plain values."""
+    """`segue.graph.deployment.deployment.StagePlan` of each, as plain values."""
     edges: list[dict[str, Any]]
-    """`segue.graph.deployment.EdgePlan` of every edge that starts or ends here."""
+    """`segue.graph.deployment.deployment.EdgePlan` of every edge that starts or ends here."""
     replayable: list[str]
-    """Stages whose new attempt gives the same chunks in the same pieces (module stages), so that what came before is
-    dropped by number. Autoregressive stages do not promise it (prefill chunks follow the load): their rows carry
-    their own index."""
+    """Stages whose new attempt gives the same chunks in the same pieces (module stages), so that a receiver drops
+    repeated chunks by number. Autoregressive stages do not promise it (prefill chunks depend on the load): their rows
+    carry their own index."""
     limits: dict[str, Any]
     inbox: str
     """ZeroMQ address this worker binds."""
@@ -33,7 +33,7 @@ class WorkerSpec(msgspec.Struct, kw_only=True):
     """Address of this worker's shared-memory connector."""
     load_format: str = "auto"
     log: tuple[str, bool] | None = None
-    """(level, as JSON) of its lines on stderr; None: warnings alone, as Python prints them."""
+    """(level, as JSON) of its log lines on stderr; None: only warnings, as Python prints them."""
 
 
 class Spawn(msgspec.Struct, tag=True):
@@ -45,7 +45,10 @@ class Kill(msgspec.Struct, tag=True):
 
 
 class Preloaded(msgspec.Struct, tag=True):
-    """The fork server has imported what workers share."""
+    """The fork server has imported the modules that workers share."""
+
+    no_kernels: str = ""
+    """Why there are no compiled kernels for the CPU; empty if there are."""
 
 
 class PreloadFailed(msgspec.Struct, tag=True):
@@ -68,7 +71,7 @@ ToForkServer = Spawn | Kill
 FromForkServer = Preloaded | PreloadFailed | Spawned | Exited
 
 MESSAGE_BYTES = 1 << 18
-"""Of a packet, at most."""
+"""Largest packet, in bytes."""
 
 _encoder = msgspec.msgpack.Encoder()
 to_fork_server = msgspec.msgpack.Decoder(ToForkServer)

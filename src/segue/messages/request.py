@@ -1,4 +1,4 @@
-"""What a client asks for, as it travels from the server to the input stage."""
+"""A client's request, as it travels from the server to the input stage."""
 
 from __future__ import annotations
 
@@ -27,25 +27,27 @@ class ArrayInfo(msgspec.Struct, frozen=True):
 class TextPart(msgspec.Struct, frozen=True, tag="text"):
     text: str
     embeds: bytes | None = None
-    """The text as input embeddings in its place, [tokens, hidden]: a file as `torch.save` or safetensors writes it; the
+    """Input embeddings in place of the text, [tokens, hidden]: a file as `torch.save` or safetensors writes it; the
     `text` is empty then."""
     field: str = ""
-    """As of a `MediaPart`, where there are `embeds`."""
+    """As in `MediaPart`; set only if there are `embeds`."""
 
 
 class MediaPart(msgspec.Struct, frozen=True, tag="media"):
-    """One picture, clip or recording: the bytes of a file (any format PyAV or Pillow reads), or a raw array."""
+    """One image, audio or video: the bytes of a file (any format PyAV or Pillow reads), or a raw array."""
 
     kind: MediaKind
     data: bytes
     array: ArrayInfo | None = None
     """None: `data` is an encoded file."""
     field: str = ""
-    """Where in the client's request it stood, e.g. `messages[0].content[1]`; errors name it."""
+    """Position in the client's request, e.g. `messages[0].content[1]`; errors name it."""
     role: str = ""
-    """What it is for, where a model takes pictures for several purposes, by the pipeline's argument: `mask_image`,
-    `image_reference`, `last_image`. `mask`: as `mask_image`, but transparent where that is white. Empty: the picture
+    """Purpose of the image, if a model takes images for several, by the pipeline's argument: `mask_image`,
+    `image_reference`, `last_image`. `mask`: as `mask_image`, but transparent where that is white. Empty: the image
     itself."""
+    frames: int | None = None
+    """For a video: sample this many frames, evenly spread, instead of the model's own rate."""
 
 
 Part = TextPart | MediaPart
@@ -55,15 +57,15 @@ class Message(msgspec.Struct, frozen=True):
     role: str
     content: list[Part]
     extra: dict[str, Any] = {}
-    """What the chat template may want besides: `name`, `tool_calls`, `tool_call_id`, `reasoning_content`, as OpenAI
-    has them."""
+    """Further fields for the chat template: `name`, `tool_calls`, `tool_call_id`, `reasoning_content`, in OpenAI's
+    format."""
 
 
 class ChatOptions(msgspec.Struct, frozen=True):
-    """How `messages` become a prompt."""
+    """How the chat template turns `messages` into a prompt."""
 
     tools: list[dict[str, Any]] = []
-    """As OpenAI has them."""
+    """In OpenAI's format."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_kwargs: dict[str, Any] = {}
@@ -71,63 +73,76 @@ class ChatOptions(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, kw_only=True):
-    """One generation. One of `messages`, `prompt`, `prompt_token_ids` and `prompt_embeds` is set; beside a `prompt` for
-    a model that makes pictures or video, the `messages` hold nothing but the media that go with it."""
+    """One generation. Exactly one of `messages`, `prompt`, `prompt_token_ids` and `prompt_embeds` is set, except that a
+    `prompt` for a model that makes images or video may come with `messages`, which then hold nothing but its media."""
 
     request_id: str
     messages: list[Message] = []
     chat: ChatOptions = ChatOptions()
     prompt: str | None = None
-    """Text that is tokenized as it is, with no chat template."""
+    """Text that is tokenized without a chat template."""
     prompt_token_ids: list[int] | None = None
     prompt_embeds: bytes | None = None
     """The prompt as input embeddings, [tokens, hidden]: a file as `torch.save` or safetensors writes it."""
     add_special_tokens: bool | None = None
-    """Let the tokenizer add its own (a beginning of text, an end). None: to a `prompt` it does, to templated messages,
-    whose template writes them, it does not."""
+    """Whether the tokenizer adds its special tokens (begin and end of text). None: it adds them to a `prompt`, but not
+    to templated messages, whose template writes them."""
     modalities: list[str] = msgspec.field(default_factory=lambda: ["text"])
-    """What the client wants out: any of what the graph gives; `tokens` is the prompt itself, from the input stage."""
+    """Requested outputs: any modality that the graph gives; `tokens` is the prompt itself, from the input stage."""
     voice: str | None = None
     sampling: dict[str, SamplingParams] = {}
     """By stage name. The orchestrator fills in the family's defaults and the seed at admission."""
     diffusion: DiffusionParams | None = None
-    """None: all defaults, where the model has a diffusion stage."""
+    """None: all defaults, if the model has a diffusion stage."""
     seed: int | None = None
-    """Given at admission where the client gave none, so that any part can be run again."""
+    """The orchestrator draws one at admission if the client gave none, so that any part can be run again."""
     priority: int = 0
     """Lower runs first."""
     tenant: str = ""
-    """Whose request it is, for fair sharing."""
+    """Owner of the request, for fair sharing."""
+    share: float = 1.0
+    """Weight of the tenant in fair sharing: a tenant with 2 gets twice as much as a tenant with 1."""
     adapter: str | None = None
     """Name of the LoRA adapter to use."""
     deadline: float | None = None
     """Unix time after which the request is cancelled."""
     cache_salt: str | None = None
-    """Prompts are found in the prefix cache only among requests with the same salt: nobody else can learn by the time
-    to the first token what was asked."""
+    """Requests share prefix cache entries only if their salts are equal: nobody else can infer a prompt from the time
+    to the first token."""
     thought_marks: tuple[str, str] | None = None
-    """What opens a thought of the model and closes it; the orchestrator fills it in, where a stage's sampling bounds
-    thoughts."""
+    """The texts that open and close the model's reasoning; the orchestrator fills them in if a stage's sampling bounds
+    reasoning."""
     return_prompt_ids: bool = False
-    """Give the prompt's token ids with the first text."""
+    """Return the prompt's token ids with the first text."""
     options: dict[str, Any] = {}
     """Family options by name (e.g. `use_audio_in_video`); the family's dialect checks them."""
 
     def embedded(self) -> list[TextPart]:
-        """The parts of its messages that come as embeddings, in their order."""
+        """Return the parts of the messages that are embeddings, in order."""
         parts = (part for message in self.messages for part in message.content)
         return [part for part in parts if isinstance(part, TextPart) and part.embeds is not None]
 
     def media_kinds(self) -> set[str]:
-        """The kinds of media the request carries."""
+        """Return the kinds of media in the request."""
         return {part.kind for message in self.messages for part in message.content if isinstance(part, MediaPart)}
 
 
-def check_types(request: Request) -> None:
-    """Raise `InvalidRequest` where a field holds what its type does not allow.
+def check_priority(priority: int, by_priority: bool) -> None:
+    """Raise `InvalidRequest` for a priority that has no effect because no stage is scheduled `by_priority`."""
+    if priority and not by_priority:
+        raise wrong(
+            "priority",
+            priority,
+            "left out or 0: only a deployment with `scheduling: priority` takes another (and, if clients have keys of "
+            "their own, only from clients whose keys allow it)",
+        )
 
-    Nothing holds a Python caller to the types, and a worker cannot answer a message that it cannot decode. The messages
-    are not looked at: they are made by `segue.media.parts`, and may be large.
+
+def check_types(request: Request) -> None:
+    """Raise `InvalidRequest` if a field's value does not fit its type.
+
+    Python does not enforce the types, and a worker cannot answer a message that it cannot decode. `messages` are not
+    checked: `segue.media.parts` makes them, and they may be large.
     """
     if isinstance(request.seed, int) and not -(2**63) <= request.seed < 2**64:
         raise wrong("seed", request.seed, "a 64-bit integer")

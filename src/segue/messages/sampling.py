@@ -1,4 +1,4 @@
-"""Sampling parameters of one stage. A field left at None takes the family's own default, then the library's."""
+"""Sampling parameters of one stage: a field that is None takes the family's default, then the library's."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from segue.messages.carried import check_carried
 from segue.messages.errors import InvalidRequest, nearest, wrong
+from segue.messages.limits import DEFAULTS, RequestLimits, check_carried, check_lists
 
 GREEDY_BELOW = 1e-5
 """A temperature under this is greedy decoding."""
@@ -16,18 +16,15 @@ MAX_OUTPUTS = 128
 """Most outputs of one prompt, shown or not."""
 MAX_BEAMS = 16
 SIDES = ("left", "right")
-"""What `truncation_side` may be."""
+"""Values of `truncation_side`."""
 MAX_PATTERN = 1024
 """Tokens of the longest pattern that `repetition_detection` looks for."""
 MAX_PATTERN_WORK = 10240
-"""Most sizes of patterns times `min_count`: so much is compared after each token, at worst."""
-MAX_BAD_WORDS = 1024
-MAX_BAD_CHARACTERS = 1 << 16
-"""Of all `bad_words` together: the stage tokenizes them, and nobody else gets on meanwhile."""
+"""Bound on the number of pattern sizes times `min_count`, the worst-case number of comparisons after each token."""
 
 
 class StructuredOutput(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What form the text must have; exactly one of `FORMS` is set (vLLM's `structured_outputs`)."""
+    """The form that the text must have; exactly one of `FORMS` is set (vLLM's `structured_outputs`)."""
 
     json: dict[str, Any] | str | None = None
     """A JSON schema, as an object or as text."""
@@ -38,34 +35,34 @@ class StructuredOutput(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_
     grammar: str | None = None
     """EBNF, as xgrammar reads it (GBNF)."""
     structural_tag: dict[str, Any] | str | None = None
-    """Free text with parts that are held to a form, as xgrammar or, in its older way, vLLM writes it."""
+    """Free text with constrained parts, in xgrammar's format or vLLM's older one."""
     disable_any_whitespace: bool | None = None
-    """Of `json` and `json_object`: one space after each comma and colon, and none elsewhere."""
+    """For `json` and `json_object`: one space after each comma and colon, and none elsewhere."""
 
 
 FORMS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
-"""Fields of `StructuredOutput` that say what the form is."""
+"""Fields of `StructuredOutput` that specify a form."""
 
 
 def form_of(asked: StructuredOutput) -> str | None:
-    """Which of `FORMS` is set."""
+    """Return which of `FORMS` is set, or None."""
     values = msgspec.structs.asdict(asked)
     return next((name for name in FORMS if values[name] not in (None, False)), None)
 
 
 class RepetitionDetection(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What counts as going round in circles (vLLM's `repetition_detection`): the output ends where its last tokens are
-    one pattern `min_count` times in a row."""
+    """When a repetitive output ends (vLLM's `repetition_detection`): as soon as its last tokens are one pattern
+    `min_count` times in a row."""
 
     max_pattern_size: int = 0
-    """Tokens of the longest pattern; 0: nothing is looked for."""
+    """Tokens of the longest pattern; 0: no detection."""
     min_pattern_size: int = 0
-    """Of the shortest; 0 is 1."""
+    """Tokens of the shortest pattern; 0 means 1."""
     min_count: int = 0
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How an autoregressive stage picks tokens. None means "as the family's own `generate` does"."""
+    """How an autoregressive stage picks tokens. None means the default of the family's own `generate`."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -80,7 +77,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     min_tokens: int | None = None
     stop: list[str] | None = None
     stop_token_ids: list[int] | None = None
-    """Token ids that end the output, besides the family's end tokens."""
+    """Token ids that end the output, in addition to the family's end tokens."""
     ignore_eos: bool | None = None
     """Do not end at the family's end tokens; `stop_token_ids` still end."""
     suppress_tokens: list[int] | None = None
@@ -90,45 +87,46 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     allowed_token_ids: list[int] | None = None
-    """Only these are ever produced."""
+    """Only these tokens are ever produced."""
     bad_words: list[str] | None = None
     """Texts that are never produced."""
     structured_outputs: StructuredOutput | None = None
     logprobs: int | None = None
-    """Report the log-probability of each generated token, and of so many most likely ones in its place; -1: of all."""
+    """Report the log-probability of each generated token and of this many most likely tokens; -1: of all tokens."""
     prompt_logprobs: int | None = None
-    """The same for each token of the prompt but the first."""
+    """The same for each prompt token except the first."""
     logprob_token_ids: list[int] | None = None
-    """Report the log-probabilities of these tokens, too, in the place of each generated one."""
+    """Report at each position the log-probabilities of these tokens and of the generated one, not of the most likely
+    ones."""
     truncate_prompt_tokens: int | None = None
-    """Keep only so many of the prompt's last tokens; -1: as many as the context holds."""
+    """Keep only this many of the prompt's last tokens; -1: as many as the context holds."""
     truncation_side: str | None = None
     """Where `truncate_prompt_tokens` cuts: `left` (the default; the last tokens are kept) or `right`."""
     detokenize: bool | None = None
-    """False: give ids, no text."""
+    """False: return ids, no text."""
     thinking_token_budget: int | None = None
-    """At most so many tokens of thought: then the mark that ends it comes; -1: any number."""
+    """Most reasoning tokens, after which the end-of-reasoning text is forced; -1: any number."""
     repetition_detection: RepetitionDetection | None = None
-    """End an output that does nothing but repeat itself."""
+    """End an output that only repeats itself."""
     n: int | None = None
     """Outputs of one prompt, sampled independently; output i has the seed `seed + i`."""
     best_of: int | None = None
-    """Sample so many, give the `n` with the highest mean log-probability."""
+    """Sample this many outputs, return the `n` with the highest mean log-probability."""
     beam_width: int | None = None
-    """Beam search with so many beams; the `n` best are given (transformers' `num_beams`)."""
+    """Beam search with this many beams, of which the `n` best are returned (transformers' `num_beams`)."""
     length_penalty: float | None = None
-    """Of beam search: scores are divided by length to this power (Wu et al., 2016, §7 in transformers' form)."""
+    """For beam search: scores are divided by length to this power (Wu et al., 2016, §7 in transformers' form)."""
     speculate: bool | None = None
-    """False: no speculative decoding for this request, where the deployment has it. The tokens are the same."""
+    """False: no speculative decoding for this request, if the deployment has it. The tokens are the same."""
     early_stopping: bool | None = None
-    """Of beam search: end as soon as there are `beam_width` finished candidates."""
+    """For beam search: end as soon as there are `beam_width` finished candidates."""
 
     @property
     def greedy(self) -> bool:
         return self.temperature is not None and self.temperature < GREEDY_BELOW
 
     def over(self, defaults: SamplingParams) -> SamplingParams:
-        """These parameters, with `defaults` where a field is unset."""
+        """Return these parameters, with unset fields taken from `defaults`."""
         merged = {
             name: mine if (mine := getattr(self, name)) is not None else getattr(defaults, name)
             for name in self.__struct_fields__
@@ -159,7 +157,7 @@ FALLBACK = SamplingParams(
     early_stopping=False,
     speculate=True,
 )
-"""What a field means where neither the request nor the family says anything (`max_tokens`: up to the context)."""
+"""Values of fields that neither the request nor the family sets (`max_tokens`: up to the context)."""
 
 # field → (lowest, highest, "what would be right"); bounds are OpenAI's and vLLM's
 _RANGES: dict[str, tuple[float, float, str]] = {
@@ -183,18 +181,17 @@ _RANGES: dict[str, tuple[float, float, str]] = {
 
 
 def misfit(error: Exception, field: str = "") -> InvalidRequest:
-    """The refusal of a value that does not fit its type, from what msgspec says of it; `field`: what was converted."""
+    """Turn msgspec's error about a value's type into an `InvalidRequest`; `field`: name of the converted value."""
     what, _, place = str(error).partition(" - at `$")
     path = f"{field}{place.rstrip('`')}".lstrip(".")
     return InvalidRequest(f"{path}: {what}" if path else what, field=path or None)
 
 
-def check_sampling(params: SamplingParams, field: str) -> None:
+def check_sampling(params: SamplingParams, field: str, limits: RequestLimits = DEFAULTS) -> None:
     """Raise `InvalidRequest` naming field, value and what would be right."""
+    check_lists(msgspec.structs.asdict(params), limits, f"{field}.")
     try:
-        typed = msgspec.convert(
-            msgspec.to_builtins(params), SamplingParams
-        )  # nothing holds Python callers to the types
+        typed = msgspec.convert(msgspec.to_builtins(params), SamplingParams)  # Python does not enforce the types
     except (msgspec.ValidationError, TypeError) as error:
         raise misfit(error, field) from error
     for name, (low, high, right) in _RANGES.items():
@@ -221,8 +218,8 @@ def check_sampling(params: SamplingParams, field: str) -> None:
         _check_repetition(typed.repetition_detection, f"{field}.repetition_detection")
         if params.beam_width is not None:
             raise InvalidRequest(
-                f"{field}.repetition_detection is given beside beam_width ({params.beam_width}), which does not go "
-                "with it; leave one out",
+                f"{field}.repetition_detection cannot be combined with beam_width ({params.beam_width}); leave one "
+                "of them out",
                 field=f"{field}.repetition_detection",
             )
     if typed.structured_outputs is not None:
@@ -233,13 +230,6 @@ def _check_lists(params: SamplingParams, field: str) -> None:
     for name, texts in (("stop", params.stop), ("bad_words", params.bad_words)):
         if any(not text for text in texts or []):
             raise InvalidRequest(f"{field}.{name} has an empty string; leave it out", field=f"{field}.{name}")
-    words = params.bad_words or []
-    if len(words) > MAX_BAD_WORDS or sum(map(len, words)) > MAX_BAD_CHARACTERS:
-        raise InvalidRequest(
-            f"{field}.bad_words has {len(words)} texts of {sum(map(len, words))} characters; at most {MAX_BAD_WORDS} "
-            f"texts of {MAX_BAD_CHARACTERS} characters together are taken",
-            field=f"{field}.bad_words",
-        )
     if params.truncate_prompt_tokens == 0:
         right = "an integer from 1, or -1 for what the context holds"
         raise wrong(f"{field}.truncate_prompt_tokens", params.truncate_prompt_tokens, right)
@@ -251,7 +241,7 @@ def _check_lists(params: SamplingParams, field: str) -> None:
         )
     if params.detokenize is False and params.stop:
         raise InvalidRequest(
-            f"{field}.detokenize is false, so no text is there to look for {field}.stop in", field=f"{field}.detokenize"
+            f"{field}.detokenize is false, so {field}.stop has no text to match", field=f"{field}.detokenize"
         )
 
 
@@ -263,14 +253,14 @@ def _check_repetition(asked: RepetitionDetection, field: str) -> None:
         name, value, right = "min_pattern_size", shortest, f"an integer from 0 to max_pattern_size ({longest})"
     elif longest and not 2 <= count <= MAX_PATTERN_WORK // (longest - max(1, shortest) + 1):
         most = MAX_PATTERN_WORK // (longest - max(1, shortest) + 1)
-        name, value, right = "min_count", count, f"an integer from 2 to {most}, for so many sizes of patterns"
+        name, value, right = "min_count", count, f"an integer from 2 to {most}, for this many pattern sizes"
     else:
         return
     raise wrong(f"{field}.{name}", value, right)
 
 
 def check_structured(asked: StructuredOutput, field: str) -> None:
-    """Raise `InvalidRequest` unless exactly one form is set. Whether it can be had shows when it is compiled."""
+    """Raise `InvalidRequest` unless exactly one form is set. The grammar compiler finds out whether it is valid."""
     values = msgspec.structs.asdict(asked)
     given = [name for name in FORMS if values[name] not in (None, False)]
     if len(given) != 1:
@@ -278,17 +268,17 @@ def check_structured(asked: StructuredOutput, field: str) -> None:
         raise InvalidRequest(f"{field} {said}; give exactly one of: {', '.join(FORMS)}", field=field)
     if asked.disable_any_whitespace and not given[0].startswith("json"):
         raise InvalidRequest(
-            f"{field}.disable_any_whitespace is of json and json_object alone; {field} sets {given[0]}",
+            f"{field}.disable_any_whitespace works only with json and json_object; {field} sets {given[0]}",
             field=f"{field}.disable_any_whitespace",
         )
     check_carried(asked.json, f"{field}.json")
     check_carried(asked.structural_tag, f"{field}.structural_tag")
     if asked.choice is not None and not (asked.choice and all(asked.choice)):
-        raise InvalidRequest(f"{field}.choice needs at least one text, and none that is empty", field=f"{field}.choice")
+        raise InvalidRequest(f"{field}.choice needs at least one text, and no empty text", field=f"{field}.choice")
 
 
 def _check_outputs(params: SamplingParams, field: str) -> None:
-    """`n`, `best_of` and `beam_width` against each other, and against what beam search leaves no room for."""
+    """Check `n`, `best_of` and `beam_width` against each other and against parameters that beam search excludes."""
     n = params.n or 1
     for name in ("best_of", "beam_width"):
         value = getattr(params, name)
@@ -298,21 +288,21 @@ def _check_outputs(params: SamplingParams, field: str) -> None:
         return
     if params.best_of is not None:
         raise InvalidRequest(
-            f"{field}.best_of is {params.best_of} beside beam_width ({params.beam_width}); give one of the two",
+            f"{field}.best_of is {params.best_of} and beam_width is {params.beam_width}; give one of the two",
             field=f"{field}.best_of",
         )
     if params.temperature is not None and not params.greedy:
         raise InvalidRequest(
-            f"{field}.temperature is {params.temperature!r}, but beam search (beam_width) draws nothing; "
+            f"{field}.temperature is {params.temperature!r}, but beam search (beam_width) does not sample; "
             "leave it out or give 0",
             field=f"{field}.temperature",
         )
 
 
 def check_token_ids(params: SamplingParams, vocab_size: int, field: str) -> None:
-    """Raise `InvalidRequest` for a token id that a stage does not have, or where none is left to choose.
+    """Raise `InvalidRequest` for a token id outside the stage's vocabulary, or if no token is left to choose.
 
-    `field`: what stands before the parameter's name, dot included.
+    `field`: prefix of the parameter's name, dot included.
     """
     lists = {
         "stop_token_ids": params.stop_token_ids,
@@ -325,7 +315,7 @@ def check_token_ids(params: SamplingParams, vocab_size: int, field: str) -> None
         for token in ids or ():
             if not 0 <= token < vocab_size:
                 raise InvalidRequest(
-                    f"{field}{name} has {token}, which is no token id; they are from 0 to {vocab_size - 1}",
+                    f"{field}{name} has {token}, which is no token id; token ids are from 0 to {vocab_size - 1}",
                     field=f"{field}{name}",
                 )
     suppressed = set(params.suppress_tokens or ())
@@ -343,8 +333,9 @@ def check_token_ids(params: SamplingParams, vocab_size: int, field: str) -> None
         )
 
 
-def sampling_from(values: dict[str, Any], field: str) -> SamplingParams:
-    """Parameters from a JSON object; unknown names and wrong types are named with their nearest neighbour."""
+def sampling_from(values: dict[str, Any], field: str, limits: RequestLimits = DEFAULTS) -> SamplingParams:
+    """Read parameters from a JSON object; errors name unknown names, with their nearest neighbour, and wrong types."""
+    check_lists(values, limits, f"{field}.")
     for name in values:
         if name not in SamplingParams.__struct_fields__:
             raise InvalidRequest(
@@ -356,5 +347,5 @@ def sampling_from(values: dict[str, Any], field: str) -> SamplingParams:
         params = msgspec.convert(values, SamplingParams, strict=False, str_keys=True)
     except msgspec.ValidationError as error:
         raise misfit(error, field) from error
-    check_sampling(params, field)
+    check_sampling(params, field, limits)
     return params

@@ -1,4 +1,4 @@
-"""What a worker reports of itself, as it crosses to the orchestrator."""
+"""Statistics that a worker reports to the orchestrator."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from bisect import bisect_left
 import msgspec
 
 LATENCY_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""Seconds; upper ends of the buckets."""
+"""Upper bounds of latency buckets, in seconds."""
 SIZE_BOUNDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
-"""Batch sizes, queue lengths."""
+"""Upper bounds of buckets for batch sizes and queue lengths."""
 
 
 class Histogram(msgspec.Struct):
-    """Counts per bucket, as a worker keeps and sends them. `counts[i]`: values ≤ `bounds[i]`; the last: above all."""
+    """Counts per bucket, as a worker keeps and sends them. `counts[i]`: values ≤ `bounds[i]`; the last: all above."""
 
     bounds: tuple[float, ...]
     counts: list[int]
@@ -29,11 +29,11 @@ class Histogram(msgspec.Struct):
 
 
 Values = dict[str, float | Histogram]
-"""By name. A name that ends in `_total` is a counter, another number a gauge. Units end the name: `_seconds`."""
+"""By name. A number whose name ends in `_total` is a counter, any other a gauge. Names end in a unit: `_seconds`."""
 
 
 class WorkerStats(msgspec.Struct):
-    """Of one replica of one stage."""
+    """Statistics of one replica of one stage."""
 
     stage: str
     replica: int

@@ -6,7 +6,7 @@
     worker → worker         Chunk, Consumed
 
 Payloads never travel here: a `Chunk` carries the connector's metadata. Every message about a request carries the
-attempt of the stage it speaks for; what speaks for an attempt that is over is dropped.
+attempt of the stage that it is about; receivers drop messages of past attempts.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Peer(msgspec.Struct, frozen=True):
 
     stage: str
     worker: str
-    """Unique per incarnation: a restarted worker is another one."""
+    """Unique per incarnation: a restarted worker has another name."""
     address: str
-    """Its inbox."""
+    """The worker's inbox."""
     attempt: int
 
 
@@ -35,7 +35,7 @@ class Peer(msgspec.Struct, frozen=True):
 
 
 class Begin(msgspec.Struct, tag=True):
-    """Run `stage` for a request. Only the input stage gets the messages; the others' are stripped."""
+    """Run `stage` for a request. Only the input stage gets the request's `messages`."""
 
     request: Request
     stage: str
@@ -44,11 +44,11 @@ class Begin(msgspec.Struct, tag=True):
     downstreams: list[Peer]
     to_client: list[str]
     resume: list[list[int]] = []
-    """By output: the ids that the journal holds from an earlier attempt."""
+    """For each output, the ids that the journal holds from an earlier attempt."""
 
 
 class Resend(msgspec.Struct, tag=True):
-    """The downstream of an edge starts anew on `target`: send it everything retained, from the first chunk."""
+    """The downstream stage of an edge restarts on `target`: send it all retained chunks, from the first."""
 
     request_id: str
     source: str
@@ -56,7 +56,7 @@ class Resend(msgspec.Struct, tag=True):
 
 
 class Moved(msgspec.Struct, tag=True):
-    """The upstream of an edge starts anew on `source`: expect its chunks, drop those of older attempts."""
+    """The upstream stage of an edge restarts on `source`: expect its chunks, drop those of older attempts."""
 
     request_id: str
     source: Peer
@@ -77,28 +77,28 @@ class PeerLost(msgspec.Struct, tag=True):
 
 
 class LoadAdapter(msgspec.Struct, tag=True):
-    """Read a LoRA adapter, so that requests can name it: answered with `AdapterLoaded`."""
+    """Load a LoRA adapter, so that requests can name it; the worker answers with `AdapterLoaded`."""
 
     ticket: int
-    """Goes back with the answer."""
+    """The answer repeats it."""
     stage: str
     name: str
     directory: str
 
 
 class UnloadAdapter(msgspec.Struct, tag=True):
-    """Let no further request use it."""
+    """Unload a LoRA adapter: no further request may use it."""
 
     stage: str
     name: str
 
 
 class Ping(msgspec.Struct, tag=True):
-    """Answer with `Stats`: so that a worker that hangs is known from one that works."""
+    """Ask for `Stats`; a worker that does not answer hangs."""
 
 
 class Shutdown(msgspec.Struct, tag=True):
-    """Leave now; the orchestrator has drained."""
+    """Exit now; the orchestrator has drained."""
 
 
 # ── worker → orchestrator ──────────────────────────────────────────────────────────────────────────────────────────
@@ -111,11 +111,11 @@ class Loading(msgspec.Struct, tag=True):
 
 
 class StageFacts(msgspec.Struct):
-    """What only the loaded stage knows."""
+    """Facts that are known only once a stage is loaded."""
 
     max_model_len: int | None = None
     vocab_size: int | None = None
-    """Of an autoregressive stage: token ids are below it."""
+    """For an autoregressive stage: token ids are below it."""
 
 
 class Ready(msgspec.Struct, tag=True):
@@ -139,7 +139,7 @@ class OutputEnd(msgspec.Struct, frozen=True):
 
 
 class Emission(msgspec.Struct):
-    """What one step of one stage made for one request, as far as the orchestrator cares."""
+    """The output of one step of one stage for one request, as far as the orchestrator needs it."""
 
     request_id: str
     stage: str
@@ -147,16 +147,16 @@ class Emission(msgspec.Struct):
     index: int = 0
     """Which of the request's outputs this is about."""
     token_ids: list[int] = []
-    """The journal: ids, never tensors."""
+    """New ids for the journal (ids, never tensors)."""
     first_index: int = 0
     deltas: list[ClientDelta] = []
     position: int = 0
-    """Where the deltas start in the client stream of this output and attempt: characters, samples or pictures."""
+    """Where the deltas start in the client stream of this output and attempt: characters, samples or images."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     modality_tokens: dict[str, int] = {}
     end: OutputEnd | None = None
-    """In the last emission of one of several outputs."""
+    """Set in the last emission of one of several outputs."""
 
 
 class Progress(msgspec.Struct, tag=True):
@@ -167,7 +167,7 @@ class Progress(msgspec.Struct, tag=True):
 
 
 class InputDone(msgspec.Struct, tag=True):
-    """`stage` has got the last chunk of `source`: the source's worker may die now without loss."""
+    """`stage` has received the last chunk of `source`: the source's worker may die now without loss."""
 
     worker: str
     request_id: str
@@ -177,10 +177,10 @@ class InputDone(msgspec.Struct, tag=True):
 
 
 class InputLost(msgspec.Struct, tag=True):
-    """A payload of `source` cannot be had any more (its producer died, or did not keep it): `stage` must start anew."""
+    """A payload of `source` is lost (its producer died, or did not keep it): `stage` must restart."""
 
     worker: str
-    """Who says so: either end of the edge."""
+    """The reporting worker, at either end of the edge."""
     request_id: str
     stage: str
     attempt: int
@@ -193,15 +193,15 @@ class StageDone(msgspec.Struct, tag=True):
     stage: str
     attempt: int
     ends: list[OutputEnd]
-    """Of every output, by index; one where the request asks for one."""
+    """One per output of the request, by index."""
     began: float
-    """time.monotonic(), one clock for all processes of a machine: when the stage heard of the request,"""
+    """When the stage received the request; all four times: time.monotonic(), one clock for the whole machine."""
     started: float
-    """when its first input was there,"""
+    """When its first input arrived."""
     first: float
-    """when it made its first output,"""
+    """When it made its first output."""
     ended: float
-    """and its last."""
+    """When it made its last output."""
 
 
 class Failed(msgspec.Struct, tag=True):
@@ -217,12 +217,12 @@ class Failed(msgspec.Struct, tag=True):
 
 
 class AdapterLoaded(msgspec.Struct, tag=True):
-    """How a `LoadAdapter` went."""
+    """The result of a `LoadAdapter`."""
 
     worker: str
     ticket: int
     kind: str = ""
-    """Empty where it is loaded; else the class name of the error."""
+    """Empty on success; else the class name of the error."""
     message: str = ""
 
 
@@ -250,14 +250,14 @@ class Chunk(msgspec.Struct, tag=True):
 
 
 class Consumed(msgspec.Struct, tag=True):
-    """The downstream has used chunks up to `seq`; their bytes no longer count against the edge's budget."""
+    """The downstream stage has used chunks up to `seq`; their bytes no longer count against the edge's budget."""
 
     request_id: str
     source: str
     target: Peer
     seq: int
     finished: bool = False
-    """The downstream stage is done with the request: retained payloads may go."""
+    """The downstream stage is done with the request: retained payloads may be freed."""
 
 
 ToWorker = Begin | Resend | Moved | Drop | PeerLost | LoadAdapter | UnloadAdapter | Ping | Shutdown | Chunk | Consumed

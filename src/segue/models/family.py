@@ -1,4 +1,4 @@
-"""What a model family is, to those who find it (`segue.models.registry`) and those who write one."""
+"""The interface between a model family and the registry (`segue.models.registry`)."""
 
 from __future__ import annotations
 
@@ -10,63 +10,67 @@ from typing import Any, Protocol, cast
 
 from segue.graph.stage_graph import StageGraph
 from segue.messages.speech import SpeechFacts
-from segue.models.dialects.dialect import Dialect, dialect_of
-from segue.models.diffusion.sizes import Sizes
+from segue.models.shared.dialects.dialect import Dialect, dialect_of
+from segue.models.shared.diffusion.sizes import Sizes
 
 
 class Stages(Protocol):
     """The torch half of a family: its `stages` module, imported by workers only."""
 
-    ADAPTERS: dict[str, Callable[..., Any]]
-    """By stage name: `LoadContext` → adapter of the kind the stage's engine needs."""
+    STAGE_MODELS: dict[str, Callable[..., Any]]
+    """By stage name: `LoadContext` → the stage model of the kind that the stage's engine needs."""
     TRANSFERS: dict[tuple[str, str], Callable[..., Any]]
     """By (from, to) stage names: `Transfer`."""
 
 
 @dataclass(frozen=True)
 class TinyPreset:
-    """A small checkpoint that can be made here."""
+    """A small checkpoint that `segue tiny` can write."""
 
     sizes: tuple[str, ...]
     make: Callable[[Path, str, int], None]
-    """(directory, size, seed): the same files for the same size and seed."""
+    """(directory, size, seed): equal size and seed give equal files."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """One model family. The strings name modules that import torch, so that the control plane need not."""
+    """One model family. Modules that import torch are named by strings, so that the control plane need not import
+    them."""
 
     name: str
     architectures: frozenset[str]
     graph: Callable[[dict[str, Any]], StageGraph]
     """Config of the checkpoint (as JSON) → its stage graph."""
     stages_module: str
+    reference_module: str | None = None
+    """Module whose `load` runs the library's own model of a checkpoint (`segue.models.shared.reference`), with which
+    `segue verify` compares."""
     claims: Callable[[dict[str, Any], Path], bool] = lambda config, model_dir: False
-    """Whether this family serves a checkpoint (config, directory) that no family names; of several that do, the first
-    known gets it. May raise `ConfigError` with the reason why such a checkpoint cannot be served."""
+    """Whether this family serves a checkpoint (config, directory) whose architecture no family names; if several do,
+    the first registered wins. May raise `ConfigError` with the reason why such a checkpoint cannot be served."""
     chats: Callable[[Path], bool] = lambda model_dir: True
-    """Whether a checkpoint takes messages: a bare string from Python is a user message then, else a prompt."""
+    """Whether a checkpoint accepts messages: a bare string from Python is then a user message, else a prompt."""
     voices: Callable[[Path], list[str]] = lambda model_dir: []
-    """The voices a checkpoint speaks with, the default first; must not import torch."""
+    """The voices of a checkpoint, the default first; must not import torch."""
     dialect: Callable[[Path, dict[str, Any]], Dialect] = dialect_of
-    """Directory and config of a checkpoint → how its model writes tool calls and thoughts; must not import torch."""
+    """Directory and config of a checkpoint → its format of tool calls and reasoning; must not import torch."""
     sizes: Callable[[dict[str, Any], Path], Sizes | None] = lambda config, model_dir: None
-    """Config and directory of a checkpoint that makes pictures or video → which sizes it can make, as far as files say
-    so; must not import torch."""
+    """Config and directory of a checkpoint that generates images or video → its output sizes, as far as its files state
+    them; must not import torch."""
     speech: Callable[[dict[str, Any], Path], SpeechFacts] | None = None
-    """Of a model that writes down what it hears, config and directory of a checkpoint → how it is asked; must not
-    import torch."""
+    """For a transcription model: config and directory of a checkpoint → how to prompt it; must not import torch."""
     options: frozenset[str] = frozenset()
-    """Names of request options the family understands, e.g. `use_audio_in_video`."""
+    """Names of request options that the family accepts, e.g. `use_audio_in_video`."""
     open_options: bool = False
-    """Only the checkpoint's stages know which options there are: all are taken at the door, also as keys of a request,
-    and judged by the input stage."""
+    """Only the checkpoint's stages know the options: the server accepts all, also as keys of a request, and the input
+    stage checks them."""
     stage_keys: frozenset[str] = frozenset()
-    """Keys of autoregressive and diffusion stages that need the family's help, and have it: `lora`, `quantization`."""
+    """Keys of autoregressive and diffusion stages that need support of the family, and have it: `lora`,
+    `quantization`."""
     tiny_module: str | None = None
     """Module with `PRESETS: dict[str, TinyPreset]`, by the names below."""
     tiny_names: tuple[str, ...] = ()
-    """The names `segue tiny` knows its presets by."""
+    """The names of its presets for `segue tiny`."""
 
     def load_stages(self) -> Stages:
         return cast(Stages, importlib.import_module(self.stages_module))

@@ -1,7 +1,7 @@
-"""Which family serves a checkpoint: found by `architectures` of its config, without importing torch; what no family
-names goes to the first that claims it.
+"""Select the family of a checkpoint by the `architectures` of its config, without importing torch; if no family names
+them, the first family that claims the checkpoint.
 
-Packages outside register theirs through the entry-point group `segue.models`: the entry point is a `Family`.
+Other packages register families through the entry-point group `segue.models`: the entry point is a `Family`.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from typing import Any, cast
 
 from segue.messages.errors import ConfigError
 from segue.models.family import Family, TinyPreset
-from segue.models.json_files import read_object
+from segue.models.shared.checkpoint.files import read_object
 
 PIPELINE = "model_index.json"
-"""Names the parts of a pipeline of diffusers, each in a folder of its own."""
+"""The file that names the parts of a diffusers pipeline, each in its own folder."""
 
 
 ADAPTER = "adapter_config.json"
-"""PEFT's, of a LoRA adapter."""
+"""PEFT's config of a LoRA adapter."""
 
 
 def families() -> dict[str, Family]:
-    """All known families by name: the house's own, then those of installed packages."""
-    from segue.models.causal_lm.family import FAMILY as CAUSAL_LM
-    from segue.models.cross_encoder.family import FAMILY as CROSS_ENCODER
-    from segue.models.flux.family import FAMILY as FLUX
-    from segue.models.flux2.family import FAMILY as FLUX2
-    from segue.models.generic_pipeline.family import FAMILY as GENERIC_PIPELINE
-    from segue.models.multimodal_lm.family import FAMILY as MULTIMODAL_LM
-    from segue.models.qwen2_5_omni.family import FAMILY as QWEN2_5_OMNI
-    from segue.models.qwen_image.family import FAMILY as QWEN_IMAGE
-    from segue.models.sdxl.family import FAMILY as SDXL
-    from segue.models.speech_seq2seq.family import FAMILY as SPEECH_SEQ2SEQ
-    from segue.models.stable_diffusion_3.family import FAMILY as STABLE_DIFFUSION_3
-    from segue.models.text_classification.family import FAMILY as TEXT_CLASSIFICATION
-    from segue.models.text_embedding.family import FAMILY as TEXT_EMBEDDING
-    from segue.models.wan.family import FAMILY as WAN
-    from segue.models.z_image.family import FAMILY as Z_IMAGE
+    """All known families by name: the built-in ones, then those of installed packages."""
+    from segue.models.images.flux.family import FAMILY as FLUX
+    from segue.models.images.flux2.family import FAMILY as FLUX2
+    from segue.models.images.generic_pipeline.family import FAMILY as GENERIC_PIPELINE
+    from segue.models.images.qwen_image.family import FAMILY as QWEN_IMAGE
+    from segue.models.images.sdxl.family import FAMILY as SDXL
+    from segue.models.images.stable_diffusion_3.family import FAMILY as STABLE_DIFFUSION_3
+    from segue.models.images.wan.family import FAMILY as WAN
+    from segue.models.images.z_image.family import FAMILY as Z_IMAGE
+    from segue.models.omni.multimodal_lm.family import FAMILY as MULTIMODAL_LM
+    from segue.models.omni.qwen2_5_omni.family import FAMILY as QWEN2_5_OMNI
+    from segue.models.speech.speech_seq2seq.family import FAMILY as SPEECH_SEQ2SEQ
+    from segue.models.text.causal_lm.family import FAMILY as CAUSAL_LM
+    from segue.models.text.cross_encoder.family import FAMILY as CROSS_ENCODER
+    from segue.models.text.text_classification.family import FAMILY as TEXT_CLASSIFICATION
+    from segue.models.text.text_embedding.family import FAMILY as TEXT_EMBEDDING
 
     named = (QWEN2_5_OMNI, QWEN_IMAGE, SDXL, STABLE_DIFFUSION_3, FLUX, FLUX2, Z_IMAGE, WAN)
     generic = (
@@ -54,12 +54,12 @@ def families() -> dict[str, Family]:
 
 
 def _outside(point: EntryPoint) -> Family:
-    """Raises `ConfigError` naming the package."""
+    """Load a family of another package. Raises `ConfigError` with the package's name."""
     package = "a package" if point.dist is None else f"the package {point.dist.name!r}"
     where = f"the entry point {point.name} = {point.value!r} (segue.models) of {package}"
     try:
         family = point.load()
-    except Exception as error:  # what a module of somebody else's raises when it is imported
+    except Exception as error:  # importing foreign code may raise anything
         raise ConfigError(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
     if not isinstance(family, Family):
         raise ConfigError(f"{where} is {type(family).__name__}; it must be a segue.models.family.Family")
@@ -67,8 +67,8 @@ def _outside(point: EntryPoint) -> Family:
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
-    """The checkpoint's `config.json`, or the `model_index.json` of a pipeline of diffusers, whose `_class_name` is then
-    its `architectures`; errors name what is missing."""
+    """The checkpoint's `config.json`, or the `model_index.json` of a diffusers pipeline, whose `_class_name` becomes
+    its `architectures`. Errors name the missing file."""
     if not model_dir.is_dir():
         raise ConfigError(f"no checkpoint at {str(model_dir)!r}: that is not a directory", field="model")
     if (model_dir / PIPELINE).is_file():
@@ -78,8 +78,8 @@ def read_config(model_dir: Path) -> dict[str, Any]:
         if (model_dir / ADAPTER).is_file():
             base = read_object(model_dir / ADAPTER).get("base_model_name_or_path")
             raise ConfigError(
-                f"{str(model_dir)!r} holds a LoRA adapter and no model: serve the model it was made for "
-                f"({base or 'not named in it'}), and give this directory as --lora NAME=DIR",
+                f"{str(model_dir)!r} holds a LoRA adapter and no model: serve its base model "
+                f"({base or 'not named in it'}), and pass this directory as --lora NAME=DIR",
                 field="model",
             )
         raise ConfigError(
@@ -89,7 +89,7 @@ def read_config(model_dir: Path) -> dict[str, Any]:
 
 
 def family_of(config: dict[str, Any], model_dir: Path) -> Family:
-    """The family that serves a checkpoint, by the `architectures` of its config, else by what the family looks for."""
+    """The family that names one of the config's `architectures`, else the first that claims the checkpoint."""
     wanted = config.get("architectures") or []
     if not isinstance(wanted, list) or not all(isinstance(name, str) for name in wanted):
         raise ConfigError(
@@ -105,20 +105,20 @@ def family_of(config: dict[str, Any], model_dir: Path) -> Family:
             return family
     if not wanted:
         raise ConfigError(
-            f"{model_dir / 'config.json'} names no architectures, so what it is of is not known: add them, e.g. "
+            f"{model_dir / 'config.json'} names no architectures, so its model class is unknown: add them, e.g. "
             '"architectures": ["LlamaForCausalLM"], as save_pretrained of a model does',
             field="architectures",
         )
     raise ConfigError(
-        f"no family serves {', '.join(wanted)}; served are language models (...ForCausalLM), those that see or hear, "
-        "Whisper, classifiers (...ForSequenceClassification), text embeddings (with a modules.json), Qwen2.5-Omni and "
+        f"no family serves {', '.join(wanted)}; served are language models (...ForCausalLM), multimodal ones, Whisper, "
+        " classifiers (...ForSequenceClassification), text embeddings (with a modules.json), Qwen2.5-Omni and "
         "pipelines of diffusers: docs/models.md",
         field="architectures",
     )
 
 
 def tiny_preset(name: str) -> TinyPreset:
-    """The preset `segue tiny` knows by this name. Raises `ConfigError`."""
+    """The preset of `segue tiny` with this name. Raises `ConfigError`."""
     known = {name: family for family in families().values() for name in family.tiny_names}
     family = known.get(name)
     if family is None or family.tiny_module is None:

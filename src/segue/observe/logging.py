@@ -17,14 +17,14 @@ _LOGGERS = ("segue", "uvicorn.error")
 
 
 class _Formatter(logging.Formatter):
-    """`worker`: what process the lines are of; empty: they do not say."""
+    """Base of the formatters. `worker`: name of the process, added to each line; empty: none."""
 
     def __init__(self, worker: str = "") -> None:
         super().__init__()
         self._of = {"worker": worker} if worker else {}
 
     def fields(self, record: logging.LogRecord) -> dict[str, Any]:
-        """What is told beside the message."""
+        """Return the structured fields of a log record."""
         return {**_fields(record), **self._of}
 
 
@@ -71,7 +71,7 @@ def configure_logging(
     level: str = "info", *, as_json: bool = False, stream: TextIO | None = None, worker: str = ""
 ) -> None:
     """Send the logs of this program and its HTTP server to `stream` (stderr). Calling it again replaces the handler.
-    `worker`: the one that this process is."""
+    `worker`: name of this process, added to each line."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter(worker) if as_json else TextFormatter(worker))
     for name in _LOGGERS:
@@ -82,8 +82,8 @@ def configure_logging(
 
 
 def configured() -> tuple[str, bool] | None:
-    """(level, as JSON) of `configure_logging` in this process, so that others can be told; None where it was not
-    called."""
+    """Return (level, as JSON) as set by `configure_logging`, so that workers log alike; None if it was not called in
+    this process."""
     logger = logging.getLogger(_LOGGERS[0])
     kinds = [handler.formatter for handler in logger.handlers if isinstance(handler.formatter, _Formatter)]
     return (logging.getLevelName(logger.level).lower(), isinstance(kinds[0], JsonFormatter)) if kinds else None

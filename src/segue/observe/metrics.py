@@ -1,4 +1,4 @@
-"""What the server process counts: HTTP requests, and the times a client feels. One registry per server, none global."""
+"""Metrics of the server process: HTTP requests and client-visible latencies. One registry per server, none global."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ class ServerMetrics:
         )
         self.http_seconds = Histogram(
             "segue_http_request_seconds",
-            "From the request's arrival to the last byte of its answer.",
+            "Time from a request's arrival to the last byte of its response.",
             ["endpoint"],
             buckets=_SECONDS,
             registry=self.registry,
         )
         self.in_flight = Gauge("segue_http_requests_in_flight", "HTTP requests being answered.", registry=self.registry)
         self.generations_in_flight = Gauge(
-            "segue_generations_in_flight", "Generations asked for and not finished.", registry=self.registry
+            "segue_generations_in_flight", "Generations requested and not finished.", registry=self.registry
         )
         self.generations = Counter(
             "segue_generations", "Generations by how they ended.", ["end"], registry=self.registry
         )
-        self.ttft = self._histogram("segue_ttft_seconds", "Request parsed to its first text.", _SECONDS)
-        self.ttfa = self._histogram("segue_ttfa_seconds", "Request parsed to its first audio.", _SECONDS)
-        self.jct = self._histogram("segue_jct_seconds", "Request parsed to its end (job completion time).", _SECONDS)
-        self.itl = self._histogram("segue_itl_seconds", "Between two text deltas of a request.", _BETWEEN_TOKENS)
+        self.ttft = self._histogram("segue_ttft_seconds", "Time from the parsed request to its first text.", _SECONDS)
+        self.ttfa = self._histogram("segue_ttfa_seconds", "Time from the parsed request to its first audio.", _SECONDS)
+        self.jct = self._histogram("segue_jct_seconds", "Time from the parsed request to its end (JCT).", _SECONDS)
+        self.itl = self._histogram("segue_itl_seconds", "Time between two text deltas of a request.", _BETWEEN_TOKENS)
 
     def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, about, buckets=buckets, registry=self.registry)
 
     def exposition(self) -> bytes:
-        """Prometheus text format."""
+        """Return all metrics in Prometheus text format."""
         return generate_latest(self.registry)
 
 
 class GenerationWatch:
-    """Times one generation by the deltas that pass. Use as a context manager around the whole of it."""
+    """Measure the latencies of one generation from its deltas. Use it as a context manager around the generation."""
 
     def __init__(self, metrics: ServerMetrics) -> None:
         self._metrics = metrics
@@ -64,7 +64,7 @@ class GenerationWatch:
         return self
 
     def saw(self, delta: Delta) -> None:
-        """Note a delta at the moment it arrives."""
+        """Record a delta at the moment it arrives."""
         now = self._metrics.clock()
         if isinstance(delta, TextDelta):
             if not self._last_text:
@@ -80,7 +80,7 @@ class GenerationWatch:
             self._end = delta.finish_reason
 
     def failed(self, code: str) -> None:
-        """The generation ended in an error of this code."""
+        """Record that the generation ended in an error of this code."""
         self._end = code
 
     def __exit__(self, *exc_info: object) -> None:

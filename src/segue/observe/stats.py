@@ -1,4 +1,4 @@
-"""How what a worker reports of itself reads in `/metrics` (Prometheus text exposition format 0.0.4)."""
+"""Render workers' statistics for `/metrics` (Prometheus text exposition format 0.0.4)."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _HELP = {
     "segue_stage_step_seconds": "Time of one engine step.",
     "segue_stage_first_output_seconds": "Time from a request's arrival in the stage to its first output.",
     "segue_stage_errors_total": "Requests that failed in the stage.",
-    "segue_stage_spec_draft_tokens_total": "Guessed tokens that were verified (speculative decoding).",
-    "segue_stage_spec_accepted_tokens_total": "Guessed tokens that became output.",
-    "segue_stage_spec_switched_off_total": "Times a request's guesses were switched off because they did not pay.",
+    "segue_stage_spec_draft_tokens_total": "Draft tokens that were verified (speculative decoding).",
+    "segue_stage_spec_accepted_tokens_total": "Draft tokens that were accepted.",
+    "segue_stage_spec_switched_off_total": "Times drafting was switched off for a request because it did not pay.",
     "segue_stage_spec_active": "Whether the stage speculates: 0 after its drafter has failed.",
     "segue_stage_requests": "Requests that are in the stage.",
-    "segue_stage_retained_bytes": "Payloads the worker keeps in memory for recovery (told of its first stage).",
-    "segue_stage_spilled_bytes": "Payloads the worker keeps in its file for recovery (told of its first stage).",
-    "segue_stage_pool_bytes": "Shared memory of the worker that payloads occupy (told of its first stage).",
-    "segue_stage_early_chunks": "Chunks that came before their request (told of the worker's first stage).",
+    "segue_stage_retained_bytes": "Payloads the worker keeps in memory for recovery (reported for its first stage).",
+    "segue_stage_spilled_bytes": "Payloads the worker keeps in its file for recovery (reported for its first stage).",
+    "segue_stage_pool_bytes": "Shared memory of the worker that payloads occupy (reported for its first stage).",
+    "segue_stage_early_chunks": "Chunks that came before their request (reported for the worker's first stage).",
     "segue_edge_in_flight_bytes": "Payload bytes sent and not consumed yet.",
-    "segue_edge_pending_chunks": "Chunks that wait for room downstream.",
+    "segue_edge_pending_chunks": "Chunks that wait for space downstream.",
     "segue_edge_flows": "Requests whose stream over the edge is open.",
     "segue_edge_hop_seconds": "Time from a chunk's departure upstream to its arrival downstream.",
     "segue_edge_bytes_total": "Payload bytes sent over the edge.",
@@ -36,9 +36,9 @@ _HELP = {
 
 
 def render_worker_stats(stats: Iterable[WorkerStats]) -> bytes:
-    """Exposition text: the samples of each metric together, each with its HELP and TYPE.
+    """Return exposition text: each metric's HELP and TYPE lines, then all its samples.
 
-    Raises `ValueError` where two workers report one name as a number and as a histogram.
+    Raises `ValueError` if two workers report one name as a number and as a histogram.
     """
     kinds: dict[str, str] = {}
     lines: dict[str, list[str]] = {}
@@ -62,7 +62,7 @@ def render_worker_stats(stats: Iterable[WorkerStats]) -> bytes:
 
 
 def render_gauges(values: Mapping[str, tuple[str, float]]) -> bytes:
-    """Exposition text of gauges without labels: name → (help, value)."""
+    """Return exposition text of gauges without labels: name → (help, value)."""
     return "".join(
         f"# HELP {name} {about}\n# TYPE {name} gauge\n{name} {_number(value)}\n"
         for name, (about, value) in values.items()

@@ -1,4 +1,4 @@
-"""Standard error, which may be a file on a full disk: what cannot be written there ends nothing."""
+"""Write to standard error without failing: it may be a file on a full disk, which must not stop the program."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def say(text: str) -> None:
-    """Write at once, or not at all."""
+    """Write and flush `text`; drop it on an `OSError`."""
     with contextlib.suppress(OSError):
         sys.stderr.write(text)
         sys.stderr.flush()

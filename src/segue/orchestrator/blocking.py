@@ -1,4 +1,4 @@
-"""`Omni`: `AsyncOmni` for scripts."""
+"""`Omni`: the blocking form of `AsyncOmni`, for scripts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from segue.messages.errors import SegueError, ShuttingDown
 from segue.messages.request import Request
 from segue.orchestrator.omni import AsyncOmni, Prompt, Sampling
 from segue.orchestrator.outputs import RequestOutput
+from segue.orchestrator.progress import StartBars
 from segue.orchestrator.service import Health, ModelCard
-from segue.orchestrator.start_bars import StartBars
 
 SETTLE_SECONDS = 10.0
-"""How long `Omni` waits, when it is interrupted, for what it had begun to end."""
+"""How long an interrupted `Omni` waits for its running tasks to end."""
 
 
 class Omni:
@@ -38,9 +38,9 @@ class Omni:
         before_start: Callable[[AsyncOmni], object] | None = None,
         **settings: Any,
     ) -> None:
-        """`progress`: show bars while starting and generating; `before_start`: called when the settings are checked and
-        nothing is started; what it raises is raised, e.g. what `AsyncOmni.check` has to say of a request. `settings` as
-        for `AsyncOmni`."""
+        """`progress`: show bars while starting and generating; `before_start`: called after checking the settings and
+        before anything starts; its exceptions propagate, e.g. those of `AsyncOmni.check`. `settings` as for
+        `AsyncOmni`."""
         self._progress = progress
         bars = StartBars() if progress else None
         self._async = AsyncOmni(model, on_progress=bars.show if bars else None, **settings)
@@ -77,11 +77,11 @@ class Omni:
         cache_salt: str | None = None,
         **parameters: Any,
     ) -> list[RequestOutput]:
-        """All prompts at once, batched by the engines; outputs in the same order. `parameters`: see
+        """Run all prompts at once, batched by the engines, and return outputs in the same order. `parameters`: see
         `AsyncOmni.request`.
 
-        What can be seen to be wrong with a prompt is raised before any of them runs; what only a stage finds, after all
-        have ended, and then there are no outputs: `as_completed` gives those of the others.
+        An error that is found without running a stage is raised before any prompt runs; an error of a stage is raised
+        after all prompts have ended, without outputs: `as_completed` also gives the outputs of the other prompts.
         """
         single = isinstance(prompts, (str, Mapping))
         settings = {
@@ -116,18 +116,18 @@ class Omni:
     def as_completed(
         self, prompts: Prompt | Iterable[Prompt], **settings: Any
     ) -> Generator[tuple[int, RequestOutput | SegueError]]:
-        """(place among the prompts, output or error) of each prompt as soon as it ends; `settings` as for `generate`.
+        """Yield (index of the prompt, output or error) as soon as each prompt ends; `settings` as for `generate`.
 
-        Prompts are taken from the iterable as there is room (`limits.max_waiting` run at a time), so there may be any
-        number of them; what it raises is raised when those that were taken have ended. Closing the generator cancels
-        what runs.
+        It takes prompts from the iterable as others end (`limits.max_waiting` run at a time), so there may be any
+        number of them; an exception of the iterable is raised after the prompts taken so far have ended. Closing the
+        generator cancels running prompts.
         """
         several: Iterable[Any] = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
         requests = ((place, self._request_of(prompt, settings)) for place, prompt in enumerate(several))
         yield from self._ended(requests)
 
     def _checked(self, prompt: Prompt, settings: Mapping[str, Any], where: str) -> Request:
-        """Raises what is wrong with it as far as that is seen here; `where` stands before it."""
+        """Make and check a request; `where` is the prefix of error messages."""
         try:
             request = self._async.request(prompt, **settings)
             self._async.check(request)
@@ -144,7 +144,7 @@ class Omni:
     def _ended(
         self, requests: Iterable[tuple[int, Request | SegueError]]
     ) -> Generator[tuple[int, RequestOutput | SegueError]]:
-        """Run each when there is room, and give what comes of it as soon as it ends."""
+        """Run requests, up to `limits.max_waiting` at a time, and yield each result as soon as the request ends."""
         waiting = iter(requests)
         ended: SimpleQueue[tuple[int, RequestOutput | SegueError | BaseException]] = SimpleQueue()
         running: dict[int, Future[None]] = {}
@@ -153,11 +153,11 @@ class Omni:
 
         async def run(place: int, request: Request | SegueError) -> None:
             try:
-                if not isinstance(request, SegueError):
-                    await self._async.room()  # others may be at it, too
-                    ended.put((place, await self._async.output(request)))
-                else:
+                if isinstance(request, SegueError):
                     ended.put((place, request))
+                    return
+                await self._async.room()  # other callers may fill the queue, too
+                ended.put((place, await self._async.output(request)))
             except BaseException as error:
                 ended.put((place, error))
                 raise
@@ -167,14 +167,14 @@ class Omni:
                 while more and len(running) < most:
                     try:
                         following = next(waiting, None)
-                    except Exception as error:  # whatever prompts are made of; what runs goes on
+                    except Exception as error:  # the iterable may raise anything; running prompts go on
                         following, broken = None, error
                     if following is None:
                         more = False
                         break
                     running[following[0]] = asyncio.run_coroutine_threadsafe(run(*following), self._loop)
                     if not ended.empty():
-                        break  # what has ended goes out before more is taken
+                        break  # yield finished prompts before taking more
                 if not running:
                     if broken is not None:
                         raise broken
@@ -190,19 +190,19 @@ class Omni:
                 future.cancel()
 
     def tokenize(self, prompt: Prompt) -> list[int]:
-        """The ids a prompt becomes, chat template and placeholders of media included."""
+        """Return a prompt's token ids, including the chat template and media placeholders."""
         return self._call(self._async.tokenize(prompt))
 
     def detokenize(self, token_ids: Iterable[int]) -> str:
-        """The text of ids, special tokens included."""
+        """Return the text of token ids, including special tokens."""
         return self._call(self._async.detokenize(token_ids))
 
     def load_lora(self, name: str, path: str | Path) -> None:
-        """Let requests name a LoRA adapter; see `AsyncOmni.load_lora`."""
+        """Load a LoRA adapter that requests can name; see `AsyncOmni.load_lora`."""
         self._call(self._async.load_lora(name, path))
 
     def unload_lora(self, name: str) -> None:
-        """Let no further request name it; those that run go on with it. Raises `NotFound`."""
+        """Unload an adapter; running requests keep it, new ones cannot name it. Raises `NotFound`."""
         self._call(self._async.unload_lora(name))
 
     def health(self) -> Health:
@@ -234,7 +234,7 @@ class Omni:
             raise
 
     def _stop_loop(self) -> None:
-        """Let what was cancelled clean up after itself first: an interrupted start still has processes to end."""
+        """Stop the loop after cancelled tasks have cleaned up: an interrupted start still has processes to end."""
 
         async def settle() -> None:
             others = asyncio.all_tasks() - {asyncio.current_task()}

@@ -1,4 +1,4 @@
-"""What is known of a model before a worker has started."""
+"""Make the model card from the facts that are known before a worker has started."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from segue.graph.deployment import Plan
+from segue.graph.deployment.deployment import Plan
 from segue.graph.stage_graph import StageGraph
 from segue.messages.errors import ConfigError
 from segue.models.family import Family
@@ -16,7 +16,7 @@ from segue.orchestrator.service import ModelCard
 def card_of(
     name: str, model_dir: Path, checkpoint: dict[str, Any], family: Family, graph: StageGraph, plan: Plan
 ) -> ModelCard:
-    """`name`: what clients call it."""
+    """Make the card of a model; `name`: clients' name of it."""
     text_stage = graph.main
     writes = graph.stages[text_stage].engine == "autoregressive"
     return ModelCard(
@@ -40,26 +40,29 @@ def card_of(
             if stage.lora is not None
             for name, path in stage.lora.adapters.items()
         },
+        by_priority=any(stage.scheduling == "priority" for stage in plan.stages.values()),
         speech=None if family.speech is None else family.speech(checkpoint, model_dir),
+        limits=plan.limits,
+        deadline=plan.limits.default_deadline or plan.limits.http_deadline,
         dialect=family.dialect(model_dir, checkpoint),
     )
 
 
 def check_stage_keys(family: Family, plan: Plan) -> None:
-    """What a stage asks for is something its family can do. Raises `ConfigError` naming the key."""
+    """Raise `ConfigError`, naming the key, if a stage's plan asks for something that its family cannot do."""
     for name, stage in plan.stages.items():
         if stage.engine == "diffusion":
-            continue  # these need no help of the family
+            continue  # they need no support by the family
         asked = {"lora": stage.lora is not None, "quantization": stage.quantization != "none"}
         for key, wanted in asked.items():
             if wanted and key not in family.stage_keys:
                 raise ConfigError(
-                    f"stages.{name}.{key} is set, but models of the family {family.name!r} are served without it",
+                    f"stages.{name}.{key} is set, but the family {family.name!r} does not support it; leave it out",
                     field=f"stages.{name}.{key}",
                 )
 
 
 def _feeds_text(graph: StageGraph, stage: str) -> bool:
-    """Whether anything below a stage gives text: then the stage may feed another in a request for text alone."""
+    """Whether a stage downstream of this one gives text: then it may feed that stage in a request for text alone."""
     below = set(graph.downstreams(stage))
     return any("text" in graph.stages[name].gives or _feeds_text(graph, name) for name in below)

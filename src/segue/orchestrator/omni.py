@@ -1,8 +1,9 @@
-"""`AsyncOmni`: a model, taken apart into stages and running, from Python. `segue.orchestrator.blocking` has it for
-scripts."""
+"""`AsyncOmni`: run a model, split into stages, from async Python. `segue.orchestrator.blocking` has the blocking form
+for scripts."""
 
 from __future__ import annotations
 
+import logging
 import operator
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Mapping
@@ -13,37 +14,38 @@ from typing import Any, Self
 
 import msgspec
 
-from segue.graph.loader import load_plan, stage_overrides
+from segue.graph.deployment.loader import load_plan, stage_overrides
+from segue.graph.machine.account import cautions
 from segue.graph.parts import INPUT, TOKENS
-from segue.media.embeds import embeds_file
-from segue.media.parts import messages_from
-from segue.media.pictures import PICTURES, picture_parts
+from segue.media.arrays import embeds_file
+from segue.media.parts import IMAGES, image_parts, messages_from
 from segue.media.sources import MediaPolicy
 from segue.messages.deltas import Delta, ProgressDelta, TokensDelta
 from segue.messages.diffusion import PARAMETERS, DiffusionParams, check_diffusion, diffusion_from
 from segue.messages.errors import ConfigError, InvalidRequest, NotFound, StageFailed, nearest, shown, wrong
-from segue.messages.request import Message, Request, check_types
+from segue.messages.request import Message, Request, check_priority, check_types
 from segue.messages.sampling import SamplingParams, check_sampling, check_token_ids, sampling_from
-from segue.models.checkpoint_values import check_files
-from segue.models.diffusion.sizes import Sizes
-from segue.models.located import located
 from segue.models.registry import family_of, read_config
+from segue.models.shared.checkpoint.files import check_files, located
+from segue.models.shared.diffusion.sizes import Sizes
 from segue.observe.stats import render_gauges, render_worker_stats
 from segue.orchestrator.model_card import card_of, check_stage_keys
 from segue.orchestrator.orchestrator import Orchestrator
 from segue.orchestrator.outputs import Collector, RequestOutput
+from segue.orchestrator.progress import StepBar
 from segue.orchestrator.prompt_embeds import check_embeds_bytes
 from segue.orchestrator.service import Health
-from segue.orchestrator.step_bar import StepBar
 from segue.orchestrator.supervisor import OnProgress
 from segue.orchestrator.transcription import check_transcription, transcribed
 
+log = logging.getLogger(__name__)
+
 Prompt = str | Mapping[str, Any]
-"""Text, or `{"messages": [...]}`, `{"prompt": "..."}` (text as it is, with no chat template) or `{"prompt_token_ids":
-[...]}`, with any of the keyword arguments of `generate` for this request alone. Bare text is a user message where the
+"""Text, or `{"messages": [...]}`, `{"prompt": "..."}` (text without a chat template) or `{"prompt_token_ids":
+[...]}`, with any of the keyword arguments of `generate` for this request alone. Bare text is a user message if the
 checkpoint has a chat template, else a prompt."""
 Sampling = SamplingParams | Mapping[str, SamplingParams | Mapping[str, Any]] | None
-"""Of the stage that makes the main output, or by stage name."""
+"""Sampling parameters of the main stage, or stage name → parameters."""
 
 _PROMPT_KEYS = frozenset(
     {"messages", "prompt", "prompt_token_ids", "prompt_embeds", "modalities", "voice", "sampling", "seed",
@@ -72,12 +74,12 @@ class AsyncOmni:
         on_progress: OnProgress | None = None,
     ) -> None:
         """`model`: a directory, or OWNER/MODEL in the cache of Hugging Face's hub. `config`: a deployment file, or its
-        content. `name`: what clients call the model (default: the directory, or OWNER/MODEL).
+        content. `name`: clients' name of the model (default: the directory, or OWNER/MODEL).
         `dtype`, `speculation`, `tensor_parallel`, `quantization`, `kv_dtype` and `scheduling` are keys of a stage that
-        win over the deployment's `defaults`. `lora`: directories of adapters by name, besides those of the deployment;
-        an empty mapping lets them be loaded later.
+        override the deployment's `defaults`. `lora`: name → directory of adapters in addition to the deployment's; an
+        empty mapping allows adapters to be loaded later.
 
-        Raises `ConfigError` for anything that cannot be served as it is written.
+        Raises `ConfigError` for a model or deployment that cannot be served.
         """
         model_dir, called = located(model)
         checkpoint = read_config(model_dir)
@@ -94,6 +96,8 @@ class AsyncOmni:
             lora=None if lora is None else {"adapters": {name: str(path) for name, path in lora.items()}},
         )
         self.plan = load_plan(graph, config, overrides=overrides)
+        for caution in cautions(self.plan):
+            log.warning("%s", caution)
         check_stage_keys(family, self.plan)
         check_files(model_dir, checkpoint, graph)
         self.card = card_of(name or called, model_dir, checkpoint, family, graph, self.plan)
@@ -102,8 +106,9 @@ class AsyncOmni:
         self._chats = family.chats(model_dir)
         self._open_options = family.open_options
         self._sizes = family.sizes(checkpoint, model_dir)
-        self._pictures = not graph.gives.isdisjoint(("image", "video"))
-        self._policy = MediaPolicy(allow_paths=True, max_bytes=self.plan.limits.max_media_bytes)
+        self._images = not graph.gives.isdisjoint(("image", "video"))
+        limits = self.plan.limits
+        self._policy = MediaPolicy(allow_paths=True, max_bytes=limits.max_media_bytes, max_items=limits.max_media_parts)
         self.orchestrator = Orchestrator(
             self.plan,
             family=family.name,
@@ -115,7 +120,7 @@ class AsyncOmni:
 
     @property
     def sizes(self) -> Sizes | None:
-        """What the model can make, of pictures or video; None where its files alone do not say."""
+        """The sizes of images or video that the model can make; None if its files alone do not tell."""
         return self._sizes
 
     async def start(self) -> None:
@@ -131,8 +136,8 @@ class AsyncOmni:
         await self.orchestrator.stop(drain=drain)
 
     async def finish(self) -> None:
-        """Admit nothing more, and end what still runs after `limits.drain_seconds` with `ShuttingDown`; the processes
-        stay until `stop`."""
+        """Admit no more requests, and end those still running after `limits.drain_seconds` with `ShuttingDown`; the
+        processes stay until `stop`."""
         await self.orchestrator.finish()
 
     async def __aenter__(self) -> Self:
@@ -145,16 +150,16 @@ class AsyncOmni:
         await self.orchestrator.stop(drain=error is None)
 
     async def load_lora(self, name: str, path: str | Path) -> None:
-        """Let requests name a LoRA adapter in PEFT's files: every worker of the stage has it when this returns.
+        """Load a LoRA adapter in PEFT's format: on return, every worker of the stage has it and requests can name it.
 
-        Raises `InvalidRequest` where it cannot be served, naming file and key.
+        Raises `InvalidRequest` naming file and key if it cannot be served.
         """
         if name == self.card.name:
             raise InvalidRequest(f"lora_name is {name!r}, the name of the model itself", field="lora_name")
         self.card.adapters[name] = await self.orchestrator.supervisor.adapters.load(name, str(path))
 
     async def unload_lora(self, name: str) -> None:
-        """Let no further request name it; those that run go on with it. Raises `NotFound`."""
+        """Unload an adapter: running requests keep it, new ones cannot name it. Raises `NotFound`."""
         self.orchestrator.supervisor.adapters.unload(name)
         self.card.adapters.pop(name, None)
 
@@ -162,17 +167,17 @@ class AsyncOmni:
         return self.orchestrator.replicas.health()
 
     def metrics(self) -> bytes:
-        """Prometheus text exposition of what the orchestrator and the workers count."""
+        """Return the metrics of the orchestrator and the workers as Prometheus text."""
         waiting = sum(1 for books in self.orchestrator.requests.values() if books.waiting)
         return render_gauges(
             {
                 "segue_requests": ("Requests admitted and not finished.", len(self.orchestrator.requests)),
-                "segue_requests_waiting": ("Of these, those that wait for a worker to come back.", waiting),
+                "segue_requests_waiting": ("Of these, those that wait for a worker.", waiting),
             }
         ) + render_worker_stats(stage for stats in self.orchestrator.stats.values() for stage in stats.stages)
 
     def stream(self, request: Request) -> AsyncGenerator[Delta]:
-        """Deltas as they are made, `Finished` last; raises `SegueError`. Closing the generator cancels the request."""
+        """Yield deltas, `Finished` last; raises `SegueError`. Closing the generator cancels the request."""
         self._check(request)
         if self.card.speech is None or "text" not in request.modalities:
             return self.orchestrator.stream(request)
@@ -180,18 +185,18 @@ class AsyncOmni:
         return transcribed(self.orchestrator.stream, request, self.card.speech, self.card.text_stage)
 
     async def room(self) -> None:
-        """Return when the queue is not full (any more)."""
+        """Return as soon as the queue is not full."""
         await self.orchestrator.room()
 
     async def generate(self, prompt: Prompt, *, step_bar: bool = False, **settings: Any) -> RequestOutput:
-        """One request, whole. `step_bar`: draw a bar by denoising step. `settings` as for `Omni.generate`."""
+        """Run one request to its end. `step_bar`: draw a bar of denoising steps. `settings` as for `Omni.generate`."""
         return await self.output(self.request(prompt, **settings), step_bar=step_bar)
 
     async def output(self, request: Request, *, step_bar: bool = False) -> RequestOutput:
-        """All of what `stream` gives, in one piece."""
+        """Collect all deltas of `stream` into one output."""
         collector = Collector(request.request_id, wants_audio="audio" in request.modalities)
         params = request.diffusion or DiffusionParams()
-        if step_bar and self._pictures:
+        if step_bar and self._images:
             request.diffusion = msgspec.structs.replace(params, progress=True)
         with closing(StepBar(params.num_images_per_prompt)) as bar:
             async for delta in self.stream(request):
@@ -201,11 +206,11 @@ class AsyncOmni:
         return collector.output()
 
     async def tokenize(self, prompt: Prompt) -> list[int]:
-        """The ids a prompt becomes, chat template and placeholders of media included; only the input stage runs."""
+        """Return a prompt's token ids, including chat template and media placeholders; only the input stage runs."""
         return (await self._tokens(self.request(prompt, modalities=[TOKENS]))).token_ids
 
     async def detokenize(self, token_ids: Iterable[int]) -> str:
-        """The text of ids, special tokens included."""
+        """Return the text of token ids, including special tokens."""
         return (await self._tokens(self.request({"prompt_token_ids": token_ids}, modalities=[TOKENS]))).text
 
     async def _tokens(self, request: Request) -> TokensDelta:
@@ -231,12 +236,12 @@ class AsyncOmni:
         cache_salt: str | None = None,
         **parameters: Any,
     ) -> Request:
-        """A `Request` from what a Python caller writes; media may be PIL images, arrays, paths or bytes.
+        """Make a `Request` from a Python caller's arguments; media may be PIL images, arrays, paths or bytes.
 
-        `modalities`: what should come out (default: what the main stage gives). `deadline`: Unix time.
-        `adapter`: a LoRA adapter by name. `cache_salt`: share the prefix cache only with requests that have the same.
-        `parameters`: of models that make pictures or video, what their pipelines
-        take (`segue.messages.diffusion.DiffusionParams`) and pictures (`segue.media.pictures`).
+        `modalities`: requested outputs (default: those of the main stage). `deadline`: Unix time. `adapter`: name of a
+        LoRA adapter. `cache_salt`: share the prefix cache only with requests that have the same salt. `parameters`: for
+        models that make images or video, arguments of their pipelines (`segue.messages.diffusion.DiffusionParams`) and
+        images (`segue.media.parts`).
         """
         if not isinstance(prompt, str | Mapping):
             right = "text, or a dict with one of 'messages', 'prompt', 'prompt_token_ids' and 'prompt_embeds'"
@@ -244,32 +249,31 @@ class AsyncOmni:
         given = self._written(prompt) if isinstance(prompt, str) else dict(prompt)
         given = {**parameters, **given}
         if self.card.speech is not None and "audio" in given:
-            sound = {"type": "audio", "audio": given.pop("audio")}
-            given.setdefault("messages", [{"role": "user", "content": [sound]}])
-        known = _PROMPT_KEYS | (PARAMETERS | PICTURES if self._pictures else frozenset())
+            audio = {"type": "audio", "audio": given.pop("audio")}
+            given.setdefault("messages", [{"role": "user", "content": [audio]}])
+        known = _PROMPT_KEYS | (PARAMETERS | IMAGES if self._images else frozenset())
         if self._open_options:
             known -= {"prompt_embeds"}  # a pipeline may have an argument of that name
         others = {key: value for key, value in given.items() if self._open_options and key not in known}
         for key in given.keys() - others.keys():
             if key in SamplingParams.__struct_fields__ and key not in known:
                 raise InvalidRequest(
-                    f"{key} says how to sample: write sampling=SamplingParams({key}={shown(given[key])})", field=key
+                    f"{key} is of sampling: write sampling=SamplingParams({key}={shown(given[key])})", field=key
                 )
             if key not in known:
                 raise InvalidRequest(f"a request has no key {key!r}{nearest(key, known)}", field=key)
-        pictures = picture_parts({key: given[key] for key in given if key in PICTURES}, self._policy)
+        images = image_parts({key: given[key] for key in given if key in IMAGES}, self._policy)
         ids, text, embeds = given.get("prompt_token_ids"), given.get("prompt"), given.get("prompt_embeds")
         embeds = embeds if "prompt_embeds" in known else None
         if sum(value is not None for value in (ids, text, embeds, given.get("messages"))) != 1:
             raise InvalidRequest(
-                "a request needs one of 'messages', 'prompt', 'prompt_token_ids' and 'prompt_embeds', and no other of "
-                "them",
+                "a request needs exactly one of 'messages', 'prompt', 'prompt_token_ids' and 'prompt_embeds'",
                 field="messages",
             )
         written = given.get("messages")
         messages = [] if written is None else messages_from(written, self._policy)
-        if pictures:
-            messages.append(Message("user", list(pictures)))
+        if images:
+            messages.append(Message("user", list(images)))
         default_out = min(self.plan.graph.stages[self.plan.graph.main].gives)
         return Request(
             request_id=uuid.uuid4().hex,
@@ -291,7 +295,7 @@ class AsyncOmni:
         )
 
     def _written(self, text: str) -> dict[str, Any]:
-        """What bare text is."""
+        """Turn bare text into a user message or a prompt."""
         return {"messages": [{"role": "user", "content": text}]} if self._chats else {"prompt": text}
 
     def _diffusion(self, given: Mapping[str, Any]) -> DiffusionParams | None:
@@ -313,13 +317,13 @@ class AsyncOmni:
         return {
             stage: params
             if isinstance(params, SamplingParams)
-            else sampling_from(dict(_mapping(params, f"sampling.{stage}")), f"sampling.{stage}")
+            else sampling_from(dict(_mapping(params, f"sampling.{stage}")), f"sampling.{stage}", self.plan.limits)
             for stage, params in _mapping(sampling, "sampling").items()
         }
 
     def check(self, request: Request) -> None:
-        """What can be told before anything is loaded, sizes that the model cannot make among it. Raises
-        `InvalidRequest` or `NotFound`; what it lets pass may still be refused by the input stage."""
+        """Check all that can be checked before anything is loaded, including output sizes. Raises `InvalidRequest` or
+        `NotFound`; the input stage may still refuse a request that passes."""
         self._check(request)
         asked = request.diffusion
         if asked is None or self._sizes is None:
@@ -329,17 +333,18 @@ class AsyncOmni:
             self._sizes.check_frames(asked.num_frames)
 
     def _check(self, request: Request) -> None:
-        """What can be seen at the door, so that nothing wrong goes further. Raises `InvalidRequest`."""
+        """Check a request before it is admitted. Raises `InvalidRequest`."""
         for stage, params in request.sampling.items():
             if stage not in self.card.sampling_stages:
                 hint = nearest(stage, self.card.sampling_stages)
                 raise InvalidRequest(f"sampling names stage {stage!r}, which does not sample{hint}", field="sampling")
-            check_sampling(params, f"sampling.{stage}")
+            check_sampling(params, f"sampling.{stage}", self.plan.limits)
             if (vocab := self.card.vocab_sizes.get(stage)) is not None:
                 check_token_ids(params, vocab, f"sampling.{stage}.")
         check_embeds_bytes(request, self.plan.limits.max_prompt_embeds_bytes)
         self._mark_thoughts(request)
         check_types(request)
+        check_priority(request.priority, self.card.by_priority)
         if self.card.speech is not None and self.card.text_stage is not None:
             check_transcription(request, self.card.speech, self.card.text_stage)
         if request.diffusion is not None:
@@ -356,7 +361,7 @@ class AsyncOmni:
             raise NotFound(f"{self.card.name} has no voice {request.voice!r}{hint}", field="voice")
 
     def _mark_thoughts(self, request: Request) -> None:
-        """Tell the stage whose thoughts are bounded, or come before a form, how they are written. Raises
+        """Set `thought_marks` if a stage's reasoning is bounded or precedes structured output. Raises
         `InvalidRequest`."""
         for stage in self.card.sampling_stages:
             sampling = request.sampling.get(stage, SamplingParams()).over(self.plan.stages[stage].sampling)
@@ -370,15 +375,14 @@ class AsyncOmni:
                     continue
                 field = f"sampling.{stage}.thinking_token_budget"
                 raise InvalidRequest(
-                    f"{field} is {most}, but this model marks no thoughts, as far as its chat template shows: leave it "
-                    "out",
+                    f"{field} is {most}, but this model's chat template marks no reasoning: leave it out",
                     field=field,
                 )
             request.thought_marks = (marks.open, marks.close)
 
 
 def _token_ids(ids: Any) -> list[int]:
-    """Ids from any sequence of integers, arrays among them."""
+    """Return ids from any sequence of integers, including arrays."""
     try:
         return [operator.index(token) for token in ids]
     except TypeError as error:

@@ -1,8 +1,8 @@
-"""The orchestrator: admits requests, gives each stage of their walk to a worker, follows them, and recovers.
+"""The orchestrator admits requests, assigns each stage of their walk to a worker, tracks them, and recovers them.
 
-Payloads and chunks do not pass through here. It sees the journal (ids), what the client sees, and who is done; from
-these books alone a request goes on when a worker dies (`segue.orchestrator.recovery`). One asyncio task, the
-supervisor's, reads the workers' messages; everything else happens in their handlers.
+Payloads and chunks do not pass through it. It sees the journal (ids), the client's output, and which stages are done;
+this state is enough to continue a request when a worker dies (`segue.orchestrator.request_state`). One asyncio task,
+the supervisor's, reads the workers' messages; everything else happens in their handlers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator
 
 import msgspec
 
-from segue.graph.deployment import Plan
+from segue.graph.deployment.deployment import Plan
 from segue.graph.stage_graph import INPUT
 from segue.messages.deltas import Delta, Finished
 from segue.messages.errors import (
@@ -44,9 +44,8 @@ from segue.messages.wire import (
     Stats,
     ToOrchestrator,
 )
-from segue.orchestrator.books import RequestBooks
-from segue.orchestrator.recovery import StageBook, stages_to_rerun
 from segue.orchestrator.replicas import Replica
+from segue.orchestrator.request_state import RequestState, StageState, stages_to_rerun
 from segue.orchestrator.supervisor import OnProgress, Supervisor
 
 log = logging.getLogger(__name__)
@@ -77,20 +76,22 @@ class Orchestrator:
             on_progress=on_progress,
         )
         self.replicas = self.supervisor.replicas
-        self.requests: dict[str, RequestBooks] = {}
+        self.requests: dict[str, RequestState] = {}
+        self._unread: dict[str, None] = {}
+        """Requests with media that wait for an input worker, in order of arrival."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._left = asyncio.Event()
-        """Set whenever a request leaves."""
+        """Set whenever a request ends."""
 
     @property
     def stats(self) -> dict[str, Stats]:
-        """The last word of each worker."""
+        """The latest stats of each worker."""
         return self.supervisor.stats
 
     @property
     def runtime_dir(self) -> str:
-        """Where the sockets of this system are; gone when it has stopped."""
+        """The directory of this system's sockets; deleted when the system stops."""
         return self.supervisor.runtime_dir
 
     # ── life ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -105,12 +106,12 @@ class Orchestrator:
             raise
 
     async def stop(self, *, drain: bool = True) -> None:
-        """`finish`, and end every process."""
+        """Call `finish`, then end every process."""
         await self.finish(drain=drain)
         await self.supervisor.close()
 
     async def finish(self, *, drain: bool = True) -> None:
-        """Admit nothing more, let running requests finish within `limits.drain_seconds`, end those that do not with
+        """Admit no more requests, let running ones finish within `limits.drain_seconds`, and end the rest with
         `ShuttingDown`."""
         self.supervisor.stopping = True
         if drain and self.requests:
@@ -125,7 +126,7 @@ class Orchestrator:
     # ── requests ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def stream(self, request: Request) -> AsyncGenerator[Delta]:
-        """Deltas as they are made, `Finished` last; raises `SegueError`. Closing the generator cancels the request."""
+        """Yield deltas, `Finished` last; raises `SegueError`. Closing the generator cancels the request."""
         books = self._admit(request)
         try:
             while True:
@@ -140,17 +141,17 @@ class Orchestrator:
                 self._end(books, Cancelled("the client went away"))
 
     async def room(self) -> None:
-        """Return when there are fewer requests than `limits.max_waiting`, or no more are admitted at all."""
+        """Return when there are fewer requests than `limits.max_waiting`, or when no more are admitted."""
         while len(self.requests) >= self.plan.limits.max_waiting and not self.supervisor.stopping:
             self._left.clear()
             await self._left.wait()
 
-    def _admit(self, request: Request) -> RequestBooks:
+    def _admit(self, request: Request) -> RequestState:
         if self.supervisor.stopping:
             raise ShuttingDown("the server is shutting down")
         limit = self.plan.limits.max_waiting
         if len(self.requests) >= limit:
-            raise Overloaded(f"{limit} requests are in the system already (limits.max_waiting); try again later")
+            raise Overloaded(f"the system already has {limit} requests (limits.max_waiting); try again later")
         if request.request_id in self.requests:
             raise InvalidRequest(f"a request with id {request.request_id!r} is running", field="request_id")
         walk = self.graph.walk(request)
@@ -159,13 +160,13 @@ class Orchestrator:
         for name in walk:
             planned = self.plan.stages[name].sampling
             keep, side = planned.truncate_prompt_tokens, planned.truncation_side
-            if keep is not None or side is not None:  # the input stage cuts prompts, and knows no other stage's plan
+            if keep is not None or side is not None:  # the input stage truncates prompts without other stages' plans
                 asked = request.sampling.get(name, SamplingParams())
                 default = SamplingParams(truncate_prompt_tokens=keep, truncation_side=side)
                 request.sampling = {**request.sampling, name: asked.over(default)}
-        books = RequestBooks(request=request, walk=walk, main=self.graph.main)
+        books = RequestState(request=request, walk=walk, main=self.graph.main)
         for name, stage in walk.items():
-            books.stages[name] = StageBook(tuple(stage.upstreams), tuple(stage.downstreams))
+            books.stages[name] = StageState(tuple(stage.upstreams), tuple(stage.downstreams))
             if self.plan.stages[name].engine == "autoregressive":
                 books.journal[name] = {}
         if books.main not in books.stages:
@@ -183,8 +184,8 @@ class Orchestrator:
         self._launch(books, set(books.stages))
         return books
 
-    def _launch(self, books: RequestBooks, names: set[str]) -> None:
-        """Begin stages (again) as soon as each has a ready worker."""
+    def _launch(self, books: RequestState, names: set[str]) -> None:
+        """Start or restart stages as soon as each has a ready worker."""
         books.waiting |= names
         chosen: dict[tuple[str, ...], Replica] = {}
         for name in books.waiting:
@@ -195,7 +196,9 @@ class Orchestrator:
             if replica is None:
                 if self.replicas.hopeless(name):
                     self._end(books, StageLost(f"stage {name!r} could not be restarted", stage=name))
-                return  # `worker_ready` comes back here
+                elif group == (INPUT,):
+                    self._unread[books.id] = None  # `_read` calls this again
+                return  # `worker_ready` calls this again
             chosen[group] = replica
         begin, books.waiting = books.waiting, set()
         for name in begin:
@@ -205,30 +208,36 @@ class Orchestrator:
             book.done = False
             book.inputs_done.clear()
             replica.requests.add(books.id)
+            if name == INPUT:
+                self._unread.pop(books.id, None)
+                replica.reading[books.id] = _has_media(books.request)
         self._send_begins(books, begin)
 
-    def _replica_for(self, books: RequestBooks, group: tuple[str, ...]) -> Replica | None:
-        """The worker that has other stages of this request's group already, else the least loaded one.
+    def _replica_for(self, books: RequestState, group: tuple[str, ...]) -> Replica | None:
+        """Return the worker that already has other stages of this group for the request, else the least loaded one.
 
-        Last tries do not share a worker: when workers die of one request, those that were there each time are told
-        from it in the end, and it alone is lost.
+        Requests on their last retry do not share a worker: if one request kills its workers, the others that were
+        there each time then survive, and only the poison request fails.
         """
         held = {books.stages[stage].worker for stage in group if stage in books.stages}
         for replica in self.replicas.all:
             if replica.group == group and replica.state == "ready" and replica.worker in held:
                 return replica
-        chosen = self.replicas.least_loaded(group[0])
+        if group == (INPUT,):
+            chosen = self.replicas.reader(media=_has_media(books.request))
+        else:
+            chosen = self.replicas.least_loaded(group[0])
         if chosen is not None and self._last_try(books, group):
             others = (self.requests[other] for other in chosen.requests if other != books.id)
             if any(self._last_try(other, group) for other in others):
-                return None  # `_end` comes back here
+                return None  # `_end` leads here again
         return chosen
 
-    def _last_try(self, books: RequestBooks, group: tuple[str, ...]) -> bool:
+    def _last_try(self, books: RequestState, group: tuple[str, ...]) -> bool:
         return any(0 < books.losses[stage] == self.plan.limits.max_retries for stage in group)
 
-    def _send_begins(self, books: RequestBooks, begin: set[str]) -> None:
-        """Downstream stages first, so that chunks seldom overtake their `Begin`."""
+    def _send_begins(self, books: RequestState, begin: set[str]) -> None:
+        """Send `Begin` to downstream stages first, so that chunks seldom overtake it."""
         stripped = msgspec.structs.replace(
             books.request, messages=[], prompt=None, prompt_token_ids=None, prompt_embeds=None
         )
@@ -255,15 +264,16 @@ class Orchestrator:
                     self.supervisor.send(books.stages[up].address, Resend(books.id, up, self._peer(books, name)))
 
     @staticmethod
-    def _peer(books: RequestBooks, stage: str) -> Peer:
+    def _peer(books: RequestState, stage: str) -> Peer:
         book = books.stages[stage]
         return Peer(stage, book.worker, book.address, book.attempt)
 
-    def _end(self, books: RequestBooks, error: SegueError | None) -> None:
-        """The request is over: tell its consumer and free what every stage holds."""
+    def _end(self, books: RequestState, error: SegueError | None) -> None:
+        """End a request: notify its consumer and free what every stage holds for it."""
         if self.requests.pop(books.id, None) is None:
             return
         self._left.set()
+        self._unread.pop(books.id, None)
         if books.timer is not None:
             books.timer.cancel()
         workers = books.workers()
@@ -275,12 +285,12 @@ class Orchestrator:
         if not self.requests:
             self._idle.set()
         if books.losses:
-            self._launch_waiting()  # another's last try may have waited for this one
+            self._launch_waiting()  # another request's last retry may have waited for this one
 
-    # ── what workers say ───────────────────────────────────────────────────────────────────────────────────────────
+    # ── messages of workers ────────────────────────────────────────────────────────────────────────────────────────
 
     def hear(self, message: ToOrchestrator) -> None:
-        """What a worker says of a request."""
+        """Handle a worker's message about a request."""
         match message:
             case Progress():
                 for emission in message.emissions:
@@ -289,6 +299,7 @@ class Orchestrator:
                         assert books is not None
                         books.queue.put_nowait(delta)
             case StageDone():
+                self._read(message)
                 if books := self._current(message.worker, message.request_id, message.stage, message.attempt):
                     books.ended(message)
                     if books.complete():
@@ -299,12 +310,23 @@ class Orchestrator:
             case InputLost():
                 self._on_input_lost(message)
             case Failed():
+                self._read(message)
                 if books := self._current(message.worker, message.request_id, message.stage, message.attempt):
                     error = error_from(message.kind, message.message, field=message.field, stage=message.stage)
                     self._end(books, error)
 
-    def _current(self, worker: str, request_id: str, stage: str, attempt: int) -> RequestBooks | None:
-        """The books a message is about, unless it speaks for an attempt that is over."""
+    def _read(self, message: StageDone | Failed) -> None:
+        """Start the next waiting request when an input worker is done with one, even a cancelled one, that has
+        media."""
+        replica = self.replicas.by_worker(message.worker) if message.stage == INPUT else None
+        if replica is None or not replica.reading.pop(message.request_id, False):
+            return
+        waiting = [self.requests[one] for one in self._unread]
+        if waiting:
+            self._launch(min(waiting, key=lambda books: books.request.priority), set())
+
+    def _current(self, worker: str, request_id: str, stage: str, attempt: int) -> RequestState | None:
+        """Return the state of the request that a message is about; None if the message is from a past attempt."""
         books = self.requests.get(request_id)
         if books is None:
             return None
@@ -314,7 +336,7 @@ class Orchestrator:
     # ── recovery ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def worker_ready(self) -> None:
-        """There is one worker more to give stages to."""
+        """Launch waiting requests: there is a new ready worker."""
         self._launch_waiting()
 
     def _launch_waiting(self) -> None:
@@ -323,7 +345,7 @@ class Orchestrator:
                 self._launch(books, set())
 
     def broken(self, error: BaseException) -> None:
-        """No request may wait in vain."""
+        """End all requests, so that none waits forever."""
         for books in list(self.requests.values()):
             self._end(books, SegueError(f"the orchestrator failed: {error}"))
 
@@ -332,25 +354,25 @@ class Orchestrator:
         if books is None or books.stages[message.stage].attempt != message.attempt:
             return
         if message.stage in books.waiting:
-            return  # it is about to begin anew already
+            return  # it is about to restart anyway
         books.blamed.add(books.stages[message.source].worker)
         self._lost(books, {message.stage, message.source}, message.source)
 
     def worker_lost(self, what: str) -> None:
-        """Let every request that a death touched go on elsewhere, or fail it when its retries are spent."""
+        """Restart every affected request on other workers after a death, or fail it if its retries are spent."""
         alive = self.replicas.alive()
         for books in list(self.requests.values()):
             placed = {name: book for name, book in books.stages.items() if book.worker}
             if books.given() and not books.workers() <= alive:
-                self._end(books, None)  # what the dead had to tell is lost, and nothing of it is missing to the client
+                self._end(books, None)  # the client has everything; only the dead workers' reports are lost
             elif stages_to_rerun(placed, alive) - books.waiting:
                 self._lost(books, set(), what, counted=bool(books.blamed - alive))
                 books.blamed &= alive
             elif books.waiting:
                 self._launch(books, set())
 
-    def _lost(self, books: RequestBooks, again: set[str], what: str, *, counted: bool = False) -> None:
-        """`counted`: this loss was, when the first sign of it came."""
+    def _lost(self, books: RequestState, again: set[str], what: str, *, counted: bool = False) -> None:
+        """Restart stages after a loss. `counted`: this loss has been counted, at its first sign."""
         books.losses[what] += not counted
         if books.losses[what] > self.plan.limits.max_retries:
             tries = self.plan.limits.max_retries + 1
@@ -358,3 +380,8 @@ class Orchestrator:
             self._end(books, StageLost(message, stage=what))
             return
         self._launch(books, stages_to_rerun(books.stages, self.replicas.alive(), again))
+
+
+def _has_media(request: Request) -> bool:
+    """Whether the input stage has to read more than text and ids."""
+    return bool(request.prompt_embeds or request.media_kinds() or request.embedded())

@@ -1,4 +1,4 @@
-"""A finished request as a Python caller gets it."""
+"""The output of a finished request for a Python caller."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from segue.messages.deltas import (
 
 @dataclass(slots=True)
 class Audio:
-    """[samples] float32 mono in [-1, 1]."""
+    """An audio clip; samples: [samples] float32 mono in [-1, 1]."""
 
     samples: np.ndarray
     sample_rate: int
@@ -36,7 +36,7 @@ class Audio:
 
 @dataclass(slots=True)
 class Video:
-    """Frames, one after the other."""
+    """A video as an array of frames."""
 
     frames: np.ndarray
     """[frames, height, width, 3] uint8."""
@@ -44,13 +44,13 @@ class Video:
     """Frames per second."""
 
     def save(self, path: str | os.PathLike[str], *, audio: Audio | None = None) -> None:
-        """Write an MP4 file (H.264; AAC for the sound), whole or not at all. Raises `OSError`."""
+        """Write an MP4 file (H.264, AAC), completely or not at all. Raises `OSError`."""
         from segue.media.write_video import VideoWriter
 
         with VideoWriter(path, fps=self.fps, sample_rate=audio.sample_rate if audio is not None else None) as video:
             video.add(self.frames)
             if audio is not None:
-                video.add_sound(audio.samples)
+                video.add_audio(audio.samples)
 
 
 @dataclass(slots=True)
@@ -63,16 +63,16 @@ class Output:
     """End token included."""
     finish_reason: str
     cumulative_logprob: float | None = None
-    """Sum over its tokens, where it was computed (`logprobs`, `best_of`, beams)."""
+    """Sum over its tokens, if it was computed (`logprobs`, `best_of`, beams)."""
     stop_reason: int | str | None = None
     """The request's stop token or stop string that ended it; None for the family's end token."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Beside `token_ids`, where asked for."""
+    """One per entry of `token_ids`, if requested."""
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """Everything one request gave. What is not by output (`text`, `token_ids`, `finish_reason`) is of output 0."""
+    """All results of one request. `text`, `token_ids`, `finish_reason` and others without an index: of output 0."""
 
     request_id: str
     text: str = ""
@@ -80,34 +80,34 @@ class RequestOutput:
     """By autoregressive stage, end token included."""
     audio: Audio | None = None
     images: list[Any] = field(default_factory=list)
-    """PIL images, in the order of `num_images_per_prompt`; previews are not among them."""
+    """PIL images, in the order of `num_images_per_prompt`, without previews."""
     videos: list[Video] = field(default_factory=list)
     embedding: np.ndarray | None = None
     """[dimensions] float32, from a model of embeddings."""
     score: float | None = None
-    """How well two texts fit, from a cross-encoder."""
+    """How well two texts match, from a cross-encoder."""
     classes: np.ndarray | None = None
-    """[classes] float32: how much each fits, in the order of the checkpoint, from a classifier."""
+    """[classes] float32: the classifier's scores, in the checkpoint's order."""
     label: str | None = None
-    """The name of the class that fits best."""
+    """The name of the best class."""
     segments: list[SegmentDelta] = field(default_factory=list)
-    """Of a recording that was written down with marks of time."""
+    """Segments of a recording transcribed with timestamps."""
     language: str | None = None
-    """Code of what it is in."""
+    """Language code of the recording."""
     finish_reason: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Beside the ids of the stage that talks, where asked for."""
+    """One per token id of the main stage, if requested."""
     prompt_token_ids: list[int] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    """One per prompt token, None for the first, where asked for."""
+    """One per prompt token, None for the first, if requested."""
     outputs: list[Output] = field(default_factory=list)
-    """By index; one unless `n` asks for more; none where the main stage makes no tokens."""
+    """By index; one unless `n` asks for more; none if the main stage makes no tokens."""
     usage: Usage = field(default_factory=Usage)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
 
 class Collector:
-    """Puts deltas together."""
+    """Collects the deltas of a request into a `RequestOutput`."""
 
     def __init__(self, request_id: str, *, wants_audio: bool, sample_rate: int = 24000) -> None:
         self._output = RequestOutput(request_id)

@@ -1,4 +1,4 @@
-"""Where workers run. On one machine: forked from the fork server, which is started here and watched."""
+"""Start workers. On one machine, they are forked from a fork server that this module starts and monitors."""
 
 from __future__ import annotations
 
@@ -32,25 +32,27 @@ from segue.messages.process import (
 
 
 class Placement(Protocol):
-    """Starts workers and tells when they end."""
+    """Starts workers and reports their exits."""
 
     runtime_dir: str
-    """A private directory for sockets and spilled payloads; gone after `close`, and after a crash."""
+    """A private directory for sockets and spilled payloads; deleted by `close`, and after a crash."""
+    no_kernels: str
+    """Why workers have no compiled kernels for the CPU; empty if they have them. Known after `start`."""
 
     async def start(self) -> None:
-        """Raises `ConfigError` with the workers' own import error."""
+        """Prepare to spawn workers. Raises `ConfigError` with the workers' own import error."""
 
     def spawn(self, spec: WorkerSpec) -> None:
-        """Start a worker; `on_spawned` and later `on_exit` tell of it."""
+        """Start a worker; `on_spawned` and later `on_exit` are called for it."""
 
     def kill(self, pid: int) -> None:
         """SIGKILL a worker."""
 
     async def close(self) -> None:
-        """End whatever still runs."""
+        """End all processes that still run."""
 
 
-_ENVIRONMENT = {
+WORKER_ENVIRONMENT = {
     "THP_MEM_ALLOC_ENABLE": "1",
     "MALLOC_MMAP_THRESHOLD_": str(64 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
@@ -58,25 +60,26 @@ _ENVIRONMENT = {
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
     "LRU_CACHE_CAPACITY": "256",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     "HF_HUB_OFFLINE": "1",
 }
-"""Environment of workers, where the caller's own says nothing else; read when memory is allocated for the first time.
+"""Environment of workers, unless the caller's own sets a variable; read when memory is allocated for the first time.
 
-Large tensors in huge pages: weights are read from end to end in every step, and page table walks cost a quarter of a
-decode step (387M parameters in float32, 2 cores: 88 → 67 ms). And memory of what a layer computes is used again instead
-of being given back to the system, which zeroes it anew for the next layer: 1024 tokens of prefill take 11% less time
-(4.10 → 3.65 s).
+Large tensors use huge pages: every step reads all weights, and page table walks cost a quarter of a decode step (387M
+parameters in float32, 2 cores: 88 → 67 ms). Memory of a layer's results is reused instead of being returned to the
+system, which zeroes it anew for the next layer: 1024 tokens of prefill take 11% less time (4.10 → 3.65 s).
 
-Threads of a product that wait for one another go to sleep after some 400 µs: on a machine that others use too, the one
-they wait for may have no core because of them. With six busy neighbours on two cores, 60 small products take 960 ms as
-OpenMP has it (it waits for milliseconds), 190 ms so, and 64 ms with a tenth of it; but alone on the machine that would
-make a step of a small model 15% slower (33M parameters: 11 → 13 ms), where this makes none.
+GEMM threads that wait for one another sleep after some 400 µs: on a shared machine, the thread they wait for may have
+no core because of them. With six busy neighbours on two cores, 60 small GEMMs take 960 ms with OpenMP's default (it
+spins for milliseconds), 190 ms with this setting, and 64 ms with a tenth of it; but on an idle machine a tenth would
+make a step of a small model 15% slower (33M parameters: 11 → 13 ms), while this setting costs nothing.
 
-Whether there is a GPU is asked of NVML, not of CUDA: some libraries ask when they are imported (diffusers does), and no
-fork of a process that has asked CUDA can use it.
+torch asks NVML, not CUDA, whether there is a GPU: some libraries query it on import (diffusers does), and a fork of a
+process that has initialised CUDA cannot use it. CUDA numbers devices like `nvidia-smi` and NVML, on which plans are
+based; by default it puts the fastest first.
 
-Checkpoints are read from the disk: where a file of theirs is missing, the libraries are not to ask the hub for it,
-which takes minutes where a firewall drops what is sent."""
+Checkpoints are read from disk: if a file is missing, the libraries must not ask the hub for it, which takes minutes
+behind a firewall that drops packets."""
 
 
 class LocalPlacement:
@@ -86,16 +89,20 @@ class LocalPlacement:
         self,
         preload: list[str],
         *,
+        gpus: bool = True,
         on_spawned: Callable[[str, int], None],
         on_exit: Callable[[str, str], None],
         on_lost: Callable[[], None],
     ) -> None:
-        """`on_exit(worker, how)`; `on_lost()`: the fork server itself died, and every worker with it."""
+        """`on_exit(worker, how)`; `on_lost()`: the fork server itself died, and every worker with it. `gpus`: workers
+        may see the machine's GPUs; if none needs one, hiding them keeps a hanging driver from blocking workers."""
         self._preload = preload
+        self._hidden = {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
         self._on_spawned = on_spawned
         self._on_exit = on_exit
         self._on_lost = on_lost
         self.runtime_dir = ""
+        self.no_kernels = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._preloaded: asyncio.Future[None] | None = None
@@ -104,24 +111,24 @@ class LocalPlacement:
     async def start(self) -> None:
         self._closing = False
         try:
-            # short: a Unix socket path has room for 107 bytes
+            # short: a Unix socket path has at most 107 bytes
             self.runtime_dir = tempfile.mkdtemp(prefix="segue-", dir=_short_tmp())
         except OSError as error:
-            raise ConfigError(f"no directory for sockets can be made (TMPDIR): {error}", field="TMPDIR") from error
+            raise ConfigError(f"cannot make a directory for sockets (TMPDIR): {error}", field="TMPDIR") from error
         loop = asyncio.get_running_loop()
         self._preloaded = loop.create_future()
         try:
             self._launch()
             assert self._control is not None
             loop.add_reader(self._control.fileno(), self._read)
-            # shielded: `close` must see whether it was done, not that its waiter was cancelled
+            # shielded: `close` must see whether it is done, not that its waiter was cancelled
             await asyncio.shield(self._preloaded)
         except BaseException:
             await self.close()
             raise
 
     def _launch(self) -> None:
-        """Start the fork server, and keep our end of its line."""
+        """Start the fork server, and keep our end of the socket."""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
         with theirs:
@@ -132,7 +139,7 @@ class LocalPlacement:
                 [sys.executable, "-m", "segue.worker", str(theirs.fileno()), self.runtime_dir, *self._preload],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                env={**_ENVIRONMENT, **os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                env={**WORKER_ENVIRONMENT, **os.environ, **self._hidden, "PYTHONPATH": os.pathsep.join(paths)},
             )
 
     def spawn(self, spec: WorkerSpec) -> None:
@@ -147,17 +154,17 @@ class LocalPlacement:
         process, self._process = self._process, None
         if process is not None:
             if self._preloaded is not None and not self._preloaded.done():
-                process.kill()  # still importing: it has no children, and would be deaf for seconds
+                process.kill()  # still importing: it has no children, and would not react for seconds
             await asyncio.get_running_loop().run_in_executor(None, process.wait)
         shutil.rmtree(self.runtime_dir, ignore_errors=True)
 
     def _send(self, message: ToForkServer) -> None:
         if self._control is None:
-            return  # the fork server has died; whoever waits for it is told
+            return  # the fork server has died; its waiters are notified elsewhere
         try:
             self._control.send(encode(message))
         except (BrokenPipeError, ConnectionResetError):
-            return  # the reader sees the end of the stream and says so
+            return  # the reader sees the end of the stream and reports it
 
     def _disconnect(self) -> None:
         if self._control is not None:
@@ -183,6 +190,7 @@ class LocalPlacement:
         assert self._preloaded is not None
         match message:
             case Preloaded():
+                self.no_kernels = message.no_kernels
                 self._preloaded.set_result(None)
             case PreloadFailed():
                 self._preloaded.set_exception(ConfigError(f"workers cannot start: {message.message}"))
@@ -192,7 +200,7 @@ class LocalPlacement:
                 self._on_exit(message.worker, message.how)
 
     def _ended(self) -> None:
-        """The fork server closed its end: it is dead or dying."""
+        """Handle the end of the fork server, which closed its socket: it is dead or dying."""
         assert self._preloaded is not None
         self._disconnect()
         if not self._preloaded.done():
@@ -202,6 +210,6 @@ class LocalPlacement:
 
 
 def _short_tmp() -> str:
-    """A directory for sockets: the usual one unless its path is too long for them."""
+    """Return the usual temporary directory, unless its path is too long for sockets."""
     usual = tempfile.gettempdir()
     return usual if len(usual) <= 40 else "/tmp"

@@ -1,14 +1,14 @@
-"""Prompts that come as embeddings, at the door."""
+"""Check the size of prompt embeddings when a request is admitted."""
 
 from __future__ import annotations
 
-from segue.media.embeds import EMBEDS
+from segue.media.arrays import EMBEDS, called
 from segue.messages.errors import InvalidRequest, TooLarge
 from segue.messages.request import Request
 
 
 def check_embeds_bytes(request: Request, most: int) -> None:
-    """Raise `InvalidRequest` for a request with any where the deployment takes none (`most` 0), or `TooLarge` for more
+    """Raise `InvalidRequest` for prompt embeddings if the deployment accepts none (`most` 0), or `TooLarge` for more
     than `most` bytes."""
     files = {part.field: part.embeds for part in request.embedded() if part.embeds is not None}
     if request.prompt_embeds is not None:
@@ -16,10 +16,10 @@ def check_embeds_bytes(request: Request, most: int) -> None:
     if not files:
         return
     field, size = next(iter(files)), sum(map(len, files.values()))
-    what = field if field == EMBEDS else f"{field} ({EMBEDS})"
+    what = called(field)
     if not most:
         raise InvalidRequest(
-            f"{what} is given; this deployment takes none: see limits.max_prompt_embeds_bytes", field=field
+            f"{what} is given; this deployment accepts none: see limits.max_prompt_embeds_bytes", field=field
         )
     if size > most:
         raise TooLarge(

@@ -1,17 +1,18 @@
-"""The workers that should exist, and how they are: one replica per group of fused stages and copy."""
+"""The workers that should exist and their states: `replicas` workers per group of fused stages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from segue.graph.parts import INPUT
 from segue.messages.wire import StageFacts
 from segue.orchestrator.service import Health, ReplicaHealth, ReplicaState, StageHealth
 
 
 @dataclass(slots=True)
 class Replica:
-    """One worker's place; incarnations come and go in it."""
+    """One worker slot, filled by successive incarnations."""
 
     group: tuple[str, ...]
     index: int
@@ -22,14 +23,16 @@ class Replica:
     what: str = "waiting"
     address: str = ""
     requests: set[str] = field(default_factory=set)
+    reading: dict[str, bool] = field(default_factory=dict)
+    """For an input worker: the requests that it is still processing, including cancelled ones; true: with media."""
     pinged: float | None = None
-    """time.monotonic() of a `Ping` that is not answered yet; later by the time in which no answer could be heard."""
+    """time.monotonic() of an unanswered `Ping`, plus the time in which no answer could be received."""
     failures: int = 0
-    """Deaths in a row before it was ready."""
+    """Number of successive deaths before it was ready."""
 
     @property
     def worker(self) -> str:
-        """Unique per incarnation."""
+        """The worker's name, unique per incarnation."""
         return f"{self.group[-1]}.{self.index}-{self.incarnation}"
 
 
@@ -48,20 +51,34 @@ class Replicas:
         return self._by_stage[stage][0].group
 
     def by_worker(self, worker: str) -> Replica | None:
-        """The replica whose current incarnation has this name."""
+        """Return the replica whose current incarnation has this name."""
         return next((replica for replica in self.all if replica.worker == worker), None)
 
     def alive(self) -> set[str]:
-        """Names of the incarnations that are ready."""
+        """Return the names of the incarnations that are ready."""
         return {replica.worker for replica in self.all if replica.state == "ready"}
 
     def least_loaded(self, stage: str) -> Replica | None:
-        """The ready replica of a stage with the fewest requests."""
+        """Return the ready replica of a stage with the fewest requests."""
         ready = [replica for replica in self._by_stage[stage] if replica.state == "ready"]
         return min(ready, key=lambda replica: len(replica.requests), default=None)
 
+    def reader(self, *, media: bool) -> Replica | None:
+        """Return the ready input replica for the next request; None: the request waits for one.
+
+        Decoding media may take as long as the deployment's limits allow. So a replica decodes for one request at a
+        time, and if there are several, one of them stays free for requests without media.
+        """
+        ready = [replica for replica in self._by_stage[INPUT] if replica.state == "ready"]
+        busy = [replica for replica in ready if any(replica.reading.values())]
+        if media and len(ready) > 1:
+            if len(busy) >= len(ready) - 1:
+                return None
+            ready = [replica for replica in ready if replica not in busy]
+        return min(ready, key=lambda replica: (replica in busy, len(replica.reading)), default=None)
+
     def hopeless(self, stage: str) -> bool:
-        """True when every replica of a stage has given up."""
+        """Whether every replica of a stage has been given up."""
         return all(replica.state == "failed" for replica in self._by_stage[stage])
 
     def ready(self) -> bool:

@@ -1,4 +1,4 @@
-"""What the server knows of the system behind it: the only door between HTTP and the stages."""
+"""The server's interface to the system behind it: the only connection between HTTP and the stages."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Literal, Protocol
 import msgspec
 
 from segue.messages.deltas import Delta
+from segue.messages.limits import RequestLimits
 from segue.messages.request import Request
 from segue.messages.speech import SpeechFacts
-from segue.models.dialects.dialect import Dialect
+from segue.models.shared.dialects.dialect import Dialect
 
 ReplicaState = Literal["starting", "ready", "restarting", "draining", "failed"]
 
@@ -27,73 +28,80 @@ class ReplicaHealth(msgspec.Struct):
 
 class StageHealth(msgspec.Struct):
     state: ReplicaState
-    """`ready` when at least one replica is."""
+    """`ready` if at least one replica is."""
     replicas: list[ReplicaHealth]
 
 
 class Health(msgspec.Struct):
     ready: bool
-    """Every stage has a ready replica."""
+    """Whether every stage has a ready replica."""
     stages: dict[str, StageHealth]
 
 
 class ModelCard(msgspec.Struct):
-    """What is served, for `/v1/models` and for checking requests at the door."""
+    """Facts about the served model, for `/v1/models` and for checking requests before admission."""
 
     name: str
     family: str
     takes: frozenset[str]
     gives: frozenset[str]
     text_stage: str | None
-    """The autoregressive stage that top-level sampling parameters go to."""
+    """The autoregressive stage to which top-level sampling parameters apply."""
     sampling_stages: list[str]
     """The stages that `sampling` may name."""
     stages: list[str]
     voices: list[str]
-    """The default first; empty where the model has none."""
+    """The default first; empty if the model has none."""
     options: frozenset[str]
     """Request options of the family."""
     max_model_len: int | None
     created: int
     open_options: bool = False
-    """Only the checkpoint's stages know which options there are (a pipeline's own arguments): all are taken."""
+    """Accept all options: only the checkpoint's stages know them (a pipeline's own arguments)."""
     several_texts: bool = False
-    """One request for text alone may have several outputs: the text stage then feeds no other."""
+    """Whether a request for text alone may have several outputs: the text stage then feeds no other stage."""
     vocab_sizes: dict[str, int] = {}
-    """By stage that samples, once it is loaded: token ids are below it."""
+    """Sampling stage → size of its vocabulary, known once it is loaded."""
     root: str = ""
-    """Where the checkpoint is."""
+    """Directory of the checkpoint."""
     adapters: dict[str, str] = {}
-    """The LoRA adapters that a request may name: where they are."""
+    """LoRA adapters that a request may name: name → directory."""
+    by_priority: bool = False
+    """Whether requests may have a priority, because some stage is scheduled by it."""
     speech: SpeechFacts | None = None
-    """How it is asked, where it writes down what it hears."""
+    """Facts for transcription requests, if the model transcribes speech."""
+    limits: RequestLimits = msgspec.field(default_factory=RequestLimits)
+    """Bounds on each request."""
+    deadline: float | None = None
+    """Seconds that an HTTP request without a deadline of its own may take."""
     dialect: Dialect = msgspec.field(default_factory=Dialect)
-    """How its text is to be read."""
+    """How to parse the model's text."""
 
 
 class Service(Protocol):
     """A running graph of stages."""
 
-    card: ModelCard
+    @property
+    def card(self) -> ModelCard: ...
 
     def health(self) -> Health: ...
 
     def stream(self, request: Request) -> AsyncGenerator[Delta]:
-        """Deltas as they are made, `Finished` last; raises `SegueError`. Closing the generator cancels the request."""
+        """Yield deltas, `Finished` last; raises `SegueError`. Closing the generator cancels the request."""
         ...
 
     async def room(self) -> None:
-        """Return when the queue is not full (any more): then `stream` need not be `Overloaded`, if nobody is faster."""
+        """Return as soon as the queue is not full: `stream` then succeeds unless another request is faster."""
         ...
 
     async def load_lora(self, name: str, path: str) -> None:
-        """Let requests name a LoRA adapter. Raises `InvalidRequest` where it cannot be."""
+        """Load a LoRA adapter that requests can name. Raises `InvalidRequest` if it cannot be served."""
         ...
 
     async def unload_lora(self, name: str) -> None:
-        """Let no further request name it; those that run go on. Raises `NotFound`."""
+        """Unload an adapter: running requests keep it, new ones cannot name it. Raises `NotFound`."""
         ...
 
     def metrics(self) -> bytes:
-        """Prometheus text exposition of everything, workers included."""
+        """Return all metrics, including the workers', as Prometheus text."""
         ...

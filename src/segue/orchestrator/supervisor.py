@@ -1,22 +1,26 @@
-"""The supervisor: the workers of a plan, from their first start to the last; who hangs is killed, who dies is replaced.
+"""The supervisor starts a plan's workers, kills those that hang and replaces those that die.
 
-It knows of requests only which worker has some. What becomes of them when a worker dies is its owner's business, which
-it tells; between the two stand the replicas (`segue.orchestrator.replicas`), which both read.
-"""
+It knows of requests only which worker has some. When a worker dies, it notifies its owner, which recovers the requests;
+both read the state of the replicas (`segue.orchestrator.replicas`).
+
+`HangWatch` finds hanging workers: a worker with requests must answer pings within a limit."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from segue.graph.deployment import Plan
+from segue.graph.deployment.deployment import Plan
+from segue.graph.deployment.written import CPU
+from segue.graph.stage_graph import INPUT
 from segue.messages.errors import ConfigError, ShuttingDown
 from segue.messages.process import WorkerSpec
 from segue.messages.wire import (
@@ -34,41 +38,80 @@ from segue.messages.wire import (
     encode,
 )
 from segue.observe.logging import configured
-from segue.orchestrator.adapters import Adapters
-from segue.orchestrator.hangs import HangWatch
+from segue.orchestrator.lora_adapters import Adapters
 from segue.orchestrator.placement import LocalPlacement, Placement
 from segue.orchestrator.replicas import Replica, Replicas
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The result of one check for hanging workers."""
+
+    ask: list[Replica] = field(default_factory=list)
+    """Workers to ping."""
+    kill: list[Replica] = field(default_factory=list)
+
+
+class HangWatch:
+    """Checks for hanging workers every `interval` seconds; the caller supplies the clock."""
+
+    def __init__(self, limit: float, now: float) -> None:
+        """`limit`: seconds within which a worker must answer."""
+        self.limit = limit
+        self.interval = limit / 4
+        self._due = now
+
+    def look(self, replicas: Sequence[Replica], now: float) -> Seen:
+        """Find the replicas to ping and to kill. `Replica.pinged` records a ping until its answer is received."""
+        # this call is late if something blocked the event loop (a caller's own code, or a machine that slept), during
+        # which no answer could be received
+        deaf = max(0.0, now - self._due)
+        self._due = now + self.interval
+        seen = Seen()
+        for replica in replicas:
+            if replica.state != "ready":
+                continue
+            if replica.pinged is None:
+                if replica.requests:
+                    replica.pinged = now
+                    seen.ask.append(replica)
+                continue
+            replica.pinged += deaf
+            if now - replica.pinged >= self.limit and replica.pid is not None:
+                seen.kill.append(replica)
+        return seen
+
 
 log = logging.getLogger(__name__)
 
 GIVE_UP_AFTER = 3
-"""Deaths in a row before ready; then the replica is given up."""
+"""Number of successive deaths before ready after which a replica is given up."""
 
 SAID_WHY_WITHIN = 60.0
-"""Seconds after the end of a worker that could not start, in which its own error is heard."""
+"""Seconds to wait for the error of a worker after it ended while starting."""
 
 OnProgress = Callable[[str, float, str], None]
-"""(worker, fraction, what)"""
+"""Called with (worker, fraction loaded, what is being loaded)."""
 
 
 class Owner(Protocol):
-    """Who has the requests."""
+    """The owner of the requests, which the supervisor notifies."""
 
     def hear(self, message: ToOrchestrator) -> None:
-        """What a worker says of a request."""
+        """Handle a worker's message about a request."""
 
     def worker_ready(self) -> None:
-        """There is one worker more to give stages to."""
+        """Handle a new ready worker."""
 
     def worker_lost(self, what: str) -> None:
-        """Workers are gone; `what` names the stage, or whatever took them along."""
+        """Handle the loss of workers; `what` names the stage, or the cause."""
 
     def broken(self, error: BaseException) -> None:
-        """Nothing can be expected of the workers any more."""
+        """Handle a failure after which no worker can be expected to answer."""
 
 
 class Supervisor:
-    """`start` once, `close` at the end."""
+    """Supervises the workers of a plan: `start` once, `close` at the end."""
 
     def __init__(
         self,
@@ -90,13 +133,17 @@ class Supervisor:
         self.replicas = Replicas(plan.groups, {name: stage.replicas for name, stage in plan.stages.items()})
         self.adapters = Adapters(plan, self.replicas, self.send)
         self.stats: dict[str, Stats] = {}
-        """By worker incarnation."""
+        """Worker incarnation → its latest stats."""
         self.stopping = False
-        """Who dies now is not replaced."""
+        """Set while stopping: a worker that dies now is not replaced."""
         self._placement: Placement = LocalPlacement(
-            preload, on_spawned=self._on_spawned, on_exit=self._on_exit, on_lost=self._on_placement_lost
+            preload,
+            gpus=any(device != CPU for stage in plan.stages.values() for device in stage.devices),
+            on_spawned=self._on_spawned,
+            on_exit=self._on_exit,
+            on_lost=self._on_placement_lost,
         )
-        self._context: zmq.Context[Any] | None = None  # a system that was never started has nothing to close
+        self._context: zmq.Context[Any] | None = None  # None until started
         self._out: dict[str, zmq.Socket[bytes]] = {}
         self._inbox: zmq.asyncio.Socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -106,7 +153,7 @@ class Supervisor:
 
     @property
     def runtime_dir(self) -> str:
-        """Where the sockets of this system are; gone when it has stopped."""
+        """The directory of this system's sockets; deleted when the system stops."""
         return self._placement.runtime_dir
 
     async def start(self) -> None:
@@ -115,6 +162,13 @@ class Supervisor:
         self._started = self._loop.create_future()
         self._context = zmq.Context()
         await self._open()
+        if self._placement.no_kernels and any(
+            "cpu" in stage.devices for name, stage in self._plan.stages.items() if name != INPUT
+        ):
+            log.warning(
+                "no compiled kernels for the CPU: %s. torch's operators are used instead, which are slower",
+                self._placement.no_kernels,
+            )
         await self._started
 
     async def _open(self) -> None:
@@ -222,7 +276,7 @@ class Supervisor:
     def _on_ready(self, message: Ready) -> None:
         replica = self.replicas.by_worker(message.worker)
         if replica is None or replica.state == "failed":
-            return  # it has died since
+            return  # it has died meanwhile
         replica.state, replica.loading, replica.failures = "ready", 1.0, 0
         self.replicas.facts.update(message.stages)
         self.adapters.ready(replica)
@@ -233,11 +287,11 @@ class Supervisor:
 
     def _on_start_failed(self, message: StartFailed) -> None:
         error = ConfigError(f"worker {message.worker!r} could not start: {message.message}", stage=message.worker)
-        if not self._fail_start(error):  # else whoever starts says it
+        if not self._fail_start(error):  # else the caller of `start` reports it
             log.error("%s", error)
 
     def _fail_start(self, error: BaseException) -> bool:
-        """End `start` with an error; False where it is over."""
+        """End `start` with an error; False if it has ended already."""
         if self._started is None or self._started.done():
             return False
         self._started.set_exception(error)
@@ -246,12 +300,12 @@ class Supervisor:
     # ── watching ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _watch_over(self, hangs: HangWatch) -> None:
-        """Ask the workers that have something to do for a sign of life; kill those that have owed it for too long."""
+        """Ping the workers that have requests; kill those that have not answered for too long."""
         seen = hangs.look(self.replicas.all, time.monotonic())
         for replica in seen.ask:
             self.send(replica.address, Ping())
         for replica in seen.kill:
-            assert replica.pid is not None, "who is not there is not killed"
+            assert replica.pid is not None, "only a running worker is killed"
             log.error(
                 "worker %s (pid %s) has not answered for %g s: killing it", replica.worker, replica.pid, hangs.limit
             )
@@ -275,7 +329,7 @@ class Supervisor:
             replica.failures += 1
             if self._started is not None and not self._started.done():
                 error = ConfigError(f"worker {worker!r} died while starting: {how}")
-                # who ends by itself has said why (`StartFailed`), on another line than the one that tells of its end
+                # a worker that exits by itself sends `StartFailed`, which may arrive after the notice of its exit
                 self._loop.call_later(SAID_WHY_WITHIN if how == "exit 0" else 0.5, self._fail_start, error)
                 replica.state = "failed"
                 return
@@ -287,10 +341,11 @@ class Supervisor:
         self._owner.worker_lost(replica.group[-1])
 
     def _bury(self, replica: Replica) -> None:
-        """Nobody is to write to this incarnation any more."""
+        """Make sure that nobody writes to this incarnation any more."""
         dead, address = replica.worker, replica.address
         replica.state = "restarting"
         replica.requests.clear()
+        replica.reading.clear()
         self.stats.pop(dead, None)
         self.adapters.lost(dead)
         if socket := self._out.pop(address, None):
@@ -300,7 +355,7 @@ class Supervisor:
                 self.send(other.address, PeerLost(dead, address))
 
     def _on_placement_lost(self) -> None:
-        """The fork server died and took every worker along: start it all again."""
+        """Restart everything after the fork server died, and every worker with it."""
         if self.stopping or self._fail_start(ConfigError("the fork server died while the stages were loading")):
             return
         log.error("the fork server died; starting every worker again")
@@ -324,8 +379,8 @@ class Supervisor:
         task.add_done_callback(self._task_ended)
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
-        """A reader that dies is our own mistake, a fork server that does not come back the machine's: no request may
-        wait for them in vain, and `/health` says so."""
+        """Fail all requests when a task dies, so that none waits forever, and report it in `/health`. A dead reader is
+        a bug of ours; a fork server that does not restart is a fault of the machine."""
         self._tasks.discard(task)
         if task.cancelled() or (error := task.exception()) is None or isinstance(error, zmq.ZMQError):
             return

@@ -1,1 +1,4 @@
-"""What the processes of one replica do together: process groups, and tensor parallelism after the models' own plans."""
+"""Cooperation of the processes of one replica: process groups, and tensor parallelism by the models' own plans.
+
+Doors: every module.
+"""

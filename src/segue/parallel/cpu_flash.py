@@ -1,9 +1,9 @@
-"""Flash attention that says how much each query's keys weigh, on CPUs.
+"""Flash attention on CPUs that also returns the log-sum-exp of each query's scores.
 
-Parts of an attention over a ring of ranks are joined by the logarithm of their softmax's denominator (Liu et al., "Ring
-Attention with Blockwise Transformers for Near-Infinite Context", 2023, section 3; the joining rule is FlashAttention's,
-arXiv 2205.14135, section 3.1). The operator that gives it, `aten::_scaled_dot_product_flash_attention`, has no kernel
-for CPUs in torch, only one of another name. Registered under the first name, the very code that runs on GPUs runs here.
+Parts of a ring attention are merged by the logarithm of their softmax denominators (Liu et al., "Ring Attention with
+Blockwise Transformers for Near-Infinite Context", 2023, section 3; the merging rule is FlashAttention's, arXiv
+2205.14135, section 3.1). The operator that returns it, `aten::_scaled_dot_product_flash_attention`, has no CPU kernel
+in torch, only one under another name. Registered under the first name, it lets code for GPUs run unchanged on CPUs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def attention_with_weight(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The reference. [batch, heads, queries or keys, width] each → the attention's output, [batch, heads, queries,
-    width], and the logarithm of its weights' sum, [batch, heads, queries]."""
+    width], and the log-sum-exp of its scores, [batch, heads, queries]."""
     scores = query @ key.transpose(-1, -2) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     return scores.softmax(-1) @ value, scores.logsumexp(-1)
 
@@ -27,7 +27,7 @@ def attention_with_weight(
 def join(
     one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `attention_with_weight` gives over the keys of both."""
+    """Merge two results of `attention_with_weight` into the one over the keys of both."""
     weight = torch.logaddexp(one[1], other[1])
     shares = [torch.exp(part[1] - weight)[..., None] for part in (one, other)]
     return one[0] * shares[0] + other[0] * shares[1], weight
@@ -35,7 +35,7 @@ def join(
 
 @functools.cache
 def register_cpu_flash() -> torch.library.Library:
-    """Register it with torch, for the life of this process."""
+    """Register the CPU kernel with torch, for the lifetime of this process."""
     library = torch.library.Library("aten", "IMPL", "CPU")
     library.impl("_scaled_dot_product_flash_attention", _flash)
     return library
@@ -51,7 +51,7 @@ def _flash(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """As `aten::_scaled_dot_product_flash_attention`: of its nine results, a GPU's alone are empty."""
+    """Like `aten::_scaled_dot_product_flash_attention`; those of its nine results that only GPUs use are empty."""
     out, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, dropout_p, is_causal, scale=scale
     )

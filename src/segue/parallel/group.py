@@ -1,8 +1,8 @@
-"""The processes of one replica: collectives between them, over Gloo on CPUs and NCCL on GPUs.
+"""Process groups of one replica: collectives over Gloo on CPUs and NCCL on GPUs.
 
-A process group of its own and not torch's default one, so that nothing global is set; libraries that look for the
-default one get it on demand (`Group.open_default`). Ranks find each other by a file. Gloo listens on the loopback
-interface, on ports of the kernel's choice.
+Each is a separate process group instead of torch's default one, so nothing global is set; libraries that need the
+default one get it on demand (`Group.open_default`). Ranks find each other through a file. Gloo listens on the loopback
+interface, on ports that the kernel chooses.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from torch import distributed
 from torch.distributed import BroadcastOptions, FileStore
 
 _PATIENCE = timedelta(minutes=30)
-"""How long a rank waits in a collective for the others, which may still be loading."""
+"""Time that a rank waits in a collective for the others, which may still be loading."""
 _INTERFACE = "lo"
 
 
 class ReplicaBroken(SystemExit):
-    """The ranks are no longer in step: this process must end, so that the whole replica is started again.
+    """The ranks are out of step: this process must end, so that the whole replica is restarted.
 
-    No `Exception`, as it is not the failure of a request: those go on elsewhere.
+    Not an `Exception`, because no request failed: requests continue elsewhere.
     """
 
 
 class Group:
-    """Rank `rank` of `size`; rank 0 leads. All ranks must make the same calls in the same order."""
+    """Rank `rank` of `size`; rank 0 is the leader. All ranks must make the same calls in the same order."""
 
     def __init__(self, rank: int, size: int, meeting: Path, device: torch.device) -> None:
-        """Waits for the other ranks. `meeting`: a file that no other group has used; `device`: this rank's."""
+        """Wait for the other ranks. `meeting`: a file that no other group has used; `device`: this rank's."""
         self.rank = rank
         self.size = size
         self.device = device
         self._meeting = meeting
         self._default = False
-        """torch's default process group is open."""
+        """Whether torch's default process group is open."""
         store = FileStore(str(meeting), size)
         self._backend: Any = _nccl(store, rank, size) if device.type == "cuda" else _gloo(store, rank, size)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in place."""
+        """Sum over all ranks, in place."""
         self._backend.allreduce([tensor]).wait()
         return tensor
 
@@ -54,16 +54,16 @@ class Group:
         return gathered
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The leader's, written into this one (contiguous) of the same shape and dtype on the others."""
+        """Copy the leader's tensor to the others' (contiguous, with the same shape and dtype), in place."""
         self._backend.broadcast([tensor], BroadcastOptions()).wait()
         return tensor
 
     def open_default(self) -> None:
-        """Make torch's default process group of the same ranks, unless it is made: for a library that knows no other.
-        The process belongs to this replica from then on. Sizes go over Gloo, tensors on a GPU over NCCL."""
+        """Create torch's default process group with the same ranks, unless it exists: for libraries that support no
+        other. The process then belongs to this replica. Sizes go over Gloo, tensors on a GPU over NCCL."""
         if self._default:
             return
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _INTERFACE)  # this group has no other way to be told
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _INTERFACE)  # the only way to set this group's interface
         on_gpu = self.device.type == "cuda"
         distributed.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "cpu:gloo",
@@ -82,7 +82,7 @@ class Group:
         self._default = False
 
 
-# torch's stubs know little of the backends
+# torch's stubs omit most of the backends
 
 
 def _gloo(store: FileStore, rank: int, size: int) -> Any:

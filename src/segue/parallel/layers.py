@@ -1,8 +1,8 @@
-"""Layers of which each rank of a group holds a part, after Megatron-LM (arXiv 1909.08053, section 3).
+"""Layers that are divided among the ranks of a group, following Megatron-LM (arXiv 1909.08053, section 3).
 
 A column-parallel layer has a part of the output features and needs no communication; a row-parallel layer has a part of
-the input features, and its ranks' products are added up. Wrappers hold the layer they run, so that whoever lays its
-weights out anew (`segue.kernels.linear`) still finds a plain `nn.Linear`.
+the input features, and an all-reduce sums its ranks' outputs. Wrappers hold the layer that they run, so that weight
+packing (`segue.kernels.linear.linear`) still finds a plain `nn.Linear`.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from segue.kernels.lora import Share
+from segue.kernels.linear.lora import Share
 from segue.parallel.group import Group
 
 
 class Divided(nn.Module):
-    """A linear layer of which this rank has a share."""
+    """Base of linear layers of which this rank has a share."""
 
     def __init__(self, linear: nn.Linear, share: Share | None) -> None:
-        """`share`: for adapters; None where there are none."""
+        """`share`: for LoRA adapters; None if there are none."""
         super().__init__()
         self.linear = linear
         self.share = share
@@ -38,7 +38,7 @@ class ColumnParallel(Divided):
 
 
 class RowParallel(Divided):
-    """A linear layer with this rank's input features: the products are summed, the bias is added once."""
+    """A linear layer with this rank's input features: outputs are summed, and the bias is added once."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class RowParallel(Divided):
         split: bool,
         share: Share | None = None,
     ) -> None:
-        """`linear` has no bias. `split`: the input is whole, and this rank takes its own part of it."""
+        """`linear` has no bias. `split`: the input is whole, and this rank takes its part of it."""
         super().__init__(linear, share)
         self.bias = bias
         self._group = group
@@ -65,10 +65,10 @@ class RowParallel(Divided):
 
 
 class SummedRMSNorm(nn.Module):
-    """A root mean square norm (arXiv 1910.07467) over features of which each rank has a part."""
+    """RMSNorm (arXiv 1910.07467) over features that are divided among the ranks."""
 
     def __init__(self, weight: torch.Tensor | None, width: int, eps: float, group: Group) -> None:
-        """`weight`: this rank's part; `width`: of all ranks."""
+        """`weight`: this rank's part; `width`: features of all ranks."""
         super().__init__()
         self.weight = None if weight is None else nn.Parameter(weight, requires_grad=False)
         self.eps = eps
@@ -76,7 +76,7 @@ class SummedRMSNorm(nn.Module):
         self._group = group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., this rank's features] → the same, in the dtype of `x`; what is summed is float32."""
+        """[..., this rank's features] → the same, in the dtype of `x`; sums are float32."""
         whole = x.float()
         squares = self._group.all_reduce(whole.square().sum(-1, keepdim=True))
         normed = whole * torch.rsqrt(squares / self._width + self.eps)
@@ -84,7 +84,7 @@ class SummedRMSNorm(nn.Module):
 
 
 class Gathered(Divided):
-    """A linear layer with this rank's output features (the last rank's padded to as many), gathered to the whole."""
+    """A linear layer with this rank's output features (the last rank's are padded), all-gathered to the whole."""
 
     def __init__(self, linear: nn.Linear, share: Share, group: Group) -> None:
         super().__init__(linear, share)
@@ -100,10 +100,10 @@ class Gathered(Divided):
 
 
 class SharedEmbedding(nn.Module):
-    """An embedding with this rank's rows of the table; the rank that has a row gives it to all."""
+    """An embedding with this rank's rows of the table; the rank that has a row sends it to all."""
 
     def __init__(self, embedding: nn.Embedding, group: Group) -> None:
-        """`embedding`: the library's own, which may scale what it looks up, with this rank's rows."""
+        """`embedding`: the library's own, which may scale its output, with this rank's rows."""
         super().__init__()
         self.embedding = embedding
         self._group = group

@@ -1,7 +1,7 @@
-"""What the leader of a replica tells its followers: one order per call of the model or of a store.
+"""Orders from the leader of a replica to its followers: one per call of the model or of a store.
 
-Orders travel over a Unix stream socket per follower; tensors that go with them follow by broadcast. None of these is
-answered: the collectives inside the model keep the ranks together.
+Orders travel over a Unix stream socket per follower; their tensors follow by broadcast. These orders are not answered,
+because the collectives inside the model keep the ranks together.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import msgspec
 import numpy as np
 import torch
 
-from segue.kernels.kv_layout import KVLayout
-from segue.kernels.part import Part
-from segue.kernels.state_store import Stretch
+from segue.kernels.attention.paged_step import Part
+from segue.kernels.kv.layout import KVLayout
+from segue.kernels.kv.states import Stretch
 
 _LENGTH = 4
 
 
 class OpenStore(msgspec.Struct, tag=True, array_like=True):
-    """Make a KV store; it is called `store` from now on."""
+    """Create a KV store with the number `store`."""
 
     store: int
     layout: KVLayout
@@ -35,7 +35,7 @@ class OpenStore(msgspec.Struct, tag=True, array_like=True):
 
 
 class CloseStore(msgspec.Struct, tag=True, array_like=True):
-    """Nobody will use it again."""
+    """Close a KV store that is no longer used."""
 
     store: int
 
@@ -55,14 +55,14 @@ class ScrubBlocks(msgspec.Struct, tag=True, array_like=True):
 
 
 class OpenStates(msgspec.Struct, tag=True, array_like=True):
-    """Make a state store of so many slots, of what each rank's layers keep; it is called `store` from now on."""
+    """Create a state store with this many slots for each rank's layers, with the number `store`."""
 
     store: int
     slots: int
 
 
 class CloseStates(msgspec.Struct, tag=True, array_like=True):
-    """Nobody will use it again."""
+    """Close a state store that is no longer used."""
 
     store: int
 
@@ -81,44 +81,44 @@ class Embed(msgspec.Struct, tag=True, array_like=True):
 
 
 class LoadAdapter(msgspec.Struct, tag=True, array_like=True):
-    """Have one more LoRA adapter; the leader has it already."""
+    """Load a LoRA adapter that the leader has loaded."""
 
     name: str
     directory: str
 
 
 class UnloadAdapter(msgspec.Struct, tag=True, array_like=True):
-    """No further request will name it."""
+    """Unload an adapter: no further request will name it."""
 
     name: str
 
 
 class ForgetAdapter(msgspec.Struct, tag=True, array_like=True):
-    """No sequence has it any more, nor will have."""
+    """Drop an adapter that no sequence uses or will use."""
 
     identity: bytes
 
 
 class Sequences(msgspec.Struct, array_like=True):
-    """The parts of a step, as one group of layers sees them."""
+    """The parts of a step for one group of layers."""
 
     spans: list[tuple[int, int]]
     blocks: list[bytes]
-    """int32, those up to the end of each part."""
-    mutual: list[list[tuple[int, int]]]
-    """`Part.mutual` of each."""
+    """int32, per part: its blocks up to its end."""
+    bidirectional: list[list[tuple[int, int]]]
+    """`Part.bidirectional` of each."""
 
     @classmethod
     def of(cls, parts: Sequence[Part], block_size: int) -> Sequences:
-        """Only what a step reads of the tables."""
+        """Pack parts, with only the blocks that the step reads."""
         tables = [np.asarray(part.blocks[: -(-part.stop // block_size)], np.int32).tobytes() for part in parts]
-        return cls([(part.start, part.stop) for part in parts], tables, [list(part.mutual) for part in parts])
+        return cls([(part.start, part.stop) for part in parts], tables, [list(part.bidirectional) for part in parts])
 
     def parts(self) -> list[Part]:
-        """The parts again."""
+        """Unpack the parts."""
         return [
-            Part(np.frombuffer(table, np.int32).tolist(), start, stop, mutual)
-            for table, (start, stop), mutual in zip(self.blocks, self.spans, self.mutual, strict=True)
+            Part(np.frombuffer(table, np.int32).tolist(), start, stop, bidirectional)
+            for table, (start, stop), bidirectional in zip(self.blocks, self.spans, self.bidirectional, strict=True)
         ]
 
 
@@ -130,16 +130,16 @@ class Forward(msgspec.Struct, tag=True, array_like=True):
     embeds: tuple[int, str] | None
     """(width, dtype); None: those of the last `Embed`."""
     spans: list[tuple[int, int]]
-    """Per request: the range of its sequence."""
+    """Per request: the range of its sequence in this batch."""
     adapters: list[bytes | None]
     """Per request: the identity of its LoRA adapter."""
     store: int | None
-    """None: under the library's own masks."""
+    """None: use the library's own masks."""
     groups: list[Sequences]
     invariant: bool = False
-    """In tiles of 16 rows (`segue.kernels.invariant_attention`)."""
+    """Run in tiles of 16 rows (`segue.kernels.attention.invariant_attention`)."""
     states: tuple[int, list[Stretch]] | None = None
-    """The state store and what `state_step` plans for, of a decoder that keeps states."""
+    """(state store, stretches for `state_step`), for a decoder with state."""
 
 
 class Logits(msgspec.Struct, tag=True, array_like=True):
@@ -147,7 +147,7 @@ class Logits(msgspec.Struct, tag=True, array_like=True):
 
     rows: int
     hidden: tuple[int, str] | None
-    """(width, dtype); None: what the last `Forward` gave."""
+    """(width, dtype); None: the result of the last `Forward`."""
 
 
 Calls = (
@@ -166,24 +166,24 @@ class Crew:
         self._sockets = list(sockets)
 
     def tell(self, order: Order) -> None:
-        """Send to every follower. Raises `OSError` where one is gone."""
+        """Send to every follower. Raises `OSError` if one is gone."""
         self.send(_encoder.encode(order))
 
     def send(self, data: bytes) -> None:
-        """An order of another kind, encoded. Raises `OSError` where a follower is gone."""
+        """Send an encoded order of another kind. Raises `OSError` if a follower is gone."""
         for end in self._sockets:
             answer(end, data)
 
     def next_answer(self, heard: Container[int], seconds: float | None) -> tuple[int, bytes]:
-        """The number of the follower, from 0, that is the next to say something by `answer`, but those that were
-        `heard`, and what. Raises `OSError` where one of them is gone, or all say nothing for so long."""
+        """(follower number from 0, data) of the next `answer` from a follower that is not in `heard`. Raises `OSError`
+        if one of them is gone, or none answers within `seconds`."""
         poll = select.poll()
         waited = {end.fileno(): number for number, end in enumerate(self._sockets) if number not in heard}
         for descriptor in waited:
             poll.register(descriptor, select.POLLIN)
         ready = poll.poll(None if seconds is None else seconds * 1000)
         if not ready:
-            raise TimeoutError(f"nothing was heard of followers {sorted(waited.values())} for {seconds} s")
+            raise TimeoutError(f"no answer from followers {sorted(waited.values())} within {seconds} s")
         number = min(waited[descriptor] for descriptor, _ in ready)
         data = received(self._sockets[number])
         if data is None:
@@ -191,24 +191,24 @@ class Crew:
         return number, data
 
     def close(self) -> None:
-        """The followers end."""
+        """Close the sockets, which ends the followers."""
         for end in self._sockets:
             end.close()
 
 
 def answer(end: socket.socket, data: bytes) -> None:
-    """Send to the other end. Raises `OSError` where it is gone."""
+    """Send to the other end. Raises `OSError` if it is gone."""
     end.sendall(len(data).to_bytes(_LENGTH, "little") + data)
 
 
 def receive(end: socket.socket) -> Order | None:
-    """The next order; None when the leader has closed its end."""
+    """The next order; None if the leader has closed its end."""
     data = received(end)
     return None if data is None else _decoder.decode(data)
 
 
 def received(end: socket.socket) -> bytes | None:
-    """The next order as it was encoded; None when the leader has closed its end."""
+    """The next order, encoded; None if the leader has closed its end."""
     header = _exactly(end, _LENGTH)
     return None if header is None else _exactly(end, int.from_bytes(header, "little"))
 
@@ -225,12 +225,12 @@ def _exactly(end: socket.socket, count: int) -> bytes | None:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`float32`, `bfloat16`, …"""
+    """Name of a dtype: `float32`, `bfloat16`, …"""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The other way round."""
+    """The inverse of `dtype_name`."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype

@@ -1,13 +1,13 @@
-"""What the leader of a diffusion replica tells its followers, over the sockets of `segue.parallel.orders`.
+"""Orders from the leader of a diffusion replica to its followers, over the sockets of `segue.parallel.orders`.
 
-Followers hear of every request what the leader's adapter hears, so they hold the same samples; only latents follow
-each call, by broadcast. A call goes so:
+Followers receive the same inputs of every request as the leader's stage model, so they hold the same samples; only
+latents are broadcast in each call. The messages of a call are:
 
-    Predict                      rows are named
-    ◀ Fared, Go ▶                where the network is divided: all ranks have the memory, or there is no Go
-    latents, by broadcast        each rank computes its part
-    ◀ Fared                      how that went
-    Gather ▶                     where branches are divided: predictions meet
+    Predict                        names the rows
+    ◀ CallStatus, Go ▶             if the network is divided: Go is sent only if all ranks have the memory
+    latents, by broadcast          each rank computes its part
+    ◀ CallStatus                   the result of each rank
+    Gather ▶                       if branches are divided: collects the predictions
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from segue.messages.errors import StageFailed
 from segue.parallel.orders import LoadAdapter, UnloadAdapter, dtype_of
 
 _TENSOR = 1
-"""Code of the extension."""
+"""Code of the msgpack extension for tensors."""
 
 
 class Begin(msgspec.Struct, tag=True, array_like=True):
@@ -51,23 +51,23 @@ class WarmUp(msgspec.Struct, tag=True, array_like=True):
 
 
 class Trial(msgspec.Struct, tag=True, array_like=True):
-    """The next sample of `trials` may be named in calls."""
+    """Prepare the next sample of `trials`, which calls may then name."""
 
 
 class Predict(msgspec.Struct, tag=True, array_like=True):
-    """A call of the network: each rank computes the rows that are its own, or its part of them."""
+    """A call of the network: each rank computes its own rows, or its part of them."""
 
     rows: list[tuple[str, int, int, int]]
     """(request, output, branch, step)."""
     behind_first: bool
     """`predict_behind_first`."""
     shape: list[int]
-    """Of the latents, [rows, …]."""
+    """Shape of the latents, [rows, …]."""
     dtype: str
 
 
 class Go(msgspec.Struct, tag=True, array_like=True):
-    """Every rank has the memory for the call that was named last."""
+    """Every rank has the memory for the call of the last `Predict`."""
 
 
 class Gather(msgspec.Struct, tag=True, array_like=True):
@@ -77,18 +77,18 @@ class Gather(msgspec.Struct, tag=True, array_like=True):
 RowOrder = Begin | Feed | End | WarmUp | Trial | Predict | Go | Gather | LoadAdapter | UnloadAdapter
 
 
-class Fared(msgspec.Struct, array_like=True):
-    """What a rank says of a call, before or behind it."""
+class CallStatus(msgspec.Struct, array_like=True):
+    """A rank's status of a call, before or after it."""
 
     kind: str = ""
-    """Class of what it failed with; empty where it did not."""
+    """Class of its error; empty if there was none."""
     message: str = ""
     field: str | None = None
     no_memory: bool = False
 
     @property
     def failure(self) -> str:
-        """For people."""
+        """A readable description."""
         return f"{self.kind}: {self.message}" if self.kind else "nothing failed"
 
 
@@ -99,13 +99,13 @@ def _packed(value: Any) -> Any:
         raw = whole.reshape(-1).view(torch.uint8).numpy().tobytes()
         return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode((name, list(whole.shape), raw)))
     raise StageFailed(
-        f"what came from upstream holds a {type(value).__name__}; only tensors and plain values can be sent to the "
+        f"the payload from upstream holds a {type(value).__name__}; only tensors and plain values can be sent to the "
         "other ranks of a stage"
     )
 
 
 def _unpacked(code: int, data: memoryview) -> Any:
-    assert code == _TENSOR, f"an extension {code}"
+    assert code == _TENSOR, f"unknown msgpack extension {code}"
     name, shape, raw = msgspec.msgpack.decode(data, type=tuple[str, list[int], bytes])
     dtype = dtype_of(name)
     return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape) if raw else torch.empty(shape, dtype=dtype)
@@ -113,24 +113,24 @@ def _unpacked(code: int, data: memoryview) -> Any:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_packed)
 _decoder = msgspec.msgpack.Decoder(RowOrder, ext_hook=_unpacked)
-_answers = msgspec.msgpack.Decoder(Fared)
+_answers = msgspec.msgpack.Decoder(CallStatus)
 
 
 def encode_row_order(order: RowOrder) -> bytes:
-    """As `Crew.send` takes it."""
+    """Encode for `Crew.send`."""
     return _encoder.encode(order)
 
 
 def decode_row_order(data: bytes) -> RowOrder:
-    """The other way round."""
+    """The inverse of `encode_row_order`."""
     return _decoder.decode(data)
 
 
-def encode_fared(answer: Fared) -> bytes:
-    """As `answer` of `segue.parallel.orders` takes it."""
+def encode_status(answer: CallStatus) -> bytes:
+    """Encode for `answer` of `segue.parallel.orders`."""
     return _encoder.encode(answer)
 
 
-def decode_fared(data: bytes) -> Fared:
-    """The other way round."""
+def decode_status(data: bytes) -> CallStatus:
+    """The inverse of `encode_status`."""
     return _answers.decode(data)

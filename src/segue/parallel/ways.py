@@ -1,17 +1,17 @@
-"""How the processes of one replica of a denoiser share its calls, and the process groups that this takes.
+"""How the processes of one replica of a denoiser share its calls, and their process groups.
 
-Three ways, which multiply. Rank numbers count weights fastest, then tokens, then guidance branches, so that those who
-exchange most are neighbours:
+There are three ways of sharing, which multiply. In rank numbers, weights vary fastest, then tokens, then guidance
+branches, so that ranks that exchange most are neighbours:
 
     rank = (branch part * tokens + token part) * weights + weight part
 
-| group | ranks that | what goes between them |
+| group | its ranks | exchanged data |
 |---|---|---|
-| `everyone` | are in the replica | latents |
-| `network` | compute the same rows, each a part | what a step cache decides by |
-| `weights` | of these: have the same tokens | sums of products |
-| `tokens` | of these: have the same weights | heads, keys and values |
-| `heads` | are the first of each `network` | predictions |
+| `everyone` | all of the replica | latents |
+| `network` | compute the same rows, each a part | decision values of a step cache |
+| `weights` | those of `network` with the same tokens | partial sums of GEMMs |
+| `tokens` | those of `network` with the same weights | heads, keys and values |
+| `heads` | the first of each `network` | predictions |
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from segue.parallel.group import Group
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Into how many parts each is divided."""
+    """The number of parts for each way of sharing."""
 
     branches: int = 1
     tokens: int = 1
@@ -45,7 +45,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """Of one rank: its groups, None where it would be alone, and its part of the branches."""
+    """The groups of one rank, None if it would be alone in one, and its part of the branches."""
 
     shape: Shape
     everyone: Group
@@ -53,26 +53,26 @@ class Ways:
     weights: Group | None
     tokens: Group | None
     heads: Group | None
-    """None as well for a rank that is no head."""
+    """Also None for a rank that is not the first of its `network`."""
 
     @property
     def branch_part(self) -> int:
         return self.everyone.rank // self.shape.inner
 
     def owner(self, branch: int) -> int:
-        """The part that computes the rows of a guidance branch: always the same."""
+        """The part that computes the rows of a guidance branch, which is always the same."""
         return branch % self.shape.branches
 
 
 def meet(rank: int, shape: Shape, meeting: Path, device: torch.device) -> Ways:
-    """Waits for the other ranks, which all make the same call. `meeting`: a file no other replica has used; there will
-    be more beside it."""
+    """Wait for the other ranks, which all make the same call. `meeting`: a file that no other replica has used; further
+    files are created next to it."""
     everyone = Group(rank, shape.size, meeting, device)
     part, inner = divmod(rank, shape.inner)
     token, weight = divmod(inner, shape.weights)
 
     def group(name: str, place: int, size: int) -> Group | None:
-        """The ranks of a name, of which this is number `place`. One of all ranks is not made twice."""
+        """The group of a name, in which this rank is number `place`. A group of all ranks is not created twice."""
         if size in (1, shape.size):
             return None if size == 1 else everyone
         return Group(place, size, Path(f"{meeting}.{name}"), device)

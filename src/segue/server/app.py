@@ -4,42 +4,51 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import replace
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import Service
-from segue.server.chat_completions import add_chat_completions
-from segue.server.checking import Checking
-from segue.server.completions import add_completions
-from segue.server.embeddings import add_embeddings
-from segue.server.errors import install_error_handlers
-from segue.server.health import add_health
-from segue.server.images import add_images
-from segue.server.lora import add_lora
-from segue.server.messages import add_messages
-from segue.server.metrics import add_metrics
-from segue.server.middleware import Door
-from segue.server.models import add_models
-from segue.server.openapi import add_openapi
-from segue.server.page import add_page
-from segue.server.pooling import add_pooling
-from segue.server.responses import Responses, add_responses
-from segue.server.scores import add_scores
+from segue.server.anthropic.endpoint import add_messages
+from segue.server.http.checking import Checking
+from segue.server.http.errors import install_error_handlers
+from segue.server.http.intake import Intake
+from segue.server.http.middleware import Door
+from segue.server.openai.audio.transcriptions import add_transcriptions
+from segue.server.openai.chat.endpoint import add_chat_completions
+from segue.server.openai.completions.endpoint import add_completions
+from segue.server.openai.embeddings import add_embeddings
+from segue.server.openai.images.endpoint import add_images
+from segue.server.openai.models import add_models
+from segue.server.openai.responses.endpoint import Responses, add_responses
+from segue.server.openai.videos.endpoint import Videos, add_videos
+from segue.server.operations.health import add_health, add_metrics
+from segue.server.operations.openapi import add_openapi
+from segue.server.page.page import add_page
 from segue.server.settings import ServerSettings
-from segue.server.tokenize import add_tokenize
-from segue.server.transcriptions import add_transcriptions
-from segue.server.videos import Videos, add_videos
+from segue.server.tenants.service import TenantService
+from segue.server.tenants.tenants import RATE_HEADERS, Tenants
+from segue.server.vllm.lora import add_lora
+from segue.server.vllm.pooling import add_pooling
+from segue.server.vllm.scores import add_scores
+from segue.server.vllm.tokenize import add_tokenize
 
 
 def create_app(service: Service, settings: ServerSettings | None = None) -> FastAPI:
-    """All endpoints. The service must live on the event loop that serves the application.
+    """Build the application with all endpoints. The service must run on the event loop that serves the application.
 
-    Raises `ConfigError` where jobs of video cannot be kept.
+    Raises `ConfigError` if video jobs cannot be stored.
     """
     settings = settings or ServerSettings()
+    limits = service.card.limits
+    media = replace(settings.media, max_items=limits.max_media_parts)
+    settings = replace(settings, limits=limits, media=media)
     own, checking = ServerMetrics(), Checking()
+    tenants = Tenants(settings.tenants, settings.api_key)
+    if tenants:
+        service = TenantService(service, tenants)
     responses = Responses(service, settings, own)
     videos = Videos(service, settings, own) if "video" in service.card.gives else None
 
@@ -69,13 +78,14 @@ def create_app(service: Service, settings: ServerSettings | None = None) -> Fast
     add_openapi(app)
     add_page(app)
     install_error_handlers(app)
-    app.add_middleware(Door, metrics=own, api_key=settings.api_key)
-    if settings.allow_origins:  # outside the door: a browser asks whether it may ask without the key
+    app.add_middleware(Intake, most=settings.max_bodies_bytes)
+    app.add_middleware(Door, metrics=own, settings=settings, tenants=tenants)
+    if settings.allow_origins:  # outside the door, because browsers send preflight requests without the key
         app.add_middleware(
             CORSMiddleware,
             allow_origins=sorted(settings.allow_origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=["X-Request-Id", "Retry-After", *RATE_HEADERS],
         )
     return app

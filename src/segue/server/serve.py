@@ -1,4 +1,4 @@
-"""Serve a `Service` over HTTP until told to stop, then let running requests end."""
+"""Serves a `Service` over HTTP until a signal, then drains running requests."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ import uvicorn
 from segue.messages.errors import ConfigError
 from segue.orchestrator.service import Service
 from segue.server.app import create_app
-from segue.server.connection import connection_class
+from segue.server.http.connection import connection_class
 from segue.server.settings import ServerSettings
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LAST_WORDS_SECONDS = 5.0
-"""Given to a client to take what its request ended with."""
+"""Seconds for a client to receive the error that ended its request."""
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn's server, which returns after a signal instead of raising it again: the caller has stages to stop.
+    """uvicorn's server; after a signal it returns instead of raising the signal again, so that the caller can stop the
+    stages.
 
-    The first signal drains; a second one ends at once. What has not ended within `drain_seconds` is ended by `finish`.
+    The first signal drains; a second one ends at once. `finish` ends requests that remain after `drain_seconds`.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class HttpServer(uvicorn.Server):
         if tasks:
             await asyncio.wait(tasks)
         for connection in list(self.server_state.connections):
-            connection.transport.abort()  # who does not read would keep it open for ever
+            connection.transport.abort()  # a client that does not read would keep it open for ever
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -84,8 +85,8 @@ def listen(host: str, port: int) -> socket.socket:
         sock = socket.create_server((host, port), family=facts[0], backlog=2048)
     except OSError as error:
         raise ConfigError(f"cannot listen on host {host!r}, port {port}: {error}", field="port") from error
-    # accepted sockets inherit it (asyncio sets it only where the protocol is spelt out): without it Nagle's algorithm
-    # and the client's delayed ACK hold every small event back by 40 ms
+    # accepted sockets inherit it (asyncio sets it only if the protocol is given explicitly): without it Nagle's
+    # algorithm and the client's delayed ACK delay every small event by 40 ms
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock
 
@@ -93,13 +94,15 @@ def listen(host: str, port: int) -> socket.socket:
 def http_server(
     service: Service, settings: ServerSettings, finish: Callable[[], Awaitable[None]] | None = None
 ) -> HttpServer:
-    """The server object: `await server.serve(sockets=[listen(…)])`; `server.should_exit = True` drains and ends it.
+    """Create the server: `await server.serve(sockets=[listen(…)])` runs it; `server.should_exit = True` drains and ends
+    it.
 
-    `finish`: ends all requests of the service, so that every client hears why; without it their connections break off.
+    `finish`: ends all requests of the service, so that every client gets the reason; without it their connections
+    break.
     """
     config = uvicorn.Config(
         create_app(service, settings),
-        http=connection_class(settings.upload_seconds),
+        http=connection_class(settings),
         ws="none",
         log_config=None,
         access_log=False,
@@ -110,7 +113,7 @@ def http_server(
 
 
 async def serve(service: Service, settings: ServerSettings, on_listening: Callable[[str], None] | None = None) -> None:
-    """Serve until SIGINT or SIGTERM: then stop accepting, let requests end within `drain_seconds`, and return.
+    """Serve until SIGINT or SIGTERM; then stop accepting, wait up to `drain_seconds` for running requests, and return.
 
     `on_listening` gets the URL once connections are accepted; `/health` says when the stages are ready.
     """

@@ -12,13 +12,19 @@ from segue.worker.forkserver import serve
 
 
 def _run(spec: WorkerSpec) -> None:
-    from segue.worker.life import run  # after the preload: it brings torch
+    from segue.worker.life import run  # after the preload: it imports torch
 
     run(spec)
 
 
+def _no_kernels() -> str:
+    from segue.kernels.cpu.native import missing  # after the preload, as above
+
+    return missing()
+
+
 if __name__ == "__main__":
     fd, runtime_dir, *preload = sys.argv[1:]
-    serve(socket.socket(fileno=int(fd)), runtime_dir, [*preload, "segue.worker.life"], _run)
+    serve(socket.socket(fileno=int(fd)), runtime_dir, [*preload, "segue.worker.life"], _run, _no_kernels)
     say("")
-    os._exit(0)  # taking torch's modules apart takes a second, and all that matters is closed
+    os._exit(0)  # tearing down torch's modules takes a second, and everything that matters is closed

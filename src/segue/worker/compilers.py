@@ -1,7 +1,7 @@
-"""The process in which a worker's grammars are compiled: forked with it, asleep until the first is wanted.
+"""The process that compiles a worker's grammars: forked at the worker's start, it sleeps until the first grammar.
 
-Where it is killed, `python -m segue.worker.compilers CONTROL_FD WORKER_PID NAME` takes its place: by then the worker
-has threads and a device, and must not be forked.
+If it is killed, `python -m segue.worker.compilers CONTROL_FD WORKER_PID NAME` replaces it: by then the worker has
+threads and a device, and must not fork.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import sys
 
 import msgspec
 
-from segue.engines.autoregressive.grammar_process import CompilerHome, Home, keep_home
-from segue.graph.deployment import StagePlan
+from segue.engines.autoregressive.grammar.process import CompilerHome, Home, keep_home
+from segue.graph.deployment.deployment import Limits, StagePlan
 from segue.messages.process import WorkerSpec
 from segue.worker.processes import end_with, live
 
 
 def fork_home(spec: WorkerSpec) -> CompilerHome | None:
-    """Fork the home of a worker that has an autoregressive stage; None for any other. Only the worker returns.
+    """Fork the compiler process of a worker with an autoregressive stage; None for any other. Only the worker returns.
 
-    It is forked before the worker has a thread, a socket of its own or a device; it ends with the worker.
+    The fork happens before the worker has a thread, a socket of its own or a device; the process ends with the worker.
     """
     plans = [msgspec.convert(stage, StagePlan) for stage in spec.stages]
     if all(plan.engine != "autoregressive" for plan in plans):
@@ -33,11 +33,12 @@ def fork_home(spec: WorkerSpec) -> CompilerHome | None:
         ours.close()
         live(worker, name, lambda: _keep(theirs))
     theirs.close()
-    return CompilerHome(Home(ours, lambda: os.waitpid(pid, 0)), lambda: _start_home(worker, name))
+    memory = msgspec.convert(spec.limits, Limits).max_grammar_bytes
+    return CompilerHome(Home(ours, lambda: os.waitpid(pid, 0)), lambda: _start_home(worker, name), memory)
 
 
 def _start_home(worker: int, name: str) -> Home:
-    """Another one, which has to import everything first."""
+    """Start a replacement, which has to import everything first."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         try:
@@ -53,7 +54,7 @@ def _start_home(worker: int, name: str) -> Home:
 
 
 def _keep(control: socket.socket) -> None:
-    """The life of the home."""
+    """Run the compiler process."""
     home = os.getpid()
     keep_home(control, lambda: end_with(home))
 

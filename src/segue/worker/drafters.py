@@ -1,4 +1,4 @@
-"""From `speculation` in a deployment to a drafter: what it loads, and what it takes of the stage's memory."""
+"""Make a drafter from `speculation` in a deployment: load its weights and compute its share of the stage's memory."""
 
 from __future__ import annotations
 
@@ -9,53 +9,52 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from segue.engines.autoregressive.contract import AutoregressiveAdapter, KVSpec
+from segue.engines.autoregressive.contract import AutoregressiveModel, KVSpec
 from segue.engines.autoregressive.speculation.cache import keeping
-from segue.engines.autoregressive.speculation.chain import ChainDrafter
 from segue.engines.autoregressive.speculation.contract import ChainHead
 from segue.engines.autoregressive.speculation.drafter import Drafter
-from segue.engines.autoregressive.speculation.heads import HeadsDrafter
+from segue.engines.autoregressive.speculation.heads import ChainDrafter, HeadsDrafter
 from segue.engines.autoregressive.speculation.model import ModelDrafter
 from segue.engines.autoregressive.speculation.ngram import NgramDrafter
 from segue.engines.autoregressive.speculation.speculation import Speculation
 from segue.engines.contract import LoadContext
-from segue.graph.deployment import StagePlan
-from segue.graph.speculation import SpeculationPlan
+from segue.graph.deployment.deployment import StagePlan
+from segue.graph.deployment.options import SpeculationPlan
 from segue.messages.errors import ConfigError
 from segue.models.registry import family_of, read_config
 
 if TYPE_CHECKING:
-    from segue.models.speculators.eagle import Eagle
+    from segue.models.shared.speculators.eagle import Eagle
 
 
 _DIVIDED = ("ngram", "draft")
-"""Methods that ask nothing of the target's modules, which a tensor parallel stage has in parts."""
+"""Methods that do not use the target's modules, which are divided in a tensor parallel stage."""
 
 
 @dataclass(slots=True)
 class LoadedDrafter:
-    """A drafter whose weights are there; its cache is made when the number of blocks is known."""
+    """A drafter with loaded weights; its cache is made when the number of blocks is known."""
 
     make: Callable[[int], Drafter]
-    """From the number of KV blocks."""
+    """Number of KV blocks → the drafter."""
     weight_bytes: int = 0
     kv: KVSpec | None = None
-    """Of its own cache, where it has one: room for as many tokens as the target's."""
+    """Spec of its own cache, if it has one; it holds as many tokens as the target's."""
 
     eager: bool = False
-    """It looks at inner layers while they run, which they do not where a recorded step is replayed."""
+    """Whether it hooks inner layers, whose hooks do not run when a captured graph is replayed."""
 
     def bytes_per_block(self, block_size: int) -> int:
-        """Bytes that so many tokens take in its cache."""
+        """Return the bytes of `block_size` tokens in its cache."""
         return block_size * keeping(self.kv).token_width * self.kv.dtype.itemsize if self.kv is not None else 0
 
     def speculation(self, plan: SpeculationPlan, num_blocks: int) -> Speculation:
-        """What the engine takes."""
+        """Return the engine's `Speculation`."""
         return Speculation(self.make(num_blocks), plan.tokens, adaptive=plan.adaptive)
 
 
-def load_drafter(stage: StagePlan, target: AutoregressiveAdapter, context: LoadContext) -> LoadedDrafter | None:
-    """The stage's drafter; None where it has none, or is driven by another stage, which rules out guessing.
+def load_drafter(stage: StagePlan, target: AutoregressiveModel, context: LoadContext) -> LoadedDrafter | None:
+    """Load the stage's drafter; None if it has none, or if another stage drives it, which rules out drafting.
 
     Raises `ConfigError` naming the key under `stages.<name>.speculation`.
     """
@@ -64,7 +63,7 @@ def load_drafter(stage: StagePlan, target: AutoregressiveAdapter, context: LoadC
         return None
     if stage.tensor_parallel > 1 and plan.method not in _DIVIDED:
         raise ConfigError(
-            f"stage {stage.name!r}: speculation.method is {plan.method!r}, which looks into the model; where "
+            f"stage {stage.name!r}: speculation.method is {plan.method!r}, which uses the model's modules; if "
             f"tensor_parallel is {stage.tensor_parallel}, it must be one of {', '.join(_DIVIDED)}",
             field=f"stages.{stage.name}.speculation.method",
         )
@@ -95,26 +94,24 @@ def load_drafter(stage: StagePlan, target: AutoregressiveAdapter, context: LoadC
 def _directory(plan: SpeculationPlan) -> Path:
     directory = Path(plan.model or "")
     if not directory.is_dir():
-        raise ConfigError(f"speculation.model is {plan.model!r}, which is no directory", field="speculation.model")
+        raise ConfigError(f"speculation.model is {plan.model!r}, which is not a directory", field="speculation.model")
     return directory
 
 
-def _draft_model(
-    stage: StagePlan, directory: Path, target: AutoregressiveAdapter, context: LoadContext
-) -> LoadedDrafter:
+def _draft_model(stage: StagePlan, directory: Path, target: AutoregressiveModel, context: LoadContext) -> LoadedDrafter:
     config = read_config(directory)
     family = family_of(config, directory)
     graph = family.graph(config)
     name = next((name for name in graph.topological() if graph.stages[name].engine == "autoregressive"), None)
     if name is None:
         raise ConfigError(f"{directory}: {graph.name!r} has no language model to draft with", field="speculation.model")
-    # without the stage's own options: those are the target's family's; whole, on the leader of a divided target
+    # without the stage's own options, which belong to the target's family; undivided, on the leader of a divided target
     own = replace(context, model_dir=directory, stage=name, options={}, group=None, lora=None, quantization="none")
-    adapter = family.load_stages().ADAPTERS[name](own)
+    adapter = family.load_stages().STAGE_MODELS[name](own)
     if adapter.kv.states is not None:
         raise ConfigError(
-            f"speculation.model is {str(directory)!r}, whose layers keep a state per sequence; drafts come of models "
-            "that keep keys and values",
+            f"speculation.model is {str(directory)!r}, whose layers keep a state per sequence; a draft model must keep "
+            "keys and values",
             field="speculation.model",
         )
     _check_vocabularies(context.model_dir, directory, target, adapter)
@@ -125,26 +122,26 @@ def _draft_model(
     return LoadedDrafter(make, adapter.weight_bytes, adapter.kv)
 
 
-def _medusa(directory: Path, target: AutoregressiveAdapter, context: LoadContext) -> LoadedDrafter:
-    from segue.models.speculators.medusa import Medusa
+def _medusa(directory: Path, target: AutoregressiveModel, context: LoadContext) -> LoadedDrafter:
+    from segue.models.shared.speculators.medusa import Medusa
 
     heads = Medusa(directory, target, context.dtype)
     return LoadedDrafter(lambda num_blocks: HeadsDrafter(heads), heads.weight_bytes)
 
 
-def _eagle(directory: Path, target: AutoregressiveAdapter, context: LoadContext) -> Eagle:
-    from segue.models.speculators.eagle import Eagle
+def _eagle(directory: Path, target: AutoregressiveModel, context: LoadContext) -> Eagle:
+    from segue.models.shared.speculators.eagle import Eagle
 
     return Eagle(directory, target, context.dtype)
 
 
-def _multi_token(target: AutoregressiveAdapter, context: LoadContext) -> ChainHead:
-    from segue.models.speculators.mtp import MultiToken
+def _multi_token(target: AutoregressiveModel, context: LoadContext) -> ChainHead:
+    from segue.models.shared.speculators.mtp import MultiToken
 
     return MultiToken(context.model_dir, target, context.dtype)
 
 
-def _chain(head: ChainHead, stage: StagePlan, target: AutoregressiveAdapter) -> LoadedDrafter:
+def _chain(head: ChainHead, stage: StagePlan, target: AutoregressiveModel) -> LoadedDrafter:
     def make(num_blocks: int) -> Drafter:
         return ChainDrafter(head, num_blocks, stage.block_size, target.device, target.vocab_size)
 
@@ -152,9 +149,9 @@ def _chain(head: ChainHead, stage: StagePlan, target: AutoregressiveAdapter) -> 
 
 
 def _check_vocabularies(
-    model_dir: Path, directory: Path, target: AutoregressiveAdapter, draft: AutoregressiveAdapter
+    model_dir: Path, directory: Path, target: AutoregressiveModel, draft: AutoregressiveModel
 ) -> None:
-    """An id must mean the same token to both. Sizes may differ by unused ids at the end where the tokenizers agree."""
+    """Check that ids mean the same tokens. If the tokenizers agree, sizes may differ by unused ids at the end."""
     ours, theirs = _tokens(model_dir), _tokens(directory)
     if ours is not None and theirs is not None:
         if ours != theirs:
@@ -171,7 +168,7 @@ def _check_vocabularies(
 
 
 def _tokens(directory: Path) -> Any:
-    """The vocabulary of `tokenizer.json`, for comparison; None where there is no such file."""
+    """Read the vocabulary of `tokenizer.json`, for comparison; None if there is no such file."""
     path = directory / "tokenizer.json"
     if not path.is_file():
         return None
@@ -192,7 +189,7 @@ class _TokenizerModel(msgspec.Struct):
 
 
 class _TokenizerFile(msgspec.Struct):
-    """What of a `tokenizer.json` says which id is which token."""
+    """The parts of `tokenizer.json` that map ids to tokens."""
 
     model: _TokenizerModel
     added_tokens: list[_Added] = []

@@ -1,13 +1,13 @@
 """The fork server: one process that imports torch and transformers once, then forks every worker from itself.
 
-Importing them costs seconds of CPU per process; forked, a worker starts in milliseconds, shares the pages, and a killed
-one is back at once. It talks over a SOCK_SEQPACKET pair inherited from the orchestrator and is single-threaded, so that
-forking is safe; it never touches a device.
+Importing them costs seconds of CPU per process; a forked worker starts in milliseconds, shares the pages, and is
+quickly replaced when killed. The server talks over a SOCK_SEQPACKET pair inherited from the orchestrator and is
+single-threaded, so that forking is safe; it never touches a device.
 
-Nobody is left behind: workers get SIGKILL from the kernel when this process dies (PR_SET_PDEATHSIG), and this process
-ends, killing them and removing the runtime directory, when the orchestrator's end of the pair closes. SIGINT and
-SIGTERM are for the orchestrator, which drains; here and in the workers they are ignored, since a terminal or a service
-manager sends them to the whole group.
+No process is left behind: workers get SIGKILL from the kernel when this process dies (PR_SET_PDEATHSIG), and this
+process ends, killing them and removing the runtime directory, when the orchestrator's end of the pair closes. SIGINT
+and SIGTERM are for the orchestrator, which drains; this process and the workers ignore them, since a terminal or a
+service manager sends them to the whole group.
 """
 
 from __future__ import annotations
@@ -37,28 +37,35 @@ from segue.messages.process import (
 from segue.worker.processes import adopt_orphans, end_children, live, name_process
 
 
-def serve(control: socket.socket, runtime_dir: str, preload: list[str], run: Callable[[WorkerSpec], None]) -> None:
+def serve(
+    control: socket.socket,
+    runtime_dir: str,
+    preload: list[str],
+    run: Callable[[WorkerSpec], None],
+    no_kernels: Callable[[], str],
+) -> None:
     """Answer `Spawn` and report `Exited` until the orchestrator's end closes.
 
-    `preload`: modules imported before the first fork. `run`: a worker's whole life, called in the child.
+    `preload`: modules imported before the first fork. `run`: runs a worker, called in the child. `no_kernels`: returns
+    why there are no compiled kernels, or nothing; called here, once for all workers.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     name_process("segue-forks")
     adopt_orphans()  # the followers of a worker that was killed (`segue.worker.ranks`)
     try:
-        gc.disable()  # imports leave no garbage, but have the collector walk all modules again and again (0.5 s)
+        gc.disable()  # imports leave no garbage, but make the collector walk all modules repeatedly (0.5 s)
         try:
             for module in preload:
                 importlib.import_module(module)
         except Exception as error:
-            # whatever the family's import raises is the start's own error: hand it over whole
+            # any exception of the family's import is the error of the start: report it completely
             traceback.print_exc()
             control.send(encode(PreloadFailed(message=f"{type(error).__name__}: {error}")))
             return
-        gc.freeze()  # no collection touches what workers share with this process, so its pages stay shared
+        gc.freeze()  # collections then leave these objects alone, so that their pages stay shared with workers
         gc.enable()
-        control.send(encode(Preloaded()))
+        control.send(encode(Preloaded(no_kernels=no_kernels())))
         _Server(control, run).loop()
     except (BrokenPipeError, ConnectionResetError):
         return  # the orchestrator is gone
@@ -76,7 +83,7 @@ class _Server:
         wake_read, wake_write = socket.socketpair()
         wake_write.setblocking(False)
         signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # its only job is to write to the wake-up pair
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # needed only so that the signal writes to the wake-up pair
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(self.control, selectors.EVENT_READ)
@@ -93,7 +100,7 @@ class _Server:
                 os.kill(pid, signal.SIGKILL)
             for pid in self.children:
                 os.waitpid(pid, 0)
-            end_children()  # what they had started is ours now
+            end_children()  # the children of dead workers are ours now
 
     def answer(self) -> bool:
         """Handle one message; False when the orchestrator is gone."""
@@ -123,7 +130,7 @@ class _Server:
                 self.control.send(encode(Exited(worker=worker, pid=pid, how=_describe(status))))
 
     def worker(self, spec: WorkerSpec) -> None:
-        """A worker's life, in the child."""
+        """Run a worker, in the child."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self.control.close()

@@ -1,4 +1,4 @@
-"""A worker's life, from its fork to its end."""
+"""Run a worker's process from its fork to its exit."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from segue.worker.worker import Worker
 log = logging.getLogger(__name__)
 
 START_FAILED_PATIENCE = 60.0
-"""Seconds for the orchestrator to hear why a worker could not start; were it gone, this process would be, too."""
+"""Seconds for the orchestrator to receive why a worker could not start; if it dies, this process dies, too."""
 
 
 def run(spec: WorkerSpec) -> None:
-    """A worker's whole life; called in a process of its own."""
-    # the library warns of every config in which one part names ids of another part's vocabulary, at each load
+    """Build and run a worker until it exits; called in a process of its own."""
+    # transformers warns at each load of every config in which one part names ids of another part's vocabulary
     logging.getLogger("transformers").setLevel(logging.ERROR)
     if spec.log is not None:
         level, as_json = spec.log
@@ -36,9 +36,9 @@ def run(spec: WorkerSpec) -> None:
         try:
             built = build(spec, lambda message: peers.send(spec.orchestrator, encode(message)), peers.wake, ranks, home)
         except Exception as error:
-            # whatever loading raises is the answer to "why did it not start?"
+            # any exception of loading is reported as the reason why the worker did not start
             if not isinstance(error, SegueError):
-                log.error("it could not start", exc_info=error)
+                log.error("the worker could not start", exc_info=error)
             peers.send(
                 spec.orchestrator,
                 encode(StartFailed(spec.worker, type(error).__name__, f"{type(error).__name__}: {error}")),

@@ -1,4 +1,4 @@
-"""What a worker counts: step times and errors per stage, hops per edge; sent to the orchestrator now and then."""
+"""A worker's metrics: step times and errors per stage, hops per edge; sent to the orchestrator periodically."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Edge = tuple[str, str]
 
 
 class Meter:
-    """Counts since the worker's start. `edges`: those that arrive at one of `stages`."""
+    """Counts events since the worker's start. `edges`: those that lead to one of `stages`."""
 
     def __init__(self, worker: str, replica: int, stages: Iterable[str], edges: Iterable[Edge]) -> None:
         self._worker = worker
@@ -35,7 +35,7 @@ class Meter:
         self._changed = True
 
     def queued(self, stage: str, seconds: float) -> None:
-        """A request waited so long before its first output."""
+        """Record how long a request waited for its first output."""
         self._queues[stage].observe(seconds)
 
     def failed(self, stage: str) -> None:
@@ -48,16 +48,16 @@ class Meter:
         self._changed = True
 
     def lost(self, edge: Edge) -> None:
-        """A payload could not be had."""
+        """Record a payload that could not be fetched."""
         self._lost[edge] += 1
         self._changed = True
 
     def touch(self) -> None:
-        """Something changed that the next report should tell."""
+        """Record that something changed, so that a report is sent."""
         self._changed = True
 
     def due(self, every: float) -> bool:
-        """True if something changed and the last report is `every` seconds old."""
+        """Whether something changed and the last report is at least `every` seconds old."""
         return self._changed and time.monotonic() - self._reported >= every
 
     def changed(self) -> bool:
@@ -69,8 +69,8 @@ class Meter:
         held: Mapping[str, float],
         leaving: Mapping[Edge, Mapping[str, float]],
     ) -> Stats:
-        """The message for the orchestrator. `engines`: each stage's own stats; `held`: what the whole worker holds,
-        told of its first stage; `leaving`: of edges that leave it."""
+        """Make the message for the orchestrator. `engines`: each stage's own stats; `held`: gauges of the whole worker,
+        reported for its first stage; `leaving`: gauges of edges that leave it."""
         self._changed, self._reported = False, time.monotonic()
         stages = [self._stage(stage, engines[stage]) for stage in self._steps]
         stages[0].values.update(held)

@@ -1,8 +1,8 @@
-"""The streams that leave a worker: put, send, count what is not consumed yet, keep what may be asked for again.
+"""Send the streams that leave a worker, count unconsumed bytes, and keep payloads that may have to be resent.
 
 A flow is one edge of one request. Its chunks wait in `pending` while the edge's byte budget is used up or the connector
-has no room; the stage's engine is told to pause such a request. One chunk is always let through where the downstream
-has nothing of this flow left to consume: it may be the very chunk it waits for (no deadlock, whatever the budget).
+has no space; the stage's engine then pauses the request. One chunk is always sent if the downstream stage has nothing
+left of this flow: it may wait for this very chunk (no deadlock with any budget).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from segue.worker.retained import Key, RetainedStore
 
 @dataclass(slots=True)
 class Channel:
-    """How an edge of the deployment carries its chunks."""
+    """The connectors and byte budget of one edge."""
 
     connector: Connector
     inline: Connector | None
-    """Carries payloads of any size inside the message: the way out where the pool is full and the downstream has
-    nothing of this flow left to consume. What fills the pool may be waiting for this very chunk."""
+    """Carries payloads of any size inside the message: used if the pool is full and the downstream stage has nothing
+    left of this flow, because the payloads that fill the pool may wait for this very chunk."""
     budget: int
     """Bytes in flight on this edge, over all requests."""
     retain: bool
-    """Keep payloads for a restart of the downstream; not where both stages live and die in one process."""
+    """Keep payloads for a restart of the downstream stage; not if both stages are in one process."""
     in_flight: int = 0
 
 
@@ -40,7 +40,7 @@ class _Flow:
     channel: Channel
     pending: deque[tuple[Payload | None, bool]] = field(default_factory=deque)
     unconsumed: deque[tuple[int, int]] = field(default_factory=deque)
-    """(seq, bytes) of what was sent and not yet consumed."""
+    """(seq, bytes) of chunks that are sent and not yet consumed."""
     next_seq: int = 0
 
     @property
@@ -49,7 +49,7 @@ class _Flow:
 
 
 Send = Callable[[str, Chunk], None]
-"""(address, chunk)"""
+"""Sends a chunk to an address."""
 
 
 class Outbox:
@@ -61,27 +61,27 @@ class Outbox:
         self._send = send
         self._flows: dict[Key, _Flow] = {}
         self._stuck: set[Key] = set()
-        """Flows with something pending."""
+        """Flows with pending chunks."""
         self._targets: dict[str, list[str]] = {}
         for source, target in channels:
             self._targets.setdefault(source, []).append(target)
 
     def open(self, request_id: str, source: Peer, target: Peer) -> None:
-        """A stage begins a request: where its chunks go. A new attempt of the source starts its streams anew."""
+        """Open the flow of a request over an edge. A new attempt of the source restarts the flow."""
         key = (request_id, source.stage, target.stage)
         self._close(key)
         self._flows[key] = _Flow(request_id, source, target, self._channels[source.stage, target.stage])
 
     def push(self, request_id: str, source: str, target: str, payload: Payload | None, *, final: bool) -> None:
-        """One chunk for the downstream, kept until it has finished with it."""
+        """Send one chunk downstream, and keep it until the downstream stage has finished."""
         flow = self._flows.get((request_id, source, target))
         if flow is None:
-            return  # dropped meanwhile
+            return  # the request was dropped meanwhile
         flow.pending.append((payload, final))
         self._pump(flow)
 
     def resend(self, request_id: str, source: str, target: Peer) -> bool:
-        """The downstream starts anew: everything from the first chunk. False: not everything was kept."""
+        """Resend everything to a restarted downstream stage, from the first chunk. False: not everything was kept."""
         flow = self._flows.get((request_id, source, target.stage))
         if flow is None:
             return False
@@ -92,15 +92,15 @@ class Outbox:
         self._forget_in_flight(flow)
         flow.target, flow.next_seq = target, 0
         flow.pending = deque([*chunks, *not_sent])
-        self.retained.drop(flow.key)  # sending keeps them again
+        self.retained.drop(flow.key)  # sending stores them again
         self._pump(flow)
         return True
 
     def consumed(self, request_id: str, source: str, target: Peer, seq: int, *, finished: bool) -> None:
-        """The downstream has used chunks up to `seq`, or has finished the request."""
+        """Handle the report that the downstream stage has used chunks up to `seq`, or has finished the request."""
         flow = self._flows.get((request_id, source, target.stage))
         if flow is None or flow.target.worker != target.worker or flow.target.attempt != target.attempt:
-            return  # an answer from an attempt that is over
+            return  # from a past attempt
         while flow.unconsumed and (finished or flow.unconsumed[0][0] <= seq):
             flow.channel.in_flight -= flow.unconsumed.popleft()[1]
         if finished:
@@ -108,25 +108,25 @@ class Outbox:
             self._close(flow.key)
 
     def pump(self) -> None:
-        """Send what waits and may go now."""
+        """Send the pending chunks that may be sent now."""
         for key in list(self._stuck):
             self._pump(self._flows[key])
 
     def blocked(self, request_id: str, source: str) -> bool:
-        """True while some chunk of this stage's request cannot leave."""
+        """Whether some chunk of this stage's request cannot be sent."""
         return any((request_id, source, target) in self._stuck for target in self._targets.get(source, ()))
 
     def waiting(self) -> bool:
         return bool(self._stuck)
 
     def drop(self, request_id: str) -> None:
-        """The request is over."""
+        """Free everything of a request that is over."""
         for key in [key for key in self._flows if key[0] == request_id]:
             self._close(key)
         self.retained.drop_request(request_id)
 
     def edges(self) -> dict[tuple[str, str], dict[str, float]]:
-        """Gauges of every edge that leaves this worker."""
+        """Return the gauges of every edge that leaves this worker."""
         held: dict[tuple[str, str], dict[str, float]] = {
             edge: {"in_flight_bytes": float(channel.in_flight), "flows": 0.0, "pending_chunks": 0.0}
             for edge, channel in self._channels.items()
@@ -137,7 +137,7 @@ class Outbox:
         return held
 
     def close(self) -> None:
-        """Forget everything."""
+        """Free everything."""
         self._flows.clear()
         self._stuck.clear()
         self.retained.close()
@@ -150,7 +150,7 @@ class Outbox:
             self._stuck.discard(flow.key)
 
     def _send_pending(self, flow: _Flow) -> None:
-        """In order, as far as the edge's budget and the connector's room go."""
+        """Send pending chunks in order, as far as the edge's budget and the connector's space allow."""
         channel = flow.channel
         while flow.pending:
             if flow.unconsumed and channel.in_flight >= channel.budget:

@@ -1,4 +1,4 @@
-"""ZeroMQ ends of a worker: one inbox that all pull into, one pushing socket per address written to."""
+"""A worker's ZeroMQ sockets: one inbox for all senders, and one push socket per address it writes to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import zmq
 
 
 class Peers:
-    """Sends never block (the edge budgets bound what is under way), and a dead peer costs nothing but its socket."""
+    """Sends and receives messages. Sends never block (edge budgets bound them); a dead peer costs only its socket."""
 
     def __init__(self, inbox: str) -> None:
         self._context = zmq.Context()
@@ -18,7 +18,7 @@ class Peers:
         self._address = inbox
         self._out: dict[str, zmq.Socket[bytes]] = {}
         self._dead: set[str] = set()
-        """Addresses of incarnations are never used again; a socket to one would look for it for ever."""
+        """Addresses of dead incarnations, which are never reused; a socket to one would try to connect forever."""
 
     def send(self, address: str, data: bytes) -> None:
         if address in self._dead:
@@ -32,14 +32,14 @@ class Peers:
         socket.send(data)
 
     def forget(self, address: str) -> None:
-        """The peer at this address is dead: drop what was still queued for it."""
+        """Drop the messages queued for a dead peer."""
         self._dead.add(address)
         socket = self._out.pop(address, None)
         if socket is not None:
             socket.close(linger=0)
 
     def receive(self, *, wait: bool) -> Iterator[bytes]:
-        """Everything that has arrived; with `wait`, at least one message, or nothing where `wake` was called."""
+        """Yield all received messages; with `wait`, wait for at least one, or for `wake`."""
         if wait and (data := self._inbox.recv()):
             yield data
         while True:
@@ -50,18 +50,18 @@ class Peers:
                 return
 
     def wake(self) -> None:
-        """End a `receive` that waits. May be called from any thread: sockets belong to one, so it has its own."""
+        """End a waiting `receive`. Any thread may call it: sockets belong to one thread, so it uses its own."""
         try:
             with self._context.socket(zmq.PUSH) as socket:
                 socket.linger = 1000
                 socket.connect(self._address)
                 socket.send(b"")
         except zmq.ZMQError as error:
-            if error.errno not in (zmq.ETERM, zmq.ENOTSUP):  # closed meanwhile: nobody waits any more
+            if error.errno not in (zmq.ETERM, zmq.ENOTSUP):  # closed meanwhile: no `receive` waits any more
                 raise
 
     def close(self, patience: float = 1.0) -> None:
-        """Hand over what was sent, but wait no longer than `patience` seconds for peers that may be gone."""
+        """Flush sent messages, waiting at most `patience` seconds for peers that may be gone."""
         for socket in self._out.values():
             socket.close(linger=round(1000 * patience))
         self._out.clear()

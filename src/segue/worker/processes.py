@@ -1,4 +1,4 @@
-"""What a process asks of the kernel for itself, and the life of one that was forked."""
+"""Run a forked process, and set its kernel attributes (prctl): parent-death signal, name, subreaper."""
 
 from __future__ import annotations
 
@@ -16,26 +16,28 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def live(parent: int, name: str, life: Callable[[], object]) -> NoReturn:
-    """The child's side of a fork by `parent`: run `life` under that name, as long as the parent lives, and exit; with
-    status 1 and a traceback where it raises."""
+    """Run `life` in a child forked by `parent`, under the name `name` and as long as the parent lives, then exit; if it
+    raises, with a traceback and status 1."""
     code = 1
     try:
         end_with(parent)
         name_process(name)
         life()
         code = 0
+    except SystemExit as end:  # `DeviceLost`, `ReplicaBroken`: only a new process helps
+        logging.getLogger(__name__).error("the process %r ends: %s", name, end, exc_info=end.__cause__)
     except BaseException:
-        # a life reports its own errors; what arrives here is ours, and must be seen
+        # `life` reports its own errors; any that arrive here are bugs of ours and must be logged
         logging.getLogger(__name__).error("the process %r has ended", name, exc_info=True)
     finally:
         os._exit(code)
 
 
 def end_with(parent: int) -> None:
-    """Be killed when the parent (thread) dies."""
+    """Have the kernel kill this process when the parent (thread) dies."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        os._exit(0)  # it died before the kernel was told
+        os._exit(0)  # it died before the prctl call
 
 
 def adopt_orphans() -> None:
@@ -44,10 +46,10 @@ def adopt_orphans() -> None:
 
 
 def end_children() -> None:
-    """Kill and reap all children, those adopted meanwhile too."""
+    """Kill and reap all children, including adopted ones."""
     listed = Path("/proc/thread-self/children")
     if not listed.exists():
-        return  # a kernel without this list: `init` reaps them
+        return  # the kernel lacks this list: `init` reaps them
     while pids := [int(pid) for pid in listed.read_text().split()]:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
@@ -56,7 +58,7 @@ def end_children() -> None:
 
 
 def name_process(name: str) -> None:
-    """The name `ps` and `top` show, at most 15 bytes."""
+    """Set the name that `ps` and `top` show, at most 15 bytes."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 

@@ -1,7 +1,7 @@
-"""The processes of a replica that has several processes: the worker leads, and forks one follower per further rank.
+"""The ranks of a replica with several processes: the worker leads, and forks one follower per further rank.
 
-They are forked before the worker has a thread or a socket of its own. A follower that ends takes the worker down, which
-is then started again with all its ranks, as any worker is; the kernel kills the followers of a worker that ends.
+It forks them before it has a thread or a socket of its own. If a follower ends, the worker ends too and is restarted
+with all its ranks, like any worker; the kernel kills the followers of a worker that ends.
 """
 
 from __future__ import annotations
@@ -18,28 +18,29 @@ from pathlib import Path
 import msgspec
 import torch
 
-from segue.engines.autoregressive.follower import follow
+from segue.engines.autoregressive.parallel.follower import follow
 from segue.engines.contract import LoadContext
-from segue.engines.diffusion.row_follower import follow_rows
-from segue.graph.deployment import StagePlan
-from segue.kernels.backends import attention_backend
-from segue.kernels.memory import give_back
+from segue.engines.diffusion.follower import follow_rows
+from segue.graph.deployment.deployment import StagePlan
+from segue.kernels.attention.backends import attention_backend
+from segue.kernels.device import give_back
 from segue.messages.errors import ConfigError
 from segue.messages.process import WorkerSpec
 from segue.models.registry import families
 from segue.parallel.group import Group
 from segue.parallel.orders import Crew, dtype_of
 from segue.parallel.ways import Shape, meet
+from segue.worker.device import work_on
 from segue.worker.processes import live
 
 log = logging.getLogger(__name__)
 
 _LAST_WORDS = 60.0
-"""Seconds a worker has to report why it cannot start, when a follower has ended over the same."""
+"""Seconds for a worker to report why it cannot start, after a follower has ended for the same reason."""
 
 
 class Ranks:
-    """The leader's side. `fork` it first of all; `meet` when the worker can report; `serve` when it is ready."""
+    """The leader's side. `fork_ranks` makes it; call `meet` once the worker can report, `serve` when it is ready."""
 
     def __init__(self, plan: StagePlan, pids: list[int], sockets: list[socket.socket], meeting: Path) -> None:
         self.plan = plan
@@ -50,16 +51,16 @@ class Ranks:
         self._over = threading.Event()
 
     def meet(self, context: LoadContext) -> None:
-        """Wait for the followers, and watch over them from now on; sets the groups of `context`."""
+        """Wait for the followers, monitor them from now on, and set the groups of `context`."""
         threading.Thread(target=self._watch, name="followers", daemon=True).start()
         _meet(context, self.plan, 0, self._meeting)
 
     def serve(self) -> None:
-        """The worker is ready."""
+        """Record that the worker is ready."""
         self._serving = True
 
     def close(self) -> None:
-        """The worker ends by itself: so do the followers."""
+        """End the followers when the worker ends by itself."""
         self._over.set()
         self.crew.close()
         for pid in self._pids:
@@ -74,7 +75,7 @@ class Ranks:
             poll.register(os.pidfd_open(pid), select.POLLIN)
         poll.poll()
         if not self._over.wait(0 if self._serving else _LAST_WORDS):
-            log.error("a follower of this worker has ended: so does the worker")
+            log.error("a follower of this worker has ended, so the worker ends too")
             os._exit(1)
 
 
@@ -102,18 +103,18 @@ def fork_ranks(spec: WorkerSpec) -> Ranks | None:
 
 
 def threads_of(plan: StagePlan) -> int:
-    """CPU threads of each rank."""
+    """Return the CPU threads of each rank."""
     return max(1, plan.threads // plan.ranks)
 
 
 def shape_of(plan: StagePlan) -> Shape:
-    """How the ranks of a denoiser share its calls."""
+    """Return how the ranks of a denoiser divide its calls."""
     return Shape(plan.cfg_parallel, plan.sequence_parallel, plan.tensor_parallel)
 
 
 def load_context(spec: WorkerSpec, plan: StagePlan, rank: int = 0) -> LoadContext:
-    """What a stage's adapter is built with, without what only some stages or ranks have. Raises `ConfigError` for keys
-    that do not go with its device."""
+    """Make the context from which a stage model is built, without fields that only some stages or ranks have. Raises
+    `ConfigError` for keys that its device does not support."""
     device = torch.device(plan.device_of(spec.replica, rank))
     if plan.offload != "none" and device.type == "cpu":
         raise ConfigError(
@@ -142,11 +143,11 @@ def load_context(spec: WorkerSpec, plan: StagePlan, rank: int = 0) -> LoadContex
 
 
 def _meet(context: LoadContext, plan: StagePlan, rank: int, meeting: Path) -> None:
-    """Wait for the other ranks. This process works on one device alone."""
+    """Wait for the other ranks. This process uses only one device."""
     device = context.device
+    work_on(device)  # NCCL allocates its buffers there
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # where kernels are launched and NCCL has its buffers
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # where ranks of one machine find each other
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # ranks are on one machine
     if plan.engine == "diffusion":
         context.ways = meet(rank, shape_of(plan), meeting, device)
     else:
@@ -154,11 +155,11 @@ def _meet(context: LoadContext, plan: StagePlan, rank: int, meeting: Path) -> No
 
 
 def _follow(spec: WorkerSpec, plan: StagePlan, rank: int, orders: socket.socket, meeting: Path) -> None:
-    """A follower's life. Where it cannot load the stage, as a rule neither can the leader, which reports it."""
+    """Run a follower. If it cannot load the stage, the leader usually cannot either, and reports the error."""
     torch.set_num_threads(threads_of(plan))
     context = load_context(spec, plan, rank)
     _meet(context, plan, rank, meeting)
-    adapter = families()[spec.family].load_stages().ADAPTERS[plan.name](context)
+    adapter = families()[spec.family].load_stages().STAGE_MODELS[plan.name](context)
     give_back()
     if context.ways is not None:
         follow_rows(adapter, context.ways, orders)

@@ -1,8 +1,8 @@
-"""Payloads kept until the downstream stage has finished with them, so that it can be run again elsewhere.
+"""Keep payloads until the downstream stage has finished with them, so that it can restart elsewhere.
 
-Bounded: what goes over the limit is written to an unlinked file (nothing can be left behind), oldest request first.
-Where the file cannot be written either (disk full), the request loses its insurance and goes on: if its downstream
-then dies, the stage itself is run again.
+Memory is bounded: excess payloads go to an unlinked file (which no crash leaves behind), oldest request first. If the
+file cannot be written either (disk full), the request continues without retained payloads: if its downstream stage
+then dies, this stage itself is run again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Key = tuple[str, str, str]
 @dataclass(slots=True)
 class _Item:
     payload: Payload | None
-    """None and `offset` < 0: a chunk without payload; None and `offset` ≥ 0: it is in the file."""
+    """None and `offset` < 0: a chunk without payload; None and `offset` ≥ 0: the payload is in the file."""
     final: bool
     offset: int = -1
     length: int = 0
@@ -62,12 +62,12 @@ class RetainedStore:
             self._make_room()
 
     def replay(self, key: Key) -> Iterator[tuple[Payload | None, bool]] | None:
-        """All chunks of a stream from the first, as (payload, final); None if some could not be kept."""
+        """Return all chunks of a stream from the first, as (payload, final); None if some could not be kept."""
         stream = self._streams.get(key, _Stream())
         return self._read(stream) if stream.whole else None
 
     def drop(self, key: Key) -> None:
-        """The downstream has finished with the stream."""
+        """Free a stream that the downstream stage has finished with."""
         stream = self._streams.pop(key, None)
         if stream is None:
             return
@@ -81,7 +81,7 @@ class RetainedStore:
             self.drop(key)
 
     def close(self) -> None:
-        """Forget everything."""
+        """Free everything."""
         for key in list(self._streams):
             self.drop(key)
 
@@ -120,7 +120,7 @@ class RetainedStore:
                 item.payload = None
                 self.spilled += item.length
         except OSError as error:
-            log.warning("retained payloads could not be written (%s): their request cannot be resumed from here", error)
+            log.warning("cannot write retained payloads (%s): if the next stage dies, this stage must run again", error)
             stream.whole = False
             stream.items.clear()
         self.in_memory -= stream.in_memory

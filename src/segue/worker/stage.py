@@ -1,4 +1,4 @@
-"""One stage inside a worker: its engine, and the requests that are in it."""
+"""One stage inside a worker: its engine, and its current requests."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 from segue.connectors.base import Connector
 from segue.engines.autoregressive.contract import LoraHost
 from segue.engines.contract import Engine, StageOutput, StageRequest, Transfer
-from segue.graph.deployment import StagePlan
+from segue.graph.deployment.deployment import StagePlan
 from segue.graph.parts import TOKENS
+from segue.kernels.device import end_where_lost
 from segue.messages.deltas import (
     AudioDelta,
     ClassesDelta,
@@ -33,8 +34,8 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Run:
-    """A request inside one stage, from `Begin` until its engine lets go of it."""
+class Visit:
+    """A request inside one stage, from `Begin` until its engine is done with it."""
 
     begin: Begin
     request: StageRequest
@@ -44,44 +45,44 @@ class Run:
     began: float
     first: float = 0.0
     positions: dict[int, int] = field(default_factory=dict)
-    """By output: units of the client stream made so far in this attempt (characters, samples)."""
+    """Output → units of the client stream made so far in this attempt (characters, samples)."""
     ends: list[OutputEnd] = field(default_factory=list)
-    """Of the outputs that have ended; the request is done when all have."""
+    """Ends of the finished outputs; the request is done when all have ended."""
     started: float = 0.0
-    """When its first input was there."""
+    """When its first input arrived."""
     paused: bool = False
     taken: list[tuple[Connector, dict[str, Any]]] = field(default_factory=list)
-    """What was taken from connectors: released when the stage is done with the request, not before (the engine may hold
-    views of shared memory)."""
+    """Payloads taken from connectors, released only when the stage is done with the request (the engine may hold views
+    of shared memory)."""
     unused: deque[tuple[str, int]] = field(default_factory=deque)
-    """(upstream, seq) of chunks the engine was fed and has not used yet, in order; upstream empty: of an attempt that
-    is over."""
+    """(upstream, seq) of chunks that the engine was fed and has not used yet, in order; upstream empty: from a past
+    attempt."""
     fed: dict[str, int] = field(default_factory=dict)
-    """By upstream: chunks an earlier attempt of it had given."""
+    """Upstream → number of chunks that an earlier attempt of it had sent."""
     complete: set[str] = field(default_factory=set)
-    """Upstreams whose last chunk the engine has; a later attempt of theirs has nothing to add."""
+    """Upstreams whose last chunk the engine has; a later attempt of them adds nothing."""
 
     def release(self) -> None:
-        """The engine looks at nothing any more that was taken for it."""
+        """Release all payloads taken for the request, which the engine no longer uses."""
         for connector, meta in self.taken:
             connector.release(self.request.request_id, meta)
 
 
 @dataclass(slots=True)
 class StageRunner:
-    """What the worker's loop needs of a stage."""
+    """A stage as the worker's loop sees it."""
 
     plan: StagePlan
     engine: Engine
     transfers: dict[str, Transfer]
-    """By target stage."""
+    """Target stage → transfer function."""
     default_sampling: SamplingParams
     lora: LoraHost | None = None
-    """Where the stage takes LoRA adapters."""
-    runs: dict[str, Run] = field(default_factory=dict)
+    """The host of LoRA adapters, if the stage takes them."""
+    visits: dict[str, Visit] = field(default_factory=dict)
 
     def begin(self, begin: Begin, self_peer: Peer) -> None:
-        """Register the request with the engine. Raises `SegueError` where it cannot be taken."""
+        """Register the request with the engine. Raises `SegueError` if the engine refuses it."""
         asked = begin.request.sampling.get(self.plan.name, SamplingParams())
         sampling = asked.over(self.plan.sampling).over(self.default_sampling).over(FALLBACK)
         seed = sampling.seed if sampling.seed is not None else begin.request.seed
@@ -97,9 +98,9 @@ class StageRunner:
             to_client=frozenset(begin.to_client),
             resume=begin.resume[0] if begin.resume else [],
             resume_others=begin.resume[1:],
-            priority=begin.request.priority,
+            priority=begin.request.priority if self.plan.scheduling == "priority" else 0,
         )
-        run = Run(
+        visit = Visit(
             begin=begin,
             request=request,
             self_peer=self_peer,
@@ -108,40 +109,40 @@ class StageRunner:
             began=time.monotonic(),
         )
         self.engine.add(request)
-        self.runs[request.request_id] = run
+        self.visits[request.request_id] = visit
 
-    def emission(self, run: Run, output: StageOutput) -> Emission | None:
-        """What the orchestrator should hear of an output, if anything."""
-        deltas = client_deltas(run.request, output)
-        end = end_of(output) if output.finished and run.request.outputs > 1 else None
+    def emission(self, visit: Visit, output: StageOutput) -> Emission | None:
+        """Return the report of an output to the orchestrator, or None if there is nothing to report."""
+        deltas = client_deltas(visit.request, output)
+        end = end_of(output) if output.finished and visit.request.outputs > 1 else None
         if not deltas and not output.token_ids and not output.prompt_tokens and end is None:
             return None
         emission = Emission(
             request_id=output.request_id,
             stage=self.plan.name,
-            attempt=run.begin.attempt,
+            attempt=visit.begin.attempt,
             index=output.index,
             token_ids=output.token_ids,
             first_index=output.first_index,
             deltas=deltas,
-            position=run.positions.get(output.index, 0),
+            position=visit.positions.get(output.index, 0),
             prompt_tokens=output.prompt_tokens,
             cached_tokens=output.cached_tokens,
             modality_tokens=output.modality_tokens,
             end=end,
         )
-        run.positions[output.index] = emission.position + sum(units(delta) for delta in deltas)
+        visit.positions[output.index] = emission.position + sum(units(delta) for delta in deltas)
         return emission
 
 
 def end_of(output: StageOutput) -> OutputEnd:
-    """How a finished output ended."""
+    """Return how a finished output ended."""
     return OutputEnd(output.index, output.finish_reason, output.cumulative_logprob, output.stop_reason)
 
 
 def units(delta: ClientDelta) -> int:
-    """Length of a delta in its stream's units: characters, samples, vectors, prompts. Pictures, frames and steps carry
-    their own place."""
+    """Return the length of a delta in its stream's units: characters, samples, vectors, prompts. Images, frames and
+    steps carry their own index and count 0."""
     if isinstance(delta, TextDelta):
         return len(delta.text)
     if isinstance(delta, AudioDelta):
@@ -152,7 +153,7 @@ def units(delta: ClientDelta) -> int:
 
 
 def client_deltas(request: StageRequest, output: StageOutput) -> list[ClientDelta]:
-    """The part of an output that the client asked for. What is for the client alone is taken out of its payload."""
+    """Return the part of an output that the client asked for; data only for the client leave the payload."""
     deltas: list[ClientDelta] = []
     if "text" in request.to_client and (output.text or output.token_ids):
         deltas.append(
@@ -180,7 +181,7 @@ def client_deltas(request: StageRequest, output: StageOutput) -> list[ClientDelt
     if TOKENS in request.to_client and TOKENS in payload:
         tokens = payload.pop(TOKENS)
         deltas.append(TokensDelta(request.stage, **tokens))
-    # previews are for the client even where what it asked for is a video
+    # previews go to the client even if it asked for a video
     if "image" in payload and ("image" in request.to_client or (request.to_client and "partial" in payload)):
         deltas.append(_image(request.stage, payload))
     if "video" in request.to_client and "video" in payload:
@@ -192,16 +193,16 @@ def client_deltas(request: StageRequest, output: StageOutput) -> list[ClientDelt
 
 
 def _floats(tensor: Any) -> bytes:
-    """A tensor as little-endian float32."""
+    """Convert a tensor to little-endian float32."""
     data: bytes = tensor.detach().float().cpu().contiguous().numpy().astype("<f4", copy=False).tobytes()
     return data
 
 
 def _image(stage: str, payload: dict[str, Any]) -> ImageDelta:
-    """Of `{"image": uint8 [h, w, 3], "index": int, "partial": int | None}`; the last two may be missing."""
+    """Make a delta of `{"image": uint8 [h, w, 3], "index": int, "partial": int | None}`; the last two are optional."""
     image = payload["image"]
     if image.ndim != 3 or image.shape[2] != 3:
-        raise StageFailed(f"stage {stage!r} gave a picture of shape {tuple(image.shape)}, not [h, w, 3]")
+        raise StageFailed(f"stage {stage!r} gave an image of shape {tuple(image.shape)}, not [h, w, 3]")
     height, width, _ = image.shape
     data = image.cpu().numpy().tobytes()
     return ImageDelta(
@@ -210,7 +211,7 @@ def _image(stage: str, payload: dict[str, Any]) -> ImageDelta:
 
 
 def _video(stage: str, payload: dict[str, Any]) -> VideoDelta:
-    """Of `{"video": uint8 [frames, h, w, 3], "fps": float, "index", "first": int}`; the last two may be missing."""
+    """Make a delta of `{"video": uint8 [frames, h, w, 3], "fps": float, "index", "first": int}`; last two optional."""
     video = payload["video"]
     if video.ndim != 4 or video.shape[3] != 3:
         raise StageFailed(f"stage {stage!r} gave frames of shape {tuple(video.shape)}, not [frames, h, w, 3]")
@@ -222,25 +223,26 @@ def _video(stage: str, payload: dict[str, Any]) -> VideoDelta:
 
 
 def load_adapter(worker: str, stage: StageRunner, message: LoadAdapter) -> AdapterLoaded:
-    """Read it between two steps."""
+    """Load a LoRA adapter, between two steps."""
     lora = stage.lora
     assert lora is not None, "the orchestrator knows which stage takes adapters"
     try:
         lora.load(message.name, message.directory)
-    except ConfigError as error:  # of the files a client named, not of the deployment
+    except ConfigError as error:  # the error is in files that a client named, not in the deployment
         return AdapterLoaded(worker, message.ticket, InvalidRequest.__name__, error.message)
     except Exception as error:
-        # files hold anything, and a device may be full: the worker goes on
+        # files may hold anything, and a device may be full: the worker goes on
         failed = as_stage_error(error, message.stage)
         return AdapterLoaded(worker, message.ticket, type(failed).__name__, failed.message)
     return AdapterLoaded(worker, message.ticket)
 
 
 def as_stage_error(error: Exception, stage: str) -> SegueError:
-    """What model code raised, as a failure of the stage."""
+    """Turn an exception of model code into a failure of the stage. Raises `DeviceLost`."""
     if isinstance(error, SegueError):
         return error
-    log.error("stage %r raised what it should not", stage, exc_info=error)
+    end_where_lost(error)
+    log.error("stage %r raised an unexpected exception", stage, exc_info=error)
     failed = StageFailed(f"stage {stage!r}: {type(error).__name__}: {error}", stage=stage)
     failed.__cause__ = error
     return failed

@@ -1,7 +1,7 @@
 """One worker: the stages of one replica group, in one process.
 
-The loop is: drain the inbox, let each engine that has work take one step, and for each output apply the edge's transfer
-and put it on its way. It waits on the inbox alone, and only when no engine has work: nothing here polls or sleeps.
+The loop drains the inbox, lets each engine that has work take one step, and for each output applies the edge's transfer
+and sends the result. It waits only on the inbox, and only when no engine has work: nothing here polls or sleeps.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections import OrderedDict, deque
 
 from segue.connectors.base import Connector
 from segue.engines.contract import StageOutput
-from segue.messages.errors import SegueError
+from segue.graph.stage_graph import INPUT
+from segue.messages.errors import Cancelled, InvalidRequest, SegueError
 from segue.messages.process import WorkerSpec
 from segue.messages.wire import (
     Begin,
@@ -42,12 +43,12 @@ from segue.worker.build import Built
 from segue.worker.meter import Meter
 from segue.worker.outbox import Outbox
 from segue.worker.peers import Peers
-from segue.worker.stage import Run, StageRunner, as_stage_error, end_of, load_adapter
+from segue.worker.stage import StageRunner, Visit, as_stage_error, end_of, load_adapter
 
 REMEMBER_DROPPED = 4096
-"""Ids of requests that are over, so that their late messages are known as such."""
+"""Number of ids of finished requests to remember, so that their late messages are recognized."""
 STATS_EVERY = 0.5
-"""Seconds between stats while busy; they are also sent when the worker falls idle."""
+"""Seconds between stats while busy; they are also sent when the worker becomes idle."""
 
 
 class Worker:
@@ -101,94 +102,94 @@ class Worker:
         outputs = stage.engine.step()
         self.meter.stepped(stage.plan.name, time.monotonic() - start, len(outputs))
         emissions: list[Emission] = []
-        leaving: list[tuple[Run, StageOutput]] = []
+        leaving: list[tuple[Visit, StageOutput]] = []
         for output in outputs:
-            run = stage.runs.get(output.request_id)
-            if run is None:
+            visit = stage.visits.get(output.request_id)
+            if visit is None:
                 continue
             if output.error is not None:
-                self.fail(stage, run, output.error)
+                self.fail(stage, visit, output.error)
                 continue
-            if not run.first:
-                run.first = time.monotonic()
-                self.meter.queued(stage.plan.name, run.first - run.began)
+            if not visit.first:
+                visit.first = time.monotonic()
+                self.meter.queued(stage.plan.name, visit.first - visit.began)
             try:
-                emission = stage.emission(run, output)
+                emission = stage.emission(visit, output)
             except Exception as error:
-                self.spoilt(stage, run, error)
+                self.spoilt(stage, visit, error)
                 continue
-            leaving.append((run, output))
+            leaving.append((visit, output))
             if emission is not None:
                 emissions.append(emission)
-        # before the stages below have anything to answer to: what they make of it comes after it at the client, too
+        # before downstream stages get the output, so that the client receives their results after it
         if emissions:
             self.tell(Progress(self.name, emissions))
-        for run, output in leaving:
-            if output.request_id in stage.runs:
+        for visit, output in leaving:
+            if output.request_id in stage.visits:
                 try:
-                    self.hand_on(stage, run, output)
+                    self.hand_on(stage, visit, output)
                 except Exception as error:
-                    self.spoilt(stage, run, error)
-        for run in stage.runs.values():
-            if run.unused:
-                self.acknowledge(stage, run)
+                    self.spoilt(stage, visit, error)
+        for visit in stage.visits.values():
+            if visit.unused:
+                self.acknowledge(stage, visit)
         for output in outputs:
-            if output.finished and output.error is None and (run := stage.runs.get(output.request_id)):
-                run.ends.append(end_of(output))
-                if len(run.ends) == run.request.outputs:
-                    self.finish(stage, run)
+            if output.finished and output.error is None and (visit := stage.visits.get(output.request_id)):
+                visit.ends.append(end_of(output))
+                if len(visit.ends) == visit.request.outputs:
+                    self.finish(stage, visit)
 
-    def spoilt(self, stage: StageRunner, run: Run, error: Exception) -> None:
-        """What a family's code raises (its payloads, its transfers) is this request's failure, not the worker's."""
-        stage.engine.cancel(run.request.request_id)
-        self.fail(stage, run, as_stage_error(error, stage.plan.name))
+    def spoilt(self, stage: StageRunner, visit: Visit, error: Exception) -> None:
+        """Fail only this request for an exception of the family's code (payloads, transfers), not the worker."""
+        stage.engine.cancel(visit.request.request_id)
+        self.fail(stage, visit, as_stage_error(error, stage.plan.name))
 
-    def hand_on(self, stage: StageRunner, run: Run, output: StageOutput) -> None:
-        """Apply each edge's transfer; a final output closes the edge's stream even when it carries nothing."""
-        for peer in run.begin.downstreams:
-            payload = stage.transfers[peer.stage](run.request, output)
+    def hand_on(self, stage: StageRunner, visit: Visit, output: StageOutput) -> None:
+        """Apply each edge's transfer; a final output closes the edge's stream even without a payload."""
+        for peer in visit.begin.downstreams:
+            payload = stage.transfers[peer.stage](visit.request, output)
             if payload is not None or output.finished:
                 self.outbox.push(output.request_id, stage.plan.name, peer.stage, payload, final=output.finished)
-        if not run.paused and not output.finished and self.outbox.blocked(output.request_id, stage.plan.name):
-            run.paused = True
+        if not visit.paused and not output.finished and self.outbox.blocked(output.request_id, stage.plan.name):
+            visit.paused = True
             stage.engine.pause(output.request_id)
 
-    def finish(self, stage: StageRunner, run: Run) -> None:
-        request_id = run.request.request_id
-        self.leave(stage, run)
+    def finish(self, stage: StageRunner, visit: Visit) -> None:
+        request_id = visit.request.request_id
+        self.leave(stage, visit)
         self.tell(
             StageDone(
                 self.name,
                 request_id,
                 stage.plan.name,
-                run.begin.attempt,
-                sorted(run.ends, key=lambda end: end.index),
-                run.began,
-                run.started or run.began,
-                run.first or run.began,
+                visit.begin.attempt,
+                sorted(visit.ends, key=lambda end: end.index),
+                visit.began,
+                visit.started or visit.began,
+                visit.first or visit.began,
                 time.monotonic(),
             )
         )
 
-    def fail(self, stage: StageRunner, run: Run, error: SegueError) -> None:
+    def fail(self, stage: StageRunner, visit: Visit, error: SegueError) -> None:
         self.meter.failed(stage.plan.name)
-        self.leave(stage, run)
-        self.tell_failed(run.begin, error)
+        self.leave(stage, visit)
+        self.tell_failed(visit.begin, error)
 
-    def leave(self, stage: StageRunner, run: Run) -> None:
-        """The engine is done with the request: let its upstreams forget what they kept for it."""
-        request_id = run.request.request_id
-        del stage.runs[request_id]
-        run.release()
-        for peer in run.upstreams.values():
-            last = run.next_seq[peer.stage] - 1
-            self._send(peer.address, Consumed(request_id, peer.stage, run.self_peer, last, finished=True))
+    def leave(self, stage: StageRunner, visit: Visit) -> None:
+        """Remove a request that the engine is done with; its upstreams may free the payloads that they kept for it."""
+        request_id = visit.request.request_id
+        del stage.visits[request_id]
+        visit.release()
+        for peer in visit.upstreams.values():
+            last = visit.next_seq[peer.stage] - 1
+            self._send(peer.address, Consumed(request_id, peer.stage, visit.self_peer, last, finished=True))
 
     def unpause(self) -> None:
         for stage in self.stages.values():
-            for request_id, run in stage.runs.items():
-                if run.paused and not self.outbox.blocked(request_id, stage.plan.name):
-                    run.paused = False
+            for request_id, visit in stage.visits.items():
+                if visit.paused and not self.outbox.blocked(request_id, stage.plan.name):
+                    visit.paused = False
                     stage.engine.resume(request_id)
 
     # ── messages ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -225,10 +226,12 @@ class Worker:
 
     def on_begin(self, begin: Begin) -> None:
         request_id = begin.request.request_id
-        if request_id in self.dropped:
+        if request_id in self.dropped:  # late messages of the old request would be mistaken for its own
+            said = f"a request with id {request_id!r} was served before; give each request its own id"
+            self.tell_failed(begin, InvalidRequest(said, field="request_id"))
             return
         stage = self.stages[begin.stage]
-        if old := stage.runs.pop(request_id, None):  # an earlier attempt in this very worker
+        if old := stage.visits.pop(request_id, None):  # an earlier attempt in this very worker
             stage.engine.cancel(request_id)
             old.release()
         self_peer = Peer(begin.stage, self.name, self.address, begin.attempt)
@@ -237,47 +240,49 @@ class Worker:
         try:
             stage.begin(begin, self_peer)
         except Exception as error:
-            # adapters read what the client wrote: anything may turn up there, and it is this request's failure
+            # stage models parse the client's input, which may raise anything: only this request fails
             self.meter.failed(begin.stage)
             self.tell_failed(begin, as_stage_error(error, begin.stage))
             return
         self.take_early(request_id)
 
-    def acknowledge(self, stage: StageRunner, run: Run) -> None:
-        """Tell the upstreams which chunks have been used: room in their edges' budgets."""
+    def acknowledge(self, stage: StageRunner, visit: Visit) -> None:
+        """Tell the upstreams which chunks have been used, which frees their edges' budgets."""
         used: dict[str, int] = {}
-        for _ in range(len(run.unused) - stage.engine.backlog(run.request.request_id)):
-            source, seq = run.unused.popleft()
+        for _ in range(len(visit.unused) - stage.engine.backlog(visit.request.request_id)):
+            source, seq = visit.unused.popleft()
             if source:
                 used[source] = seq
         for source, seq in used.items():
-            peer = run.upstreams[source]
-            self._send(peer.address, Consumed(run.request.request_id, source, run.self_peer, seq))
+            peer = visit.upstreams[source]
+            self._send(peer.address, Consumed(visit.request.request_id, source, visit.self_peer, seq))
 
     def on_drop(self, request_id: str) -> None:
-        for stage in self.stages.values():
-            if stage.runs.pop(request_id, None):
+        for name, stage in self.stages.items():
+            if visit := stage.visits.pop(request_id, None):
                 stage.engine.cancel(request_id)
+                if name == INPUT:  # the orchestrator waits until the input stage is done with each request
+                    self.tell_failed(visit.begin, Cancelled("it was dropped"))
         self.outbox.drop(request_id)
         for connector in self.all_connectors:
             connector.release(request_id)
         self.early.pop(request_id, None)
-        self.meter.touch()  # what is free now is worth telling
+        self.meter.touch()  # report the freed memory
         self.dropped[request_id] = None
         while len(self.dropped) > REMEMBER_DROPPED:
             self.dropped.popitem(last=False)
 
     def on_moved(self, moved: Moved) -> None:
         stage = self.stages[moved.target]
-        run = stage.runs.get(moved.request_id)
-        if run is None:
+        visit = stage.visits.get(moved.request_id)
+        if visit is None:
             return
-        run.upstreams[moved.source.stage] = moved.source
+        visit.upstreams[moved.source.stage] = moved.source
         source = moved.source.stage
-        run.fed[source] = max(run.fed.get(source, 0), run.next_seq[source])
-        run.next_seq[source] = 0
-        # nobody waits any more to hear that chunks of the old attempt were used
-        run.unused = deque(("" if name == source else name, seq) for name, seq in run.unused)
+        visit.fed[source] = max(visit.fed.get(source, 0), visit.next_seq[source])
+        visit.next_seq[source] = 0
+        # the old attempt no longer needs to know that its chunks were used
+        visit.unused = deque(("" if name == source else name, seq) for name, seq in visit.unused)
         self.take_early(moved.request_id)
 
     def take_early(self, request_id: str) -> None:
@@ -288,17 +293,17 @@ class Worker:
         if chunk.request_id in self.dropped:
             return
         stage = self.stages[chunk.target]
-        run = stage.runs.get(chunk.request_id)
-        expected = run.upstreams[chunk.source.stage].attempt if run else 0
-        if run is None or chunk.source.attempt > expected:
+        visit = stage.visits.get(chunk.request_id)
+        expected = visit.upstreams[chunk.source.stage].attempt if visit else 0
+        if visit is None or chunk.source.attempt > expected:
             self.early.setdefault(chunk.request_id, []).append(chunk)
             return
-        if chunk.source.attempt < expected or chunk.seq < run.next_seq[chunk.source.stage]:
+        if chunk.source.attempt < expected or chunk.seq < visit.next_seq[chunk.source.stage]:
             return
-        self.feed(stage, run, chunk)
+        self.feed(stage, visit, chunk)
 
-    def feed(self, stage: StageRunner, run: Run, chunk: Chunk) -> None:
-        """Take the payload and give it to the engine, once."""
+    def feed(self, stage: StageRunner, visit: Visit, chunk: Chunk) -> None:
+        """Fetch the payload and pass it to the engine, once."""
         source = chunk.source.stage
         edge = (source, chunk.target)
         payload = {}
@@ -307,37 +312,37 @@ class Worker:
             taken = connector.get(source, chunk.target, chunk.request_id, chunk.meta)
             if taken is None:
                 self.meter.lost(edge)
-                # its producer died between sending and our reading; the orchestrator knows which it was
-                self.tell_lost(chunk.request_id, chunk.target, run.begin.attempt, source)
+                # its producer died between sending and our reading; the orchestrator knows which worker it was
+                self.tell_lost(chunk.request_id, chunk.target, visit.begin.attempt, source)
                 return
             payload = taken[0]
-            run.taken.append((connector, chunk.meta))
+            visit.taken.append((connector, chunk.meta))
         self.meter.hop(edge, time.monotonic() - chunk.sent, chunk.nbytes)
-        run.next_seq[source] = chunk.seq + 1
-        known = source in run.complete or (source in self.replayable and chunk.seq < run.fed.get(source, 0))
+        visit.next_seq[source] = chunk.seq + 1
+        known = source in visit.complete or (source in self.replayable and chunk.seq < visit.fed.get(source, 0))
         try:
             if not known:
                 stage.engine.feed(chunk.request_id, source, payload, final=chunk.final)
         except Exception as error:
             # see on_begin
             stage.engine.cancel(chunk.request_id)
-            self.fail(stage, run, as_stage_error(error, stage.plan.name))
+            self.fail(stage, visit, as_stage_error(error, stage.plan.name))
             return
-        run.started = run.started or time.monotonic()
+        visit.started = visit.started or time.monotonic()
         if known:
-            self._send(chunk.source.address, Consumed(chunk.request_id, source, run.self_peer, chunk.seq))
+            self._send(chunk.source.address, Consumed(chunk.request_id, source, visit.self_peer, chunk.seq))
         else:
-            run.unused.append((source, chunk.seq))
-            self.acknowledge(stage, run)
+            visit.unused.append((source, chunk.seq))
+            self.acknowledge(stage, visit)
         if chunk.final:
-            run.complete.add(source)
-            self.tell(InputDone(self.name, chunk.request_id, chunk.target, run.begin.attempt, source))
+            visit.complete.add(source)
+            self.tell(InputDone(self.name, chunk.request_id, chunk.target, visit.begin.attempt, source))
 
     # ── sending ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def report(self) -> None:
         engines = {
-            name: {**stage.engine.stats(), "requests": float(len(stage.runs))} for name, stage in self.stages.items()
+            name: {**stage.engine.stats(), "requests": float(len(stage.visits))} for name, stage in self.stages.items()
         }
         held: dict[str, float] = {
             "retained_bytes": self.outbox.retained.in_memory,

@@ -23,7 +23,7 @@ FAMILY = Family(
     graph=graph,
     stages_module="segue_toy.stages",
     voices=lambda model_dir: ["one", "two"],
-    options=frozenset({"hold", "fail_at", "die_at"}),
+    options=frozenset({"hold", "fail_at", "die_at", "lost_at"}),
 )
 
 

@@ -4,6 +4,8 @@ hold: {"stage": "counter" | "forward" | "tone", "at": index, "fifo": path}   wai
     forward: where the counter computes that place of the sequence
 fail_at: {"stage": ..., "at": index}                              raise there
 die_at: {"stage": ..., "at": index}                               kill the worker there, each time
+lost_at: {"stage": ..., "at": index, "once": path}                raise there what a CUDA device does that is gone, as
+    long as the file is there, which is removed
 """
 
 from __future__ import annotations
@@ -41,6 +43,10 @@ def _stop_point(request: StageRequest, stage: str, index: int) -> None:
     hold, fail, die = options.get("hold"), options.get("fail_at"), options.get("die_at")
     if die and die["stage"] == stage and die["at"] == index:
         os.kill(os.getpid(), signal.SIGKILL)
+    lost = options.get("lost_at")
+    if lost and lost["stage"] == stage and lost["at"] == index and os.path.exists(lost["once"]):
+        os.unlink(lost["once"])
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nmore of it")
     if fail and fail["stage"] == stage and fail["at"] == index:
         raise RuntimeError(f"told to fail at {index}")
     if hold and hold["stage"] == stage and hold["at"] == index and os.path.exists(hold["fifo"]):
@@ -99,7 +105,8 @@ class Counter:
         return request
 
     def feed(self, state: Any, upstream: str, payload: Payload, *, final: bool) -> Fed:
-        held = {"request": state} if state.request.options.get("hold") else {}
+        options = state.request.options
+        held = {"request": state} if options.get("hold") or options.get("lost_at") else {}
         return Fed(prompt=Prompt(token_ids=payload["token_ids"].tolist(), extras=held))
 
     def embed(self, token_ids: torch.Tensor, conditioning: torch.Tensor | None) -> torch.Tensor:
@@ -178,5 +185,5 @@ def rows_forward(request: StageRequest, output: StageOutput) -> Payload | None:
     return {"start": output.captured.start, "rows": output.captured.data}
 
 
-ADAPTERS = {"input": Input, "counter": Counter, "tone": Tone}
+STAGE_MODELS = {"input": Input, "counter": Counter, "tone": Tone}
 TRANSFERS = {("input", "counter"): ids_forward, ("counter", "tone"): rows_forward}

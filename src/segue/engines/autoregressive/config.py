@@ -1,43 +1,43 @@
-"""What a deployment sets for an autoregressive engine."""
+"""Configuration that a deployment gives an autoregressive engine."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from segue.graph.deployment import ATTENTIONS, KV_DTYPES, SCHEDULINGS
+from segue.graph.deployment.deployment import ATTENTIONS, KV_DTYPES, SCHEDULINGS
 from segue.messages.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class AutoregressiveConfig:
-    """Sizes of one engine. `num_blocks` comes from `memory.blocks_for` where a byte budget is given."""
+    """Sizes and modes of one engine. `memory.blocks_for` computes `num_blocks` if a byte budget is given."""
 
     num_blocks: int
     """KV blocks in all: `num_blocks * block_size` tokens can be held at once."""
     block_size: int = 16
-    """Tokens per block; a prefix is shared in whole blocks."""
+    """Tokens per block; prefixes are shared in whole blocks."""
     max_batch: int = 16
     """Most requests in one step."""
     max_tokens_per_step: int = 2048
     """Most tokens in one step, over all requests; a longer prompt is prefilled in chunks."""
     prefill_chunk: int | None = None
-    """Most prompt tokens in a step in which other requests decode; None: what `max_tokens_per_step` leaves."""
+    """Most prompt tokens in a step in which other requests decode; None: the rest of `max_tokens_per_step`."""
     prefix_caching: bool = True
     prefix_states: int | None = None
-    """States of prefixes that are kept, of a decoder that keeps states; None: as many as `max_batch`."""
+    """States of prefixes to keep, for a decoder with recurrent state; None: as many as `max_batch`."""
     deterministic: bool = False
-    """The same logits to the bit whatever the batch (`invariant`)."""
+    """Compute bit-identical logits for every batch composition (`invariant`)."""
     max_logprobs: int = 20
-    """Most tokens whose log-probabilities a request may ask for in one place; -1: any number."""
-    scheduling: str = "priority"
-    """Who runs first: `policies`."""
+    """Most tokens per position whose log-probabilities a request may ask for; -1: any number."""
+    scheduling: str = "fcfs"
+    """The scheduling policy: `policies`."""
     attention: str = "auto"
-    """What computes attention: `segue.kernels.backends`."""
+    """The attention backend: `segue.kernels.attention.backends`."""
     enforce_eager: bool = False
-    """Launch every kernel by itself: no CUDA graphs."""
+    """Launch every kernel separately: no CUDA graphs."""
 
     kv_dtype: str = "auto"
-    """What keys and values are stored in: `auto` (as they are computed) or `fp8`."""
+    """Storage dtype of keys and values: `auto` (the dtype they are computed in) or `fp8`."""
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_batch", "max_tokens_per_step"):

@@ -1,4 +1,4 @@
-"""What the autoregressive engine needs of a model: an adapter, per stage, written by the family."""
+"""The interface between the autoregressive engine and a model. Each family writes a stage model per stage."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from segue.engines.contract import Payload, StageRequest
-from segue.kernels.kv_layout import KVLayout, LayerShape, lay_out
-from segue.kernels.kv_store import KVStore
-from segue.kernels.look_back import Chunked, LookBack
-from segue.kernels.lora import Lora
-from segue.kernels.state_store import StateLayout, StateStep, StateStore
+from segue.kernels.attention.interface import AttentionWindow, Chunked
+from segue.kernels.kv.layout import KVLayout, LayerShape, lay_out
+from segue.kernels.kv.states import StateLayout, StateStep, StateStore
+from segue.kernels.kv.store import KVStore
+from segue.kernels.linear.lora import Lora
 from segue.messages.errors import ConfigError
 from segue.messages.sampling import SamplingParams
 
@@ -25,45 +25,45 @@ class KVSpec:
     layers: int
     kv_heads: int
     head_dim: int
-    """Of the keys, and of the values where `value_dim` does not say otherwise."""
+    """Width of the keys, and of the values if `value_dim` is None."""
     dtype: torch.dtype
     capture_width: int = 0
-    """Width of the captured row per token (0: nothing is captured). Stored per block, beside K and V, so that a
-    prefix-cache hit can give the rows it did not compute."""
+    """Width of the captured row per token (0: nothing is captured). Rows are stored per block, next to K and V, so that
+    a prefix-cache hit can supply the rows that it did not compute."""
     capture_dtype: torch.dtype = torch.float32
     value_dim: int | None = None
-    windows: tuple[LookBack, ...] = ()
-    """[layers] How far a layer looks back (`sliding_window` of `transformers`, or chunks). Layers give back what no
-    later token sees. Empty: full attention everywhere."""
+    windows: tuple[AttentionWindow, ...] = ()
+    """[layers] Attention window of each layer (`sliding_window` of `transformers`, or chunks). Blocks that no later
+    token sees are freed. Empty: full attention in every layer."""
     shapes: tuple[LayerShape, ...] = ()
-    """[layers] where they are not alike; `kv_heads`, `head_dim` and `value_dim` are not read then."""
+    """[layers] Shape of each layer if they differ; `kv_heads`, `head_dim` and `value_dim` are then ignored."""
     store: Callable[..., KVStore] = KVStore
-    """What makes its caches: `KVStore`, or one whose blocks are on several ranks."""
+    """Constructor of its caches: `KVStore`, or one that spreads blocks over several ranks."""
     stored: torch.dtype | None = None
-    """What keys and values are stored in; None: in `dtype`, in which they are computed."""
-    mutual: frozenset[int] = frozenset()
-    """The layers in which tokens of a prompt may see each other in both directions (`Prompt.mutual`)."""
+    """Storage dtype of keys and values; None: `dtype`, in which they are computed."""
+    bidirectional: frozenset[int] = frozenset()
+    """Layers in which prompt tokens may attend to each other in both directions (`Prompt.bidirectional`)."""
     coarse: bool = False
-    """The decoder rounds to 8 or 16 bits inside, whatever `dtype` says."""
+    """The decoder rounds to 8 or 16 bits internally, whatever `dtype` says."""
     states: StateLayout | None = None
-    """What it keeps of a sequence besides keys and values; None: nothing."""
+    """Recurrent state that the decoder keeps per sequence besides keys and values; None: no state."""
     state_store: Callable[[StateLayout, int, torch.device], StateStore] = StateStore
-    """What makes the stores of these: `StateStore`, or one whose slots are on several ranks."""
+    """Constructor of the state stores: `StateStore`, or one that spreads slots over several ranks."""
     beside: bool = False
-    """Some of its layers look at what a prompt has beside its tokens (`Prompt.beside`); they keep nothing here."""
+    """Some layers cross-attend to `Prompt.beside`; they store nothing in this cache."""
     gathered: bool = False
-    """Its layers attend by themselves, over keys and values that are gathered for them: its steps are not recorded."""
+    """Its layers run their own attention over gathered keys and values; its steps are not captured in graphs."""
 
     @property
     def stored_size(self) -> int:
-        """Bytes of a stored number."""
+        """Bytes per stored element."""
         return (self.stored or self.dtype).itemsize
 
     def layout(self, max_model_len: int) -> KVLayout:
-        """The layers in groups. Raises `ConfigError` where `windows` or `shapes` are not one per layer.
+        """Group the layers. Raises `ConfigError` if `windows` or `shapes` do not have one entry per layer.
 
-        A window, or a chunk, that no sequence outgrows is none. Captured rows live with the blocks of group 0 and are
-        wanted for whole prompts: a decoder that captures, and has no layer with full attention, keeps everything.
+        A window or chunk of at least `max_model_len` counts as full attention. Captured rows live with the blocks of
+        group 0 and are needed for whole prompts: a capturing decoder without a full-attention layer keeps all blocks.
         """
         for name, given in (("windows", self.windows), ("shapes", self.shapes)):
             if given and len(given) != self.layers:
@@ -71,151 +71,151 @@ class KVSpec:
         shape = LayerShape(self.kv_heads, self.head_dim, self.value_dim or self.head_dim)
         windows = [None if _reaches(back, max_model_len) else back for back in self.windows]
         if not windows or (self.capture_width and None not in windows):
-            if any(isinstance(back, Chunked) for back in windows):  # a window is told to attention, a chunk is not
-                raise ConfigError("a decoder that captures rows needs a layer with full attention beside chunks")
+            if any(isinstance(back, Chunked) for back in windows):  # attention receives windows, but not chunks
+                raise ConfigError("a decoder with chunked attention that captures rows needs a full-attention layer")
             windows = [None] * self.layers
-        return lay_out(self.shapes or [shape] * self.layers, windows, self.mutual)
+        return lay_out(self.shapes or [shape] * self.layers, windows, self.bidirectional)
 
 
-def _reaches(back: LookBack, length: int) -> bool:
-    """Whether every token of a sequence so long sees all before it."""
+def _reaches(back: AttentionWindow, length: int) -> bool:
+    """Whether every token of a sequence of this length sees all tokens before it."""
     return back is None or (back.size if isinstance(back, Chunked) else back) >= length
 
 
 class TokenRule(Protocol):
-    """What the library's `generate` for a family forbids from token to token, besides what sampling parameters say."""
+    """A token constraint of the family's own `generate`, applied in addition to the sampling parameters."""
 
     @property
     def remembers(self) -> bool:
-        """What it forbids depends on which tokens came before, and not only on how many."""
+        """Whether the forbidden tokens depend on which tokens came before, not only on their number."""
 
     def saw(self, token: int) -> None:
-        """One more generated token."""
+        """Record one more generated token."""
 
     def copy(self) -> TokenRule:
-        """One that goes on from here by itself."""
+        """Return an independent copy in the same state."""
 
     def apply(self, logits: torch.Tensor, generated: int) -> None:
-        """Set what may not come now to -inf, in place: `logits` [vocab] float32 after everything else has changed them;
-        `generated` tokens were generated before."""
+        """Set forbidden tokens to -inf in place. `logits`: [vocab] float32, after all other changes to them;
+        `generated`: the number of tokens generated so far."""
 
 
 @dataclass(slots=True)
 class Prompt:
-    """What a request is prefilled with."""
+    """The input that a request is prefilled with."""
 
     token_ids: list[int]
     """[T] ids, placeholders included: for penalties, for hashing, and for embedding where `embeds` is None."""
     embeds: torch.Tensor | None = None
-    """[T, hidden]: used instead of embedding `token_ids`. Best on the host, where it is as long as the request lives: a
-    step takes what it computes to the device, whose memory is keys' and values'."""
+    """[T, hidden]: used instead of embedding `token_ids`. Preferably on the host, because it lives as long as the
+    request: a step copies the rows it computes to the device, whose memory belongs to keys and values."""
     looked_up: Sequence[tuple[int, int]] = ()
-    """Ranges [start, stop) of tokens, in order, that are embedded by their ids although there are `embeds`, whose rows
-    for them mean nothing."""
+    """Ranges [start, stop) of tokens, in order, that are embedded by their ids even if `embeds` is set; the rows of
+    `embeds` for them are ignored."""
     positions: torch.Tensor | None = None
     """[axes, T] long, rotary positions (axes 3 for M-RoPE, 1 otherwise); None: 0..T-1 on every axis."""
     position_delta: int = 0
     """Position of generated token i is T + i + position_delta."""
     identity: Sequence[int | bytes] | None = None
-    """[T] what each token *is*, for prefix caching, where ids do not say it (media content, upstream rows);
-    None: the ids. An empty sequence means the prompt must not be shared."""
-    mutual: Sequence[tuple[int, int]] = ()
-    """Ranges [start, stop) of tokens, in order, that see each other in both directions, in the layers of
-    `KVSpec.mutual`; all others see what is before them, and so do they in other layers. `identity` of each token in one
-    must tell the whole of it."""
+    """[T] the identity of each token for prefix caching, if ids do not determine it (media content, upstream rows);
+    None: the ids. An empty sequence forbids sharing the prompt."""
+    bidirectional: Sequence[tuple[int, int]] = ()
+    """Ranges [start, stop) of tokens, in order, that attend to each other in both directions, in the layers of
+    `KVSpec.bidirectional`. All other tokens, and these in other layers, attend causally. The `identity` of each token
+    of a span must identify the whole span."""
     modality_tokens: dict[str, int] = field(default_factory=dict)
     """Prompt tokens per modality, for usage."""
     adapter: object | None = None
-    """What changes the weights for this sequence's tokens (LoRA), for the family's forward; `identity` must tell it. A
-    step in which a sequence has one is not run as a recording."""
+    """Weight changes for this sequence's tokens (LoRA), passed to the family's forward; `identity` must cover it. A
+    step that contains such a sequence is not replayed from a captured graph."""
     beside: object | None = None
-    """What layers of the decoder look at that is no token (pictures, by cross-attention), for the family's forward;
-    `identity` must tell it. A step in which a sequence has any is not run as a recording."""
+    """Cross-attention inputs that are not tokens (images), passed to the family's forward; `identity` must cover them.
+    A step that contains such a sequence is not replayed from a captured graph."""
     rule: TokenRule | None = None
-    """What the family forbids of this prompt's replies; each output has a copy of its own."""
+    """The family's token constraint on replies to this prompt; each output gets its own copy."""
     extras: dict[str, Any] = field(default_factory=dict)
-    """The family's own, for its forward and transfers; per-token tensors are [T, …] and are sliced by the adapter."""
+    """Data for the family's own forward and transfers; the stage model slices per-token tensors [T, …]."""
 
 
 @dataclass(slots=True)
 class Fed:
-    """What a chunk from upstream meant."""
+    """The result of feeding one chunk from upstream."""
 
     prompt: Prompt | None = None
     """Set once, when the prompt is complete."""
     conditioning: torch.Tensor | None = None
-    """[n, width]: rows for the next generated tokens: the k-th row ever given goes with generated token k."""
+    """[n, width]: rows for the next generated tokens: over all chunks, row k belongs to generated token k."""
     tail: torch.Tensor | None = None
     """[width]: the row for every token after the last conditioning row; set when the stream has ended."""
     nothing: bool = False
-    """The stream ended and there is nothing to generate: the request finishes (`stop`) without a token."""
+    """The stream ended with nothing to generate: the request finishes (`stop`) without a token."""
 
 
 @dataclass(slots=True)
 class FlatBatch:
-    """All tokens of a step, one request after the other."""
+    """All tokens of a step, concatenated request by request."""
 
     token_ids: torch.Tensor
     """[tokens] long."""
     embeds: torch.Tensor | None
-    """[tokens, hidden] where some request has its own embeddings (rows of others are embedded by `adapter.embed`)."""
+    """[tokens, hidden] if any request has its own embeddings (`model.embed` embeds the rows of the others)."""
     positions: torch.Tensor
     """[axes, tokens] long."""
     attention: Any
     """Passed to the decoder's forward as the keyword argument `paged`; reaches the registered attention function.
-    None in the check at load, which runs one sequence under the library's own masks."""
+    None in the check at load, which runs one sequence with the library's own masks."""
     prompts: list[tuple[Prompt | None, int, int]] = field(default_factory=list)
     """Per request: its prompt, and the range [start, stop) of its sequence that is in this batch."""
     states: StateStep | None = None
-    """The states of its sequences, for decoders that keep any (`KVSpec.states`); None where `attention` is."""
+    """The states of its sequences, for decoders with state (`KVSpec.states`); None if `attention` is None."""
 
 
 class Vocabulary(Protocol):
-    """What a stage's tokens say."""
+    """Maps a stage's tokens to text and back."""
 
     def token_bytes(self, token_ids: Sequence[int]) -> list[bytes]:
-        """The bytes of each; joined, they are the text of all. Empty for tokens that stand for no text."""
+        """The bytes of each token; concatenated, they form the text. Empty for tokens without text."""
 
     def name(self, token_id: int) -> str:
-        """What a token without bytes is called, e.g. `<|im_end|>`; may be empty."""
+        """Name of a token without bytes, e.g. `<|im_end|>`; may be empty."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, with no special tokens around it."""
+        """Token ids of a text, without special tokens around it."""
 
 
 class LoraHost(Protocol):
-    """Keeps the LoRA adapters of a stage. A sequence keeps the adapter that it began with."""
+    """Keeps the LoRA adapters of a stage. A sequence keeps the adapter that it started with."""
 
     @property
     def loaded(self) -> Mapping[str, Lora]:
-        """Those that requests can name. Ranks that load and unload the same in the same order give the same
-        identities."""
+        """Adapters that requests can name. Ranks that load and unload the same adapters in the same order give them the
+        same identities."""
 
     def load(self, name: str, directory: str) -> None:
-        """Let requests name it. Raises `ConfigError` where it cannot be, or the name is taken."""
+        """Make it available to requests. Raises `ConfigError` if it cannot be loaded or the name is taken."""
 
     def unload(self, name: str) -> None:
-        """Let no further request name it; unknown names are ignored."""
+        """Refuse further requests that name it; unknown names are ignored."""
 
 
 @runtime_checkable
 class Recordable(Protocol):
-    """An adapter that may say that its `forward` does no more than run a network over the rows, ids and positions of a
-    batch: on a CPU, steps of single tokens are then played back instead (`decode_graphs`)."""
+    """A stage model whose `recordable` says that `forward` only runs a network over the rows, ids and positions of a
+    batch. On a CPU, decode steps are then replayed from a captured graph (`decode_graphs`)."""
 
     recordable: bool
 
 
 @runtime_checkable
 class TakesLora(Protocol):
-    """An adapter whose stage can have LoRA adapters."""
+    """A stage model that supports LoRA adapters."""
 
     @property
     def lora(self) -> LoraHost | None:
-        """None where the deployment gives the stage none."""
+        """None if the deployment gives the stage no adapters."""
 
 
-class AutoregressiveAdapter(Protocol):
+class AutoregressiveModel(Protocol):
     """A decoder as the engine sees it. All tensors on `device`."""
 
     device: torch.device
@@ -225,20 +225,20 @@ class AutoregressiveAdapter(Protocol):
     vocab_size: int
     max_model_len: int
     weight_bytes: int
-    """Of the loaded weights, in memory."""
+    """Bytes of the loaded weights in memory."""
     conditioned: bool
-    """Each generated token's input needs a row from upstream; a request without its next row is not scheduled."""
+    """Each generated token's input needs a row from upstream; a request whose next row is missing is not scheduled."""
     end_token_ids: frozenset[int]
     default_sampling: SamplingParams
-    """The defaults of the family's own `generate` for this stage."""
+    """Defaults of the family's own `generate` for this stage."""
     vocabulary: Vocabulary | None
-    """None where the stage makes no text, or has no tokenizer."""
+    """None if the stage makes no text or has no tokenizer."""
 
     def begin(self, request: StageRequest) -> Any:
-        """State of a request, given back to `feed`. Raises `InvalidRequest`."""
+        """Create the state of a request, which is passed to `feed`. Raises `InvalidRequest`."""
 
     def feed(self, state: Any, upstream: str, payload: Payload, *, final: bool) -> Fed:
-        """One chunk from upstream. Raises `InvalidRequest` or `StageFailed`: only that request fails."""
+        """Take one chunk from upstream. Raises `InvalidRequest` or `StageFailed`: only that request fails."""
 
     def embed(self, token_ids: torch.Tensor, conditioning: torch.Tensor | None) -> torch.Tensor:
         """[n] ids, [n, width] rows (conditioned stages) → [n, hidden] decoder inputs of generated tokens.
@@ -253,4 +253,4 @@ class AutoregressiveAdapter(Protocol):
         """[rows, hidden] → [rows, vocab] float32."""
 
     def decode_text(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Text of ids, for stages that make text; others raise `StageFailed`."""
+        """Text of ids, for stages that make text; other stages raise `StageFailed`."""

@@ -7,32 +7,32 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from segue.engines.autoregressive import branches
-from segue.engines.autoregressive.beam_group import BeamGroup
+from segue.engines.autoregressive.branches import branches
+from segue.engines.autoregressive.branches.beam_group import BeamGroup
 from segue.engines.autoregressive.config import AutoregressiveConfig
-from segue.engines.autoregressive.contract import AutoregressiveAdapter
-from segue.engines.autoregressive.grammar import Grammars, form_field
-from segue.engines.autoregressive.inputs import Scheduled
-from segue.engines.autoregressive.jobs import Job
-from segue.engines.autoregressive.landing import Landing
-from segue.engines.autoregressive.launch import Flight
-from segue.engines.autoregressive.leaving import Leaving
-from segue.engines.autoregressive.logprobs import check_logprobs
-from segue.engines.autoregressive.policies import rank
-from segue.engines.autoregressive.resources import allocate
-from segue.engines.autoregressive.roster import Roster
+from segue.engines.autoregressive.contract import AutoregressiveModel
+from segue.engines.autoregressive.grammar.grammar import Grammars, form_field
+from segue.engines.autoregressive.sample.logprobs import check_logprobs
+from segue.engines.autoregressive.schedule.jobs import Job
+from segue.engines.autoregressive.schedule.policies import rank
 from segue.engines.autoregressive.sequence import Sequence
 from segue.engines.autoregressive.speculation.speculation import NO_SPECULATION, Speculation
+from segue.engines.autoregressive.step.active import ActiveSequences, Removal
+from segue.engines.autoregressive.step.complete import Completion
+from segue.engines.autoregressive.step.dispatch import StepInFlight
+from segue.engines.autoregressive.step.inputs import Scheduled
+from segue.engines.autoregressive.step.resources import allocate
 from segue.engines.contract import Payload, StageOutput, StageRequest
+from segue.kernels.device import end_where_lost
 from segue.messages.errors import InvalidRequest, SegueError, StageFailed
 
 
 class AutoregressiveEngine:
-    """Implements `segue.engines.contract.Engine` for a decoder behind an `AutoregressiveAdapter`."""
+    """Implements `segue.engines.contract.Engine` for a decoder behind an `AutoregressiveModel`."""
 
     def __init__(
         self,
-        adapter: AutoregressiveAdapter,
+        model: AutoregressiveModel,
         config: AutoregressiveConfig,
         grammars: Grammars | None = None,
         speculation: Speculation | None = None,
@@ -41,61 +41,61 @@ class AutoregressiveEngine:
     ) -> None:
         """Allocates the KV cache. Raises `ConfigError` for a model that cannot be served in flat batches.
 
-        `grammars` wakes whoever waits for work when a grammar is there; None: nobody does. `ahead`: launch a step
-        before the one before it has landed, where that can be; None: on devices that run beside the host.
+        `grammars` wakes a waiting worker loop when a grammar is compiled; None: it wakes nothing. `ahead`: dispatch a
+        step before the previous one completes, if possible; None: only on devices that run asynchronously.
         """
-        resources = allocate(adapter, config, speculation)
+        resources = allocate(model, config, speculation)
         self.resources = resources
-        """To be looked at, by nobody else to be changed."""
-        self._adapter = resources.adapter
+        """For inspection; only the engine changes it."""
+        self._model = resources.model
         self._config = config
         self._scheduler = resources.scheduler
-        self._launcher = resources.launcher
+        self._dispatcher = resources.launcher
         self._speculation = speculation
-        # what a drafter guesses hangs on the tokens before, and on their states
-        self._ahead = speculation is None and (adapter.device.type != "cpu" if ahead is None else ahead)
-        self._flight: Flight | None = None
-        """The step that was launched and has not landed."""
-        self._grammars = grammars or Grammars.of(self._adapter)
-        self._roster = Roster(resources.scheduler)
-        self._leaving = Leaving(self._roster, resources.pool, resources.store, speculation)
-        self._landing = Landing(resources, self._roster, self._leaving, speculation)
+        # drafts depend on the preceding tokens and on their states
+        self._ahead = speculation is None and (model.device.type != "cpu" if ahead is None else ahead)
+        self._flight: StepInFlight | None = None
+        """The step that was dispatched and has not completed."""
+        self._grammars = grammars or Grammars.of(self._model)
+        self._active = ActiveSequences(resources.scheduler)
+        self._removal = Removal(self._active, resources.pool, resources.store, speculation)
+        self._completion = Completion(resources, self._active, self._removal, speculation)
         self._between: list[StageOutput] = []
-        """Ends that came of a chunk, not of a step: emitted by the next step."""
+        """Outputs of requests that ended between steps (by a chunk): emitted by the next step."""
         self._serial = 0
-        self._stalled = False  # the last decision was empty, and nothing has happened since then
+        self._stalled = False  # the last decision was empty, and nothing has changed since
         self._batch = 0
 
     # --- the contract ------------------------------------------------------------------------------------------------
 
     def warm_up(self) -> None:
-        """Run small steps once, on a store of their own; on a CPU, record those of single tokens."""
+        """Run small steps once, on a separate store; on a CPU, capture the graphs of decode steps."""
         self.resources.warm_up()
 
     def add(self, request: StageRequest) -> None:
-        """Take a request. Raises `InvalidRequest` where the adapter does, or when its id is in use."""
-        if self._roster.of(request.request_id):
+        """Accept a request. Raises `InvalidRequest` if the stage model rejects it or its id is in use."""
+        if self._active.of(request.request_id):
             raise InvalidRequest(f"request {request.request_id!r} is running already", field="request_id")
         check_logprobs(request, self._config.max_logprobs)
         order = rank(self._config.scheduling, request.priority, request.arrival, self._serial)
-        sequence = Sequence(branches.prepared(request, self._adapter, self._config), self._adapter, order)
+        sequence = Sequence(branches.prepared(request, self._model, self._config), self._model, order)
         sequence.compiling = self._grammars.ask(request)
         branches.begin(sequence)
         self._serial += branches.SERIALS
-        self._roster.add(sequence)
+        self._active.add(sequence)
 
     def feed(self, request_id: str, upstream: str, payload: Payload, *, final: bool) -> None:
-        """A chunk from upstream. What is wrong with it comes out of the next `step`, as that request's error; so does
-        the end of a request of which there is nothing to generate."""
-        members = self._roster.of(request_id)
+        """Take a chunk from upstream. Errors in it are returned by the next `step` as that request's error; so is the
+        end of a request with nothing to generate."""
+        members = self._active.of(request_id)
         if not members:
             return
         sequence = members[0]
         self._stalled = False
         try:
-            fed = self._adapter.feed(sequence.state, upstream, payload, final=final)
+            fed = self._model.feed(sequence.state, upstream, payload, final=final)
             if fed.nothing:
-                self._leaving.drop(request_id)
+                self._removal.drop(request_id)
                 self._between += [
                     StageOutput(request_id, index=index, finished=True, finish_reason="stop")
                     for index in range(sequence.request.outputs)
@@ -105,17 +105,17 @@ class AutoregressiveEngine:
                 if isinstance(sequence.branches, BeamGroup) and sequence.prompt is not None:
                     sequence.branches.limit(self._config.num_blocks, self._scheduler.limits)
         except SegueError as error:
-            self._between.append(self._leaving.fail(request_id, error))
+            self._between.append(self._removal.fail(request_id, error))
 
     def cancel(self, request_id: str) -> None:
-        """Forget the request and free its blocks."""
-        if self._roster.of(request_id):
-            self._leaving.drop(request_id)
-            self._stalled = False  # others may get what it held
+        """Drop the request and free its blocks."""
+        if self._active.of(request_id):
+            self._removal.drop(request_id)
+            self._stalled = False  # other requests may get its blocks
         self._between = [output for output in self._between if output.request_id != request_id]
 
     def pause(self, request_id: str) -> None:
-        """Do not schedule it; it is the first to be preempted."""
+        """Stop scheduling the request; it is the first to be preempted."""
         self._set_paused(request_id, True)
 
     def resume(self, request_id: str) -> None:
@@ -123,31 +123,31 @@ class AutoregressiveEngine:
         self._set_paused(request_id, False)
 
     def backlog(self, request_id: str) -> int:
-        """Chunks fed and not used yet: rows that wait for their tokens."""
-        members = self._roster.of(request_id)
+        """Number of chunks fed but not yet used: rows that wait for their tokens."""
+        members = self._active.of(request_id)
         return members[0].backlog() if members else 0
 
     def has_work(self) -> bool:
         """True if `step` would do something now."""
-        if self._between or self._flight is not None or any(map(_compiled, self._roster)):
+        if self._between or self._flight is not None or any(map(_compiled, self._active)):
             return True
-        return not self._stalled and any(sequence.job.runnable for sequence in self._roster)
+        return not self._stalled and any(sequence.job.runnable for sequence in self._active)
 
     @torch.inference_mode()
     def step(self) -> list[StageOutput]:
-        """Launch the next step and land the one before it; or that one first, where it decides what comes next."""
+        """Dispatch the next step, then complete the previous one; complete it first if the next one depends on it."""
         self._take_grammars()
         outputs, self._between = self._between, []
         before, self._flight = self._flight, None
-        flight = self._launch(before)
+        flight = self._dispatch(before)
         if before is not None:
-            outputs += self._land(before)
-            flight = flight or self._launch(None)
+            outputs += self._complete(before)
+            flight = flight or self._dispatch(None)
         if flight is not None and self._ahead and flight.open:
             self._flight = flight
         elif flight is not None:
-            outputs += self._land(flight)
-        if not self._roster and self._flight is None:
+            outputs += self._complete(flight)
+        if not self._active and self._flight is None:
             self.resources.pool.audit_idle()
         return outputs
 
@@ -163,24 +163,24 @@ class AutoregressiveEngine:
             "prefix_states": 0 if scheduler.snapshots is None else scheduler.snapshots.kept,
             "kv_waste": scheduler.waste(),
             "preemptions_total": scheduler.preemptions,
-            "recorded_steps_total": self._launcher.recorded_steps,
+            "recorded_steps_total": self._dispatcher.recorded_steps,
             "prefix_hit_tokens_total": scheduler.hit_tokens,
             "prefix_query_tokens_total": scheduler.query_tokens,
-            "generated_tokens_total": self._landing.generated_tokens,
-            "prefill_tokens_total": self._landing.prefill_tokens,
+            "generated_tokens_total": self._completion.generated_tokens,
+            "prefill_tokens_total": self._completion.prefill_tokens,
             **(self._speculation.stats() if self._speculation is not None else NO_SPECULATION),
         }
 
     def audit(self) -> None:
-        """Check all books; an `AssertionError` says what is off. For tests, after every step."""
+        """Check all state; an `AssertionError` says what is inconsistent. For tests, after every step."""
         self._scheduler.audit()
-        assert len(self._roster) == len(self._scheduler.running) + len(self._scheduler.waiting), "a sequence is lost"
+        assert len(self._active) == len(self._scheduler.running) + len(self._scheduler.waiting), "a sequence is lost"
         if self._speculation is not None:
             self._speculation.audit()
 
     def _take_grammars(self) -> None:
-        """Let those run whose grammars are there, and fail those whose grammars cannot be had."""
-        for sequence in [sequence for sequence in self._roster if _compiled(sequence)]:
+        """Unblock sequences whose grammars are compiled, and fail those whose grammars did not compile."""
+        for sequence in [sequence for sequence in self._active if _compiled(sequence)]:
             compilation, request = sequence.compiling, sequence.request
             assert compilation is not None
             try:
@@ -190,18 +190,18 @@ class AutoregressiveEngine:
                 sequence.take_grammar(self._grammars.grammar(compilation, request.sampling.stop_token_ids or ()))
                 sequence.refresh(self.resources.share_size)
             except SegueError as failed:
-                self._between.append(self._leaving.fail(request.request_id, failed))
+                self._between.append(self._removal.fail(request.request_id, failed))
             self._stalled = False
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
-    def _launch(self, before: Flight | None) -> Flight | None:
-        """Draft, schedule, run. `before`: the step that was launched last and has not landed: all of its sequences go
-        on, whatever it gives. None: nothing can run, or `before` must land first."""
+    def _dispatch(self, before: StepInFlight | None) -> StepInFlight | None:
+        """Draft, schedule, run. `before`: the step in flight; all of its sequences continue, whatever it draws. Returns
+        None if nothing can run, or if `before` must complete first."""
         if before is not None:
             self._expect(before)
         elif self._speculation is not None:
-            self._speculation.propose(self._roster, self._scheduler.limits, self._adapter.vocab_size)
+            self._speculation.propose(self._active, self._scheduler.limits, self._model.vocab_size)
         began = time.perf_counter()
         decision = self._scheduler.next(() if before is None else before.runs)
         if before is not None and (decision.preempt or not decision.runs):
@@ -212,48 +212,48 @@ class AutoregressiveEngine:
         self._stalled = not decision.runs and not decision.preempt
         if not decision.runs:
             return None
-        scheduled, attention = self._launcher.plan(decision.runs, self._roster)
+        scheduled, attention = self._dispatcher.plan(decision.runs, self._active)
         self._scheduler.launched(decision.runs)
         try:
             self.resources.store.copy(copies)
             if self.resources.states is not None and self._scheduler.slots is not None:
                 self.resources.states.copy(self._scheduler.slots.take_copies())
-            ran = self._launcher.run(scheduled, attention, None if before is None else before.newest)
-        except Exception as error:  # networks raise what they like: every sequence of the step is told of it
-            return Flight(scheduled, _failure(scheduled, error), began, open=False)
+            ran = self._dispatcher.run(scheduled, attention, None if before is None else before.newest)
+        except Exception as error:  # a network may raise anything: every sequence of the step gets the error
+            return StepInFlight(scheduled, _failure(scheduled, error), began, open=False)
         foreseeable = all(sequence.foreseeable and not sequence.wants_rows for sequence, _ in scheduled)
-        return Flight(scheduled, ran, began, open=foreseeable)
+        return StepInFlight(scheduled, ran, began, open=foreseeable)
 
-    def _expect(self, flight: Flight) -> None:
-        """Let its sequences look as if it had landed and had given each the token it draws."""
+    def _expect(self, flight: StepInFlight) -> None:
+        """Advance its sequences as if it had completed and had given each the token it draws."""
         flight.expected = True
         for sequence, run in flight.scheduled:
-            if sequence in self._roster:
+            if sequence in self._active:
                 drawn = run.stop == sequence.job.length
                 self._scheduler.expect(run)
                 if drawn:
                     sequence.expect(self.resources.share_size)
 
-    def _land(self, flight: Flight) -> list[StageOutput]:
-        """Wait for the device; then postprocess."""
+    def _complete(self, flight: StepInFlight) -> list[StageOutput]:
+        """Wait for the device, then postprocess."""
         self._scheduler.landed(flight.runs)
-        if flight.expected:  # now it is known
+        if flight.expected:  # undo the assumption: the real result is known
             for sequence, run in flight.scheduled:
-                if sequence in self._roster:
+                if sequence in self._active:
                     self._scheduler.recall(run)
                     sequence.refresh(self.resources.share_size)
         ran = flight.ran
         if not isinstance(ran, StageFailed):
             try:
-                landed = self._launcher.read(ran)
-            except Exception as error:  # what a device says late
+                landed = self._dispatcher.read(ran)
+            except Exception as error:  # errors that the device reports asynchronously
                 ran = _failure(flight.scheduled, error)
         if isinstance(ran, StageFailed):
-            outputs = self._landing.failed(flight.scheduled, ran)
+            outputs = self._completion.failed(flight.scheduled, ran)
         else:
-            outputs = self._landing.outputs(flight.scheduled, ran, landed)
+            outputs = self._completion.outputs(flight.scheduled, ran, landed)
             if self._speculation is not None:
-                alive = {sequence.job.key for sequence, _ in flight.scheduled if sequence in self._roster}
+                alive = {sequence.job.key for sequence, _ in flight.scheduled if sequence in self._active}
                 seconds = time.perf_counter() - flight.began
                 self._speculation.learn(flight.scheduled, alive, ran.hidden, ran.positions, seconds)
         self._scheduler.settle()
@@ -261,25 +261,27 @@ class AutoregressiveEngine:
         return outputs
 
     def _put_aside(self, preempted: Seq[Job]) -> None:
-        """Beams that were preempted wait as one sequence."""
-        groups = dict.fromkeys(self._roster[job.key].branches for job in preempted if job.gang)
+        """Make the beams of each preempted group wait as one sequence."""
+        groups = dict.fromkeys(self._active[job.key].branches for job in preempted if job.beam_group)
         for group in groups:
             assert isinstance(group, BeamGroup)
-            group.put_aside(self._roster, self.resources.share_size)
+            group.put_aside(self._active, self.resources.share_size)
 
     def _set_paused(self, request_id: str, paused: bool) -> None:
-        for sequence in self._roster.of(request_id):
+        for sequence in self._active.of(request_id):
             sequence.job.paused = paused
             self._stalled = False
 
 
 def _compiled(sequence: Sequence) -> bool:
-    """The grammar it waits for is there, or has failed."""
+    """Whether the grammar it waits for has compiled or failed."""
     return sequence.compiling is not None and sequence.compiling.done
 
 
 def _failure(scheduled: Seq[Scheduled], error: Exception) -> StageFailed:
-    """Whatever a model raises is the failure of this batch, and of nothing else."""
+    """Wrap a model's exception as the failure of this batch alone. Raises `DeviceLost` if the device takes no more
+    calls."""
+    end_where_lost(error)
     stage = scheduled[0].sequence.request.stage
     failed = StageFailed(f"forward failed: {type(error).__name__}: {error}", stage=stage)
     failed.__cause__ = error

@@ -1,4 +1,4 @@
-"""One request inside the engine: what is known of it, what its next inputs are, what it has given out."""
+"""State of one request inside the engine: its known tokens, its next inputs, and the output it has emitted."""
 
 from __future__ import annotations
 
@@ -10,25 +10,33 @@ from typing import Any
 import numpy as np
 import torch
 
-from segue.engines.autoregressive.after_thoughts import AfterThoughts
-from segue.engines.autoregressive.blocks import block_hash, chain_root
-from segue.engines.autoregressive.branching import Branching
-from segue.engines.autoregressive.contract import AutoregressiveAdapter, Fed, Prompt
-from segue.engines.autoregressive.detokenize import Detokenizer, StopStrings
-from segue.engines.autoregressive.grammar import Compilation, Form, Grammar
-from segue.engines.autoregressive.jobs import Job
-from segue.engines.autoregressive.logprobs import output_wanted, prompt_wanted
-from segue.engines.autoregressive.mutual import check_mutual
-from segue.engines.autoregressive.policies import Rank
-from segue.engines.autoregressive.sampler import RowSampler
-from segue.engines.autoregressive.thinking import Thinking, marks_of
-from segue.engines.autoregressive.words import bad_words
+from segue.engines.autoregressive.cache.blocks import block_hash, chain_root
+from segue.engines.autoregressive.contract import AutoregressiveModel, Fed, Prompt
+from segue.engines.autoregressive.grammar.after_thoughts import AfterThoughts
+from segue.engines.autoregressive.grammar.grammar import Compilation, Form, Grammar
+from segue.engines.autoregressive.sample.detokenize import Detokenizer, StopStrings
+from segue.engines.autoregressive.sample.logprobs import output_wanted, prompt_wanted
+from segue.engines.autoregressive.sample.penalties import bad_words
+from segue.engines.autoregressive.sample.sampler import RowSampler
+from segue.engines.autoregressive.sample.thinking import Thinking, marks_of
+from segue.engines.autoregressive.schedule.bidirectional import check_bidirectional
+from segue.engines.autoregressive.schedule.jobs import Job
+from segue.engines.autoregressive.schedule.policies import Rank
 from segue.engines.contract import StageOutput, StageRequest
 from segue.messages.errors import InvalidRequest, StageFailed, TooLong
 
 
+class Branching:
+    """Base of the state of a request with several outputs or candidates: `Forks` or a `BeamGroup`."""
+
+    @property
+    def foreseeable(self) -> bool:
+        """Whether its sequences continue unchanged, whatever tokens a step gives them."""
+        return False
+
+
 class Conditioning:
-    """Rows from upstream for generated tokens: the k-th row goes with token k, the tail with all after the last."""
+    """Rows from upstream for generated tokens: row k belongs to token k, the tail to all tokens after the last row."""
 
     def __init__(self) -> None:
         self._rows: torch.Tensor | None = None
@@ -36,7 +44,7 @@ class Conditioning:
         self.tail: torch.Tensor | None = None
 
     def add(self, rows: torch.Tensor) -> None:
-        """[n, width] more rows."""
+        """Append [n, width] rows."""
         if self._rows is None or self.count + len(rows) > len(self._rows):
             grown = rows.new_empty(max(64, 2 * (self.count + len(rows))), rows.shape[1])
             if self._rows is not None:
@@ -46,33 +54,33 @@ class Conditioning:
         self.count += len(rows)
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
-        """[stop - start, width]; the caller has checked that they are there."""
+        """[stop - start, width]; the caller has checked that the rows have arrived."""
         given = min(stop, self.count)
         known = [] if self._rows is None or start >= given else [self._rows[start:given]]
         if stop > given:
-            assert self.tail is not None, f"rows [{start}, {stop}) wanted, {self.count} are there"
+            assert self.tail is not None, f"rows [{start}, {stop}) wanted, but only {self.count} have arrived"
             known.append(self.tail.expand(stop - max(start, given), -1))
         return known[0] if len(known) == 1 else torch.cat(known)
 
 
 class TextOutput:
-    """Detokenises and looks for stop strings. Raises `InvalidRequest` for stages without text."""
+    """Detokenises and searches for stop strings. Raises `InvalidRequest` for stages without text."""
 
-    def __init__(self, adapter: AutoregressiveAdapter, request: StageRequest) -> None:
+    def __init__(self, model: AutoregressiveModel, request: StageRequest) -> None:
         sampling = request.sampling
         skip = sampling.skip_special_tokens is not False
         self._wanted = "text" in request.to_client
         try:
-            adapter.decode_text([], skip_special_tokens=True)
+            model.decode_text([], skip_special_tokens=True)
         except StageFailed as error:
             field = f"sampling.{request.stage}.stop"
             raise InvalidRequest(f"{field} is set, but stage {request.stage!r} makes no text", field=field) from error
         self._include = bool(sampling.include_stop_str_in_output)
-        self._detokenizer = Detokenizer(lambda ids: adapter.decode_text(ids, skip_special_tokens=skip))
+        self._detokenizer = Detokenizer(lambda ids: model.decode_text(ids, skip_special_tokens=skip))
         self._stops = StopStrings(sampling.stop or (), include=self._include)
 
     def push(self, token: int, *, ends: bool, may_stop: bool) -> tuple[str, bool]:
-        """(new text, whether a stop string was found). `ends`: the token itself ends the output, and shows no text."""
+        """Returns (new text, whether a stop string was found). `ends`: the token ends the output and shows no text."""
         if ends and not self._include:
             return "", False
         text, found = self._stops.push(self._detokenizer.push(token), may_stop=may_stop)
@@ -84,36 +92,36 @@ class TextOutput:
         return self._stops.found
 
     def flush(self, *, may_stop: bool) -> str:
-        """What was held back; the output has ended without a stop string."""
+        """Return the text held back; the output has ended without a stop string."""
         text, found = self._stops.push(self._detokenizer.flush(), may_stop=may_stop)
         text += "" if found else self._stops.flush()
         return text if self._wanted else ""
 
 
 class Sequence:
-    """A request between `add` and its end. Its `job` is what the scheduler sees."""
+    """A request from `add` to its end. Its `job` is the scheduler's view of it."""
 
     def __init__(
         self,
         request: StageRequest,
-        adapter: AutoregressiveAdapter,
+        model: AutoregressiveModel,
         rank: Rank,
         *,
         parent: Sequence | None = None,
         number: int = 0,
     ) -> None:
-        """`parent`: the sequence of the same request that this one goes on from, and which of those it is."""
+        """`parent`: the sequence of the same request that this one continues; `number`: its number among them."""
         self.request = request
-        self.adapter = adapter
-        self.state: Any = adapter.begin(request) if parent is None else parent.state
+        self.model = model
+        self.state: Any = model.begin(request) if parent is None else parent.state
         self._root = parent is None
         self.index = 0
-        """Which of the request's outputs it makes."""
+        """Index of the output it makes."""
         self.branches: Branching | None = None
-        """Where the request gets several outputs, or one of several: what becomes of it."""
+        """Shared state of the request's sequences if it has several outputs or candidates."""
         key = request.request_id if parent is None else f"{request.request_id}\0{number}"
-        self.job = Job(key, rank, tenant=request.request.tenant)
-        kept = adapter.kv.states
+        self.job = Job(key, rank, tenant=request.request.tenant, share=request.request.share)
+        kept = model.kv.states
         self.job.entire = kept is not None and not kept.continues
         self.prompt: Prompt | None = None
         self.prompt_length = 0
@@ -121,46 +129,46 @@ class Sequence:
         self.ids: list[int] = []
         """Prompt and generated tokens."""
         self.drafts: list[int] = []
-        """Guesses at the tokens after `ids`, to be verified in its next step."""
+        """Draft tokens after `ids`, to be verified in its next step."""
         self.wary = False
-        """Its last step gave NaN with drafts: the next one has none."""
+        """Its last step gave NaN with drafts: the next step runs without drafts."""
         self.forced: int | None = None
-        """The last token of an earlier attempt: taken instead of a drawn one."""
+        """The last token of an earlier attempt: taken instead of sampling one."""
         self.conditioning = Conditioning()
         self.sampler: RowSampler | None = None
         sampling = request.sampling
         spoken = "text" in request.to_client and sampling.detokenize is not False
-        self.text = TextOutput(adapter, request) if spoken or sampling.stop else None
-        self.logprobs = output_wanted(sampling, adapter.vocab_size)
+        self.text = TextOutput(model, request) if spoken or sampling.stop else None
+        self.logprobs = output_wanted(sampling, model.vocab_size)
         self._start: Grammar | None = None if parent is None else parent._start
         self.grammar: Form | None = None
-        """Where it is in the form its text must have."""
+        """Position of its text in the required grammar."""
         self.compiling: Compilation | None = None
-        """The grammar it waits for: until then it does not run."""
-        self.words = bad_words(request, adapter.vocabulary, adapter.vocab_size)
-        self._marks = marks_of(request, adapter.vocabulary, adapter.vocab_size)
-        # an earlier attempt that had emitted a token had told of the prompt with it
-        told = bool(request.resume) or parent is not None
-        self.prompt_logprobs = None if told else prompt_wanted(sampling, adapter.vocab_size)
+        """The grammar it waits for; it does not run until this is done."""
+        self.words = bad_words(request, model.vocabulary, model.vocab_size)
+        self._marks = marks_of(request, model.vocabulary, model.vocab_size)
+        # an earlier attempt that had emitted a token had sent the prompt's logprobs with it
+        reported = bool(request.resume) or parent is not None
+        self.prompt_logprobs = None if reported else prompt_wanted(sampling, model.vocab_size)
         self.job.fresh = self.prompt_logprobs is not None
         self.min_tokens = sampling.min_tokens or 0
         self.most = 0
-        """How many tokens it may generate; set with the prompt."""
-        ends = frozenset() if sampling.ignore_eos else adapter.end_token_ids
+        """Most tokens it may generate; set with the prompt."""
+        ends = frozenset() if sampling.ignore_eos else model.end_token_ids
         self.end_ids = ends | frozenset(sampling.stop_token_ids or ())
         self.announced = False
-        """Its first output is out."""
+        """Its first output has been emitted."""
         self.rows_given = 0
-        """Captured rows of tokens [0, rows_given) are out."""
-        self.wants_rows = bool(request.downstreams) and adapter.kv.capture_width > 0
+        """Captured rows of tokens [0, rows_given) have been emitted."""
+        self.wants_rows = bool(request.downstreams) and model.kv.capture_width > 0
         self.shareable = True
         self.logprob = 0.0
-        """Of its generated tokens together, where that is asked for."""
+        """Summed log-probability of its generated tokens, if requested."""
         self._unused: deque[int] = deque()
-        """By chunk that brought rows nobody has used yet: the number of rows with and before it."""
+        """For each chunk whose rows are unused: the cumulative number of rows up to and including that chunk."""
 
     def rank_of(self, number: int) -> Rank:
-        """Of the `number`-th sequence that goes on from this one: right behind it."""
+        """Rank of the `number`-th sequence that continues this one: directly after it."""
         priority, arrival, serial = self.job.rank
         return (priority, arrival, serial + number)
 
@@ -170,59 +178,59 @@ class Sequence:
 
     @property
     def restricted(self) -> bool:
-        """Tokens may be forbidden: it can happen that none is left."""
+        """Whether tokens may be forbidden, so that possibly none is left."""
         return self.grammar is not None or (self.sampler is not None and self.sampler.rules.forbids)
 
     @property
     def foreseeable(self) -> bool:
-        """What its next step computes, and how a token is drawn there, does not hang on which token this one gives."""
+        """Whether its next step's computation and sampling are independent of the token that this step draws."""
         if self.grammar is not None or self.forced is not None or self.prompt_logprobs is not None:
             return False
         rules = None if self.sampler is None else self.sampler.rules
         return (rules is None or not rules.remember) and (self.branches is None or self.branches.foreseeable)
 
     def take_grammar(self, start: Grammar) -> None:
-        """The grammar it waited for is there: go to where an earlier attempt had come to."""
+        """Take the compiled grammar and advance it over the tokens of an earlier attempt."""
         self.compiling, self._start = None, start
         if self.prompt is not None:
             self._take_form()
 
     def _take_form(self) -> None:
-        """Prompt and grammar are both there."""
+        """Start the grammar once both prompt and grammar have arrived."""
         assert self.sampler is not None
         for resumed in (self.request.resume, *self.request.resume_others):
             place = self._form()
             if place is not None and not all(place.accept(token) for token in resumed):
-                raise StageFailed("what an earlier attempt had written does not fit structured_outputs any more")
+                raise StageFailed("the tokens of an earlier attempt do not match structured_outputs")
         thinking = self._thinking()
         self.sampler.rules.thinking = None if thinking is None else thinking.after(self.request.resume[:-1])
         self._replay(self.request.resume)
 
     def _thinking(self) -> Thinking | None:
-        """The place in its thoughts of an output that has no token yet."""
+        """The thinking state of an output that has no token yet."""
         marks = self._marks
         if marks is None or self.prompt is None:
             return None
         if marks.may_open and self._start is not None and self._start.fork().accept(marks.open[0]):
-            marks = replace(marks, may_open=False)  # the form's own text can begin so
+            marks = replace(marks, may_open=False)  # the grammar's own text can begin with this token
         return Thinking(marks, self.prompt.token_ids)
 
     def _form(self) -> Form | None:
-        """The place in its form of an output that has no token yet."""
+        """The grammar state of an output that has no token yet."""
         if self._start is None or self._marks is None:
             return None if self._start is None else self._start.fork()
         thinking = self._thinking()
         return None if thinking is None else AfterThoughts(self._start.fork(), thinking, self.end_ids)
 
     def _replay(self, resume: Seq[int]) -> None:
-        """The last of what an earlier attempt had generated is accepted when it is taken."""
+        """Advance the grammar over an earlier attempt's tokens, except the last, which is accepted when it is taken."""
         self.grammar = self._form()
         if self.grammar is not None:
             for token in resume[:-1]:
                 self.grammar.accept(token)
 
     def feed(self, fed: Fed, longest: int, block_size: int) -> None:
-        """Take what a chunk meant. `longest`: the most tokens a sequence can have; `block_size` 0: nothing is shared.
+        """Take the result of a chunk. `longest`: the most tokens a sequence can have; `block_size` 0: no sharing.
 
         Raises `InvalidRequest` for a prompt that can never run.
         """
@@ -236,7 +244,7 @@ class Sequence:
         self.refresh(block_size)
 
     def backlog(self) -> int:
-        """Chunks whose rows wait for their tokens; a row is used when the token after its own is there."""
+        """Number of chunks with unused rows; a row is used once the token after its own has been generated."""
         while self._unused and self._unused[0] <= self.generated:
             self._unused.popleft()
         return len(self._unused) if self.prompt is not None else 0
@@ -251,22 +259,22 @@ class Sequence:
                 f"deployment can hold for a request at stage {self.request.stage!r}",
                 field="messages",
             )
-        _check_prompt(prompt, self.adapter.axes, self.request.stage)
+        _check_prompt(prompt, self.model.axes, self.request.stage)
         self.prompt = prompt
         self.prompt_length = length
-        self.job.mutual = tuple(prompt.mutual)
+        self.job.bidirectional = tuple(prompt.bidirectional)
         self._positions = None if prompt.positions is None else prompt.positions.cpu().numpy()
         self.most = longest - length
         if self.request.sampling.max_tokens is not None:
             self.most = min(self.most, self.request.sampling.max_tokens)
         self.shareable = self.shareable and (prompt.identity is None or bool(prompt.identity))
-        adapter, request = self.adapter, self.request
+        model, request = self.model, self.request
         self.sampler = RowSampler.of(
             request.sampling,
             request.seed,
             prompt.token_ids,
-            adapter.vocab_size,
-            adapter.end_token_ids,
+            model.vocab_size,
+            model.end_token_ids,
             self.words,
             self._thinking(),
             prompt.rule,
@@ -278,7 +286,7 @@ class Sequence:
             self._take_form()
 
     def go_on(self, resume: Seq[int]) -> None:
-        """Take what an earlier attempt had generated, but for the last of it, which is taken as if it were drawn."""
+        """Take the tokens of an earlier attempt, except the last, which is taken as if it were sampled."""
         assert self.sampler is not None
         self.ids += resume[:-1]
         for token in resume[:-1]:
@@ -287,7 +295,7 @@ class Sequence:
         self._replay(resume)
 
     def follow(self, parent: Sequence, block_size: int) -> None:
-        """Go on from where the prompt of `parent` ends, which both have."""
+        """Continue from the end of the prompt of `parent`, which both sequences share."""
         assert parent.prompt is not None
         self.shareable = parent.shareable
         self._begin(parent.prompt, parent.most + parent.prompt_length)
@@ -296,18 +304,18 @@ class Sequence:
         self.refresh(block_size)
 
     def tell_prompt(self, output: StageOutput) -> None:
-        """What the client asked to know of the prompt goes with the first token ever."""
-        told, request = self.prompt_logprobs, self.request
-        if told is not None:
-            output.prompt_logprobs = told.found
+        """Attach the requested prompt logprobs and ids to the output with the request's first token."""
+        gathered, request = self.prompt_logprobs, self.request
+        if gathered is not None:
+            output.prompt_logprobs = gathered.found
             self.prompt_logprobs, self.job.fresh = None, False
         if request.request.return_prompt_ids and "text" in request.to_client:
             ids = self.ids[: self.prompt_length]
-            # of embeddings there are none to tell
+            # prompts given as embeddings have no ids
             output.prompt_token_ids = ids if min(ids, default=0) >= 0 else []
 
     def become(self, other: Sequence) -> None:
-        """Drop the own tokens for those of `other`, which has the same prompt."""
+        """Replace its tokens with those of `other`, which has the same prompt."""
         assert self.sampler is not None
         assert other.sampler is not None
         self.ids = other.ids[:]
@@ -317,13 +325,13 @@ class Sequence:
         self.job.hashes = other.job.hashes[:]
 
     def cut(self, ids: list[int], block_size: int) -> None:
-        """Have these tokens, which begin with the prompt; nothing of them is in the cache."""
+        """Set its tokens to `ids`, which begin with the prompt; none of them is in the cache."""
         self.ids = ids
         self.job.hashes = []
         self.refresh(block_size)
 
     def append(self, token: int, block_size: int) -> None:
-        """One more generated token."""
+        """Append one generated token."""
         assert self.sampler is not None
         self.ids.append(token)
         self.sampler.saw(token)
@@ -333,23 +341,23 @@ class Sequence:
         self.refresh(block_size)
 
     def propose(self, drafts: list[int]) -> None:
-        """Guesses at the next tokens; they hold until there is a token more."""
+        """Set the draft tokens; they are valid until the next token is appended."""
         self.drafts = drafts
         self.job.drafts = len(drafts)
 
     def tokens(self, start: int, stop: int) -> list[int]:
-        """Ids of tokens [start, stop), drafts among them."""
+        """Ids of tokens [start, stop), including drafts."""
         known = self.ids[start:stop]
         after = len(self.ids)
         return known + self.drafts[max(0, start - after) : stop - after] if stop > after else known
 
     def expect(self, block_size: int) -> None:
-        """As if the token that is being drawn were known, unless it is the last one in any case."""
+        """Advance as if the token that is being drawn were known, unless it is the last one in any case."""
         if self.generated + 1 < self.most:
             self.refresh(block_size, coming=1)
 
     def refresh(self, block_size: int, *, coming: int = 0) -> None:
-        """Bring `job` up to date after tokens or rows arrived. `coming`: tokens that are taken to be there already."""
+        """Update `job` after tokens or rows arrived. `coming`: tokens assumed to be known already."""
         if self.prompt is None:
             return
         job = self.job
@@ -358,8 +366,8 @@ class Sequence:
             job.ready = 0
             return
         shared = len(self.ids)
-        if self.adapter.conditioned:
-            # what a generated token is depends on its row, so only the prompt is shared
+        if self.model.conditioned:
+            # a generated token's identity depends on its row, so only the prompt is shared
             shared = self.prompt_length
             if self.conditioning.tail is None:
                 job.ready = min(job.length, self.prompt_length + self.conditioning.count)
@@ -370,7 +378,7 @@ class Sequence:
                 job.hashes.append(block_hash(parent, self._identity(start, start + block_size)))
 
     def _identity(self, start: int, stop: int) -> bytes:
-        """What tokens [start, stop) are, as bytes; equal only where K, V and captured rows are."""
+        """Identity of tokens [start, stop) as bytes; equal only if K, V and captured rows are equal."""
         prompt = self.prompt
         assert prompt is not None
         known = prompt.token_ids if prompt.identity is None else prompt.identity
@@ -388,7 +396,7 @@ class Sequence:
         after = np.arange(start, stop)
         if self.prompt is not None and self.prompt.position_delta:
             after[max(0, self.prompt_length - start) :] += self.prompt.position_delta
-        positions = np.broadcast_to(after, (self.adapter.axes, stop - start))
+        positions = np.broadcast_to(after, (self.model.axes, stop - start))
         if known is not None and start < self.prompt_length:
             positions = positions.copy()
             positions[:, : self.prompt_length - start] = known[:, start:]
@@ -396,7 +404,7 @@ class Sequence:
 
 
 def _check_prompt(prompt: Prompt, axes: int, stage: str) -> None:
-    """The adapter's mistakes, before they spoil a batch."""
+    """Reject a stage model's malformed prompt before it spoils a batch."""
     length = len(prompt.token_ids)
     if prompt.embeds is not None and prompt.embeds.shape[0] != length:
         raise StageFailed(f"prompt of {length} tokens with embeds {tuple(prompt.embeds.shape)}", stage=stage)
@@ -405,6 +413,6 @@ def _check_prompt(prompt: Prompt, axes: int, stage: str) -> None:
             f"prompt of {length} tokens with positions {tuple(prompt.positions.shape)}, not {(axes, length)}",
             stage=stage,
         )
-    check_mutual(prompt.mutual, length, stage)
+    check_bidirectional(prompt.bidirectional, length, stage)
     if prompt.identity and len(prompt.identity) != length:
         raise StageFailed(f"prompt of {length} tokens with {len(prompt.identity)} identities", stage=stage)

@@ -1,19 +1,19 @@
-"""An adapter over another one."""
+"""Base class of a stage model that wraps another stage model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from segue.engines.autoregressive.contract import AutoregressiveAdapter, Fed
+from segue.engines.autoregressive.contract import AutoregressiveModel, Fed
 from segue.engines.contract import Payload, StageRequest
 
 
 class Wrapped:
-    """What such an adapter leaves as it is: all of an `AutoregressiveAdapter` but its network. Whoever derives from it
-    adds `embed`, `forward` and `logits`."""
+    """Forwards everything of an `AutoregressiveModel` except its network to `inner`. A subclass adds `embed`, `forward`
+    and `logits`."""
 
-    def __init__(self, inner: AutoregressiveAdapter) -> None:
+    def __init__(self, inner: AutoregressiveModel) -> None:
         self.inner = inner
         self.device = inner.device
         self.kv = inner.kv

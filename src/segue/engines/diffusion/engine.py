@@ -1,11 +1,11 @@
-"""The diffusion engine: one step is one call of the network over rows of many requests, each at a step of its own.
+"""The diffusion engine: one step is one call of the network over rows of many requests, each at its own step.
 
-    add ─▶ feed* ─▶ samples            the adapter makes them when all conditions of a request are there
+    add ─▶ feed* ─▶ samples            the stage model makes them when all conditions of a request have arrived
     step:  choose samples ─▶ rows ─▶ predict ─▶ per sample: combine, its scheduler's step
-    a sample that is done leaves as a payload; the request is finished with its last sample
+    a finished sample leaves as a payload; the request is finished with its last sample
 
-Who is in a step is decided by `segue.engines.diffusion.choice`. A sample's result does not depend on who shares its
-calls: it has its own scheduler, noise and guidance, and rows do not see each other.
+`segue.engines.diffusion.batch` decides which samples are in a step. A sample's result does not depend on the other
+samples in its calls: it has its own scheduler, noise and guidance, and rows do not see each other.
 """
 
 from __future__ import annotations
@@ -19,39 +19,38 @@ from functools import partial
 import torch
 
 from segue.engines.contract import Payload, StageOutput, StageRequest
-from segue.engines.diffusion.choice import Candidate, choose
-from segue.engines.diffusion.contract import DiffusionAdapter, Row, Sample
-from segue.engines.diffusion.costs import CostTable, measure
-from segue.engines.diffusion.room import Room
+from segue.engines.diffusion.batch import Candidate, CostTable, choose, measure
+from segue.engines.diffusion.contract import DiffusionModel, Row, Sample
+from segue.engines.diffusion.memory import Room
 from segue.engines.diffusion.step_caches import StepCaches
 from segue.engines.entries import Entries, Entry
-from segue.kernels.memory import out_of_memory
+from segue.kernels.device import end_where_lost, out_of_memory
 from segue.messages.errors import ConfigError, StageFailed
 
 TRIAL_SECONDS = {"cpu": 1.0}
-"""Time that the warm-up takes to measure calls, by kind of device. A worker that comes back takes it again."""
+"""Time that the warm-up spends measuring calls, by kind of device. A restarted worker spends it again."""
 _TRIAL_SECONDS = 10.0
 _UNCOUNTED = 2
-"""Calls of each kind before those that are measured. The third may be recorded, which all later ones play back:
-`segue.kernels.network_graphs`."""
+"""Calls of each kind before the measured ones. The third may be recorded, and later ones are replayed:
+`segue.kernels.graphs.network_graphs`."""
 _CALLS = 3
-"""Calls of one row that measuring a size takes at least."""
+"""Minimum number of one-row calls for measuring a size."""
 _EXPLORE = 128
-"""Every so many calls a larger batch is tried than was found worth it: the measurement may have been a bad moment."""
+"""Every this many calls, a batch larger than found worth it is tried, because the measurement may have been a fluke."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiffusionConfig:
-    """Limits of one step."""
+    """Limits of the engine."""
 
     max_batch: int = 16
-    """Rows per call; a sample that has more by itself runs alone."""
+    """Rows per call; a single sample with more runs alone."""
     patience: int = 64
-    """Steps a sample may be passed over before it goes first. Simulated as in `costs.GAIN` at eight tenths of the
-    capacity, against first come, first served: 8 gives 0.54 of its mean completion time and 1.4 of the 99th percentile,
-    16 gives 0.47 and 1.2, 64 gives 0.44 and 1.1, and more gives no more."""
+    """Steps a sample may be passed over before it leads. Simulated as in `batch.GAIN` at eight tenths of the capacity,
+    relative to first come, first served: 8 gives 0.54 of its mean completion time and 1.4 of the 99th percentile,
+    16 gives 0.47 and 1.2, 64 gives 0.44 and 1.1, and more changes nothing."""
     memory_bytes: int | None = None
-    """What the stage has for weights and activations; None: unknown, so nothing is refused for it."""
+    """The stage's memory for weights and activations; None: unknown, so no request is refused for it."""
 
     def __post_init__(self) -> None:
         for name, value in (("max_batch", self.max_batch), ("patience", self.patience)):
@@ -66,9 +65,9 @@ class _Running:
     sample: Sample
     arrival: int
     previews: list[int]
-    """After which calls a preview is due; number k is entry k."""
+    """Numbers of the calls after which a preview is due; preview k is entry k."""
     branches: Sequence[int] = ()
-    """Of its next call; asked of the adapter when a step is chosen."""
+    """Branches of its next call; read from the stage model when a step is chosen."""
     passed: int = 0
 
 
@@ -77,24 +76,24 @@ class _Entry(Entry):
     """One request in the engine."""
 
     running: list[_Running] = field(default_factory=list)
-    """Samples that are not done."""
+    """Samples that are not finished."""
     made: bool = False
     """Its samples have been made."""
 
 
 class DiffusionEngine:
-    """`segue.engines.contract.Engine` over a `DiffusionAdapter`."""
+    """`segue.engines.contract.Engine` over a `DiffusionModel`."""
 
-    def __init__(self, adapter: DiffusionAdapter, config: DiffusionConfig | None = None) -> None:
-        self._adapter = adapter
+    def __init__(self, model: DiffusionModel, config: DiffusionConfig | None = None) -> None:
+        self._model = model
         self._config = config or DiffusionConfig()
-        self._entries: Entries[_Entry] = Entries(adapter.end)
+        self._entries: Entries[_Entry] = Entries(model.end)
         self._arrivals = itertools.count()
         self.costs = CostTable()
-        self._room = Room(adapter, self._config.memory_bytes)
-        self._caches = StepCaches(adapter)
+        self._room = Room(model, self._config.memory_bytes)
+        self._caches = StepCaches(model)
         self._limit = 0
-        """Rows that the last call could have had."""
+        """Row limit of the last call."""
         self._last_batch = 0
         self._calls = 0
         self._rows = 0
@@ -102,10 +101,10 @@ class DiffusionEngine:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """The adapter's own calls, then calls of made-up samples: what they cost is the table of `costs`."""
-        self._adapter.warm_up()
+        """Run the stage model's own warm-up, then measure calls of made-up samples to fill `costs`."""
+        self._model.warm_up()
         end: float | None = None
-        for sample in self._adapter.trials():
+        for sample in self._model.trials():
             if end is None:
                 end = time.monotonic() + TRIAL_SECONDS.get(sample.latents.device.type, _TRIAL_SECONDS)
             left = end - time.monotonic()
@@ -123,16 +122,16 @@ class DiffusionEngine:
                 break
 
     def _trial(self, sample: Sample, rows: int) -> float:
-        """Seconds of a call of so many rows like this one."""
+        """Seconds of a call of `rows` rows like this one."""
         start = time.perf_counter()
-        self._adapter.predict([Row(sample, 0)] * rows)
+        self._model.predict([Row(sample, 0)] * rows)
         if sample.latents.device.type == "cuda":
             torch.cuda.synchronize(sample.latents.device)
         return time.perf_counter() - start
 
     def add(self, request: StageRequest) -> None:
         self._entries.expect_new(request)
-        self._entries.add(_Entry(request, self._adapter.begin(request), set(request.upstreams)))
+        self._entries.add(_Entry(request, self._model.begin(request), set(request.upstreams)))
 
     @torch.inference_mode()
     def feed(self, request_id: str, upstream: str, payload: Payload, *, final: bool) -> None:
@@ -140,8 +139,8 @@ class DiffusionEngine:
         if entry is None:
             return
         try:
-            samples = self._adapter.feed(entry.state, upstream, payload, final=final)
-        except Exception as error:  # a stage answers for whatever its model code raises, one request at a time
+            samples = self._model.feed(entry.state, upstream, payload, final=final)
+        except Exception as error:  # the stage fails the request for any error of its model code
             self._entries.fail_later(request_id, error)
             return
         if final:
@@ -154,7 +153,7 @@ class DiffusionEngine:
             entry.running.append(_Running(sample, next(self._arrivals), due))
         entry.made = entry.made or bool(samples)
         if not entry.open_upstreams and not entry.made:
-            nothing = StageFailed(f"all input of request {request_id!r} is here, and its adapter made no samples")
+            nothing = StageFailed(f"all input of request {request_id!r} arrived, but its stage model made no samples")
             self._entries.fail_later(request_id, nothing)
 
     def cancel(self, request_id: str) -> None:
@@ -167,7 +166,7 @@ class DiffusionEngine:
         self._entries.resume(request_id)
 
     def backlog(self, request_id: str) -> int:
-        """Conditions are kept, not waiting to be used."""
+        """Always 0: conditions are kept, not queued."""
         return 0
 
     def has_work(self) -> bool:
@@ -196,12 +195,12 @@ class DiffusionEngine:
     # ── one step ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _schedule(self) -> list[_Running]:
-        """Who takes the next step; counts who is passed over."""
+        """Choose the samples of the next step, and count how often the others are passed over."""
         ready = [(running, entry) for entry in self._entries.values() if not entry.paused for running in entry.running]
         for entry in self._entries.values():
             for running in entry.running:
-                running.branches = self._adapter.branches(running.sample)
-        # what is left of a request is left of all its samples: it is done when each is
+                running.branches = self._model.branches(running.sample)
+        # a request is done when all its samples are, so its work is the sum of theirs
         work = {name: sum(map(self._work, entry.running)) for name, entry in self._entries.items()}
         by_candidate = {
             self._candidate(running, entry.request.priority, work[running.sample.request_id]): running
@@ -222,7 +221,7 @@ class DiffusionEngine:
         return chosen
 
     def _work(self, running: _Running) -> float:
-        """Seconds of calls that a sample still needs, about."""
+        """Approximate seconds of calls that a sample still needs."""
         sample = running.sample
         return sample.remaining * self.costs.of(sample.tokens, len(running.branches))
 
@@ -245,7 +244,7 @@ class DiffusionEngine:
         for running in batch:
             own = list(itertools.islice(answers, len(running.branches)))
             if running.sample.request_id not in self._entries:
-                continue  # failed by another sample of this very call
+                continue  # another sample of the same call has failed the request
             try:
                 outputs += self._stepped(running, own)
             except Exception as error:
@@ -257,25 +256,26 @@ class DiffusionEngine:
         return self._predict(rows)
 
     def _predict(self, rows: Sequence[Row], *, again: bool = False) -> list[torch.Tensor | Exception]:
-        """What the network says to each row, or why it cannot: a call that fails is made again in halves, so that one
-        that is too large for the memory succeeds, and of any other only the guilty row fails. A row that there is no
-        memory for by itself is tried once more (`again`)."""
+        """The network's prediction for each row, or its error. A failed call is repeated in halves, so that one that is
+        too large for the memory succeeds, and otherwise only the faulty row fails. A single row that runs out of memory
+        is tried once more (`again`)."""
         self._calls += 1
         self._rows += len(rows)
         try:
             start = time.perf_counter()
-            with self._adapter.during(rows):
+            with self._model.during(rows):
                 answers: list[torch.Tensor | Exception] = list(self._caches.predict(rows))
             seconds = time.perf_counter() - start
             if len(answers) != len(rows):
-                raise StageFailed(f"the adapter gave {len(answers)} predictions for {len(rows)} rows")
+                raise StageFailed(f"the stage model gave {len(answers)} predictions for {len(rows)} rows")
         except Exception as error:
+            end_where_lost(error)
             lacking = out_of_memory(error)
-            # what the call had got by then hangs on the traceback
+            # the traceback keeps the call's tensors alive
             failure = error.with_traceback(None) if lacking else error
         else:
             self._room.fitted(rows[0].sample)
-            # elsewhere the call has only been begun
+            # on other devices the call has only been dispatched
             if rows[0].sample.latents.device.type == "cpu" and self._caches.measures(rows):
                 self.costs.enter(rows[0].sample.tokens, len(rows), seconds)
             return answers
@@ -284,24 +284,24 @@ class DiffusionEngine:
         if len(rows) == 1 and (again or not lacking):
             return [failure]
         self._retries += 1
-        if len(rows) == 1:  # what was left behind by calls before it has been given back
+        if len(rows) == 1:  # memory left behind by earlier calls has been freed
             return self._predict(rows, again=True)
         middle = (len(rows) + 1) // 2
         return self._predict(rows[:middle]) + self._predict(rows[middle:])
 
     def _stepped(self, running: _Running, answers: Sequence[torch.Tensor | Exception]) -> list[StageOutput]:
-        """Advance a sample by one call of the network. Raises what makes its request fail."""
+        """Advance a sample by one call of the network. Raises the error that fails its request."""
         sample = running.sample
         predictions: list[torch.Tensor] = []
         for answer in answers:
             if isinstance(answer, Exception):
                 raise self._room.failure(sample) if out_of_memory(answer) else answer
             predictions.append(answer)
-        prediction = self._adapter.combine(sample, predictions)
+        prediction = self._model.combine(sample, predictions)
         outputs: list[StageOutput] = []
         if sample.step + 1 in running.previews:
             number = running.previews.index(sample.step + 1)
-            shown = {**self._adapter.preview(sample, prediction), "partial": number}
+            shown = {**self._model.preview(sample, prediction), "partial": number}
             outputs.append(StageOutput(sample.request_id, index=sample.index, payload=shown))
         [sample.latents, *_] = sample.scheduler.step(
             prediction, sample.timestep, sample.latents, return_dict=False, **sample.step_arguments
@@ -309,11 +309,11 @@ class DiffusionEngine:
         sample.step += 1
         if sample.mend is not None:
             sample.latents = sample.mend(sample)
-        told = StageOutput(sample.request_id, index=sample.index, progress=(sample.step, len(sample.timesteps)))
+        output = StageOutput(sample.request_id, index=sample.index, progress=(sample.step, len(sample.timesteps)))
         if not sample.remaining:
-            told.payload = self._adapter.finish(sample)
-            self._leave(running, told)
-        return [*outputs, told]
+            output.payload = self._model.finish(sample)
+            self._leave(running, output)
+        return [*outputs, output]
 
     def _leave(self, running: _Running, output: StageOutput) -> None:
         entry = self._entries[running.sample.request_id]
@@ -324,7 +324,7 @@ class DiffusionEngine:
 
 
 def preview_calls(calls: int, previews: int) -> list[int]:
-    """After which of `calls` calls (counted from 1) a preview is due: evenly spread, none after the last, no two after
-    the same."""
+    """The calls (of `calls`, counted from 1) after which a preview is due: evenly spread, none after the last, at most
+    one per call."""
     due = {-(-number * calls // (previews + 1)) for number in range(1, previews + 1)}
     return sorted(call for call in due if call < calls)

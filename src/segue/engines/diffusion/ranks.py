@@ -1,17 +1,16 @@
-"""One denoiser on several ranks (`segue.parallel.ways`).
+"""One denoiser on several ranks (`segue.parallel.ways`): the leader's stage model and the exchange between ranks.
 
-- Guidance branches are computed side by side (CFG parallel): at each call part `branch % parts` computes a row, and all
-  predictions meet in one gather. A row is always with the same part, so what a step cache keeps of it is there too.
-- The network is divided: the ranks of a part compute each of its rows together, and the network's own collectives keep
-  them together, so that each has the whole predictions.
+- Guidance branches are computed in parallel (CFG parallel): in each call, part `branch % parts` computes a row, and one
+  gather collects all predictions. A row always stays with the same part, and so does its step cache.
+- The network is divided: the ranks of a part compute each of its rows together, synchronised by the network's own
+  collectives, so that each rank has the whole predictions.
 
-The engine runs on the leader and sees an adapter like any other. Followers make the same samples from the same
-conditions (`segue.engines.diffusion.row_follower`). Scheduling, schedulers and guidance are the leader's alone.
+The engine runs on the leader, and `RowLeader` looks to it like any other stage model. Followers make the same samples
+from the same conditions (`segue.engines.diffusion.follower`). Only the leader runs scheduling, schedulers and guidance.
 
-Before a call of a divided network all ranks say whether they have the memory for it. Where one has not, nobody begins,
-and the engine makes the call again in halves. What goes wrong later, in the middle of what ranks exchange, ends all of
-them, and new ones are started.
-"""
+Before a call of a divided network all ranks report whether they have the memory for it. If one has not, no rank starts,
+and the engine repeats the call in halves. A later failure, in the middle of an exchange between ranks, ends all of
+them, and new ones are started."""
 
 from __future__ import annotations
 
@@ -25,18 +24,17 @@ import torch
 
 from segue.engines.autoregressive.contract import LoraHost, TakesLora
 from segue.engines.contract import Payload, StageRequest
-from segue.engines.diffusion.contract import CachesBlocks, DiffusionAdapter, Row, Sample
-from segue.engines.diffusion.exchange import NO_MEMORY, STRAY, failure_of, gathered, told
-from segue.engines.diffusion.reserve import Reserve
-from segue.kernels.lora import Lora
-from segue.kernels.memory import out_of_memory
-from segue.messages.errors import ConfigError
+from segue.engines.diffusion.contract import CachesBlocks, DiffusionModel, Row, Sample
+from segue.engines.diffusion.memory import Reserve
+from segue.kernels.device import end_where_lost, out_of_memory
+from segue.kernels.linear.lora import Lora
+from segue.messages.errors import ConfigError, InvalidRequest, SegueError, StageFailed, error_from
 from segue.parallel.group import ReplicaBroken
 from segue.parallel.orders import Crew, LoadAdapter, UnloadAdapter, dtype_name
 from segue.parallel.row_orders import (
     Begin,
+    CallStatus,
     End,
-    Fared,
     Feed,
     Gather,
     Go,
@@ -44,15 +42,65 @@ from segue.parallel.row_orders import (
     RowOrder,
     Trial,
     WarmUp,
-    decode_fared,
+    decode_status,
     encode_row_order,
 )
 from segue.parallel.ways import Ways
 
+STRAY = 30.0
+"""Seconds without an order after which a failed rank assumes that the other ranks are waiting for it."""
+
+
+def told(failure: Exception | None) -> CallStatus:
+    """A rank's status as sent to the others. Raises `DeviceLost`."""
+    if failure is None:
+        return CallStatus()
+    end_where_lost(failure)
+    field = failure.field if isinstance(failure, SegueError) else None
+    return CallStatus(type(failure).__name__, str(failure), field, out_of_memory(failure))
+
+
+NO_MEMORY = CallStatus("OutOfMemoryError", "no memory for the rows of a call", no_memory=True)
+"""Status of a rank that lacks the memory for a call, sent before the call."""
+
+
+def failure_of(status: Sequence[CallStatus]) -> Exception:
+    """The failure of a call that some part's ranks could not compute, though others could."""
+    ranks = [rank for rank, one in enumerate(status) if one.no_memory]
+    if ranks:
+        return torch.OutOfMemoryError(f"out of memory on rank {', '.join(map(str, ranks))} of {len(status)}")
+    rank, first = next((rank, one) for rank, one in enumerate(status) if one.kind)
+    refusal = error_from(first.kind, first.message, field=first.field)
+    if isinstance(refusal, InvalidRequest):
+        return refusal
+    return StageFailed(f"rank {rank} could not compute its rows; its log says why")
+
+
+def gathered(
+    branches: Sequence[int], made: Sequence[torch.Tensor], ways: Ways, latents: torch.Tensor
+) -> list[torch.Tensor]:
+    """The float32 predictions of all heads for the rows of a call with these `branches`. `made`: this head's own, in
+    order; `latents`: [rows, …], the shape of all predictions."""
+    assert ways.heads is not None, "only heads gather predictions"
+    places: list[list[int]] = [[] for _ in range(ways.shape.branches)]
+    for place, branch in enumerate(branches):
+        places[ways.owner(branch)].append(place)
+    most = max(map(len, places))
+    filled = latents.new_zeros(most, *latents.shape[1:], dtype=torch.float32)
+    for number, prediction in enumerate(made):
+        filled[number] = prediction[0]
+    everything = ways.heads.all_gather(filled)
+    answers = [latents[:0]] * len(branches)
+    for part, theirs in enumerate(places):
+        for number, place in enumerate(theirs):
+            at = part * most + number
+            answers[place] = everything[at : at + 1]
+    return answers
+
 
 class _LedAdapters:
-    """The leader's LoRA adapters: what it loads, followers load. Implements `LoraHost`. Samples hold their own, there
-    as here, so that nobody has to be told when one is forgotten."""
+    """The leader's LoRA adapters: followers load and unload the same ones. Implements `LoraHost`. Samples on every rank
+    hold their own adapter, so an adapter's removal needs no further message."""
 
     def __init__(self, inner: LoraHost, tell: Callable[[RowOrder], None]) -> None:
         self._inner = inner
@@ -63,7 +111,7 @@ class _LedAdapters:
         return self._inner.loaded
 
     def load(self, name: str, directory: str) -> None:
-        """As the leader's own, which refuses what cannot be loaded before anyone else hears of it."""
+        """Load it on the leader, which refuses invalid adapters before any follower receives the order."""
         self._inner.load(name, directory)
         self._tell(LoadAdapter(name, directory))
 
@@ -74,16 +122,16 @@ class _LedAdapters:
 
 @dataclass(slots=True)
 class _State:
-    """Of a request, with the name followers know it by."""
+    """State of a request, with the id that followers know it by."""
 
     request_id: str
     inner: Any
 
 
 class RowLeader:
-    """`DiffusionAdapter` over the leader's own, whose calls the followers share."""
+    """A `DiffusionModel` that shares the calls of the leader's own model with followers."""
 
-    def __init__(self, inner: DiffusionAdapter, ways: Ways, crew: Crew) -> None:
+    def __init__(self, inner: DiffusionModel, ways: Ways, crew: Crew) -> None:
         self.inner = inner
         self.weight_bytes = inner.weight_bytes
         self._ways = ways
@@ -93,11 +141,11 @@ class RowLeader:
         host = inner.lora if isinstance(inner, TakesLora) else None
         self.lora = None if host is None else _LedAdapters(host, self._tell)
         self._dtype: torch.dtype | None = None
-        """Of predictions."""
+        """Dtype of predictions."""
         self._serving = False
 
     def serve(self) -> None:
-        """Loading is over: from now on an error between the ranks is `ReplicaBroken`."""
+        """End of loading: from now on an error between the ranks is `ReplicaBroken`."""
         self._serving = True
 
     def warm_up(self) -> None:
@@ -105,7 +153,7 @@ class RowLeader:
         self.inner.warm_up()
 
     def trials(self) -> Iterator[Sample]:
-        """Rows under their first condition, which are the leader's unless the network is divided."""
+        """Rows with their first condition, which the leader computes alone unless the network is divided."""
         for sample in self.inner.trials():
             if self._divided:
                 self._tell(Trial())
@@ -133,7 +181,7 @@ class RowLeader:
         return self._shared(rows, self.inner.predict, behind_first=False)
 
     def predict_behind_first(self, rows: Sequence[Row]) -> Sequence[torch.Tensor]:
-        assert isinstance(self.inner, CachesBlocks), "the adapter refuses what it cannot do"
+        assert isinstance(self.inner, CachesBlocks), "the stage model accepted a step cache that it does not support"
         return self._shared(rows, self.inner.predict_behind_first, behind_first=True)
 
     def during(self, rows: Sequence[Row]) -> AbstractContextManager[None]:
@@ -155,27 +203,27 @@ class RowLeader:
     def _shared(
         self, rows: Sequence[Row], predict: Callable[[Sequence[Row]], Sequence[torch.Tensor]], *, behind_first: bool
     ) -> Sequence[torch.Tensor]:
-        """One call, each rank with its own rows or its part of them; the leader alone where it needs nobody."""
+        """One call in which each rank computes its rows, or its part of them; without followers if none has a row."""
         ways = self._ways
         own = [row for row in rows if ways.owner(row.branch) == 0]
         if not self._divided and len(own) == len(rows):
             made = predict(rows)
             self._dtype = made[0].dtype
             return made
-        latents = torch.cat([row.sample.latents for row in rows])  # first: it is not to be had of what rows need
+        latents = torch.cat([row.sample.latents for row in rows])  # before the memory check, which excludes it
         if self._divided and not self._reserve.had(own):
             raise torch.OutOfMemoryError(NO_MEMORY.message)
         named = [(row.sample.request_id, row.sample.index, row.branch, row.sample.step) for row in rows]
         self._tell(Predict(named, behind_first, list(latents.shape), dtype_name(latents.dtype)))
         if self._divided:
-            before = self._heard(Fared())
+            before = self._statuses(CallStatus())
             if any(one.kind for one in before):
                 raise failure_of(before)
             self._tell(Go())
-        made, fared = self._computed(own, predict, latents)
-        self._check(fared)
+        made, status = self._computed(own, predict, latents)
+        self._check(status)
         self._dtype = made[0].dtype if made else self._dtype
-        assert self._dtype is not None, "the first call of a sample has the prompt's branch"
+        assert self._dtype is not None, "the first call of a sample includes the prompt's branch"
         if ways.heads is None:
             return made
         self._tell(Gather())
@@ -191,9 +239,9 @@ class RowLeader:
 
     def _computed(
         self, own: Sequence[Row], predict: Callable[[Sequence[Row]], Sequence[torch.Tensor]], latents: torch.Tensor
-    ) -> tuple[Sequence[torch.Tensor], list[Fared]]:
-        """This rank's part of a call, and how all ranks fared. What it fails with itself is raised where it was no
-        rank's doing."""
+    ) -> tuple[Sequence[torch.Tensor], list[CallStatus]]:
+        """This rank's part of a call, and the status of all ranks. Raises this rank's own failure if all ranks of its
+        part failed alike."""
         made: Sequence[torch.Tensor] = []
         failure: Exception | None = None
         try:
@@ -203,55 +251,55 @@ class RowLeader:
         try:
             with self._reserve.measured(own):
                 made = predict(own) if own else []
-        # any kind: networks raise what they like; it is raised again below, when the others have been heard
+        # any kind: a network may raise anything; it is raised again below, after the other ranks have answered
         except Exception as error:
             if self._divided and out_of_memory(error):
                 raise self._broken(f"rank 0 ran out of memory in the middle of a call ({error})") from error
             failure = error
-        fared = self._heard(told(failure), failure)
+        status = self._statuses(told(failure), failure)
         if failure is not None:
-            self._check_alike(fared, failure)
+            self._check_alike(status, failure)
             raise failure
-        return made, fared
+        return made, status
 
-    def _heard(self, mine: Fared, cause: Exception | None = None) -> list[Fared]:
-        """How each rank fares. One that exchanges with others that failed does not answer."""
+    def _statuses(self, mine: CallStatus, cause: Exception | None = None) -> list[CallStatus]:
+        """The status of each rank. A rank in an exchange with failed ranks does not answer."""
         inner = self._ways.shape.inner
-        heard: dict[int, Fared] = {0: mine}
+        statuses: dict[int, CallStatus] = {0: mine}
 
         def patience() -> float | None:
-            failed = {rank // inner for rank, one in heard.items() if one.kind}
-            silent = {rank // inner for rank in range(self._ways.shape.size) if rank not in heard}
+            failed = {rank // inner for rank, one in statuses.items() if one.kind}
+            silent = {rank // inner for rank in range(self._ways.shape.size) if rank not in statuses}
             return STRAY if failed & silent else None
 
         try:
-            while len(heard) < self._ways.shape.size:
-                follower, data = self._crew.next_answer({rank - 1 for rank in heard}, patience())
-                heard[follower + 1] = decode_fared(data)
+            while len(statuses) < self._ways.shape.size:
+                follower, data = self._crew.next_answer({rank - 1 for rank in statuses}, patience())
+                statuses[follower + 1] = decode_status(data)
         except OSError as error:
-            known = ", ".join(f"rank {rank}: {one.failure}" for rank, one in sorted(heard.items()))
+            known = ", ".join(f"rank {rank}: {one.failure}" for rank, one in sorted(statuses.items()))
             raise self._broken(f"a follower does not answer ({error}); {known}") from cause
-        return [heard[rank] for rank in range(self._ways.shape.size)]
+        return [statuses[rank] for rank in range(self._ways.shape.size)]
 
-    def _check(self, fared: Sequence[Fared]) -> None:
-        """Raises why a call gave no predictions."""
-        self._check_alike(fared, None)
-        if any(one.kind for one in fared):
-            raise failure_of(fared)
+    def _check(self, status: Sequence[CallStatus]) -> None:
+        """Raise the failure of a call that gave no predictions."""
+        self._check_alike(status, None)
+        if any(one.kind for one in status):
+            raise failure_of(status)
 
-    def _check_alike(self, fared: Sequence[Fared], cause: Exception | None) -> None:
-        """What all ranks of a part fail with alike, before they exchange anything more, is the failure of these rows;
-        otherwise some wait for others in a collective, and only new processes help."""
+    def _check_alike(self, status: Sequence[CallStatus], cause: Exception | None) -> None:
+        """Check that the ranks of each part failed alike. If so, before any further exchange, only these rows fail;
+        otherwise some ranks wait for others in a collective, and only new processes help."""
         inner = self._ways.shape.inner
-        for first in range(0, len(fared), inner):
-            part = fared[first : first + inner]
+        for first in range(0, len(status), inner):
+            part = status[first : first + inner]
             if len({one.failure for one in part}) > 1:
                 why = ", ".join(f"rank {first + rank}: {one.failure}" for rank, one in enumerate(part))
                 raise self._broken(why) from cause
 
     def _broken(self, why: str) -> BaseException:
         if not self._serving:
-            return ConfigError(f"the ranks of this stage cannot make a call of the warm-up together: {why}")
+            return ConfigError(f"the ranks of this stage cannot run the warm-up together: {why}")
         return ReplicaBroken(f"the ranks of a replica are out of step: {why}")
 
     def _tell(self, order: RowOrder) -> None:

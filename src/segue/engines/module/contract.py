@@ -1,4 +1,4 @@
-"""What the module engine needs of a model: an adapter whose work comes in items that can be batched."""
+"""The interface between the module engine and a model: a stage model whose work consists of batchable items."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ from segue.messages.errors import SegueError
 
 @dataclass(slots=True)
 class Work:
-    """One piece of work of one request, ready to run. Items of a request run and are emitted in order."""
+    """One work item of one request, ready to run. Items of a request run and are emitted in order."""
 
     request_id: str
     item: Any
     bucket: Hashable = None
-    """Only items of equal bucket share a call (length bucketing)."""
+    """Only items of equal buckets share a call (length bucketing)."""
     cost: int = 1
-    """Toward the engine's cost limit per call (e.g. padded frames or pixels)."""
+    """Counts toward the engine's cost limit per call (e.g. padded frames or pixels)."""
     last: bool = False
     """The request is finished after this item."""
     ordered: bool = True
-    """It needs what the request's earlier items left behind, so it never shares a call with them."""
+    """It needs state left by the request's earlier items, so it never shares a call with them."""
 
 
 @dataclass(slots=True)
 class Result:
-    """What came of one `Work`: a payload, or the error of this item alone."""
+    """The result of one `Work`: a payload, or the error of this item alone."""
 
     payload: Payload | None = None
     error: SegueError | None = None
     progress: tuple[int, int] | None = None
-    """(steps done, steps in all), where the item is a step of something longer."""
+    """(steps done, total steps), if the item is a step of something longer."""
     prompt_tokens: int = 0
-    """Tokens of the request that this result is of, for usage, where the stage makes the main output of text, or is the
-    input stage of a model that generates no tokens."""
+    """Tokens of the request in this result, for usage: set if the stage makes the main text output, or is the input
+    stage of a model that generates no tokens."""
     modality_tokens: dict[str, int] = field(default_factory=dict)
-    """The same by modality; empty: all are of text."""
+    """`prompt_tokens` by modality; empty: all are text."""
 
 
-class ModuleAdapter(Protocol):
+class ModuleModel(Protocol):
     """An encoder, decoder, processor or vocoder as the engine sees it."""
 
     def warm_up(self) -> None:
-        """Run what a first request would run, on small inputs, so that it need not wait for kernels to be built. Leaves
-        nothing behind that a request could see."""
+        """Run small inputs of a first request, so that it need not wait for kernels to be built. Leaves no state that a
+        request could see."""
 
     def begin(self, request: StageRequest) -> tuple[Any, list[Work]]:
-        """State of a request and what can run at once (the input stage runs on the request itself)."""
+        """State of a request and the items that can run at once (the input stage runs on the request itself)."""
 
     def feed(self, state: Any, upstream: str, payload: Payload, *, final: bool) -> list[Work]:
         """One chunk from upstream → the items that became ready. Raises for that request alone."""
@@ -57,8 +57,8 @@ class ModuleAdapter(Protocol):
     def run(self, works: list[Work]) -> list[Result]:
         """One batched call over items of one bucket; results in the same order.
 
-        Raising fails the whole call: the engine then runs the items one by one, so that only the guilty one fails.
+        Raising fails the whole call: the engine then runs the items one by one, so that only the faulty one fails.
         """
 
     def end(self, state: Any) -> None:
-        """The request left (finished, failed, cancelled): drop what is kept for it."""
+        """The request ended (finished, failed, cancelled): drop its state."""

@@ -1,14 +1,13 @@
 """The module engine: batched one-shot calls (encoders, decoders, processors, vocoders), by priority, then by age.
 
-A request is a queue of `Work` items made by its adapter. One step takes the first item that may run (of the lowest
-priority number, among these the oldest), fills the call with the next ones of the same bucket, runs it, and emits one
-output per item. Items of one request run and come out in the order they were made; `Work.ordered` ones, which need the
-state their predecessors left (a streaming vocoder), are never in a call with them.
+A request is a queue of `Work` items made by its stage model. One step takes the first runnable item (lowest priority
+number, then oldest), fills the call with the next items of the same bucket, runs it, and emits one output per item.
+Items of one request run and are emitted in the order they were made; `Work.ordered` ones, which need the state that
+their predecessors left (a streaming vocoder), are never in a call with them.
 
-A request ends with its `Work.last` item. An adapter must make one for every request, also where there is nothing left
-to do (a talker that made no codes): the last item is then an empty one. A request whose upstreams are all final and
-that still has no last item fails, so that nobody waits for ever.
-"""
+A request ends with its `Work.last` item. A stage model must make one for every request, even if nothing is left to do
+(a talker that made no codes): the last item is then an empty one. A request whose upstreams are all final but that has
+no last item fails, so that no client waits forever."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ from dataclasses import dataclass, field
 
 from segue.engines.contract import Payload, StageOutput, StageRequest
 from segue.engines.entries import Entries, Entry, as_error
-from segue.engines.module.contract import ModuleAdapter, Result, Work
-from segue.kernels.memory import give_back, out_of_memory
+from segue.engines.module.contract import ModuleModel, Result, Work
+from segue.kernels.device import end_where_lost, give_back, out_of_memory
 from segue.messages.errors import ConfigError, StageFailed
 
 
@@ -31,7 +30,7 @@ class ModuleConfig:
     max_batch: int = 8
     """Items per call."""
     max_cost: int | None = None
-    """Sum of `Work.cost` per call; an item dearer than this runs alone. None: no limit."""
+    """Sum of `Work.cost` per call; an item that costs more runs alone. None: no limit."""
 
     def __post_init__(self) -> None:
         for name, value in (("max_batch", self.max_batch), ("max_cost", self.max_cost)):
@@ -44,35 +43,35 @@ class _Entry(Entry):
     """One request in the engine."""
 
     queue: deque[tuple[int, Work]] = field(default_factory=deque)
-    """(age, item): what is ready, in the order it must run."""
+    """(age, item): ready items in the order they must run."""
     complete: bool = False
     """Its last item has been made."""
     made: int = 0
     ran: int = 0
-    """Items made and run so far."""
+    """Number of items made and run so far."""
     unused: deque[int] = field(default_factory=deque)
-    """By chunk that made items and waits: `made` behind it."""
+    """For each waiting chunk that made items: `made` after it."""
 
 
 class ModuleEngine:
-    """`segue.engines.contract.Engine` over a `ModuleAdapter`."""
+    """`segue.engines.contract.Engine` over a `ModuleModel`."""
 
-    def __init__(self, adapter: ModuleAdapter, config: ModuleConfig | None = None) -> None:
-        self._adapter = adapter
+    def __init__(self, model: ModuleModel, config: ModuleConfig | None = None) -> None:
+        self._model = model
         self._config = config or ModuleConfig()
-        self._entries: Entries[_Entry] = Entries(adapter.end)
+        self._entries: Entries[_Entry] = Entries(model.end)
         self._ages = itertools.count()
         self._last_batch = 0
         self._calls = 0
         self._retries = 0
 
     def warm_up(self) -> None:
-        """The adapter's own calls."""
-        self._adapter.warm_up()
+        """Run the stage model's own warm-up."""
+        self._model.warm_up()
 
     def add(self, request: StageRequest) -> None:
         self._entries.expect_new(request)
-        state, works = self._adapter.begin(request)
+        state, works = self._model.begin(request)
         entry = _Entry(request, state, set(request.upstreams))
         self._entries.add(entry)
         self._queue(request.request_id, entry, works)
@@ -82,8 +81,8 @@ class ModuleEngine:
         if entry is None:
             return
         try:
-            works = self._adapter.feed(entry.state, upstream, payload, final=final)
-        except Exception as error:  # a stage answers for whatever its model code raises, one request at a time
+            works = self._model.feed(entry.state, upstream, payload, final=final)
+        except Exception as error:  # the stage fails the request for any error of its model code
             self._entries.fail_later(request_id, error)
             return
         if final:
@@ -120,7 +119,7 @@ class ModuleEngine:
             entry.queue.popleft()
             entry.ran += 1
         for work, result in zip(batch, self._run(batch), strict=True):
-            if work.request_id in self._entries:  # not failed by an earlier item of this very call
+            if work.request_id in self._entries:  # not failed by an earlier item of the same call
                 outputs.append(self._emit(work, result))
         self._last_batch = len(batch)
         return outputs
@@ -136,7 +135,7 @@ class ModuleEngine:
         }
 
     def schedule(self) -> list[Work]:
-        """What the next call holds; changes nothing.
+        """Choose the items of the next call; changes nothing.
 
         The first item by (priority, age) is always in it, so within a priority no bucket and no request starves: an
         item waits for no more calls than there were items before it.
@@ -152,7 +151,7 @@ class ModuleEngine:
         )
         batch: list[Work] = []
         passed: set[str] = set()
-        """Requests with an item left out: their later items must not overtake it."""
+        """Requests with a skipped item: their later items must not overtake it."""
         cost = 0
         for _, _, work in ready:
             if len(batch) == self._config.max_batch:
@@ -171,13 +170,13 @@ class ModuleEngine:
 
     def _queue(self, request_id: str, entry: _Entry, works: list[Work]) -> None:
         for work in works:
-            assert work.request_id == request_id, "an adapter made work for another request"
-            assert not entry.complete, "an adapter made work after the last item"
+            assert work.request_id == request_id, "a stage model made work for another request"
+            assert not entry.complete, "a stage model made work after the last item"
             entry.queue.append((next(self._ages), work))
             entry.made += 1
             entry.complete = work.last
         if not entry.open_upstreams and not entry.complete:
-            error = StageFailed(f"all input of request {request_id!r} is here, and its adapter made no last item")
+            error = StageFailed(f"all input of request {request_id!r} arrived, but its stage model made no last item")
             self._entries.fail_later(request_id, error)
 
     def _run(self, batch: list[Work]) -> list[Result]:
@@ -186,20 +185,21 @@ class ModuleEngine:
         try:
             return self._call(batch)
         except Exception as error:
+            end_where_lost(error)
             if len(batch) == 1:
                 return [Result(error=as_error(error))]
             lacking = out_of_memory(error)
         if lacking:
             give_back()
-        # Some item spoils the call for all: one by one, only that one fails.
+        # Some item fails the call for all: run one by one, only that one fails.
         self._retries += 1
         return [result for work in batch for result in self._run([work])]
 
     def _call(self, batch: list[Work]) -> list[Result]:
         self._calls += 1
-        results = self._adapter.run(batch)
+        results = self._model.run(batch)
         if len(results) != len(batch):
-            raise StageFailed(f"the adapter returned {len(results)} results for {len(batch)} items")
+            raise StageFailed(f"the stage model returned {len(results)} results for {len(batch)} items")
         return results
 
     def _emit(self, work: Work, result: Result) -> StageOutput:
@@ -219,7 +219,7 @@ class ModuleEngine:
 
 
 def _ready(queue: deque[tuple[int, Work]]) -> Iterator[tuple[int, Work]]:
-    """The items of a request that may share a call: its first, and those after it that need nothing of it."""
+    """Items of a request that may share a call: its first, and those after it that do not need its state."""
     for index, item in enumerate(queue):
         if index and item[1].ordered:
             return

@@ -1,7 +1,7 @@
 """KV blocks of a drafter: its own pool, a table per sequence, and flat steps over them.
 
-A drafter's cache is a convenience: what is not in it is computed again or done without. So where blocks are short, the
-sequences that drafted least recently lose theirs, and nobody waits.
+A drafter's cache is optional: missing entries are recomputed, or there are no drafts. So when blocks run short, the
+sequences that drafted least recently lose theirs, and no sequence waits.
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ from typing import NamedTuple
 
 import torch
 
-from segue.engines.autoregressive.blocks import BlockPool
+from segue.engines.autoregressive.cache.blocks import BlockPool
 from segue.engines.autoregressive.contract import KVSpec
-from segue.kernels.kv_layout import KVLayout
-from segue.kernels.kv_store import KVStore
-from segue.kernels.look_back import Chunked
-from segue.kernels.paged_step import PagedStep, paged_step
-from segue.kernels.part import Part, step_order
+from segue.kernels.attention.interface import Chunked
+from segue.kernels.attention.paged_step import PagedStep, Part, paged_step, step_order
+from segue.kernels.kv.layout import KVLayout
+from segue.kernels.kv.store import KVStore
 from segue.messages.errors import ConfigError
 
 
 class Span(NamedTuple):
-    """A sequence's part in a drafter's step: slots [start, stop) of its own table."""
+    """One sequence's part of a drafter's step: slots [start, stop) of its own table."""
 
     key: str
     start: int
@@ -32,15 +31,15 @@ class Span(NamedTuple):
 
 
 def keeping(spec: KVSpec) -> KVLayout:
-    """The layout of a drafter's cache: one group of layers, which gives nothing back before the sequence ends. Raises
-    `ConfigError` for layers that attend in chunks: a table need not begin with the sequence."""
+    """The layout of a drafter's cache: one group of layers, which frees nothing before the sequence ends. Raises
+    `ConfigError` for layers that attend in chunks, because a table may start after the sequence's beginning."""
     if any(isinstance(back, Chunked) for back in spec.windows):
         raise ConfigError("a model whose layers attend in chunks cannot draft", field="speculation")
-    return replace(spec, windows=(), capture_width=0, mutual=frozenset()).layout(0)
+    return replace(spec, windows=(), capture_width=0, bidirectional=frozenset()).layout(0)
 
 
 class DraftCache:
-    """Blocks and tables. A slot is a place in a sequence's table, not in its text: a table may begin late."""
+    """Blocks and tables. A slot is an index in a sequence's table, not in its text, as a table may start late."""
 
     def __init__(self, spec: KVSpec, num_blocks: int, block_size: int, device: torch.device) -> None:
         self._store = KVStore(
@@ -51,7 +50,7 @@ class DraftCache:
         self._tables: OrderedDict[str, list[int]] = OrderedDict()  # least recently used first
 
     def reserve(self, key: str, slots: int, keep: set[str]) -> bool:
-        """Make room for so many slots of a sequence, if need be at the cost of others that are not in `keep`."""
+        """Allocate blocks for this many slots of a sequence, evicting sequences that are not in `keep` if necessary."""
         table = self._tables.setdefault(key, [])
         self._tables.move_to_end(key)
         missing = -(-slots // self._size) - len(table)
@@ -71,15 +70,15 @@ class DraftCache:
         return key in self._tables
 
     def release(self, key: str) -> None:
-        """Forget a sequence. Unknown keys are ignored."""
+        """Free the blocks of a sequence. Unknown keys are ignored."""
         self._pool.release(self._tables.pop(key, []))
 
     def step(self, spans: Sequence[Span]) -> tuple[list[int], PagedStep]:
-        """(places of the spans in the order of the flat batch, what attention needs)."""
+        """(indices of the spans in the order of the flat batch, the attention metadata)."""
         parts = [Part(self._tables[span.key], span.start, span.stop) for span in spans]
         order = sorted(range(len(parts)), key=lambda place: step_order(parts[place]))
         return order, paged_step(self._store, [parts[place] for place in order])
 
     def audit(self) -> None:
-        """Check the books; an `AssertionError` says what is off."""
+        """Check the state; an `AssertionError` says what is inconsistent."""
         self._pool.audit(self._tables.values())

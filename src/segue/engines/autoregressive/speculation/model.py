@@ -1,9 +1,8 @@
-"""A smaller model with the same vocabulary as drafter (Leviathan et al., 2023; Chen et al., 2023).
+"""A drafter with a smaller model of the same vocabulary (Leviathan et al., 2023; Chen et al., 2023).
 
-It runs over the same kind of adapter as the target, with a KV cache of its own. What it has computed is compared with
-the sequence itself each time, so that rejected drafts, preemptions and pauses all come to the same: it goes on from the
-last place where both agree.
-"""
+It uses the same kind of stage model as the target, with its own KV cache. In each step its cached tokens are compared
+with the sequence, and it continues after their common prefix; so rejected drafts, preemptions and pauses need no
+special handling."""
 
 from __future__ import annotations
 
@@ -13,43 +12,42 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn.functional import pad
 
-from segue.engines.autoregressive.contract import AutoregressiveAdapter, FlatBatch
+from segue.engines.autoregressive.contract import AutoregressiveModel, FlatBatch
 from segue.engines.autoregressive.speculation.cache import DraftCache, Span
-from segue.engines.autoregressive.speculation.drafter import Computed, Wanted
-from segue.engines.autoregressive.speculation.guess import guesses
+from segue.engines.autoregressive.speculation.drafter import Computed, Wanted, draft_ids
 
 
 @dataclass(slots=True)
 class _State:
-    """What the cache holds of one sequence."""
+    """The cached tokens of one sequence."""
 
     known: int = 0
-    """So many of its first tokens, which cannot change any more."""
-    guessed: list[int] = field(default_factory=list)
-    """Drafts after them."""
+    """Number of its first tokens, which cannot change any more."""
+    drafted: list[int] = field(default_factory=list)
+    """Drafts after those."""
 
     def agree(self, ids: Sequence[int]) -> int:
-        """How many of the cached tokens are those of the sequence; the last one is always to be computed."""
-        for token, real in zip(self.guessed, ids[self.known :], strict=False):
+        """Number of cached tokens that agree with the sequence; the last token must always be computed."""
+        for token, real in zip(self.drafted, ids[self.known :], strict=False):
             if token != real:
                 break
             self.known += 1
-        self.guessed = []
+        self.drafted = []
         self.known = min(self.known, len(ids) - 1)
         return self.known
 
 
 class ModelDrafter:
-    """Drafts with an adapter: `budget` tokens at most are computed of sequences that have to be caught up with in one
-    step; what is longer takes several steps, and has no drafts until then."""
+    """Drafts with a stage model. Computes at most `budget` tokens per step of sequences that it must catch up with;
+    longer ones take several steps, and have no drafts until then."""
 
     def __init__(
-        self, adapter: AutoregressiveAdapter, vocab_size: int, num_blocks: int, block_size: int, budget: int
+        self, model: AutoregressiveModel, vocab_size: int, num_blocks: int, block_size: int, budget: int
     ) -> None:
         """`vocab_size`: of the target; the ids of both mean the same tokens."""
-        self._adapter = adapter
+        self._model = model
         self._vocab_size = vocab_size
-        self._cache = DraftCache(adapter.kv, num_blocks, block_size, adapter.device)
+        self._cache = DraftCache(model.kv, num_blocks, block_size, model.device)
         self._budget = budget
         self._states: dict[str, _State] = {}
 
@@ -57,34 +55,34 @@ class ModelDrafter:
         return None
 
     def observe(self, computed: Sequence[Computed]) -> None:
-        """Never called: it wants no rows."""
+        """Never called, because `rows` returns None."""
 
     def propose(self, wanted: Sequence[Wanted]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in wanted]
         logits, live = self._catch_up(wanted)
         while live and logits is not None:
-            told = guesses(logits, [wanted[place] for place in live], [drafts[place] for place in live])
-            for place, token in zip(live, told, strict=True):
+            drawn = draft_ids(logits, [wanted[place] for place in live], [drafts[place] for place in live])
+            for place, token in zip(live, drawn, strict=True):
                 drafts[place].append(token)
             live = [place for place in live if len(drafts[place]) < wanted[place].most]
-            # what lies beyond its own vocabulary it cannot go on from
-            live = [place for place in live if drafts[place][-1] < self._adapter.vocab_size]
+            # it cannot continue from tokens outside its own vocabulary
+            live = [place for place in live if drafts[place][-1] < self._model.vocab_size]
             if live:
                 logits = self._forward([_next(wanted[place], drafts[place]) for place in live])
-        for entry, guessed in zip(wanted, drafts, strict=True):
-            if guessed:
-                self._states[entry.key].guessed = guessed[:-1]  # the last one was never an input
+        for entry, drafted in zip(wanted, drafts, strict=True):
+            if drafted:
+                self._states[entry.key].drafted = drafted[:-1]  # the last one was never an input
         return drafts
 
     def _catch_up(self, wanted: Sequence[Wanted]) -> tuple[torch.Tensor | None, list[int]]:
-        """Compute what the cache lacks: (logits after the last token [n, vocab], the places of those that are done)."""
+        """Compute missing tokens: (logits after the last token [n, vocab], indices of the sequences now complete)."""
         pieces: list[tuple[Span, Sequence[int]]] = []
         whole: list[int | None] = []
         budget = self._budget
         keep = {entry.key for entry in wanted}
         for place, entry in enumerate(wanted):
             count = len(entry.ids)
-            if not entry.plain or count + entry.most > self._adapter.max_model_len or budget <= 0:
+            if not entry.plain or count + entry.most > self._model.max_model_len or budget <= 0:
                 continue
             if entry.key not in self._cache:
                 self._states.pop(entry.key, None)
@@ -94,7 +92,7 @@ class ModelDrafter:
             start = state.agree(entry.ids)
             stop = min(count, start + budget)
             budget -= stop - start
-            if max(entry.ids[start:stop]) >= self._adapter.vocab_size:
+            if max(entry.ids[start:stop]) >= self._model.vocab_size:
                 continue
             state.known = stop
             pieces.append((Span(entry.key, start, stop), entry.ids[start:stop]))
@@ -109,16 +107,16 @@ class ModelDrafter:
 
     def _forward(self, pieces: Sequence[tuple[Span, Sequence[int]]]) -> torch.Tensor:
         """[pieces, vocab] logits after the last token of each piece."""
-        adapter = self._adapter
+        model = self._model
         order, paged = self._cache.step([span for span, _ in pieces])
-        ids = torch.tensor([token for place in order for token in pieces[place][1]], device=adapter.device)
+        ids = torch.tensor([token for place in order for token in pieces[place][1]], device=model.device)
         spans = [pieces[place][0] for place in order]
-        positions = torch.cat([torch.arange(span.start, span.stop, device=adapter.device) for span in spans])
+        positions = torch.cat([torch.arange(span.start, span.stop, device=model.device) for span in spans])
         batch = FlatBatch(
-            ids, None, positions.expand(adapter.axes, -1), paged, [(None, span.start, span.stop) for span in spans]
+            ids, None, positions.expand(model.axes, -1), paged, [(None, span.start, span.stop) for span in spans]
         )
-        hidden, _ = adapter.forward(adapter.embed(ids, None), batch)
-        logits = adapter.logits(hidden[last_rows(spans, order, hidden.device)])
+        hidden, _ = model.forward(model.embed(ids, None), batch)
+        logits = model.logits(hidden[last_rows(spans, order, hidden.device)])
         missing = self._vocab_size - logits.shape[1]
         return pad(logits, (0, missing), value=float("-inf")) if missing else logits
 
@@ -131,13 +129,13 @@ class ModelDrafter:
 
 
 def _next(entry: Wanted, drafts: Sequence[int]) -> tuple[Span, Sequence[int]]:
-    """The span of its last draft."""
+    """The span and token of its last draft."""
     stop = len(entry.ids) + len(drafts)
     return Span(entry.key, stop - 1, stop), drafts[-1:]
 
 
 def last_rows(spans: Sequence[Span], order: Sequence[int], device: torch.device) -> torch.Tensor:
-    """[spans] the flat row of each span's last token, by the spans' original places. `spans` are in flat order."""
+    """[spans] flat row of each span's last token, by the spans' original indices. `spans` are in flat order."""
     rows, end = [0] * len(spans), 0
     for span, place in zip(spans, order, strict=True):
         end += span.stop - span.start

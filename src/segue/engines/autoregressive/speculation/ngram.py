@@ -1,6 +1,5 @@
-"""Prompt lookup: what followed the last time the text ended like this (Saxena, 2023; LLMA, Yang et al., 2023).
-
-Good where the reply repeats its prompt or itself: quotations, edits, code, tables. Costs no model.
+"""Prompt lookup: drafts the tokens that followed the last occurrence of the text's ending (Saxena, 2023; LLMA, Yang et
+al., 2023). Good if the reply repeats its prompt or itself: quotations, edits, code, tables. Needs no model.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ from segue.engines.autoregressive.speculation.drafter import Computed, Wanted
 
 @dataclass(slots=True)
 class _Index:
-    """Of one sequence: where each n-gram was last followed by something."""
+    """For one sequence: the last occurrence of each n-gram that tokens follow."""
 
     follows: dict[tuple[int, ...], int] = field(default_factory=dict)
-    """n-gram → the place after its last occurrence, never the end of the sequence."""
+    """n-gram → the index after its last occurrence, never the end of the sequence."""
     known: int = 0
-    """N-grams that end before this place are in."""
+    """N-grams that end before this index are included."""
 
 
 class NgramDrafter:
-    """Copies what followed the longest ending of the sequence, of `least` to `most` tokens, that occurred before.
+    """Copies the tokens after an earlier occurrence of the sequence's longest ending, of `least` to `most` tokens.
 
-    Each new token costs `most - least + 1` entries, so a proposal does not depend on the length of the sequence.
+    Each new token costs `most - least + 1` entries, so the time for a draft is independent of the sequence's length.
     """
 
     def __init__(self, least: int, most: int) -> None:
@@ -37,7 +36,7 @@ class NgramDrafter:
         return None
 
     def observe(self, computed: Sequence[Computed]) -> None:
-        """Never called: it wants no rows."""
+        """Never called, because `rows` returns None."""
 
     def propose(self, wanted: Sequence[Wanted]) -> list[list[int]]:
         return [self._copy(entry) for entry in wanted]
@@ -52,7 +51,7 @@ class NgramDrafter:
         index.known = max(index.known, len(ids) - 1)
         for size in self._sizes:
             if size <= len(ids) and (place := index.follows.get(tuple(ids[-size:]))) is not None:
-                # a copy that reaches the end goes on with itself: a loop is continued
+                # a copy that reaches the end continues with itself, so a loop is continued
                 found = [*ids[place : place + wanted.most]]
                 period = len(ids) - place
                 while len(found) < wanted.most:
@@ -64,4 +63,4 @@ class NgramDrafter:
         self._indices.pop(key, None)
 
     def audit(self) -> None:
-        """It keeps nothing that could be wrong."""
+        """It has no state that could be inconsistent."""

@@ -1,4 +1,4 @@
-"""Speculation as the engine sees it: drafts before a step, counting and telling after it."""
+"""The engine's interface to speculation: drafts before a step, counters and feedback to the drafter after it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from contextlib import contextmanager
 
 import torch
 
-from segue.engines.autoregressive.inputs import Scheduled
-from segue.engines.autoregressive.jobs import Limits
+from segue.engines.autoregressive.schedule.jobs import Limits
 from segue.engines.autoregressive.sequence import Sequence
 from segue.engines.autoregressive.speculation.drafter import Computed, Drafter, Wanted
 from segue.engines.autoregressive.speculation.worth import Costs, Gate
+from segue.engines.autoregressive.step.inputs import Scheduled
 
 NO_SPECULATION = {
     "spec_draft_tokens_total": 0.0,
@@ -22,13 +22,13 @@ NO_SPECULATION = {
     "spec_switched_off_total": 0.0,
     "spec_active": 0.0,
 }
-"""What an engine without it reports."""
+"""Stats of an engine without speculation."""
 
 _log = logging.getLogger(__name__)
 
 
 class Speculation:
-    """A drafter with what keeps it in bounds: ids are checked, an exception ends it, requests it slows are left out."""
+    """Guards a drafter: checks its ids, ends speculation on an exception, and skips requests that it slows down."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Speculation:
         adaptive: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`tokens`: most drafts per sequence and step. `adaptive`: switch off per request where it does not pay."""
+        """`tokens`: most drafts per sequence and step. `adaptive`: switch off per request if it does not pay off."""
         self.tokens = tokens
         self._drafter: Drafter | None = drafter
         self._adaptive = adaptive
@@ -46,14 +46,14 @@ class Speculation:
         self._costs = Costs()
         self._gates: dict[str, Gate] = {}
         self._batch = 1
-        self._drafting = 0.0  # seconds the drafter took since the last step
-        self._served = 0  # for so many sequences
+        self._drafting = 0.0  # seconds that the drafter took since the last step
+        self._served = 0  # number of sequences it served in that time
         self._drafted = 0
         self._accepted = 0
         self._switched_off = 0
 
     def propose(self, sequences: Iterable[Sequence], limits: Limits, vocab_size: int) -> None:
-        """Give drafts to the running sequences that are about to decode and may speculate."""
+        """Give drafts to the running sequences that will decode in the next step and may speculate."""
         decoding = [sequence for sequence in sequences if sequence.job.running and sequence.job.runnable]
         room = limits.max_tokens - len(decoding)
         candidates = [sequence for sequence in decoding if self._wants(sequence)]
@@ -71,15 +71,15 @@ class Speculation:
         if not may_speculate(sequence) or sequence.drafts or sequence.wary or sequence.forced is not None:
             return False
         if not sequence.generated or job.width > 1:
-            return False  # what comes next may be forks of it
+            return False  # its next tokens may be drawn by forks
         if job.ready != job.length or job.computed != job.length - 1 or sequence.most - sequence.generated < 2:
             return False
         gate = self._gates.setdefault(job.key, Gate())
         return gate.open or not self._adaptive
 
     def verified(self, sequence: Sequence, drafts: int, accepted: int, tokens: int) -> None:
-        """A step gave the sequence `tokens`, and accepted so many of `drafts` (some of them in vain, where one ends the
-        output)."""
+        """Record a step that gave the sequence `tokens` and accepted `accepted` of `drafts` (some of them without use,
+        if an earlier one ends the output)."""
         accepted = min(accepted, tokens)
         self._drafted += drafts
         self._accepted += accepted
@@ -98,7 +98,7 @@ class Speculation:
         positions: torch.Tensor,
         seconds: float,
     ) -> None:
-        """Tell the drafter what a step computed of the sequences that are `alive` still, and note what it cost.
+        """Pass a step's results for sequences still `alive` to the drafter, and record the step's cost.
 
         `hidden` [tokens, hidden] and `positions` [tokens] of the flat batch; `seconds` without drafting.
         """
@@ -109,7 +109,7 @@ class Speculation:
                     computed = list(_computed(scheduled, alive, rows, positions))
                     self._drafter.observe(computed)
                     self._served = max(self._served, len(computed))
-        # steps with prefill say nothing of decoding
+        # steps with prefill do not measure decoding
         if all(run.tokens - run.drafts == 1 for _, run in scheduled):
             self._batch = len(scheduled)
             self._costs.step(len(hidden), seconds)
@@ -118,14 +118,14 @@ class Speculation:
         self._drafting, self._served = 0.0, 0
 
     def forget(self, key: str) -> None:
-        """The sequence is gone."""
+        """The sequence was removed."""
         self._gates.pop(key, None)
         if self._drafter is not None:
             with self._contained():
                 self._drafter.forget(key)
 
     def stats(self) -> dict[str, float]:
-        """`spec_active`: 0 once the drafter has failed. The same names as `NO_SPECULATION`."""
+        """`spec_active`: 0 after the drafter has failed. The same names as `NO_SPECULATION`."""
         return {
             "spec_draft_tokens_total": self._drafted,
             "spec_accepted_tokens_total": self._accepted,
@@ -134,13 +134,13 @@ class Speculation:
         }
 
     def audit(self) -> None:
-        """Check the drafter's books."""
+        """Check the drafter's state."""
         if self._drafter is not None:
             self._drafter.audit()
 
     @contextmanager
     def _contained(self) -> Iterator[None]:
-        """Time of the drafter. Whatever it raises is the end of speculation, and of nothing else."""
+        """Measure the drafter's time. Any exception in it ends speculation, and nothing else."""
         start = self._clock()
         try:
             yield
@@ -151,9 +151,9 @@ class Speculation:
 
 
 def may_speculate(sequence: Sequence) -> bool:
-    """Whether drafts are of use to it at all."""
+    """Whether the sequence can use drafts at all."""
     sampling = sequence.request.sampling
-    return sampling.speculate is not False and not sequence.adapter.conditioned and (sampling.beam_width or 1) == 1
+    return sampling.speculate is not False and not sequence.model.conditioned and (sampling.beam_width or 1) == 1
 
 
 def _wanted(sequence: Sequence, most: int) -> Wanted:
@@ -176,7 +176,7 @@ def _computed(
     for sequence, run in scheduled:
         job, prompt = sequence.job, sequence.prompt
         assert prompt is not None
-        # what ids do not say cannot be embedded again: such prompts are left out, but for their last row
+        # ids do not represent such prompts, so they cannot be embedded again: only their last row is used
         start = run.start if prompt.embeds is None else max(run.start, sequence.prompt_length - 1)
         if job.key in alive and may_speculate(sequence) and start < job.computed:
             part = slice(begin + start - run.start, begin + job.computed - run.start)
@@ -185,7 +185,7 @@ def _computed(
 
 
 def _checked(drafts: list[int], most: int, vocab_size: int) -> list[int]:
-    """Drafts up to the first that is no token."""
+    """Drafts up to the first invalid token id."""
     for place, token in enumerate(drafts[:most]):
         if not 0 <= token < vocab_size:
             return drafts[:place]

@@ -1,8 +1,8 @@
-"""Does speculation pay? Per request, from its own acceptance and the measured cost of drafting and of wider steps.
+"""Decides per request whether speculation pays off, from its acceptance and the measured cost of drafts and steps.
 
-With N sequences in a step of T seconds, drafts for one of them make it Δ longer and give that one `a` tokens more. More
-tokens per second come out where (N + a) / (T + Δ) > N / T, that is where a > N Δ / T: on an idle machine a wide step is
-nearly free and almost any acceptance pays; where the batch fills the machine, none does.
+With N sequences in a step of T seconds, drafts for one of them make it Δ longer and give that one `a` more tokens.
+Throughput rises if (N + a) / (T + Δ) > N / T, that is if a > N Δ / T: on an idle machine a wide step is nearly free
+and almost any acceptance pays off; if the batch saturates the machine, none does.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ _WINDOW = 16
 _JUDGED = 8
 """Verified steps before a request is judged."""
 _REST, _LONGEST_REST = 32, 512
-"""Tokens a request goes without drafts after it was switched off: doubled each time it did not pay again."""
+"""Tokens that a request generates without drafts after a switch-off; doubled each time drafts fail again."""
 
 
 class Costs:
-    """Step time as a line over the rows of the step (least squares, older steps forgotten); the time of drafting."""
+    """Step time as a linear function of its rows (least squares with forgetting), and the time of drafting."""
 
     def __init__(self) -> None:
         self._count = self._rows = self._seconds = self._squares = self._products = 0.0
         self._draft = 0.0
 
     def step(self, rows: int, seconds: float) -> None:
-        """A step without prefill took so long."""
+        """Record the time of a step without prefill."""
         self._count = self._count * _FORGET + 1
         self._rows = self._rows * _FORGET + rows
         self._seconds = self._seconds * _FORGET + seconds
@@ -34,11 +34,11 @@ class Costs:
         self._products = self._products * _FORGET + rows * seconds
 
     def drafting(self, sequences: int, seconds: float) -> None:
-        """Drafting for so many sequences took so long."""
+        """Record the time of drafting for this many sequences."""
         self._draft += (1 - _FORGET) * (seconds / sequences - self._draft) if self._draft else seconds / sequences
 
     def break_even(self, sequences: int, drafts: float) -> float:
-        """Accepted tokens per step above which `drafts` per step pay for one of `sequences`; 0 before any
+        """Accepted tokens per step above which `drafts` per step pay off for one of `sequences`; 0 before any
         measurement."""
         if not self._count:
             return 0.0
@@ -49,13 +49,13 @@ class Costs:
         slope = max(0.0, slope)
         plain = self._seconds / self._count + slope * (sequences - self._rows / self._count)
         longer = slope * drafts + self._draft
-        # a line fitted to noise can leave nothing for a plain step: every row then has its share of the time
+        # a line fitted to noise can leave no time for a plain step: then the time is split evenly over rows
         plain = max(plain, slope * sequences, 1e-9)
         return sequences * longer / plain
 
 
 class Gate:
-    """Whether one request speculates now."""
+    """Whether one request currently speculates."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[int, int]] = deque(maxlen=_WINDOW)
@@ -67,11 +67,11 @@ class Gate:
         return self._rest == 0
 
     def rested(self, tokens: int) -> None:
-        """So many tokens were generated without drafts."""
+        """Record tokens generated without drafts."""
         self._rest = max(0, self._rest - tokens)
 
     def verified(self, drafts: int, accepted: int, costs: Costs, sequences: int) -> None:
-        """A step verified drafts; closes the gate where they have not been worth it lately."""
+        """Record a step that verified drafts; closes the gate if recent drafts did not pay off."""
         self._steps.append((drafts, accepted))
         count = len(self._steps)
         if count < _JUDGED:

@@ -1,0 +1,222 @@
+"""Extract comparisons of Segue with its rivals from results: one row per load and rival, with the figure of every
+round.
+
+Rounds are pairs (the sides take turns with the same requests), so a gain is computed per round, and its median is
+reported with the minimum and maximum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from segue.bench.diffusion.results import DiffusionResult
+from segue.bench.harness.hardware import Machine
+from segue.bench.harness.load_report import table
+from segue.bench.omni.results import LevelResult, Result
+from segue.bench.text.results import TextResult
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One figure of one load, for Segue and for one rival."""
+
+    load: str
+    figure: str
+    """Name and unit of the compared figure."""
+    lower_is_better: bool
+    segue: str
+    """Name of the side, with its precision."""
+    rival: str
+    mine: Sequence[float]
+    """One value per round."""
+    theirs: Sequence[float]
+    memory: tuple[int, int]
+    """Bytes of Segue's processes and of the rival's; 0: not measured."""
+    headline: bool
+    """Whether the README shows it: both sides compute in the same precision."""
+
+    @property
+    def gains(self) -> list[float]:
+        """One gain per round; above 1 Segue is better."""
+        pairs = zip(self.mine, self.theirs, strict=True)
+        return [theirs / mine if self.lower_is_better else mine / theirs for mine, theirs in pairs]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """The contents of one result file."""
+
+    title: str
+    machine: Machine
+    finished: str
+    rounds: int
+    requests: str
+    """Requests per round and side, in words."""
+    notes: Sequence[str]
+    comparisons: Sequence[Comparison]
+    more: str = ""
+    """Tables of figures that are not comparisons."""
+
+    @property
+    def conditions(self) -> str:
+        """One sentence: machine, date, commit, rounds, and the sides' settings."""
+        machine = self.machine
+        packages = ", ".join(f"{name} {version}" for name, version in machine.packages.items() if name != "segue")
+        return (
+            f"{machine.cores} cores of {machine.cpu}, {machine.memory_bytes / GIB:.0f} GiB, {packages}; "
+            f"{self.finished[:10]}, commit {machine.commit}; {self.rounds} interleaved rounds of {self.requests} "
+            f"per side; {'; '.join(self.notes)}; load average at the start {machine.load_average[0]:.1f}."
+        )
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """The median, with minimum and maximum if there are several values."""
+    if len(values) == 1:
+        return f"{values[0]:.{digits}f}"
+    return f"{median(values):.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})"
+
+
+def comparison_table(comparisons: Sequence[Comparison]) -> str:
+    """A Markdown table; a gain is bold if Segue was better in every round."""
+    head = ["load", "figure", "Segue", "rival", "Segue's figure", "rival's figure", "Segue's gain", "memory, GiB"]
+    rows = []
+    for one in comparisons:
+        gain = f"{spread(one.gains, 2)}×"
+        digits = 2 if max(*one.mine, *one.theirs) < 10 else 1
+        memory = " / ".join(f"{size / GIB:.1f}" if size else "–" for size in one.memory)
+        row = [one.load, one.figure, one.segue, one.rival, spread(one.mine, digits), spread(one.theirs, digits)]
+        rows.append([*row, f"**{gain}**" if min(one.gains) > 1 else gain, memory])
+    return table(head, rows)
+
+
+def of_omni(result: Result) -> Measured:
+    """Time to the whole answer, time to first audio, and real-time factor."""
+    settings = result.settings
+    made = []
+    for level in result.levels:
+        rivals = [side for side in level.sides if side != "segue"]
+        for rival in rivals:
+            memory = (level.usage["segue"].peak_pss_bytes, level.usage[rival].peak_pss_bytes)
+            for name, figure in (("jct", "JCT, s"), ("ttfa", "first sound, s"), ("rtf", "real-time factor")):
+                made.append(
+                    Comparison(
+                        load=_clients(level.concurrency),
+                        figure=figure,
+                        lower_is_better=True,
+                        segue=settings.dtype,
+                        rival=f"{rival}, {settings.dtype}",
+                        mine=_round_means(level, "segue", name, settings.requests),
+                        theirs=_round_means(level, rival, name, settings.requests),
+                        memory=memory,
+                        headline=name != "rtf",
+                    )
+                )
+    return Measured(
+        title=f"Speech from mixed media ({settings.model})",
+        machine=result.machine,
+        finished=result.finished,
+        rounds=settings.rounds,
+        requests=f"{settings.requests} requests",
+        notes=[_environment(settings.environment)],
+        comparisons=made,
+        more=_hops(result.levels),
+    )
+
+
+def _round_means(level: LevelResult, side: str, name: str, requests: int) -> list[float]:
+    outcomes = level.outcomes[side]
+    rounds = [outcomes[start : start + requests] for start in range(0, len(outcomes), requests)]
+    return [fmean(getattr(outcome, name) for outcome in one) for one in rounds]
+
+
+def _hops(levels: Sequence[LevelResult]) -> str:
+    rows = [
+        [_clients(level.concurrency), edge, str(hop.count), f"{1000 * hop.p50:.1f}", f"{1000 * hop.p99:.1f}"]
+        for level in levels
+        for edge, hop in level.hops.items()
+    ]
+    return table(["load", "edge of Segue", "chunks", "hop p50, ms", "hop p99, ms"], rows)
+
+
+def of_text(result: TextResult) -> Measured:
+    """Output tokens per second; every Segue side against every rival."""
+    settings = result.settings
+    made = []
+    for scenario in result.scenarios:
+        own = [side for side in scenario.sides if side.startswith("segue")]
+        for rival in (side for side in scenario.sides if side not in own):
+            for side in own:
+                mine, theirs = scenario.sides[side], scenario.sides[rival]
+                made.append(
+                    Comparison(
+                        load=scenario.name,
+                        figure="output tokens/s",
+                        lower_is_better=False,
+                        segue=settings.precision.get(side, settings.dtype),
+                        rival=f"{rival.partition(' in ')[0]}, {settings.precision.get(rival, settings.dtype)}",
+                        mine=mine.by_round,
+                        theirs=theirs.by_round,
+                        memory=(mine.pss_bytes, theirs.pss_bytes),
+                        headline=settings.precision.get(side) == settings.precision.get(rival),
+                    )
+                )
+    start_up = ", ".join(f"{side} {seconds:.0f} s" for side, seconds in result.startup.items())
+    return Measured(
+        title=f"Text ({settings.model}, weights in {settings.kept or 'float32'} on disk)",
+        machine=result.machine,
+        finished=result.finished,
+        rounds=settings.rounds,
+        requests="as many requests as clients, at least 4,",
+        notes=[f"vLLM {settings.vllm}", _environment(settings.environment), f"start-up: {start_up}"],
+        comparisons=made,
+    )
+
+
+def of_diffusion(result: DiffusionResult) -> Measured:
+    """Denoising steps per second."""
+    settings = result.settings
+    made = []
+    for scenario in result.scenarios:
+        (_, mine), *rivals = scenario.sides.items()
+        for rival, theirs in rivals:
+            made.append(
+                Comparison(
+                    load=scenario.name.replace(" x ", "×"),
+                    figure="steps/s",
+                    lower_is_better=False,
+                    segue=settings.dtype,
+                    rival=f"{rival}, {settings.dtype}",
+                    mine=mine.by_round,
+                    theirs=theirs.by_round,
+                    memory=(mine.pss_bytes, theirs.pss_bytes),
+                    headline=True,
+                )
+            )
+    largest = max(side.largest_difference for one in result.scenarios for side in one.sides.values())
+    return Measured(
+        title=f"Images ({settings.model}, {settings.pipeline})",
+        machine=result.machine,
+        finished=result.finished,
+        rounds=settings.rounds,
+        requests=f"{settings.requests} images ({settings.requests // 2} with one client)",
+        notes=[
+            f"diffusers {settings.versions['diffusers']}",
+            _environment(settings.environment),
+            f"the images of both sides differ by at most {255 * largest:.0f} of 255 levels",
+        ],
+        comparisons=made,
+    )
+
+
+def _clients(count: int) -> str:
+    return "1 client" if count == 1 else f"{count} clients"
+
+
+def _environment(variables: dict[str, str]) -> str:
+    if variables:
+        return "allocator, huge pages and spinning alike on all sides"
+    return "allocator settings and huge pages on Segue's side only"

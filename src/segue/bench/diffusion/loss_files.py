@@ -1,0 +1,67 @@
+"""Write files that some lossy optimisations need: quantised weights, and a LoRA adapter for few steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+ADAPTED = ("to_q", "to_k", "to_v", "to_out.0")
+"""Layers that LoRA trainers choose by default."""
+RANK = 16
+
+
+def write_gguf(network: Path, file: Path, kind: str) -> None:
+    """Write the weights of a network's directory as GGUF: linear layers as `kind` if their rows are whole blocks of it,
+    all others in float32. Needs the package gguf."""
+    import gguf
+    from gguf.quants import quantize
+
+    packed = gguf.GGMLQuantizationType[kind]
+    block, _ = gguf.GGML_QUANT_SIZES[packed]
+    writer = gguf.GGUFWriter(str(file), "segue")
+    for name, tensor in _tensors(network):
+        values = tensor.float().numpy()
+        if tensor.ndim == 2 and name.endswith(".weight") and tensor.shape[-1] % block == 0:
+            writer.add_tensor(name, quantize(values, packed), raw_dtype=packed)
+        else:
+            writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_untrained_lora(network: Path, file: Path) -> None:
+    """Write an untrained LoRA adapter for the attention of a network's directory: it changes nothing, and costs as much
+    as a trained one."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name, tensor in _tensors(network):
+        layer, _, leaf = name.rpartition(".")
+        if leaf == "weight" and layer.endswith(ADAPTED):
+            outputs, inputs = tensor.shape
+            down = torch.randn(RANK, inputs, generator=generator) / inputs**0.5
+            tensors[f"{network.name}.{layer}.lora_A.weight"] = down
+            tensors[f"{network.name}.{layer}.lora_B.weight"] = torch.zeros(outputs, RANK)
+    save_file(tensors, file)
+
+
+def rank_of(adapter: Path) -> int:
+    """The largest rank in an adapter: a file, or a directory with one."""
+    largest = 0
+    for file in [adapter] if adapter.is_file() else adapter.glob("*.safetensors"):
+        with safe_open(str(file), "pt") as tensors:
+            names = [name for name in tensors.keys() if ".lora_A." in name or ".lora_down." in name]  # noqa: SIM118
+            largest = max([largest, *(tensors.get_slice(name).get_shape()[0] for name in names)])
+    return largest
+
+
+def _tensors(network: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    for file in sorted(network.glob("*.safetensors")):
+        with safe_open(str(file), "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  not a dict
+                yield name, tensors.get_tensor(name)

@@ -1,0 +1,154 @@
+"""`python -m segue.bench.diffusion.reference SOCKET_FD OPTIONS`: serve a pipeline of `diffusers` in its own process.
+
+It takes one request at a time, or lists of prompts with equal numbers of steps in one call.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+from segue.bench.diffusion.wire import Answer, Loaded, Options, Policy
+from segue.bench.diffusion.workload import ImageRequest
+from segue.bench.harness.channel import Channel, serve
+
+SQUARE = 2048
+"""Rows and columns of the matmul that measures the machine's ceiling."""
+REPEATS = 5
+TRUE_CFG = "true_cfg_scale"
+
+
+def main(argv: list[str]) -> int:
+    return serve(argv, Options, Policy, ImageRequest, _run)
+
+
+def _run(channel: Channel[Policy, ImageRequest], options: Options) -> None:
+    import torch
+
+    from segue.kernels import ensure_torchvision
+    from segue.parallel.orders import dtype_of
+
+    ensure_torchvision()
+    from diffusers import DiffusionPipeline
+
+    torch.set_num_threads(options.threads)
+    dtype = dtype_of(options.dtype)
+    pipeline = DiffusionPipeline.from_pretrained(options.model_dir, dtype=dtype)
+    pipeline.set_progress_bar_config(disable=True)
+    flops = {size: _flops(pipeline, size) for size in options.sizes}
+    versions = {name: version(name) for name in ("torch", "transformers", "diffusers")}
+    channel.send(Loaded(versions, flops, _ceiling(dtype)))
+    watch = _Watch(_network(pipeline))
+    policy = Policy(1, 0.0)
+    while (message := channel.take()) is not None:
+        if isinstance(message, Policy):
+            policy = message
+            continue
+        waiting = channel.gather(message.request, policy.most, policy.gather)
+        for steps in dict.fromkeys(one.steps for one in waiting):
+            for answer in _generate(pipeline, [one for one in waiting if one.steps == steps], watch):
+                channel.send(answer)
+
+
+class _Watch:
+    """Measures the seconds that a network spends in its calls."""
+
+    def __init__(self, network: Any) -> None:
+        self.seconds = 0.0
+        self._began = 0.0
+        network.register_forward_pre_hook(self._begin)
+        network.register_forward_hook(self._end)
+
+    def _begin(self, network: Any, given: Any) -> None:
+        self._began = time.perf_counter()
+
+    def _end(self, network: Any, given: Any, made: Any) -> None:
+        self.seconds += time.perf_counter() - self._began
+
+
+def _generate(pipeline: Any, requests: Sequence[ImageRequest], watch: _Watch | None = None) -> list[Answer]:
+    """Run one call of the pipeline."""
+    import numpy as np
+    import torch
+
+    first = requests[0]
+    before = 0.0 if watch is None else watch.seconds
+    made = pipeline(
+        prompt=[one.prompt for one in requests],
+        negative_prompt=[one.negative_prompt for one in requests],
+        height=first.size,
+        width=first.size,
+        num_inference_steps=first.steps,
+        generator=[torch.Generator().manual_seed(one.seed) for one in requests],
+        **guided(type(pipeline).__name__, first.guidance),
+    ).images
+    network = 0.0 if watch is None else (watch.seconds - before) / len(requests)
+    return [
+        Answer(index=one.index, image=np.asarray(image.convert("RGB"), np.uint8).tobytes(), network=network)
+        for one, image in zip(requests, made, strict=True)
+    ]
+
+
+def guided(pipeline: str, guidance: float) -> dict[str, float]:
+    """The argument for true classifier-free guidance of pipelines of this class."""
+    return {TRUE_CFG if pipeline.startswith("QwenImage") else "guidance_scale": guidance}
+
+
+def _network(pipeline: Any) -> Any:
+    """The denoiser of a pipeline."""
+    parts = pipeline.components
+    return parts["transformer"] if "transformer" in parts else parts["unet"]
+
+
+def _flops(pipeline: Any, size: int) -> float:
+    """Floating-point operations of one call of the network for one row: matmuls and attention, as torch counts them."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    network = _network(pipeline)
+    counts: list[float] = []
+    counter = FlopCounterMode(display=False)
+
+    def before(module: Any, arguments: Any, named: Any) -> None:
+        counter.__enter__()
+
+    def after(module: Any, arguments: Any, named: Any, output: Any) -> None:
+        counter.__exit__(None, None, None)
+        rows = output[0].shape[0]
+        counts.append(counter.get_total_flops() / rows)
+
+    hooks = [
+        network.register_forward_pre_hook(before, with_kwargs=True),
+        network.register_forward_hook(after, with_kwargs=True),
+    ]
+    try:
+        _generate(pipeline, [ImageRequest(0, "a cat", "", 1.0, size, 2, 0)])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return counts[0]
+
+
+def _ceiling(dtype: Any) -> float:
+    """The best speed of a few large matmuls, with both of torch's libraries: which one is faster depends on the CPU (on
+    an EPYC of Zen 5, oneDNN takes 0.4 of the time)."""
+    import torch
+
+    a, b = torch.randn(SQUARE, SQUARE, dtype=dtype), torch.randn(SQUARE, SQUARE, dtype=dtype)
+    ways = [lambda: torch.mm(a, b)]
+    if dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        packed = torch.ops.mkldnn._reorder_linear_weight(b, SQUARE)
+        ways.append(lambda: torch.ops.mkldnn._linear_pointwise(a, packed, None, "none", [], None))
+    times = []
+    for way in ways:
+        for _ in range(REPEATS):
+            began = time.perf_counter()
+            way()
+            times.append(time.perf_counter() - began)
+    return float(2 * SQUARE**3 / min(times))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,113 @@
+"""The result of `segue bench diffusion`, in the format of its JSON file, and its computation from outcomes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from segue.bench.diffusion.workload import ImageOutcome, largest_difference, mean_difference
+from segue.bench.harness.load import LoadSlice
+from segue.bench.harness.load_results import LoadResult
+from segue.bench.harness.stats import Summary, mean, summary
+
+
+class DiffusionSettings(msgspec.Struct, kw_only=True):
+    """Settings of the run."""
+
+    model: str
+    pipeline: str
+    dtype: str
+    seed: int
+    rounds: int
+    threads: int
+    guidance: float
+    versions: dict[str, str]
+    requests: int = 0
+    """Requests per round of a closed loop with several clients; half as many with one. 0 in older files."""
+    environment: dict[str, str] = {}
+    """Environment variables of all sides' processes; empty in older files, where only Segue's workers had any."""
+    ceiling: float
+    """Floating-point operations per second of a large matmul on this machine with the same number of threads."""
+
+
+class DiffusionSide(msgspec.Struct, kw_only=True):
+    """One side in one scenario, over all rounds. Times in seconds."""
+
+    requests: int
+    wall: float
+    images_per_second: float
+    steps_per_second: float
+    """Denoising steps of all requests; each is one row per guidance branch."""
+    by_round: list[float]
+    """Steps per second of each round."""
+    jct: Summary
+    jct_by_steps: dict[int, Summary]
+    first_preview: Summary
+    of_ceiling: float
+    """The network's operations as a share of those that the ceiling allows in the wall time; encoders, decoder and
+    waiting reduce it."""
+    network_of_ceiling: float | None = None
+    """The same within the seconds in which the denoiser steps (for `diffusers`: in which its network runs)."""
+    pss_bytes: int
+    """Memory of the side's processes after its turns."""
+    largest_difference: float = 0.0
+    """Largest difference from the first side's images of the same requests, in [0, 1]."""
+    mean_difference: float = 0.0
+    """Mean difference over all values."""
+
+
+class DiffusionScenario(msgspec.Struct, kw_only=True):
+    """One load on every side; ratios refer to entries of `sides`."""
+
+    name: str
+    size: int
+    clients: int
+    """0: arrivals of a Poisson process."""
+    rate: float = 0.0
+    """Arrivals per second."""
+    sides: dict[str, DiffusionSide]
+
+
+class DiffusionResult(LoadResult, kw_only=True):
+    benchmark: str = "diffusion"
+    settings: DiffusionSettings
+    scenarios: list[DiffusionScenario] = msgspec.field(default_factory=list)
+
+
+def side_of(
+    slices: Sequence[LoadSlice[ImageOutcome]],
+    first: Sequence[LoadSlice[ImageOutcome]],
+    ideal: float,
+    pss_bytes: int,
+    denoising: float | None = None,
+) -> DiffusionSide:
+    """The figures of one side from its slices. `first`: slices of the side it is compared with; `ideal`: seconds per
+    step at the ceiling; `denoising`: seconds of the denoiser's steps, if the outcomes do not contain them."""
+    outcomes = [one for taken in slices for one in taken.outcomes]
+    theirs = [one for taken in first for one in taken.outcomes]
+    wall = sum(taken.wall for taken in slices)
+    steps = sum(one.steps for one in outcomes)
+    denoising = denoising or sum(one.network for one in outcomes)
+    return DiffusionSide(
+        requests=len(outcomes),
+        wall=wall,
+        images_per_second=len(outcomes) / wall,
+        steps_per_second=steps / wall,
+        by_round=[sum(one.steps for one in taken.outcomes) / taken.wall for taken in slices],
+        jct=summary([one.jct for one in outcomes]),
+        jct_by_steps={
+            count: summary([one.jct for one in outcomes if one.steps == count])
+            for count in sorted({one.steps for one in outcomes})
+        },
+        first_preview=summary([one.first_preview for one in outcomes]),
+        of_ceiling=steps * ideal / wall,
+        network_of_ceiling=steps * ideal / denoising if denoising else None,
+        pss_bytes=pss_bytes,
+        largest_difference=largest_difference(outcomes, theirs),
+        mean_difference=mean_difference(outcomes, theirs),
+    )
+
+
+def mean_jct(outcomes: Sequence[ImageOutcome]) -> float:
+    return mean([one.jct for one in outcomes])

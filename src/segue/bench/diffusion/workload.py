@@ -1,0 +1,116 @@
+"""The requests of `segue bench diffusion`: images of one size from short prompts, with mixed numbers of steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+_COLOURS = ("red", "green", "blue", "golden", "grey", "white")
+_THINGS = ("bicycle", "lighthouse", "kettle", "violin", "harbour", "cat", "orchard", "bridge")
+_PLACES = ("by the sea", "in the snow", "at night", "under a tree", "on a table", "in the rain")
+NEGATIVE = "blurry, dark"
+
+
+class ImageRequest(msgspec.Struct, frozen=True):
+    """A request for one image."""
+
+    index: int
+    prompt: str
+    negative_prompt: str
+    guidance: float
+    size: int
+    """Height and width in pixels."""
+    steps: int
+    seed: int
+
+
+class ImageOutcome(msgspec.Struct, kw_only=True):
+    """One answered request. Times are seconds since the client sent it."""
+
+    index: int
+    steps: int
+    jct: float
+    first_preview: float
+    """Time of the first image at the client: the final image if the side sends no previews."""
+    image: bytes
+    """uint8 RGB, row by row."""
+    sent: float = 0.0
+    """time.monotonic() at the client."""
+    network: float = 0.0
+    """Seconds of the network's calls for it, if the side reports them per image."""
+
+    def check(self, request: ImageRequest) -> None:
+        """Raise `WrongImage` unless the image has the requested size and more than one colour."""
+        values = np.frombuffer(self.image, np.uint8)
+        if len(values) != 3 * request.size**2 or np.ptp(values) < 3:
+            raise WrongImage(
+                f"request {request.index}: {len(values)} values came, or all alike; asked for "
+                f"was an image of {request.size} x {request.size}"
+            )
+
+
+class WrongImage(Exception):
+    """An answer does not match its request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Numbers of steps and their relative frequencies."""
+
+    steps: tuple[int, ...]
+    weights: tuple[int, ...]
+
+    def __str__(self) -> str:
+        total = sum(self.weights)
+        return ", ".join(
+            f"{weight / total:.0%} of {steps} steps" for steps, weight in zip(self.steps, self.weights, strict=True)
+        )
+
+    @property
+    def mean(self) -> float:
+        return sum(s * w for s, w in zip(self.steps, self.weights, strict=True)) / sum(self.weights)
+
+
+CLOSED = Mix((8, 12), (1, 1))
+"""For closed loops: mixed, so that requests do not stay at the same step for long."""
+CACHED = Mix((20, 28), (1, 1))
+"""For step caches, which compute the first steps and predict some of the others."""
+OPEN = Mix((4, 50), (4, 1))
+"""For arrivals: mostly drafts, sometimes a high-quality image."""
+
+
+def images(mix: Mix, size: int, start: int, count: int, guidance: float, seed: int) -> list[ImageRequest]:
+    """Requests `start` to `start + count`. Every run of `sum(weights)` requests has each number of steps as often as
+    its weight says, in random order: chance decides the order, not the amount of work."""
+    pattern = [steps for steps, weight in zip(mix.steps, mix.weights, strict=True) for _ in range(weight)]
+    made = []
+    for index in range(start, start + count):
+        group, place = divmod(index - start, len(pattern))
+        order = random.Random(f"{seed}/{mix}/{start}/{group}").sample(pattern, len(pattern))
+        draw = random.Random(f"{seed}/{index}")
+        prompt = f"a {draw.choice(_COLOURS)} {draw.choice(_THINGS)} {draw.choice(_PLACES)}"
+        made.append(ImageRequest(index, prompt, NEGATIVE, guidance, size, order[place], 1000 + index))
+    return made
+
+
+def largest_difference(mine: Sequence[ImageOutcome], theirs: Sequence[ImageOutcome]) -> float:
+    """Largest difference between images of equal requests, in [0, 1]; images are rounded to 8 bits, so the smallest
+    difference is 1/255."""
+    differences = [
+        np.abs(np.frombuffer(a.image, np.uint8).astype(int) - np.frombuffer(b.image, np.uint8)).max()
+        for a, b in zip(mine, theirs, strict=True)
+    ]
+    return max(map(float, differences)) / 255
+
+
+def mean_difference(mine: Sequence[ImageOutcome], theirs: Sequence[ImageOutcome]) -> float:
+    """Mean difference between the values of equal requests, in [0, 1]."""
+    differences = [
+        np.abs(np.frombuffer(a.image, np.uint8).astype(int) - np.frombuffer(b.image, np.uint8)).mean()
+        for a, b in zip(mine, theirs, strict=True)
+    ]
+    return float(np.mean(differences)) / 255

@@ -1,0 +1,106 @@
+"""`make figures`: write the tables of README.md and docs/benchmarks.md from the results in bench/results.
+
+`python -m segue.bench.figures` writes both pages; with file arguments it prints their full reports, also of incomplete
+runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from segue.bench.comparisons import Measured, comparison_table, of_diffusion, of_omni, of_text
+from segue.bench.diffusion import losses
+from segue.bench.diffusion import report as diffusion_report
+from segue.bench.diffusion.results import DiffusionResult
+from segue.bench.harness.result_file import read_values, result_of
+from segue.bench.hop import HopResult, hop_table
+from segue.bench.omni import report
+from segue.bench.omni.results import Result
+from segue.bench.text import report as text_report
+from segue.bench.text.results import TextResult
+from segue.messages.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+BEGIN, END = "<!-- figures -->", "<!-- /figures -->"
+_KINDS: dict[str, tuple[Any, Callable[[Any], str], Callable[[Any], Measured] | None]] = {
+    "omni": (Result, report.markdown, of_omni),
+    "text": (TextResult, text_report.markdown, of_text),
+    "diffusion": (DiffusionResult, diffusion_report.markdown, of_diffusion),
+    "losses": (losses.LossResult, losses.markdown, None),
+    "hop": (HopResult, hop_table, None),
+}
+"""Benchmark → type of its result, its full report, its comparisons."""
+_ORDER = tuple(_KINDS)
+
+
+def read(path: Path) -> tuple[str, Any]:
+    """The benchmark's name and the result. Raises `ConfigError`."""
+    values = read_values(path)
+    kind = values.get("benchmark")
+    if kind not in _KINDS:
+        raise ConfigError(f"{path}: benchmark is {kind!r}; it must be one of {', '.join(_KINDS)}", field="results")
+    return kind, result_of(values, _KINDS[kind][0], path)
+
+
+def full(path: Path) -> str:
+    """The full report of one file."""
+    kind, result = read(path)
+    return _KINDS[kind][1](result)
+
+
+def pages(root: Path) -> dict[Path, str]:
+    """Both pages, generated from the results of this checkout. Raises `ConfigError`."""
+    found = [(*read(path), path) for path in sorted((root / "bench" / "results").glob("*.json"))]
+    found.sort(key=lambda one: _ORDER.index(one[0]))
+    measured = [(of(result), path) for kind, result, path in found if (of := _KINDS[kind][2]) is not None]
+    hops = [(result, path) for kind, result, path in found if kind == "hop"]
+    sections = [_section(one, path) for one, path in measured]
+    sections += [f"### Bytes between workers\n\n`bench/results/{path.name}`. {hop_table(hop)}" for hop, path in hops]
+    short = [
+        f"{one.title}:\n\n{comparison_table([row for row in one.comparisons if row.headline])}" for one, _ in measured
+    ]
+    made = {}
+    for page, body in (("README.md", short), ("docs/benchmarks.md", sections)):
+        path = root / page
+        made[path] = insert(path.read_text(), "\n\n".join(body))
+    return made
+
+
+def _section(measured: Measured, path: Path) -> str:
+    parts = [f"### {measured.title}", f"`bench/results/{path.name}`: {measured.conditions}"]
+    parts += [comparison_table(measured.comparisons), measured.more]
+    return "\n\n".join(part for part in parts if part)
+
+
+def insert(page: str, body: str) -> str:
+    """The page with `body` between its markers. Raises `ConfigError` if it has none."""
+    before, opened, rest = page.partition(BEGIN)
+    _, closed, after = rest.partition(END)
+    if not (opened and closed):
+        raise ConfigError(f"the page has no {BEGIN} … {END}", field="page")
+    return f"{before}{BEGIN}\n\n{body}\n\n{END}{after}"
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m segue.bench.figures", description=__doc__)
+    parser.add_argument("results", nargs="*", type=Path, help="JSON files of `segue bench`, to be printed in full")
+    results: Sequence[Path] = parser.parse_args(argv).results
+    try:
+        if results:
+            print("\n".join(full(path) for path in results))
+        else:
+            for path, text in pages(ROOT).items():
+                path.write_text(text)
+                print(f"written: {path.relative_to(ROOT)}")
+    except ConfigError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

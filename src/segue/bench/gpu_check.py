@@ -1,0 +1,253 @@
+"""`segue bench gpu`: run everything that can be checked only on a GPU, and write one report.
+
+Steps run one after the other, each as a process with a time limit. A step that fails or exceeds its limit does not stop
+the others, since a machine with a GPU may be available only for an hour. The report is rewritten after each step.
+
+Not measured: other tiles, stages and splits of the attention kernels (`decode_tile`, `_SPLIT_KEYS` and `_FILLED` of
+`segue.kernels.attention.triton_attention`), which are constants; step C measures the current choice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from segue.bench.harness.arguments import progress
+from segue.bench.harness.child import python_path
+from segue.bench.harness.hardware import Machine, machine
+from segue.bench.harness.load_report import table
+from segue.bench.harness.result_file import VERSION, write_result
+from segue.cli.parser import Parser
+from segue.graph.machine.hardware import detect_hardware
+
+REPOSITORY = Path(__file__).parents[3]
+TAIL_LINES = 60
+GRACE = 10.0
+"""Seconds for a step's processes to end after a signal."""
+
+
+class Step(msgspec.Struct, kw_only=True):
+    """One step: a process with a time limit."""
+
+    name: str
+    what: str
+    command: list[str]
+    minutes: float
+    """Time limit in minutes."""
+    expected: str
+    """The expected result, predicted from the code."""
+
+
+class Ran(msgspec.Struct, kw_only=True):
+    """The outcome of a step."""
+
+    name: str
+    status: int | None
+    """Exit status; negative: the signal that ended it; None: it did not start."""
+    seconds: float = 0.0
+    timed_out: bool = False
+    tail: str = ""
+    """The end of its output; the whole output is in a file next to the report."""
+
+    @property
+    def said(self) -> str:
+        if self.status is None:
+            return "not begun: no time was left"
+        return "timed out" if self.timed_out else "passed" if self.status == 0 else f"failed ({self.status})"
+
+
+class GpuReport(msgspec.Struct, kw_only=True):
+    version: int = VERSION
+    machine: Machine
+    driver: str
+    began: str
+    steps: list[Step]
+    ran: list[Ran]
+
+
+def steps(out: Path) -> list[Step]:
+    """The steps of a GPU check, those that verify most first; 40 minutes in total."""
+    tests = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    tests += ["-o", "filterwarnings=default"]  # versions may differ from the pinned ones
+    bench = [sys.executable, "-m", "segue.cli", "bench"]
+    of_steps = [*bench, "steps", "--sides", "segue", "--batches", "1,32,128"]
+    omni = [*bench, "omni", "--shape", "7b", "--device", "cuda", "--concurrency", "4"]
+    return [
+        Step(
+            name="A",
+            what="kernels and connectors against their references",
+            command=[*tests, "tests/kernels", "tests/connectors"],
+            minutes=8,
+            expected="all pass; at risk: out of resources at width 512 in float32",
+        ),
+        Step(
+            name="B",
+            what="decode steps and prefill of a 7B shape",
+            command=[*of_steps, "--prefills", "128,2048,8192", "--seconds", "360", "--out", str(out / "B")],
+            minutes=7,
+            expected="steps recorded at least 95% (0: capture failed, the warning says why); decode at most 1.9 times "
+            "the bandwidth bound, prefill at least 55% of the ceiling",
+        ),
+        Step(
+            name="C",
+            what="attention of a decode step by itself",
+            command=[*bench, "attention", "--out", str(out / "C")],
+            minutes=4,
+            expected="long and many sequences near the bandwidth of B's copy, 63 short with a long one not far below",
+        ),
+        Step(
+            name="D",
+            what="whole systems: forked workers, kill and restart, compiled, quantised, images",
+            command=[*tests, "tests/e2e", "tests/bench"],
+            minutes=9,
+            expected="all pass",
+        ),
+        Step(
+            name="E",
+            what="a denoiser against the library",
+            command=[
+                *[*bench, "denoise", "--steps", "10", "--sides", "segue,segue-compiled,eager,compiled"],
+                *["--seconds", "360", "--out", str(out / "E")],
+            ],
+            minutes=7,
+            expected="segue like eager, segue-compiled like compiled",
+        ),
+        Step(
+            name="F",
+            what="an omni model of 7B against the library, few requests",
+            command=[
+                *[*omni, "--requests", "4", "--rounds", "1", "--warmup", "1", "--baseline", "one"],
+                *["--out", str(out / "F")],
+            ],
+            minutes=5,
+            expected="every request answered; JCT, RTF and time to first audio of both sides",
+        ),
+    ]
+
+
+def add_gpu(commands: argparse._SubParsersAction[Parser]) -> None:
+    """Add the sub-command and its arguments."""
+    command = commands.add_parser(
+        "gpu",
+        help="check and measure everything that needs a GPU; one report",
+        epilog="All steps take 40 minutes. In parts, each with a report of its own, and without network: "
+        "segue bench gpu --only AB --out out/gpu/AB; then CD, then EF.",
+    )
+    command.add_argument("--out", type=Path, default=Path("out/gpu"), help="directory of the report")
+    command.add_argument("--minutes", type=float, default=40.0, help="for all steps together (default: 40)")
+    command.add_argument("--only", metavar="LETTERS", help="some of the steps, e.g. AD (default: all)")
+    command.add_argument("--dry-run", action="store_true", help="print the steps and run nothing")
+    command.set_defaults(run=_gpu)
+
+
+def _gpu(arguments: argparse.Namespace) -> int:
+    out = arguments.out.resolve()
+    chosen = [step for step in steps(out) if arguments.only is None or step.name in arguments.only.upper()]
+    if arguments.dry_run:
+        for step in chosen:
+            print(f"{step.name}  {step.minutes:g} min  {step.what}\n   {shlex.join(step.command)}")
+        return 0
+    found = detect_hardware()
+    if not found.gpus:
+        why = "; ".join(found.gpu_notes) or "this machine has none"
+        print(f"segue bench gpu: nothing was run: it needs an NVIDIA GPU, and {why}", file=sys.stderr)
+        return 1
+    report = check(chosen, out, arguments.minutes * 60)
+    return 1 if any(ran.status != 0 for ran in report.ran) else 0
+
+
+def check(chosen: Sequence[Step], out: Path, seconds: float) -> GpuReport:
+    """Run the steps and write `report.md`, `report.json` and the whole output of each step into `out`."""
+    out.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    report = GpuReport(
+        machine=machine(), driver=_driver(), began=datetime.now(UTC).isoformat("T", "seconds"), steps=[*chosen], ran=[]
+    )
+    for step in chosen:
+        left = seconds - (time.monotonic() - began)
+        progress(f"{step.name}: {step.what}")
+        report.ran.append(Ran(name=step.name, status=None) if left <= 0 else run_step(step, out, left))
+        progress(f"{step.name}: {report.ran[-1].said}, {report.ran[-1].seconds:.0f} s")
+        write_result(report, out / "report.json")
+        (out / "report.md").write_text(markdown(report))
+    progress(f"written: {out / 'report.md'}, {out / 'report.json'}")
+    return report
+
+
+def run_step(step: Step, out: Path, left: float) -> Ran:
+    """Run one step with its output in a file; ends it and its children at the time limit."""
+    limit = min(step.minutes * 60, left)
+    path = out / f"{step.name}.log"
+    began = time.monotonic()
+    timed_out = False
+    with path.open("wb") as log:
+        process = subprocess.Popen(
+            step.command,
+            cwd=REPOSITORY,
+            env={**os.environ, "PYTHONPATH": python_path(), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            timed_out = True
+            status = _end(process)
+        with suppress(ProcessLookupError):  # leftover processes would take device memory from the next step
+            os.killpg(process.pid, signal.SIGKILL)
+    lines = path.read_text(errors="replace").splitlines()
+    return Ran(
+        name=step.name,
+        status=status,
+        seconds=time.monotonic() - began,
+        timed_out=timed_out,
+        tail="\n".join(lines[-TAIL_LINES:]),
+    )
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    """End a session of processes: signal them first, so that they can write their results, then kill them."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        os.killpg(process.pid, number)
+        try:
+            return process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            progress(f"it does not end on {number.name}")
+    return -signal.SIGKILL  # the driver holds it in the kernel: leave it
+
+
+def _driver() -> str:
+    path = Path("/proc/driver/nvidia/version")
+    return path.read_text().partition("\n")[0].strip() if path.is_file() else "not known"
+
+
+def markdown(report: GpuReport) -> str:
+    """The report in Markdown."""
+    found = report.machine
+    versions = ", ".join(f"{name} {version}" for name, version in found.packages.items())
+    rows = [
+        [step.name, step.what, ran.said, f"{ran.seconds:.0f} s of {60 * step.minutes:.0f}", step.expected]
+        for step, ran in zip(report.steps, report.ran, strict=False)
+    ]
+    parts = [
+        f"# GPU check, {report.began}",
+        f"{', '.join(found.gpus) or 'no GPU'}; driver: {report.driver}; {found.cores} cores of {found.cpu}; "
+        f"{found.system}, Python {found.python}, {versions}.",
+        table(["step", "what", "result", "time", "expected"], rows),
+    ]
+    for step, ran in zip(report.steps, report.ran, strict=False):
+        parts.append(f"## {step.name}: {step.what}\n\n`{shlex.join(step.command)}`\n\n```text\n{ran.tail}\n```")
+    return "\n\n".join(parts) + "\n"

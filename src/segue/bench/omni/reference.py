@@ -1,0 +1,240 @@
+"""Run `Qwen2_5OmniForConditionalGeneration.generate` of `transformers`, called as documented.
+
+It uses all features that apply: KV cache, inference mode, SDPA, all cores, one forward for a whole batch (left
+padding). In a batch with replies of different lengths each row ends at its own: stopping criteria answer per row, the
+library pads finished rows with an end token and vocodes each row at its own length, just as when rows end by
+themselves. Only the batch as a whole takes as long as its longest row.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from segue.bench.omni.baseline import Answer, Options
+from segue.bench.omni.workload import VIDEO_FPS, BenchRequest
+from segue.kernels.torchvision_shim import ensure_torchvision
+from segue.messages.request import MediaPart, TextPart
+from segue.parallel.orders import dtype_of
+
+ensure_torchvision()
+
+from transformers import (  # noqa: E402
+    AutoProcessor,
+    LogitsProcessor,
+    LogitsProcessorList,
+    Qwen2_5OmniConfig,
+    Qwen2_5OmniForConditionalGeneration,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer  # noqa: E402
+
+SAMPLE_RATE = 24_000
+
+# generate() in transformers 5.17–5.23 passes these to the talker, which refuses them, unless they are prefixed
+_THINKER_ONLY = ("pixel_values", "pixel_values_videos")
+
+
+class Reference:
+    """The loaded model and its processor."""
+
+    def __init__(self, options: Options) -> None:
+        self._device = torch.device(options.device)
+        self._dtype = dtype_of(options.dtype)
+        # the talker's config names ids of the thinker's vocabulary: the library warns of them at every start
+        logging.getLogger("transformers").setLevel(logging.ERROR)
+        torch.set_num_threads(options.threads)
+        model_dir = Path(options.model_dir)
+        self._processor = AutoProcessor.from_pretrained(model_dir)
+        self._model = _dummy(options) if options.load_format == "dummy" else _stored(options)
+        self._model.eval()
+        self._ends = options.talker_ends
+        self._thinker_bans = _Bans(options.suppressed_thinker, self._device)
+        self._talker_bans = _Bans(options.suppressed_talker, self._device)
+        # pads finished rows of a batch: the library recognises them as ended
+        self._thinker_pad = _thinker_end(self._model)
+
+    @torch.inference_mode()
+    def generate(self, requests: Sequence[BenchRequest]) -> list[Answer]:
+        """Serve requests as one batch."""
+        began = time.monotonic()
+        inputs = self._prepare(requests)
+        prepared = time.monotonic()
+        thinker, talker = _Clock(), _Clock()
+        replies = [request.reply_tokens for request in requests]
+        codes = [request.codes for request in requests]
+        sequences, waves = self._model.generate(
+            **inputs,
+            thinker_max_new_tokens=max(replies),
+            thinker_do_sample=False,
+            thinker_pad_token_id=self._thinker_pad,
+            thinker_logits_processor=LogitsProcessorList([self._thinker_bans]),
+            thinker_stopping_criteria=StoppingCriteriaList([_RowLimits(replies)]),
+            thinker_streamer=thinker,
+            talker_max_new_tokens=max(codes),
+            talker_do_sample=False,
+            talker_top_k=None,
+            talker_top_p=None,
+            talker_temperature=None,
+            talker_eos_token_id=self._ends,
+            talker_logits_processor=LogitsProcessorList([self._talker_bans]),
+            talker_stopping_criteria=StoppingCriteriaList([_RowLimits(codes)]),
+            talker_streamer=talker,
+        )
+        waves = [waves] if len(requests) == 1 else waves
+        waves = [wave.cpu().numpy().astype("<f4") for wave in waves]
+        done = time.monotonic()
+        padded = inputs["input_ids"].shape[1]
+        prompts = inputs["attention_mask"].sum(dim=1).tolist()
+        spoken = talker.rows()
+        return [
+            Answer(
+                index=request.index,
+                batch=len(requests),
+                began=began,
+                prepared=prepared,
+                first_token=thinker.first,
+                thinker_done=thinker.ended,
+                talker_done=talker.ended,
+                done=done,
+                prompt_tokens=int(prompts[row]),
+                text_ids=sequences[row, padded : padded + request.reply_tokens].tolist(),
+                code_ids=spoken[row, : request.codes].tolist(),
+                samples=waves[row].tobytes(),
+                sample_rate=SAMPLE_RATE,
+                gpu_bytes=self.gpu_bytes(),
+            )
+            for row, request in enumerate(requests)
+        ]
+
+    def gpu_bytes(self) -> int:
+        """Peak GPU memory of this process; 0 on a CPU."""
+        return torch.cuda.max_memory_reserved(self._device) if self._device.type == "cuda" else 0
+
+    def _prepare(self, requests: Sequence[BenchRequest]) -> dict[str, Any]:
+        media = _Media([], [], [])
+        conversations = [media.conversation(request) for request in requests]
+        text = self._processor.apply_chat_template(conversations, tokenize=False, add_generation_prompt=True)
+        inputs = self._processor(
+            text=text,
+            images=media.images or None,
+            audio=media.audio or None,
+            videos=media.videos or None,
+            padding=True,
+            return_tensors="pt",
+            # the frames are already sampled at this rate: none must be dropped
+            videos_kwargs={"fps": VIDEO_FPS, "do_sample_frames": False} if media.videos else {},
+        )
+        ready: dict[str, Any] = {}
+        for name, value in inputs.items():
+            moved = value.to(self._device) if isinstance(value, torch.Tensor) else value
+            if isinstance(moved, torch.Tensor) and moved.is_floating_point():
+                moved = moved.to(self._dtype)
+            ready[f"thinker_{name}" if name in _THINKER_ONLY else name] = moved
+        return ready
+
+
+@dataclass(frozen=True)
+class _Media:
+    """The arrays of a batch, in prompt order."""
+
+    images: list[np.ndarray]
+    audio: list[np.ndarray]
+    videos: list[np.ndarray]
+
+    def conversation(self, request: BenchRequest) -> list[dict[str, Any]]:
+        """A request in the format of chat templates; keeps its arrays."""
+        return [
+            {"role": message.role, "content": [self._part(part) for part in message.content]}
+            for message in request.messages
+        ]
+
+    def _part(self, part: TextPart | MediaPart) -> dict[str, Any]:
+        if isinstance(part, TextPart):
+            return {"type": "text", "text": part.text}
+        info = part.array
+        assert info is not None, "the workload's media are arrays"
+        array = np.frombuffer(part.data, dtype=info.dtype).reshape(info.shape).copy()
+        {"image": self.images, "audio": self.audio, "video": self.videos}[part.kind].append(array)
+        return {"type": part.kind, part.kind: ""}
+
+
+class _Clock(BaseStreamer):
+    """A streamer that records the time of the first token and of the end, and keeps the tokens. `generate` passes the
+    prompt first, then the new token of each row."""
+
+    def __init__(self) -> None:
+        self._tokens: list[torch.Tensor] = []
+        self._prompt_seen = False
+        self.first = self.ended = 0.0
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self._prompt_seen:
+            self._prompt_seen = True
+            return
+        if not self._tokens:
+            self.first = time.monotonic()
+        self._tokens.append(value)
+
+    def end(self) -> None:
+        self.ended = time.monotonic()
+
+    def rows(self) -> torch.Tensor:
+        """[batch, steps]."""
+        return torch.stack(self._tokens, dim=1)
+
+
+class _RowLimits(StoppingCriteria):
+    """Row i ends after `limits[i]` new tokens. Called once per step."""
+
+    def __init__(self, limits: Sequence[int]) -> None:
+        self._limits = torch.tensor(limits)
+        self._steps = 0
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
+        self._steps += 1
+        return (self._steps >= self._limits).to(input_ids.device)  # type: ignore[return-value]
+
+
+class _Bans(LogitsProcessor):
+    """Forbids ids. (`generate` itself takes the talker's `suppress_tokens`.)"""
+
+    def __init__(self, ids: Sequence[int], device: torch.device) -> None:
+        self._ids = torch.tensor(list(ids), device=device)
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        return scores.index_fill(1, self._ids, float("-inf"))  # type: ignore[return-value]
+
+
+def _stored(options: Options) -> Qwen2_5OmniForConditionalGeneration:
+    model = Qwen2_5OmniForConditionalGeneration.from_pretrained(
+        options.model_dir, dtype=dtype_of(options.dtype), attn_implementation="sdpa"
+    )
+    return model.to(options.device)
+
+
+def _dummy(options: Options) -> Qwen2_5OmniForConditionalGeneration:
+    """A model with random weights of the config's shape, created on the device."""
+    config = Qwen2_5OmniConfig.from_pretrained(options.model_dir)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype_of(options.dtype))
+    try:
+        with torch.device(options.device):
+            model = Qwen2_5OmniForConditionalGeneration._from_config(config, attn_implementation="sdpa")
+    finally:
+        torch.set_default_dtype(before)
+    model.load_speakers(str(Path(options.model_dir) / "spk_dict.pt"))
+    return model
+
+
+def _thinker_end(model: Qwen2_5OmniForConditionalGeneration) -> int | None:
+    named = model.thinker.generation_config.eos_token_id
+    return named[0] if isinstance(named, list) else named

@@ -1,0 +1,101 @@
+"""Segue's side of `segue bench omni`."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+from segue.bench.harness.async_omni import AsyncOmniDriver
+from segue.bench.omni.outcome import FirstAudio, Outcome
+from segue.bench.omni.workload import BenchRequest, Suppressed
+from segue.messages.deltas import AudioDelta, Finished, TextDelta
+from segue.messages.request import Request
+from segue.messages.sampling import SamplingParams
+
+
+class SegueDriver(AsyncOmniDriver):
+    """Sends requests to a running Segue."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        suppressed: Suppressed,
+        *,
+        silence: float,
+        dtype: str,
+        load_format: str,
+        config: dict[str, Any] | Path | None = None,
+    ) -> None:
+        super().__init__("segue", model_dir, dtype=dtype, load_format=load_format, config=config)
+        self._suppressed = suppressed
+        self._silence = silence
+
+    def threads(self) -> dict[str, int]:
+        """CPU threads of each worker."""
+        stages = self._omni.plan.stages
+        return {"+".join(group): max(stages[name].threads for name in group) for group in self._omni.plan.groups}
+
+    async def run(self, request: BenchRequest) -> Outcome:
+        sent = time.monotonic()
+        first_token: float | None = None
+        first_audio = FirstAudio(self._silence)
+        rate = 0
+        async with aclosing(self._omni.stream(self._request(request))) as deltas:
+            async for delta in deltas:
+                now = time.monotonic()
+                match delta:
+                    case TextDelta():
+                        first_token = first_token or now
+                    case AudioDelta():
+                        rate = delta.sample_rate
+                        first_audio.add(delta.array, rate, now)
+                    case Finished():
+                        return _outcome(request, delta, sent, now, first_token, first_audio, rate)
+        raise AssertionError("a stream ends with Finished or an error")
+
+    def _request(self, request: BenchRequest) -> Request:
+        return Request(
+            request_id=uuid.uuid4().hex,
+            messages=request.messages,
+            modalities=["text", "audio"],
+            sampling={
+                "thinker": _exactly(request.reply_tokens, self._suppressed.thinker),
+                "talker": _exactly(request.codes, self._suppressed.talker),
+            },
+        )
+
+
+def _exactly(tokens: int, suppressed: tuple[int, ...]) -> SamplingParams:
+    """Greedy sampling of a fixed length; everything else is the family's default."""
+    return SamplingParams(
+        temperature=0.0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, suppress_tokens=list(suppressed)
+    )
+
+
+def _outcome(
+    request: BenchRequest,
+    finished: Finished,
+    sent: float,
+    now: float,
+    first_token: float | None,
+    first_audio: FirstAudio,
+    rate: int,
+) -> Outcome:
+    codes = finished.token_ids.get("talker", [])
+    return Outcome(
+        index=request.index,
+        kind=request.kind,
+        jct=now - sent,
+        ttft=float("inf") if first_token is None else first_token - sent,
+        ttfa=float("inf") if first_audio.at is None else first_audio.at - sent,
+        audio_seconds=first_audio.samples / rate if rate else 0.0,
+        prompt_tokens=finished.usage.prompt_tokens,
+        text_ids=finished.token_ids.get("thinker", []),
+        codes=len(codes),
+        code_ids=codes,
+        rms=first_audio.rms,
+        spans=finished.metrics.spans,
+    )

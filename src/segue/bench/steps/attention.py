@@ -1,0 +1,100 @@
+"""Measure the attention of one decode step alone: gigabytes of keys and values read per second, by backend and batch.
+
+A layer has Qwen2.5-7B's shape: 28 heads of dimension 128 over 4 key/value heads. Every sequence has its own blocks, so
+no sequence reads data that another one brought into the device's cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from segue.bench.harness.arguments import add_device, add_out, progress, some_of
+from segue.cli.parser import Parser, count
+
+BACKENDS = ("triton", "torch", "flashinfer")
+HEADS, KV_HEADS, WIDTH, BLOCK = 28, 4, 128, 16
+LEVELS = {
+    f"{count} x {length}": (length,) * count
+    for count in (1, 32, 128)
+    for length in (512, 8192, 32768)
+    if count * length <= 1 << 20
+} | {"63 x 512 and 1 x 65536": (512,) * 63 + (65536,)}
+"""Number of keys of each sequence."""
+
+
+class Measured(msgspec.Struct, kw_only=True):
+    backend: str
+    level: str
+    seconds: float | None = None
+    gigabytes_per_second: float | None = None
+    failure: str | None = None
+
+
+def add_attention(commands: argparse._SubParsersAction[Parser]) -> None:
+    """Add the sub-command and its arguments."""
+    command = commands.add_parser("attention", help="attention of one decode step by itself, by backend and batch")
+    add_device(command)
+    command.add_argument("--backends", type=some_of(BACKENDS, "backend"), default=["triton", "torch"])
+    command.add_argument("--shorter", type=count, default=1, help="divide all lengths by this (default: 1)")
+    add_out(command)
+    command.set_defaults(run=_attention)
+
+
+def _attention(arguments: argparse.Namespace) -> int:
+    rows = []
+    for level, lengths in LEVELS.items():
+        shorter = tuple(max(1, length // arguments.shorter) for length in lengths)
+        for backend in arguments.backends:
+            rows.append(measure(backend, level, shorter, arguments.device, arguments.dtype))
+            one = rows[-1]
+            rate = f"{one.gigabytes_per_second:.0f} GB/s" if one.gigabytes_per_second is not None else one.failure
+            progress(f"{level:>24}  {backend:<10} {rate}")
+    path: Path = arguments.out / "attention.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([msgspec.to_builtins(one) for one in rows], indent=1) + "\n")
+    print(f"written: {path}")
+    return 1 if any(one.failure for one in rows) else 0
+
+
+def measure(name: str, level: str, lengths: Sequence[int], device_name: str, dtype_name: str) -> Measured:
+    """Measure one level; a failure is reported in place of the figure."""
+    import torch
+
+    from segue.bench.harness.hardware import best
+    from segue.engines.autoregressive.contract import KVSpec
+    from segue.kernels.attention.backends import attention_backend
+    from segue.kernels.attention.interface import AttentionOptions
+    from segue.kernels.attention.paged_attention import TORCH
+    from segue.kernels.attention.paged_step import Part, paged_step
+    from segue.parallel.orders import dtype_of
+
+    device, dtype = torch.device(device_name), dtype_of(dtype_name)
+    try:
+        backend = attention_backend(name, device, BLOCK)
+        spec = KVSpec(1, KV_HEADS, WIDTH, dtype)
+        layout = spec.layout(max(lengths))
+        parts, blocks = [], 0
+        for length in lengths:
+            own = -(-length // BLOCK)
+            parts.append(Part(range(blocks, blocks + own), length - 1, length))
+            blocks += own
+        store = spec.store(layout, num_blocks=blocks, block_size=BLOCK, dtype=dtype, device=device, backend=backend)
+        step = paged_step(store, parts)
+        q, k, v = (
+            torch.randn(heads, len(lengths), WIDTH, device=device).to(dtype) for heads in (HEADS, KV_HEADS, KV_HEADS)
+        )
+        run = partial((backend or TORCH).attend, 0, q, k, v, step, AttentionOptions(WIDTH**-0.5))
+        with torch.inference_mode():
+            seconds = best(run, device)
+    # any exception: the other levels are still measured
+    except Exception as error:
+        first = str(error).partition("\n")[0]
+        return Measured(backend=name, level=level, failure=f"{type(error).__name__}: {first}")
+    read = 2 * sum(lengths) * KV_HEADS * WIDTH * dtype.itemsize
+    return Measured(backend=name, level=level, seconds=seconds, gigabytes_per_second=read / seconds / 1e9)

@@ -1,0 +1,175 @@
+"""`segue bench denoise`: compare a denoiser in a published shape with the device's ceilings, and with the pipeline of
+`diffusers`, eager and compiled (`docs/benchmarks.md`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import msgspec
+import torch
+
+from segue.bench.harness.hardware import Ceilings, ceilings, machine
+from segue.bench.harness.load_report import table
+from segue.bench.harness.load_results import Level, measure
+from segue.bench.harness.one_loaded import DeviceResult, OneLoaded, failure_lines, name_of
+from segue.bench.steps.denoise_sides import LibrarySide, Painted, SegueSide, Side, row_flops
+
+EXACT = "segue"
+_BRANCHES = 2
+"""Rows of a step: with the prompt, and with the negative prompt."""
+_WARM = 3
+"""Steps of the warm-up request: graphs are captured at the third call."""
+
+
+def _segue(painted: Painted, deployed: Mapping[str, object], **changes: object) -> Side:
+    return SegueSide(replace(painted, deployed=dict(deployed)), **changes)
+
+
+SIDES: dict[str, tuple[str, Callable[[Painted], Side]]] = {
+    "segue": (EXACT, partial(_segue, deployed={})),
+    "segue-compiled": ("segue, compiled", partial(_segue, deployed={"compile": True})),
+    "eager": ("diffusers", partial(LibrarySide, compiled=False)),
+    "compiled": ("diffusers, compiled", partial(LibrarySide, compiled=True)),
+    "fp8": ("segue, fp8", partial(_segue, deployed={"quantization": "fp8"})),
+    "first-block": ("segue, first_block", partial(_segue, deployed={}, step_cache="first_block")),
+    "taylorseer": ("segue, taylorseer", partial(_segue, deployed={}, step_cache="taylorseer")),
+}
+"""By command-line name: the sides' names, and how they are loaded."""
+
+
+class Denoised(msgspec.Struct, kw_only=True):
+    """The figures of one level: a number of requests on one side."""
+
+    side: str
+    clients: int
+    wall: float
+    """Seconds until all requests finished."""
+    steps_per_second: float
+    """Denoising steps of all requests."""
+    flops: float
+    """Operations per second, counting those of the exact network."""
+    of_ceiling: float
+    error: float | None = None
+    """Root mean square difference of the latents from Segue's exact ones, relative to these."""
+
+
+class DenoiseResult(DeviceResult, kw_only=True):
+    benchmark: str = "denoise"
+    model: str
+    device: str
+    dtype: str
+    request: dict[str, int]
+    steps: int
+    row_flops: float
+    """Operations of one call for one row."""
+    ceilings: Ceilings
+    denoised: list[Denoised] = msgspec.field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenoiseBench:
+    """Settings of a run."""
+
+    painted: Painted
+    sides: Sequence[str]
+    clients: Sequence[int]
+    seconds: float
+    """No level starts after this time."""
+    keep: Callable[[DenoiseResult], None]
+    say: Callable[[str], None] = print
+
+
+class _Run:
+    def __init__(self, bench: DenoiseBench, result: DenoiseResult, one: OneLoaded[Side]) -> None:
+        self.bench = bench
+        self.result = result
+        self.one = one
+        self.exact: list[torch.Tensor] = []
+        """Segue's exact latents, on the CPU."""
+
+    async def level(self, way: str, clients: int) -> None:
+        name, make = SIDES[way]
+
+        def made() -> Side:
+            side = make(self.bench.painted)
+            side.run(1, _WARM)
+            return side
+
+        self.one.level(name, f"{name}, {clients} at once", made, lambda side: self._measured(name, side, clients))
+
+    def _measured(self, name: str, side: Side, clients: int) -> str:
+        painted, result = self.bench.painted, self.result
+        if clients > 1 and isinstance(side, SegueSide):
+            side.run(clients, 1)  # warm up calls with this number of rows
+        wall, latents = side.run(clients, painted.steps)
+        speed = clients * painted.steps / wall
+        flops = speed * _BRANCHES * result.row_flops
+        made = [one.float().cpu() for one in latents]
+        if name == EXACT and len(made) > len(self.exact):
+            self.exact = made
+        error = None
+        if isinstance(side, SegueSide) and name != EXACT and len(self.exact) >= clients:
+            pairs = zip(made, self.exact, strict=False)
+            error = max(float((mine - exact).norm() / exact.norm()) for mine, exact in pairs)
+        share = flops / result.ceilings.flops
+        result.denoised.append(
+            Denoised(
+                side=name,
+                clients=clients,
+                wall=wall,
+                steps_per_second=speed,
+                flops=flops,
+                of_ceiling=share,
+                error=error,
+            )
+        )
+        return f"{speed:.2f} steps/s, {flops / 1e12:.1f} TFLOP/s, {share:.0%} of the ceiling"
+
+
+async def run(bench: DenoiseBench) -> DenoiseResult:
+    """Measure all levels; failures are recorded in the result."""
+    painted, device = bench.painted, name_of(bench.painted.device)
+    bench.say("the device's ceilings")
+    result = DenoiseResult(
+        machine=machine(),
+        model=painted.directory.name,
+        device=device,
+        dtype=str(painted.dtype).removeprefix("torch."),
+        request=painted.request,
+        steps=painted.steps,
+        row_flops=row_flops(painted),
+        ceilings=ceilings(painted.device, painted.dtype),
+    )
+    taken = _Run(bench, result, OneLoaded(result, painted.device, bench.seconds, bench.say))
+    levels: list[Level] = [partial(taken.level, way, clients) for way in bench.sides for clients in bench.clients]
+    await measure(result, levels, bench.keep)
+    return result
+
+
+def markdown(result: DenoiseResult) -> str:
+    """Title, ceiling, one row per level, and failures."""
+    size = ", ".join(f"{name} {value}" for name, value in result.request.items())
+    versions = ", ".join(f"{name} {version}" for name, version in result.machine.packages.items())
+    parts = [
+        f"## {result.model}, {result.dtype}, {result.device}, {result.finished[:10]}",
+        f"{size}; {result.steps} steps; a call takes {result.row_flops / 1e12:.1f} TFLOP per row, a matmul reaches "
+        f"{result.ceilings.flops / 1e12:.1f} TFLOP/s; random weights; {versions}.",
+    ]
+    if result.unfinished:
+        parts.append(result.unfinished)
+    rows = [
+        [
+            one.side,
+            str(one.clients),
+            f"{one.wall:.1f}",
+            f"{one.steps_per_second:.2f}",
+            f"{one.flops / 1e12:.1f}",
+            f"{one.of_ceiling:.0%}",
+            "" if one.error is None else f"{one.error:.1e}",
+        ]
+        for one in result.denoised
+    ]
+    parts.append(table(["side", "clients", "all (s)", "steps/s", "TFLOP/s", "of the ceiling", "error"], rows))
+    return "\n\n".join([*parts, *failure_lines(result)])

@@ -1,0 +1,118 @@
+"""The result of `segue bench steps`, in the format of its JSON file, with its tables and the roofline plot (Williams et
+al., 2009)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from segue.bench.harness.hardware import Ceilings
+from segue.bench.harness.load_report import drawn, table
+from segue.bench.harness.one_loaded import DeviceResult, failure_lines
+from segue.bench.steps.work import Work
+
+
+class StepsSettings(msgspec.Struct, kw_only=True):
+    """Settings of the run."""
+
+    model: str
+    device: str
+    dtype: str
+    prompt: int
+    """Tokens before the measured decode steps."""
+    output: int
+    """Generated tokens of each sequence."""
+    repeats: int
+    seed: int
+
+
+class Decode(msgspec.Struct, kw_only=True):
+    """Decode figures of one side for a number of sequences."""
+
+    side: str
+    batch: int
+    step: float
+    """Seconds of a decode step, the median of the repeats."""
+    tokens_per_second: float
+    """Output tokens of the whole load, prefill included: the best repeat."""
+    bound: float
+    """Seconds of the step at the ceilings."""
+    intensity: float
+    """Operations per byte that must be read."""
+    flops: float
+    """Achieved operations per second."""
+    recorded: float | None = None
+    """Share of the steps that were replayed from captured graphs, if the side has any."""
+
+
+class Prefill(msgspec.Struct, kw_only=True):
+    """Prefill figures of one prompt on one side."""
+
+    side: str
+    tokens: int
+    seconds: float
+    """Seconds until its first token: the best repeat."""
+    of_ceiling: float
+
+
+class StepsResult(DeviceResult, kw_only=True):
+    benchmark: str = "steps"
+    settings: StepsSettings
+    ceilings: Ceilings
+    work: Work
+    decodes: list[Decode] = msgspec.field(default_factory=list)
+    prefills: list[Prefill] = msgspec.field(default_factory=list)
+
+
+def markdown(result: StepsResult) -> str:
+    """Title, ceilings, decode steps, prefill, and failures."""
+    settings, can = result.settings, result.ceilings
+    versions = ", ".join(f"{name} {version}" for name, version in result.machine.packages.items())
+    parts = [
+        f"## {settings.model}, {settings.dtype}, {settings.device}, {result.finished[:10]}",
+        f"A copy moves {can.bytes_per_second / 1e12:.2f} TB/s, a matmul reaches {can.flops / 1e12:.1f} TFLOP/s. "
+        f"{settings.prompt} tokens before the decode steps, {settings.output} tokens each; random weights; "
+        f"{settings.repeats} repeats; {versions}.",
+    ]
+    if result.unfinished:
+        parts.append(result.unfinished)
+    decodes = [
+        [
+            one.side,
+            str(one.batch),
+            f"{1e3 * one.step:.2f}",
+            f"{1e3 * one.bound:.2f}",
+            f"{one.step / one.bound:.2f}×",
+            f"{one.tokens_per_second:.0f}",
+            "" if one.recorded is None else f"{one.recorded:.0%}",
+        ]
+        for one in result.decodes
+    ]
+    columns = ["side", "sequences", "decode step (ms)", "bound (ms)", "of bound", "tokens/s", "recorded"]
+    parts.append(table(columns, decodes))
+    prefills = [
+        [one.side, str(one.tokens), f"{1e3 * one.seconds:.1f}", f"{one.of_ceiling:.0%}"] for one in result.prefills
+    ]
+    parts.append(table(["side", "prompt", "prefill (ms)", "of the ceiling"], prefills))
+    return "\n\n".join([*parts, *failure_lines(result)])
+
+
+def plot(result: StepsResult, path: Path) -> None:
+    """Operations per second over operations per byte, below the device's ceilings."""
+    can = result.ceilings
+    title = f"{result.settings.model}, decode steps, {result.settings.device}"
+    with drawn(path, title, (7, 4.5)) as [[axes]]:
+        intensities = [2.0**power for power in range(-2, 13)]
+        roof = [min(can.flops, can.bytes_per_second * one) / 1e12 for one in intensities]
+        axes.plot(intensities, roof, color="black", label="bound")
+        for side in dict.fromkeys(one.side for one in result.decodes):
+            mine = [one for one in result.decodes if one.side == side]
+            axes.plot([one.intensity for one in mine], [one.flops / 1e12 for one in mine], marker="o", label=side)
+            for one in mine:
+                axes.annotate(str(one.batch), (one.intensity, one.flops / 1e12), fontsize=8)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("operations per byte read")
+        axes.set_ylabel("TFLOP/s")
+        axes.legend()

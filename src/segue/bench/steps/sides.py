@@ -1,0 +1,211 @@
+"""The sides of `segue bench steps`, each in this process: Segue's engine, and `transformers` over the same weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import torch
+
+from segue.bench.harness.hardware import settle
+from segue.engines.autoregressive.config import AutoregressiveConfig
+from segue.engines.autoregressive.engine import AutoregressiveEngine
+from segue.engines.contract import LoadContext, StageRequest
+from segue.messages.request import Request
+from segue.messages.sampling import FALLBACK
+from segue.models.registry import family_of, read_config
+from segue.models.shared.checkpoint.pretrained import load_config, load_model
+
+SEGUE, STATIC, CONTINUOUS = "segue", "transformers generate", "transformers generate_batch"
+_STAGE = "llm"
+_TOKENS_PER_STEP = {"cpu": 512, "cuda": 8192}
+_KV_BLOCK, _BLOCK = 16, 32
+"""Tokens per KV block: Segue's default, and the library's setting."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """The timing of one load, from start to end."""
+
+    first: float
+    """Seconds until every sequence had a token."""
+    step: float
+    """Seconds of a decode step after that; 0 if there was none."""
+    wall: float
+    recorded: float | None = None
+    """Share of the steps that were replayed from captured graphs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The model that all sides load, with random weights."""
+
+    directory: Path
+    device: torch.device
+    dtype: torch.dtype
+    batch: int
+    """Maximum number of sequences."""
+    longest: int
+    """Maximum tokens of a sequence."""
+
+    @property
+    def context(self) -> LoadContext:
+        return LoadContext(
+            model_dir=self.directory,
+            stage=_STAGE,
+            device=self.device,
+            dtype=self.dtype,
+            load_format="dummy",
+            max_model_len=self.longest,
+        )
+
+
+class Side(Protocol):
+    """One way to run the model; constructing it loads it."""
+
+    def run(self, prompts: Sequence[Sequence[int]], tokens: int) -> Timed:
+        """Generate `tokens` tokens for every prompt, all at once. Raises `RuntimeError` if one gets another number."""
+
+
+class SegueSide:
+    """The engine of a stage, without a worker."""
+
+    def __init__(self, model: Model, **options: Any) -> None:
+        """`options`: fields of `AutoregressiveConfig`."""
+        family = family_of(read_config(model.directory), model.directory)
+        stage_model = family.load_stages().STAGE_MODELS[_STAGE](model.context)
+        given = {
+            "num_blocks": model.batch * -(-model.longest // _KV_BLOCK),
+            "block_size": _KV_BLOCK,
+            "max_batch": model.batch,
+            "max_tokens_per_step": max(model.batch, _TOKENS_PER_STEP[model.device.type]),
+            "prefix_caching": False,
+        }
+        self._device = model.device
+        self._engine = AutoregressiveEngine(stage_model, AutoregressiveConfig(**{**given, **options}))
+        with torch.inference_mode():
+            self._engine.warm_up()
+        self._served = 0
+
+    def run(self, prompts: Sequence[Sequence[int]], tokens: int) -> Timed:
+        engine = self._engine
+        sampling = msgspec.structs.replace(FALLBACK, temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        settle(self._device)
+        steps, played = 0, engine.stats()["recorded_steps_total"]
+        began = time.perf_counter()
+        left = {}
+        for prompt in prompts:
+            name = str(self._served)
+            self._served += 1
+            left[name] = tokens
+            request = Request(request_id=name)
+            engine.add(
+                StageRequest(
+                    name, _STAGE, request, sampling, 0, frozenset(("input",)), frozenset(), frozenset(("text",))
+                )
+            )
+            engine.feed(name, "input", {"token_ids": torch.tensor(prompt)}, final=True)
+        waiting = set(left)
+        all_began = all_ended = 0.0
+        together = 0
+        while engine.has_work():
+            outputs = engine.step()
+            steps += 1
+            for output in outputs:
+                if output.error is not None:
+                    raise output.error
+                left[output.request_id] -= len(output.token_ids)
+                if output.token_ids:
+                    waiting.discard(output.request_id)
+            if not waiting and not all_began:
+                all_began, together = time.perf_counter(), min(left.values())
+            if not all_ended and not min(left.values()):
+                all_ended = time.perf_counter()
+        settle(self._device)
+        wall = time.perf_counter() - began
+        if any(left.values()):
+            raise RuntimeError(f"a sequence lacks tokens, or has too many: {left}")
+        recorded = (engine.stats()["recorded_steps_total"] - played) / steps
+        # between these two times every step had a token of every sequence
+        return Timed(all_began - began, (all_ended - all_began) / together if together else 0.0, wall, recorded)
+
+
+class LibrarySide:
+    """`generate` on one batch, or `generate_batch`: the library's own continuous batching."""
+
+    def __init__(self, model: Model, *, continuous: bool) -> None:
+        context = model.context
+        self._model = load_model(context, load_config(context))
+        self._model.generation_config.eos_token_id = None
+        self._device = model.device
+        self._continuous = continuous
+        self._blocks = model.batch * -(-model.longest // _BLOCK) + model.batch
+        self._sized = (0, 0)
+        """Number of requests and tokens for which the library's manager was created."""
+
+    def run(self, prompts: Sequence[Sequence[int]], tokens: int) -> Timed:
+        run = self._batched if self._continuous else self._generate
+        settle(self._device)
+        return run(prompts, tokens)
+
+    def _generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> Timed:
+        clock: list[float] = []
+        ids = torch.tensor(prompts, device=self._device)
+        began = time.perf_counter()
+        with torch.inference_mode():
+            made = self._model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=tokens,
+                min_new_tokens=tokens,
+                pad_token_id=0,
+                streamer=_Clock(clock),
+            )
+        settle(self._device)
+        wall = time.perf_counter() - began
+        if made.shape[1] != ids.shape[1] + tokens:
+            raise RuntimeError(f"generate gave {made.shape[1] - ids.shape[1]} tokens, not {tokens}")
+        first = clock[1] - began  # the streamer receives the prompts first
+        return Timed(first, (wall - first) / (tokens - 1) if tokens > 1 else 0.0, wall)
+
+    def _batched(self, prompts: Sequence[Sequence[int]], tokens: int) -> Timed:
+        """Runs without `inference_mode`, which the library does not support here."""
+        from transformers import ContinuousBatchingConfig, GenerationConfig
+
+        if self._sized != (len(prompts), tokens):
+            self._model.destroy_cached_continuous_batching_manager()
+            self._sized = (len(prompts), tokens)
+        began = time.perf_counter()
+        outputs = self._model.generate_batch(
+            inputs=[list(prompt) for prompt in prompts],
+            generation_config=GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0),
+            continuous_batching_config=ContinuousBatchingConfig(block_size=_BLOCK, num_blocks=self._blocks),
+            record_timestamps=True,
+            persistent_manager=True,
+        )
+        settle(self._device)
+        wall = time.perf_counter() - began
+        wrong = [len(one.generated_tokens) for one in outputs.values() if len(one.generated_tokens) != tokens]
+        if wrong or len(outputs) != len(prompts):
+            raise RuntimeError(f"generate_batch gave {wrong or len(outputs)}, not {tokens} for each")
+        times = [one.timestamps or [began] for one in outputs.values()]
+        first, last = max(mine[0] for mine in times), max(mine[-1] for mine in times)
+        return Timed(first - began, (last - first) / (tokens - 1) if tokens > 1 else 0.0, wall)
+
+
+class _Clock:
+    """A streamer that records the time of each call."""
+
+    def __init__(self, times: list[float]) -> None:
+        self._times = times
+
+    def put(self, value: object) -> None:
+        self._times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing to flush."""

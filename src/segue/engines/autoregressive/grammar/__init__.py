@@ -1,0 +1,5 @@
+"""Structured output by xgrammar. `grammar` masks the tokens that a grammar forbids, `process` compiles grammars in
+separate processes that are killed when they take too long, and the other modules check the client's input.
+
+Doors: `grammar`, `process`, `after_thoughts`.
+"""

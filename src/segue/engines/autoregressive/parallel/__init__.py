@@ -1,0 +1,5 @@
+"""Tensor parallelism of a language model: the engine runs on the leader (`ranks`), and the other ranks follow its
+orders (`follower`).
+
+Doors: `ranks`, `follower`.
+"""

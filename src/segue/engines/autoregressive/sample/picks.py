@@ -1,0 +1,204 @@
+"""Turns the logits of a step into tokens for its sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from segue.engines.autoregressive.branches.beam_group import BeamGroup
+from segue.engines.autoregressive.branches.branches import Forks, scored
+from segue.engines.autoregressive.contract import Vocabulary
+from segue.engines.autoregressive.grammar.grammar import GrammarRows, apply_grammars
+from segue.engines.autoregressive.sample.logprobs import Likelihoods, told
+from segue.engines.autoregressive.sample.penalties import apply_rules
+from segue.engines.autoregressive.sample.sampler import RowSampler, choose
+from segue.engines.autoregressive.sequence import Sequence
+from segue.engines.autoregressive.speculation.drafter import accepted
+from segue.engines.autoregressive.step.inputs import Newest, Scheduled
+from segue.kernels.staging import upload
+from segue.messages.deltas import TokenLogprobs
+
+
+@dataclass(slots=True)
+class Target:
+    """A sequence that gets tokens in this step, and the rows of the flat batch whose logits determine them."""
+
+    sequence: Sequence
+    rows: range
+    """The row of its last known token, and one per draft after it."""
+    generated: int
+    """Tokens generated before the one drawn from the first row."""
+    drafts: list[int] = field(default_factory=list)
+    """Draft tokens to verify: `rows[j]` sees drafts[:j]."""
+
+
+@dataclass(slots=True)
+class Pick:
+    """The tokens drawn for a target."""
+
+    tokens: list[int] = field(default_factory=list)
+    """New tokens, at least one if `finite`."""
+    finite: bool = True
+    """False if a logit was NaN or infinite: then there are no tokens."""
+    stuck: bool = False
+    """True if the request's constraints forbid every token: then there are no tokens."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Parallel to `tokens`, if the request asks for them."""
+    scores: list[float] = field(default_factory=list)
+    """Log-probabilities of `tokens` in the model's own distribution, if they decide which outputs are returned."""
+    accepted: int = 0
+    """Number of drafts among `tokens`."""
+
+
+def targets(scheduled: Seq[Scheduled]) -> list[Target]:
+    """The sequences whose known tokens are all computed after this step."""
+    found, end = [], 0
+    for sequence, run in scheduled:
+        end += run.tokens
+        if run.stop - run.drafts == sequence.job.length:
+            # its newest token may not be known on the host
+            generated = run.stop - run.drafts - sequence.prompt_length
+            rows = range(end - 1 - run.drafts, end)
+            found.append(Target(sequence, rows, generated, sequence.drafts[: run.drafts]))
+    return found
+
+
+def branched(wanted: Seq[Target], block_size: int) -> tuple[list[Target], dict[BeamGroup, list[int]]]:
+    """(the sequences that draw tokens, the rows of each beam search's beams, best first).
+
+    A request whose prompt completes in this step is forked here: all its forks draw from the same row.
+    """
+    drawing: list[Target] = []
+    searches: dict[BeamGroup, list[int]] = {}
+    of_beam = {target.sequence.job.key: target.rows.start for target in wanted}
+    for target in wanted:
+        sequence, branches = target.sequence, target.sequence.branches
+        if isinstance(branches, Forks) and not branches.forked:
+            # a fork with several tokens of an earlier attempt must compute those first
+            now = [fork for fork in branches.fork(block_size) if fork.job.length == sequence.prompt_length]
+            drawing += [Target(fork, target.rows, fork.generated) for fork in now]
+        elif not isinstance(branches, BeamGroup):
+            drawing.append(target)
+        elif sequence in branches.beams:
+            searches.setdefault(branches, [of_beam[beam.job.key] for beam in branches.beams])
+        elif not branches.beams:
+            searches[branches] = list(target.rows)
+    return drawing, searches
+
+
+class Drawn:
+    """Tokens drawn for some targets, on the device; `settle` turns them into `Pick`s on the host."""
+
+    def __init__(self, wanted: Seq[Target], logits: torch.Tensor) -> None:
+        """`logits` [rows of all targets, vocab] float32, which may be modified."""
+        self._wanted = wanted
+        sequences = [target.sequence for target in wanted for _ in target.rows]
+        finite = torch.isfinite(logits.sum(dim=-1))
+        self._telling = [row for row, sequence in enumerate(sequences) if sequence.logprobs is not None]
+        self._scored = scored(sequences)
+        likely = _likelihoods(sequences, self._telling, logits)
+        before = _some(logits, self._scored).log_softmax(dim=-1) if self._scored else None
+        samplers, generated = _rules(wanted, logits)
+        stuck = _stuck(sequences, logits)
+        self.tokens = _forced(sequences, choose(logits, samplers, generated))
+        """[rows] long; each is within the vocabulary, even if logits are NaN."""
+        asked = likely.asked(_some(self.tokens, self._telling)) if likely else []
+        scores = [] if before is None else [before.gather(1, _some(self.tokens, self._scored)[:, None])]
+        self.tensors = [self.tokens, finite, stuck, *scores, *asked]
+        """The tensors that `settle` needs on the host."""
+
+    @property
+    def newest(self) -> Newest:
+        """The last token of each target without drafts, for the next step."""
+        places, begin = {}, 0
+        for target in self._wanted:
+            places[target.sequence.job] = begin
+            begin += len(target.rows)
+        return Newest(self.tokens, places)
+
+    def settle(self, arrays: Seq[np.ndarray], vocabulary: Vocabulary | None) -> dict[str, Pick]:
+        """Picks by sequence key. `arrays`: `tensors`, copied to the host."""
+        rest = list(arrays)
+        drawn, finite = rest.pop(0).tolist(), rest.pop(0).tolist()
+        stuck = set(np.flatnonzero(rest.pop(0)).tolist())
+        scores = dict(zip(self._scored, rest.pop(0)[:, 0].tolist() if self._scored else (), strict=True))
+        sequences = [target.sequence for target in self._wanted for _ in target.rows]
+        asking = [asked for row in self._telling if (asked := sequences[row].logprobs) is not None]
+        likely = dict(zip(self._telling, told(asking, rest, vocabulary) if asking else (), strict=True))
+        picks, begin = {}, 0
+        for target in self._wanted:
+            rows = range(begin, begin + len(target.rows))
+            begin = rows.stop
+            picked = _settle(target.drafts, [drawn[row] for row in rows], all(finite[row] for row in rows), rows, stuck)
+            kept = rows[: len(picked.tokens)]
+            picked.logprobs = [likely[row] for row in kept if row in likely]
+            picked.scores = [scores[row] for row in kept if row in scores]
+            picks[target.sequence.job.key] = picked
+        return picks
+
+
+def _rules(wanted: Seq[Target], logits: torch.Tensor) -> tuple[list[RowSampler], list[int]]:
+    """Apply rules and grammars to the logits; return per row its sampler and its number of generated tokens."""
+    samplers: list[RowSampler] = []
+    generated: list[int] = []
+    held: list[GrammarRows] = []
+    for target in wanted:
+        assert target.sequence.sampler is not None
+        # a token of an earlier attempt is taken regardless of the grammar
+        if target.sequence.grammar is not None and target.sequence.forced is None:
+            held.append(GrammarRows(target.sequence.grammar, len(samplers), target.drafts))
+        for place in range(len(target.rows)):
+            samplers.append(target.sequence.sampler.after(target.drafts[:place]))
+            generated.append(target.generated + place)
+    if not all(sampler.rules.plain for sampler in samplers):
+        apply_rules(logits, [sampler.rules for sampler in samplers], generated)
+    apply_grammars(logits, held)
+    return samplers, generated
+
+
+def _forced(sequences: Seq[Sequence], tokens: torch.Tensor) -> torch.Tensor:
+    """Replace draws with the last token of an earlier attempt for sequences that have one."""
+    forced = [-1 if sequence.forced is None else sequence.forced for sequence in sequences]
+    if max(forced) < 0:
+        return tokens
+    taken = upload(np.array(forced), tokens.device)
+    return torch.where(taken < 0, tokens, taken)
+
+
+def _settle(drafts: list[int], drawn: list[int], finite: bool, rows: range, stuck: set[int]) -> Pick:
+    """The pick of one target from its draws: `drawn` at `rows` of the logits, of which `stuck` have no allowed token.
+
+    A stuck row after drafts only ends them: the next step reaches it again and reports it.
+    """
+    if not finite:
+        return Pick(finite=False)
+    choosable = next((place for place, row in enumerate(rows) if row in stuck), len(rows))
+    if not choosable:
+        return Pick(stuck=True)
+    count = accepted(drafts[: choosable - 1], drawn[:choosable])
+    return Pick(drawn[: count + 1], accepted=count)
+
+
+def _likelihoods(sequences: Seq[Sequence], telling: Seq[int], logits: torch.Tensor) -> Likelihoods | None:
+    """The distributions of the rows with requested log-probabilities, before rules change them."""
+    wanted = [asked for row in telling if (asked := sequences[row].logprobs) is not None]
+    if not wanted:
+        return None
+    return Likelihoods(_some(logits, telling), wanted)
+
+
+def _stuck(sequences: Seq[Sequence], logits: torch.Tensor) -> torch.Tensor:
+    """[rows] bool: every token is forbidden. Such rows are zeroed so that a draw is defined."""
+    if not any(sequence.restricted for sequence in sequences):
+        return torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+    nothing = logits.amax(dim=-1) == float("-inf")
+    logits.masked_fill_(nothing[:, None], 0.0)
+    return nothing
+
+
+def _some(tensor: torch.Tensor, rows: Seq[int]) -> torch.Tensor:
+    """Select these distinct rows, in order."""
+    return tensor if len(rows) == len(tensor) else tensor.index_select(0, upload(np.array(rows), tensor.device))

@@ -1,0 +1,335 @@
+"""Decides which sequences compute how many tokens in the next step. Pure: `Scheduler.apply` carries the decision out.
+
+One rule covers prefill, chunked prefill, decode, recomputation and speculation: a sequence has `length` known tokens,
+`computed` of them are in the KV cache, the inputs of `ready` of them are available, and `drafts` draft tokens may
+follow: it wants `ready + drafts - computed` tokens. `continue_running` serves running sequences first, in order of rank
+(priority, then arrival). `admit_waiting` then admits waiting ones, by rank too, or in fair shares between tenants
+(`policies`), and looks their prompts up in the prefix cache. Drafts come last: they get the remaining budget and free
+blocks, and no sequence is preempted for them. If some sequences decode, prefills share `prefill_chunk` tokens of the
+step, so a long prompt delays the next token of others by at most one chunk.
+
+When blocks run short, sequences are preempted and later recomputed: paused ones first (their downstream is full, so
+they cannot use their blocks), then those of lower rank, then those of higher rank that wait for an input. So the first
+runnable sequence always runs, whatever the others hold: with finite outputs, every request finishes. A waiting sequence
+may preempt only paused ones, and admission ends at the first one that does not fit: smaller ones never overtake it
+forever. A waiting sequence whose next block a running one is computing waits for it: equal prompts that arrive together
+are computed once.
+
+A forked sequence shares blocks with its copies. If its next token goes to a block that others still hold, it takes a
+copy of that block first. The beams of one request form a beam group: they compute their next tokens in one step, all or
+none, and are preempted together.
+
+Spans of a prompt that must be computed whole (`bidirectional`) start if the budget has a token left, and may exceed it
+by less than their own length."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+from segue.engines.autoregressive.cache.blocks import BlockPool, common, find_hit, visible
+from segue.engines.autoregressive.cache.states import Snapshots, keep_for, places
+from segue.engines.autoregressive.schedule.bidirectional import around, fitting, whole
+from segue.engines.autoregressive.schedule.jobs import Decision, Job, Ledger, Limits, Run, missing
+from segue.engines.autoregressive.schedule.policies import Accounts
+
+
+def continue_running(running: Seq[Job], ledger: Ledger, limits: Limits, preempted: list[Job]) -> list[Run]:
+    """Runs of sequences that are already running; adds the sequences to preempt to `preempted`."""
+    runs: list[Run] = []
+    able = [job for job in running if job.runnable]
+    settled: set[int] = set()  # scheduled or preempted: can no longer be victims
+    budget = limits.max_tokens
+    prefill = limits.prefill(any(job.decoding for job in able))
+    for place, job in enumerate(able):
+        if budget <= 0 or len(runs) == limits.max_batch:
+            break
+        unit = job.unit
+        if id(job) in settled or len(unit) > min(budget, limits.max_batch - len(runs)):
+            continue
+        if not job.decoding and prefill <= 0:
+            continue
+        # a long prefill leaves one token to each sequence behind it, so that their decoding does not stall
+        behind = min(len(able) - place - 1, limits.max_batch - len(runs) - 1)
+        tokens = min(job.at_once, max(1, budget - behind))
+        if not job.decoding:
+            tokens = min(tokens, prefill)
+        tokens = whole(job.spans, job.computed, tokens)
+        settled.update(map(id, unit))
+        while (short := _needed(unit, tokens, ledger, limits) > ledger.available) and (
+            victim := _victim(running, job, settled)
+        ):
+            settled.update(map(id, victim.together))
+            preempted += victim.together
+            for other in victim.together:
+                ledger.drop(other.blocks)
+        if short:
+            room = min(tokens, _room(job, ledger, limits)) if len(unit) == 1 else 0
+            tokens = fitting(job.spans, job.computed, room)
+        if tokens <= 0:
+            continue  # all others hold blocks that they use in this step: wait one step
+        for one in unit:
+            runs.append(_run(one, tokens, ledger, limits))
+            budget -= tokens
+            prefill -= 0 if job.decoding else tokens
+    return runs
+
+
+def _needed(unit: Seq[Job], tokens: int, ledger: Ledger, limits: Limits) -> int:
+    """Blocks for this many more tokens of each sequence, including copies of blocks that they or others share."""
+    new, tails = 0, []
+    for job in unit:
+        new += len(limits.windows) * max(0, limits.blocks(job.computed + tokens) - job.end)
+        if job.forked:
+            tails += limits.tails(job)
+    if not tails:
+        return new
+    # if no other sequence holds the block, the last one keeps it instead of copying it
+    return new + sum(min(count, ledger.holders(tail) - 1) for tail, count in Counter(tails).items())
+
+
+def _room(job: Job, ledger: Ledger, limits: Limits) -> int:
+    """How many more tokens fit into its blocks and the free ones."""
+    groups, tails = len(limits.windows), limits.tails(job)
+    free = ledger.available - (len(tails) if ledger.shared(tails) else 0)
+    return 0 if free < 0 else (job.end + free // groups) * limits.block_size - job.computed
+
+
+def _run(job: Job, tokens: int, ledger: Ledger, limits: Limits) -> Run:
+    """The next tokens of a running sequence, recorded in the ledger."""
+    copy = False
+    if job.forked and ledger.shared(tails := limits.tails(job)):
+        copy = True
+        ledger.drop(tails)
+        ledger.take(len(tails))
+    new = max(0, limits.blocks(job.computed + tokens) - job.end)
+    ledger.take(len(limits.windows) * new)
+    return Run(job, job.computed, tokens, new, copy=copy)
+
+
+def _victim(running: Seq[Job], job: Job, settled: set[int]) -> Job | None:
+    """Choose the sequence to preempt for `job`: a paused one, else one of lower rank, else one that waits for input."""
+    others = [
+        other
+        for other in reversed(running)
+        if other.tables and job not in other.beam_group and settled.isdisjoint(map(id, other.together))
+    ]
+    for kind in (
+        lambda other: other.paused,
+        lambda other: other.rank > job.rank,
+        lambda other: not other.runnable,
+    ):
+        for other in others:
+            if kind(other):
+                return other
+    return None
+
+
+_ENOUGH = sys.maxsize
+
+
+def admit_waiting(
+    running: Seq[Job],
+    waiting: Seq[Job],
+    runs: list[Run],
+    ledger: Ledger,
+    limits: Limits,
+    pool: BlockPool,
+    preempted: list[Job],
+    accounts: Accounts | None,
+    launched: Seq[Run],
+    slots: int | None,
+    snapshots: Snapshots | None,
+) -> list[Run]:
+    """Runs of waiting sequences that fit as a whole; paused running ones are preempted for them. If states are kept for
+    reuse, entries of `runs` are changed to keep the states that waiting sequences need."""
+    admitted: list[Run] = []
+    if not waiting:
+        return admitted
+    prefill = limits.prefill(any(run.job.decoding for run in runs))
+    prefill -= sum(run.tokens for run in runs if not run.job.decoding)
+    budget = min(limits.max_tokens - sum(run.tokens for run in runs), prefill)
+    room = limits.max_batch - sum(job.width for job in running if not job.paused)
+    # a running sequence holds a slot and reserves the slots of its forks
+    seats = _ENOUGH if slots is None else slots - sum(job.width - 1 for job in running)
+    planned = {id(run.job): run.allocate for run in runs}
+    groups = len(limits.windows)
+    # blocks that running prefills will still need: not available to others
+    promised = sum(
+        missing(limits, job, [len(table.blocks) + planned.get(id(job), 0) for table in job.tables])
+        for job in running
+        if not job.paused
+    )
+    paused = [job for job in running if job.paused and job.tables]
+    last: Job | None = None  # admitted last
+    order = waiting if accounts is None else accounts.order(waiting, lambda job: job is last)
+    for job in order:
+        if budget <= 0 or room <= 0:
+            break
+        if not job.runnable:
+            continue
+        if job.width > room:
+            break
+        # at least one token is always computed, because the logits of the last one are needed
+        chain = [] if job.fresh else job.hashes[: (job.ready - 1) // limits.block_size]
+        length, hit = _hit(job, chain, pool, limits, snapshots)
+        coming = alike = _in_flight(job, chain, length, [*launched, *runs, *admitted], limits)
+        if snapshots is not None and alike > length:
+            coming = _kept(job, chain, length, launched, (runs, admitted), limits)
+        if coming > length:
+            # another sequence computes its next block in this step: it waits, and its blocks stay reserved
+            needed = missing(limits, job, visible(limits.windows, coming, limits.block_size))
+            if needed + promised > ledger.available and not paused:
+                break
+            promised += needed
+            room -= job.width
+            continue
+        found = [block for blocks in hit for block in blocks]
+        needed = missing(limits, job, [len(blocks) for blocks in hit])
+        while paused and (needed + ledger.unused(found) + promised > ledger.available or job.width > seats):
+            victim = paused.pop().together
+            seats += sum(other.width for other in victim)
+            paused = [other for other in paused if other not in victim]
+            preempted += victim
+            for other in victim:
+                ledger.drop(other.blocks)
+        spare = ledger.available - ledger.unused(found) - promised
+        if needed > spare or job.width > seats:
+            break
+        start = length * limits.block_size
+        tokens = whole(job.spans, start, min(job.ready - start, budget))
+        tokens = fitting(job.spans, start, min(tokens, (length + spare // groups) * limits.block_size - start))
+        new = limits.blocks(start + tokens) - length
+        ledger.share(found)
+        ledger.take(groups * new)
+        promised += missing(limits, job, [len(blocks) + new for blocks in hit])
+        budget -= tokens
+        room -= job.width
+        seats -= job.width
+        run = Run(job, start, tokens, new, hit)
+        if snapshots is not None:
+            wanted = max(alike, snapshots.met(chain)) * limits.block_size
+            keep = places(job, run.start, run.stop, wanted, limits.block_size)
+            run = replace(run, wanted=wanted, keep=keep)
+        admitted.append(run)
+        last = job
+    return admitted
+
+
+def _hit(
+    job: Job, chain: Seq[bytes], pool: BlockPool, limits: Limits, snapshots: Snapshots | None
+) -> tuple[int, tuple[tuple[int, ...], ...]]:
+    """`find_hit`, limited to prefixes that have a state, if one is needed, and that split no span."""
+    while True:
+        length, hit = find_hit(pool, chain, limits.windows, limits.block_size)
+        usable = _uncut(job, length, limits)
+        if snapshots is not None:
+            usable = snapshots.longest(chain[:usable])
+        if usable == length:
+            return length, hit
+        chain = chain[:usable]
+
+
+def _uncut(job: Job, length: int, limits: Limits) -> int:
+    """How many of its first `length` blocks it can continue from without splitting a span."""
+    place = length * limits.block_size
+    while (before := around(job.bidirectional, place)[0]) < place:
+        place = before // limits.block_size * limits.block_size
+    return place // limits.block_size
+
+
+def _in_flight(job: Job, chain: Seq[bytes], length: int, runs: Seq[Run], limits: Limits) -> int:
+    """How many blocks of its chain will exist after the runs that now compute block `length` of it.
+
+    It waits only for sequences of higher rank that run in this step or in the step in flight: they make progress, so
+    the wait ends. A sequence that is paused, preempted or passed over is not in `runs`; its block is then computed a
+    second time.
+    """
+    return max((blocks for _, blocks in _alike(job, chain, length, runs, limits)), default=length)
+
+
+def _alike(job: Job, chain: Seq[bytes], length: int, runs: Seq[Run], limits: Limits) -> Iterator[tuple[int, int]]:
+    """Indices of the runs that now compute block `length` of its chain, and how many blocks of the chain each will
+    have."""
+    if length == len(chain):
+        return
+    for place, run in enumerate(runs):
+        theirs = run.job.hashes
+        ahead = run.start < (length + 1) * limits.block_size <= len(theirs) * limits.block_size
+        if ahead and run.job.rank < job.rank and theirs[length] == chain[length]:
+            yield place, _uncut(job, common(theirs, chain), limits)
+
+
+def _kept(
+    job: Job, chain: Seq[bytes], length: int, launched: Seq[Run], deciding: Seq[list[Run]], limits: Limits
+) -> int:
+    """`_in_flight`, limited to kept states. Runs not yet dispatched are changed to keep theirs at the common prefix."""
+    size = limits.block_size
+    borders = [length * size]
+    for place, blocks in _alike(job, chain, length, launched, limits):
+        borders += [border for border in launched[place].job.held if border <= blocks * size]
+    for runs in deciding:
+        for place, blocks in _alike(job, chain, length, runs, limits):
+            runs[place] = keep_for(runs[place], blocks * size)
+            borders += [border for border in runs[place].keep if border <= blocks * size]
+    return max(borders) // size
+
+
+def schedule(
+    running: Seq[Job],
+    waiting: Seq[Job],
+    pool: BlockPool,
+    limits: Limits,
+    accounts: Accounts | None = None,
+    launched: Seq[Run] = (),
+    slots: int | None = None,
+    snapshots: Snapshots | None = None,
+) -> Decision:
+    """Decide the next step. `running` and `waiting` are sorted by rank; nothing is changed. `accounts`: admit waiting
+    requests in fair shares, else by rank. `launched`: runs of the step in flight, whose blocks are not yet published.
+    `slots`: how many more sequences can have a state; None: the decoder has no states. `snapshots`: the kept states of
+    prefixes, if states are reused."""
+    ledger = Ledger(pool)
+    preempted: list[Job] = []
+    runs = continue_running(running, ledger, limits, preempted)
+    if snapshots is not None:
+        size = limits.block_size
+        runs = [replace(run, keep=places(run.job, run.start, run.stop, run.job.wanted, size)) for run in runs]
+    if not preempted:
+        runs += admit_waiting(
+            running, waiting, runs, ledger, limits, pool, preempted, accounts, launched, slots, snapshots
+        )
+    if not preempted and any(run.job.drafts for run in runs):
+        runs = _add_drafts(running, runs, ledger, limits, keeps=snapshots is not None)
+    return Decision(tuple(preempted), tuple(runs))
+
+
+def _add_drafts(running: Seq[Job], runs: Seq[Run], ledger: Ledger, limits: Limits, *, keeps: bool) -> list[Run]:
+    """The runs, with drafts that fit into the remaining budget and blocks; blocks that prefills will still need are not
+    used. `keeps`: keep the state before drafts, to continue from it if one is rejected."""
+    planned = {id(run.job): run.allocate for run in runs}
+    under_way = [(job, [len(table.blocks) for table in job.tables]) for job in running if not job.paused]
+    under_way += [(run.job, [len(blocks) for blocks in run.hit]) for run in runs if not run.job.running]
+    promised = sum(
+        missing(limits, job, [held + planned.get(id(job), 0) for held in tables]) for job, tables in under_way
+    )
+    groups = len(limits.windows)
+    spare = max(0, ledger.available - promised) // groups
+    budget = limits.max_tokens - sum(run.tokens for run in runs)
+    extended = []
+    for run in runs:
+        job = run.job
+        end = (job.end if job.running else run.start // limits.block_size) + run.allocate
+        room = (end + spare) * limits.block_size - run.stop
+        drafts = min(job.drafts, budget, room) if run.stop == job.length else 0
+        if drafts > 0:
+            new = max(0, limits.blocks(run.stop + drafts) - end)
+            budget -= drafts
+            spare -= new
+            keep = tuple(sorted({*run.keep, run.stop})) if keeps else run.keep
+            run = replace(run, tokens=run.tokens + drafts, allocate=run.allocate + new, drafts=drafts, keep=keep)
+        extended.append(run)
+    return extended

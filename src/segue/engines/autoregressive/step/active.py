@@ -1,0 +1,102 @@
+"""The active sequences of an engine, by key and by request, in step with the scheduler's queues; and their removal when
+they are finished, failed or cancelled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from segue.engines.autoregressive.cache.blocks import BlockPool
+from segue.engines.autoregressive.schedule.scheduler import Scheduler
+from segue.engines.autoregressive.sequence import Sequence
+from segue.engines.autoregressive.speculation.speculation import Speculation
+from segue.engines.contract import StageOutput
+from segue.kernels.kv.store import KVStore
+from segue.messages.errors import SegueError
+
+
+class ActiveSequences:
+    """The live sequences. A request has one; after its prompt it has one per output, if it asks for several."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._by_key: dict[str, Sequence] = {}
+        self._by_request: dict[str, list[Sequence]] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._by_key.values())
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return self._by_key.get(sequence.job.key) is sequence
+
+    def __getitem__(self, key: str) -> Sequence:
+        return self._by_key[key]
+
+    def of(self, request_id: str) -> tuple[Sequence, ...]:
+        """The sequences of a request; none if it is unknown or has ended."""
+        return tuple(self._by_request.get(request_id, ()))
+
+    def add(self, sequence: Sequence) -> None:
+        """Add a sequence to the waiting queue."""
+        self._enter(sequence)
+        self._scheduler.add(sequence.job)
+
+    def fork(self, sequence: Sequence, child: Sequence) -> None:
+        """Start `child` running with everything that `sequence` has in the cache."""
+        self._enter(child)
+        self._scheduler.fork(sequence.job, child.job)
+
+    def replace(self, sequence: Sequence, by: Sequence) -> None:
+        """Replace the cached tokens of a sequence with those of `by`."""
+        self._scheduler.replace(sequence.job, by.job)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence that is finished, failed, cancelled or set aside."""
+        self._scheduler.remove(sequence.job)
+        del self._by_key[sequence.job.key]
+        members = self._by_request[sequence.request.request_id]
+        members.remove(sequence)
+        if not members:
+            del self._by_request[sequence.request.request_id]
+
+    def _enter(self, sequence: Sequence) -> None:
+        self._by_key[sequence.job.key] = sequence
+        self._by_request.setdefault(sequence.request.request_id, []).append(sequence)
+
+
+class Removal:
+    """Removes sequences from the active ones, together with the drafter's state for them."""
+
+    def __init__(
+        self, active: ActiveSequences, pool: BlockPool, store: KVStore, speculation: Speculation | None
+    ) -> None:
+        self._active = active
+        self._pool = pool
+        self._store = store
+        self._speculation = speculation
+
+    def fail(self, request_id: str, error: SegueError, *, scrub: bool = False) -> StageOutput:
+        """Fail a request and return its output. `scrub`: its K and V may hold NaN, which would reach the next owner of
+        a block through the masked part of that block."""
+        if scrub:
+            held = [block for sequence in self._active.of(request_id) for block in sequence.job.blocks]
+            self.scrub(held)
+        self.drop(request_id)
+        return StageOutput(request_id, error=error)
+
+    def scrub(self, blocks: list[int]) -> None:
+        """Zero those of the blocks that no other sequence holds."""
+        self._store.scrub(self._pool.private(blocks))
+
+    def drop(self, request_id: str) -> None:
+        """Remove all sequences of a request."""
+        for sequence in self._active.of(request_id):
+            self.remove(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove one sequence of a request."""
+        self._active.remove(sequence)
+        if self._speculation is not None:
+            self._speculation.forget(sequence.job.key)

@@ -1,0 +1,162 @@
+"""Completes a step: turns the model's results for a flat batch into the outputs of the requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+
+from segue.engines.autoregressive.branches.beam_group import BeamGroup
+from segue.engines.autoregressive.branches.branches import Forks
+from segue.engines.autoregressive.sample.picks import Pick
+from segue.engines.autoregressive.schedule.jobs import Run
+from segue.engines.autoregressive.sequence import Sequence
+from segue.engines.autoregressive.speculation.speculation import Speculation
+from segue.engines.autoregressive.step.active import ActiveSequences, Removal
+from segue.engines.autoregressive.step.dispatch import Ran, StepResult
+from segue.engines.autoregressive.step.inputs import Scheduled
+from segue.engines.autoregressive.step.outputs import accept, announce, give_rows, nothing_left
+from segue.engines.autoregressive.step.resources import Resources
+from segue.engines.contract import StageOutput
+from segue.kernels.attention.paged_step import HybridStep, PagedStep
+from segue.messages.errors import SegueError, StageFailed
+
+
+class Completion:
+    """Gives each sequence its tokens and rows, and removes the sequences that have ended."""
+
+    def __init__(
+        self, resources: Resources, active: ActiveSequences, removal: Removal, speculation: Speculation | None
+    ) -> None:
+        self._store = resources.store
+        self._scheduler = resources.scheduler
+        self._share_size = resources.share_size
+        self._active = active
+        self._removal = removal
+        self._speculation = speculation
+        self.generated_tokens = 0
+        """Total since the start."""
+        self.prefill_tokens = 0
+        """Total since the start."""
+
+    def failed(self, scheduled: Seq[Scheduled], error: StageFailed) -> list[StageOutput]:
+        """Fail the requests of a batch for which the model returned nothing."""
+        here = (sequence for sequence, _ in scheduled if sequence in self._active)
+        ids = dict.fromkeys(sequence.request.request_id for sequence in here)
+        return [self._removal.fail(request_id, error, scrub=True) for request_id in ids]
+
+    def outputs(self, scheduled: Seq[Scheduled], ran: Ran, landed: StepResult) -> list[StageOutput]:
+        """Outputs of a step in the order of the flat batch, then those of beam searches that have ended."""
+        outputs: list[StageOutput] = []
+        begin = end = 0
+        for sequence, run in scheduled:
+            begin, end = end, end + run.tokens
+            finite = bool(landed.finite[begin:end].all())
+            if sequence in self._active:
+                outputs += self._given(sequence, run, ran, landed.picks, slice(begin, end), finite=finite)
+            elif not finite:
+                # its request failed in this step or ended before it completed: its blocks have no new owner yet
+                self._removal.scrub(run.job.blocks)
+        return outputs + self._advance(ran.searches)
+
+    def _given(
+        self, sequence: Sequence, run: Run, ran: Ran, picks: dict[str, Pick], rows: slice, *, finite: bool
+    ) -> list[StageOutput]:
+        """Outputs of a sequence and of the forks that start from its computed prompt. `rows`: its rows of the flat
+        batch; `finite`: their hidden states are finite."""
+        request_id = sequence.request.request_id
+        forks = _new_forks(sequence)
+        taken = [picks[fork.job.key] for fork in (sequence, *forks) if fork.job.key in picks]
+        broken = not finite or not all(picked.finite for picked in taken)
+        if broken and run.drafts:
+            self._undo(sequence, run, ran.attention, rows)
+            return []
+        if broken:
+            error = StageFailed("the model gave NaN or infinity for this request", stage=sequence.request.stage)
+            return [self._removal.fail(request_id, error, scrub=True)]
+        if any(picked.stuck for picked in taken):
+            return [self._removal.fail(request_id, nothing_left(sequence))]
+        if ran.captured is None and self._store.rows is not None:
+            sequence.shareable = False  # a block without captured rows is useless to sequences that want rows
+        self.prefill_tokens += max(0, min(run.stop, sequence.prompt_length) - run.start)
+        if forks:  # they share the computed blocks
+            self._scheduler.advance(sequence.job, run.stop, publish=sequence.shareable)
+        for fork in forks:
+            self._active.fork(sequence, fork)
+        captured = None if ran.captured is None else ran.captured[rows]
+        outputs: list[StageOutput] = []
+        for branch in (sequence, *forks):
+            output, new = self._output(branch, run, picks.get(branch.job.key), captured, forked=bool(forks))
+            if output.error is not None:
+                return [*outputs, self._removal.fail(output.request_id, output.error)]
+            if new:
+                outputs += branch.branches.give(output) if isinstance(branch.branches, Forks) else [output]
+            if output.finished:
+                self._removal.remove(branch)
+        return outputs
+
+    def _output(
+        self, sequence: Sequence, run: Run, picked: Pick | None, captured: torch.Tensor | None, *, forked: bool
+    ) -> tuple[StageOutput, bool]:
+        """(output of a sequence, whether it has content). `captured`: [tokens of the run, width]."""
+        output = StageOutput(sequence.request.request_id, index=sequence.index)
+        new = announce(sequence, run, output)
+        if picked is not None:
+            if sequence.index == 0 and sequence.generated == 0:
+                sequence.tell_prompt(output)
+            self._accept(sequence, run, picked, output)
+            new = True
+        if output.error is not None:
+            return output, new
+        if not forked:
+            # the newest token is never computed: rejected drafts, or tokens after an end, follow it
+            computed = run.stop if picked is None else sequence.job.length - 1
+            self._scheduler.advance(sequence.job, computed, publish=sequence.shareable)
+        if captured is not None and sequence.wants_rows:
+            rows = captured[: sequence.job.computed - run.start]
+            new |= give_rows(sequence, run, rows, self._store, output)
+        return output, new
+
+    def _accept(self, sequence: Sequence, run: Run, picked: Pick, output: StageOutput) -> None:
+        known = sequence.generated
+        accept(sequence, picked, self._share_size, output)
+        new = sequence.generated - known
+        self.generated_tokens += new
+        if self._speculation is not None:
+            self._speculation.verified(sequence, run.drafts, picked.accepted, new)
+
+    def _undo(self, sequence: Sequence, run: Run, attention: PagedStep | HybridStep, rows: slice) -> None:
+        """Undo a run with drafts that gave NaN: a wrong draft may cause it, and even masked it spoils earlier tokens.
+        The next step recomputes them without drafts. `rows`: of the flat batch."""
+        for group in attention.groups if isinstance(attention, HybridStep) else [attention]:
+            self._store.scrub_slots(group.slots[rows])
+        if sequence.job.slot is None:
+            self._scheduler.advance(sequence.job, run.start, publish=False)
+        else:  # its state may hold NaN, too
+            self._scheduler.restart(sequence.job)
+        sequence.propose([])
+        sequence.wary = True
+
+    def _advance(self, searches: list[BeamGroup]) -> list[StageOutput]:
+        """Form the beams of the next step, or return the outputs of searches that have ended."""
+        outputs: list[StageOutput] = []
+        for search in searches:
+            request_id = search.root.request.request_id
+            if not self._active.of(request_id):
+                continue  # it has failed in this step
+            try:
+                ended = search.advance(self._active, self._share_size)
+            except SegueError as error:
+                outputs.append(self._removal.fail(request_id, error, scrub=True))
+            else:
+                outputs += ended
+                self.generated_tokens += sum(len(output.token_ids) for output in ended)
+        return outputs
+
+
+def _new_forks(sequence: Sequence) -> list[Sequence]:
+    """The forks of a sequence that has computed its prompt in this step."""
+    forks: list[Sequence] = []
+    if isinstance(sequence.branches, Forks):
+        forks, sequence.branches.new = sequence.branches.new, []
+    return forks

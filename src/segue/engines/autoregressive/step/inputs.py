@@ -1,0 +1,124 @@
+"""Builds the flat batch of a step from its sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from segue.engines.autoregressive.contract import AutoregressiveModel, FlatBatch, Prompt
+from segue.engines.autoregressive.schedule.jobs import Job, Run
+from segue.engines.autoregressive.sequence import Sequence
+from segue.kernels.attention.paged_step import HybridStep, PagedStep
+from segue.kernels.kv.states import StateStep
+from segue.kernels.staging import upload_all
+
+
+class Scheduled(NamedTuple):
+    """A sequence and its run in the step."""
+
+    sequence: Sequence
+    run: Run
+
+
+class Newest(NamedTuple):
+    """Drawn tokens that are not known on the host yet."""
+
+    tokens: torch.Tensor
+    """[n] long"""
+    places: Mapping[Job, int]
+    """Index in `tokens` of the token after each sequence's known ones."""
+
+
+def flat_batch(
+    model: AutoregressiveModel,
+    scheduled: Seq[Scheduled],
+    attention: PagedStep | HybridStep,
+    newest: Newest | None,
+    states: StateStep | None = None,
+) -> tuple[torch.Tensor, FlatBatch]:
+    """(embeddings [tokens, hidden], the batch). Prompts with their own embeddings keep them; all other tokens are
+    embedded in one call, or two if generated tokens are conditioned. `newest`: for sequences that run beyond their
+    known tokens."""
+    ids: list[int] = []
+    coming: list[tuple[int, int]] = []
+    places: list[np.ndarray] = []
+    own: list[tuple[int, torch.Tensor]] = []
+    plain: list[tuple[int, int]] = []
+    conditioned: list[tuple[int, int, torch.Tensor]] = []
+    for sequence, run in scheduled:
+        begin = len(ids)
+        ids += sequence.tokens(run.start, run.stop)
+        if len(ids) < begin + run.tokens:
+            assert newest is not None
+            coming.append((len(ids), newest.places[run.job]))
+            ids.append(0)
+        assert len(ids) == begin + run.tokens, "a run covers tokens that were not drawn"
+        places.append(sequence.positions(run.start, run.stop))
+        border = min(max(sequence.prompt_length, run.start), run.stop)
+        middle = begin + border - run.start
+        prompt = sequence.prompt
+        assert prompt is not None
+        for start, stop, rows in _prompt_pieces(prompt, run.start, border):
+            at = begin + start - run.start
+            if rows is None:
+                plain.append((at, at + stop - start))
+            else:
+                own.append((at, rows.to(model.device)))
+        if border < run.stop and model.conditioned:
+            first = border - sequence.prompt_length
+            conditioned.append((middle, len(ids), sequence.conditioning.rows(first, first + run.stop - border)))
+        elif border < run.stop:
+            plain.append((middle, len(ids)))
+    arrays = [np.array(ids), np.concatenate(places, axis=1), np.array(coming, dtype=np.int64).reshape(-1, 2).T]
+    token_ids, positions, moves = upload_all(arrays, model.device)
+    if coming:
+        assert newest is not None
+        token_ids.index_copy_(0, moves[0], newest.tokens.index_select(0, moves[1]))
+    pieces = list(own)
+    if plain:
+        ranges = [(begin, end) for begin, end in plain]
+        pieces += _embed(model, token_ids, ranges, None)
+    if conditioned:
+        ranges = [(begin, end) for begin, end, _ in conditioned]
+        pieces += _embed(model, token_ids, ranges, torch.cat([rows for _, _, rows in conditioned]))
+    pieces.sort(key=lambda piece: piece[0])
+    embeds = pieces[0][1] if len(pieces) == 1 else torch.cat([piece for _, piece in pieces])
+    prompts = [(sequence.prompt, run.start, run.stop) for sequence, run in scheduled]
+    return embeds, FlatBatch(token_ids, embeds if own else None, positions, attention, prompts, states)
+
+
+def _prompt_pieces(prompt: Prompt, start: int, stop: int) -> Iterator[tuple[int, int, torch.Tensor | None]]:
+    """Split tokens [start, stop) of a prompt into pieces with their embeddings; None if the ids are to be embedded."""
+    if prompt.embeds is None:
+        if start < stop:
+            yield start, stop, None
+        return
+    for first, last in prompt.looked_up:
+        first, last = max(first, start), min(last, stop)
+        if first >= last:
+            continue
+        if start < first:
+            yield start, first, prompt.embeds[start:first]
+        yield first, last, None
+        start = last
+    if start < stop:
+        yield start, stop, prompt.embeds[start:stop]
+
+
+def _embed(
+    model: AutoregressiveModel,
+    token_ids: torch.Tensor,
+    ranges: list[tuple[int, int]],
+    rows: torch.Tensor | None,
+) -> list[tuple[int, torch.Tensor]]:
+    """Embed the tokens of several ranges in one call: the pieces, each with its start."""
+    sizes = [end - begin for begin, end in ranges]
+    if sum(sizes) == len(token_ids):
+        return [(0, model.embed(token_ids, rows))]
+    wanted = torch.cat([token_ids[begin:end] for begin, end in ranges])
+    embedded = model.embed(wanted, rows).split(sizes)
+    return [(begin, piece) for (begin, _), piece in zip(ranges, embedded, strict=True)]

@@ -1,0 +1,357 @@
+"""Bring a deployment file into one form, whichever of its formats it uses, without resolving defaults; and read what
+it asks for about the placement of a stage or a group of stages (`Wish`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from segue.graph.deployment.deployment import Hardware, Limits
+from segue.graph.deployment.section import Section, as_mapping, wrong
+from segue.graph.stage_graph import INPUT, Stage, StageGraph
+from segue.messages.errors import ConfigError, nearest
+
+TOP_KEYS = ("defaults", "stages", "stage_args", "edges", "connectors", "runtime", "limits")
+LIMIT_KEYS = tuple(field.name for field in fields(Limits))
+AUTOREGRESSIVE_KEYS = (
+    "max_tokens_per_step",
+    "prefill_chunk",
+    "max_model_len",
+    "block_size",
+    "kv_blocks",
+    "prefix_caching",
+    "prefix_states",
+    "max_logprobs",
+    "scheduling",
+    "attention",
+    "tensor_parallel",
+    "enforce_eager",
+    "compile",
+    "deterministic",
+    "speculation",
+    "quantization",
+    "kv_dtype",
+    "sampling",
+)
+RANK_KEYS = ("tensor_parallel", "cfg_parallel", "sequence_parallel")
+"""Keys that give a replica several processes."""
+DIFFUSION_KEYS = (
+    "scheduling",
+    "attention",
+    "enforce_eager",
+    "compile",
+    "quantization",
+    "gguf",
+    "offload",
+    "sequence_mode",
+    *RANK_KEYS,
+)
+STAGE_KEYS = (
+    "devices",
+    "replicas",
+    "memory_share",
+    "dtype",
+    "threads",
+    "max_batch",
+    "load_format",
+    "fuse_with",
+    "options",
+    "lora",
+    *AUTOREGRESSIVE_KEYS,
+    *(key for key in DIFFUSION_KEYS if key not in AUTOREGRESSIVE_KEYS),
+)
+_KINDS = {"autoregressive": (*AUTOREGRESSIVE_KEYS, "lora"), "diffusion": (*DIFFUSION_KEYS, "lora")}
+"""Engine → the keys that only stages of some engines have."""
+_WIRING = ("input_connectors", "output_connectors")
+_FOREIGN = {
+    "device": "devices",
+    "default_sampling_params": "sampling",
+    "enable_prefix_caching": "prefix_caching",
+    "engine_args": "the keys of a stage (see segue.graph.deployment.deployment)",
+    "engine_extras": "options",
+    "gpu_memory_utilization": "memory_share",
+    "kv_cache_dtype": "kv_dtype",
+    "max_batch_size": "max_batch",
+    "max_num_batched_tokens": "max_tokens_per_step",
+    "max_num_seqs": "max_batch",
+    "num_replicas": "replicas",
+    "scheduling_policy": "scheduling",
+    "tensor_parallel_size": "tensor_parallel",
+    "speculative_config": "speculation",
+    "enable_lora": "lora",
+    "max_lora_rank": "lora.max_rank",
+    "max_loras": "lora.max_adapters",
+}
+"""vllm-omni's key (its `docs/configuration/stage_configs.md`) → our key, for the error message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """One entry of the file about one edge."""
+
+    path: str
+    """Path of the connector's name, or of the entry if it names none."""
+    source: str
+    target: str
+    connector: str | None
+    budget: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A deployment file in which every key is valid and every stage belongs to the graph."""
+
+    stages: dict[str, Section]
+    """Every stage of the graph; its section is empty if the file does not mention it, and falls back to `defaults`."""
+    wires: list[Wire]
+    connectors: dict[str, Section]
+    limits: Section
+
+
+def read(graph: StageGraph, values: object, overrides: Mapping[str, Any]) -> Written:
+    """Sort a parsed file into sections. `overrides` are stage keys that override the file's `defaults`."""
+    top = Section("", values, TOP_KEYS)
+    defaults = Section("defaults", top.mapping("defaults"), STAGE_KEYS, foreign=_FOREIGN)
+    below = Section("overrides", overrides, STAGE_KEYS, foreign=_FOREIGN, below=defaults)
+    stages: dict[str, Section] = {}
+    wires = list(_edges(graph, top))
+    for name, path, entry, keys in _stage_entries(graph, top):
+        if name in stages:
+            raise ConfigError(f"{path} is stage {name!r}, as is {stages[name].path}; describe it once", field=path)
+        # the input stage runs on the CPU without a network: defaults that are meant for networks do not apply
+        section = Section(path, entry, keys, below=None if name == INPUT else below, foreign=_FOREIGN)
+        _check_engine(graph, name, section)
+        wires.extend(_wiring(graph, name, section))
+        stages[name] = section
+    for name in graph.topological():
+        stages.setdefault(name, Section(f"stages.{name}", {}, STAGE_KEYS, below=None if name == INPUT else below))
+    return Written(stages, wires, dict(_connectors(top)), Section("limits", top.mapping("limits"), LIMIT_KEYS))
+
+
+def _stage_entries(graph: StageGraph, top: Section) -> Iterator[tuple[str, str, object, tuple[str, ...]]]:
+    """Yield (stage, path, entry, allowed keys) of every stage in the file."""
+    _, written = top.find("stages")
+    if not isinstance(written, list):
+        for name, entry in top.mapping("stages").items():
+            if name not in graph.stages:
+                raise ConfigError(
+                    f"stages has {name!r}, which is no stage of {graph.name!r}{nearest(name, graph.stages)}",
+                    field=f"stages.{name}",
+                )
+            yield name, f"stages.{name}", entry, (*STAGE_KEYS, *_WIRING)
+    for key in ("stages", "stage_args"):
+        if key == "stage_args" or isinstance(written, list):
+            for path, entry in top.entries(key):
+                fields = as_mapping(path, entry)
+                yield _named_stage(graph, path, fields), path, fields, (*STAGE_KEYS, *_WIRING, "stage_id", "stage_name")
+
+
+def _named_stage(graph: StageGraph, path: str, entry: Mapping[str, Any]) -> str:
+    """Return the stage that a list entry names by `stage_name`, `stage_id`, or both."""
+    names = [
+        stage_of(graph, f"{path}.{key}", entry[key]) for key in ("stage_name", "stage_id") if entry.get(key) is not None
+    ]
+    if not names:
+        raise ConfigError(f"{path} names no stage; it needs stage_name or stage_id", field=path)
+    if len(set(names)) > 1:
+        raise ConfigError(
+            f"{path}.stage_id is {entry['stage_id']!r}, which is {names[1]!r}, but stage_name is {names[0]!r}",
+            field=f"{path}.stage_id",
+        )
+    return names[0]
+
+
+def stage_of(graph: StageGraph, path: str, value: object) -> str:
+    """Return the stage of a name or number. Numbers count the stages from 0 in topological order without `input`."""
+    counted = [name for name in graph.topological() if name != INPUT]
+    if isinstance(value, str) and value in graph.stages:
+        return value
+    number = int(value) if isinstance(value, str) and value.isdecimal() else value
+    if type(number) is int and 0 <= number < len(counted):
+        return counted[number]
+    if isinstance(value, str) and not value.isdecimal():
+        raise ConfigError(
+            f"{path} is {value!r}, which is no stage of {graph.name!r}{nearest(value, graph.stages)}", field=path
+        )
+    raise wrong(path, value, f"a stage: {', '.join(f'{place} ({name})' for place, name in enumerate(counted))}")
+
+
+def _check_engine(graph: StageGraph, name: str, section: Section) -> None:
+    """Raise `ConfigError` if a key of a stage's own section belongs to another engine."""
+    engine = graph.stages[name].engine
+    for key in section.values:
+        kinds = [kind for kind, keys in _KINDS.items() if key in keys]
+        if kinds and engine not in kinds:
+            raise ConfigError(
+                f"{section.at(key)} is for {' and '.join(kinds)} stages; {name!r} has the {engine} engine",
+                field=section.at(key),
+            )
+
+
+def _edges(graph: StageGraph, top: Section) -> Iterator[Wire]:
+    for path, entry in top.entries("edges"):
+        section = Section(path, entry, ("from", "to", "connector", "budget"))
+        ends = []
+        for key in ("from", "to"):
+            _, value = section.find(key)
+            if value is None:
+                raise ConfigError(f"{path} has no {key!r}; an edge needs from and to", field=section.at(key))
+            ends.append(stage_of(graph, section.at(key), value))
+        _check_edge(graph, path, ends[0], ends[1])
+        connector = _connector_name(*section.find("connector"))
+        where = section.at("connector") if connector else path
+        yield Wire(where, ends[0], ends[1], connector, section.size("budget", None))
+
+
+def _wiring(graph: StageGraph, stage: str, section: Section) -> Iterator[Wire]:
+    """Yield the edges in `input_connectors` and `output_connectors` of a stage."""
+    for key, prefix in (("input_connectors", "from_stage_"), ("output_connectors", "to_stage_")):
+        for name, value in section.mapping(key).items():
+            path = f"{section.at(key)}.{name}"
+            if not name.startswith(prefix):
+                raise ConfigError(f"{path}: keys of {key} must look like {prefix}<stage>", field=path)
+            other = stage_of(graph, path, name.removeprefix(prefix))
+            source, target = (other, stage) if prefix == "from_stage_" else (stage, other)
+            _check_edge(graph, path, source, target)
+            yield Wire(path, source, target, _connector_name(path, value), None)
+
+
+def _check_edge(graph: StageGraph, path: str, source: str, target: str) -> None:
+    if target not in graph.downstreams(source):
+        known = [f"{edge.source} -> {edge.target}" for edge in graph.edges]
+        raise ConfigError(
+            f"{path} is {source} -> {target}, which is no edge of {graph.name!r}"
+            f"{nearest(f'{source} -> {target}', known)}",
+            field=path,
+        )
+
+
+def _connector_name(path: str, value: object) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise wrong(path, value, "the name of a connector")
+    return value
+
+
+def _connectors(top: Section) -> Iterator[tuple[str, Section]]:
+    runtime = Section("runtime", top.mapping("runtime"), ("connectors",))
+    seen: dict[str, str] = {}
+    for place in (runtime, top):
+        for name, entry in place.mapping("connectors").items():
+            path = f"{place.at('connectors')}.{name}"
+            if name in seen:
+                raise ConfigError(f"{path} is defined twice; the other is {seen[name]}", field=path)
+            seen[name] = path
+            yield name, Section(path, entry, ("name", "extra"))
+
+
+CPU = "cpu"
+MOST_THREADS = 1024
+"""Most threads of a worker: the threading runtime dies with many more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """The placement that the file asks for, for a stage or a group of stages; None: not set."""
+
+    devices: tuple[str, ...] | None
+    replicas: int | None
+    threads: int | None
+    ranks: int | None
+
+    def shown(self) -> dict[str, str]:
+        """Return the set fields as text."""
+        said = {"devices": ", ".join(self.devices or ()), "replicas": self.replicas, "threads": self.threads}
+        said["processes per replica"] = self.ranks
+        return {key: str(value) for key, value in said.items() if value}
+
+    def clash(self, other: Wish) -> str | None:
+        """Return a key on which the two disagree, or None."""
+        mine, theirs = self.shown(), other.shown()
+        return next((key for key in mine.keys() & theirs.keys() if mine[key] != theirs[key]), None)
+
+    def join(self, other: Wish) -> Wish:
+        return Wish(
+            self.devices or other.devices,
+            self.replicas or other.replicas,
+            self.threads or other.threads,
+            self.ranks or other.ranks,
+        )
+
+
+def joined_wish(group: Sequence[str], wishes: Mapping[str, Wish]) -> Wish:
+    wish = wishes[group[0]]
+    for name in group[1:]:
+        wish = wish.join(wishes[name])
+    return wish
+
+
+def wish_of(graph: StageGraph, name: str, section: Section, hardware: Hardware) -> Wish:
+    devices = _devices(section, hardware)
+    if name == INPUT:
+        if devices not in (None, (CPU,)):
+            raise wrong(section.at("devices"), section.values["devices"], "cpu: the input stage runs on the CPU")
+        devices = (CPU,)
+    ranks = _ranks(graph, graph.stages[name], section)
+    threads = section.integer("threads", None, most=MOST_THREADS)
+    return Wish(devices, section.integer("replicas", None), threads, ranks)
+
+
+def _ranks(graph: StageGraph, stage: Stage, section: Section) -> int | None:
+    """Return the processes per replica; a default applies only to stages of the key's engine."""
+    if stage.engine == "diffusion":
+        ways = denoiser_ways(section)
+        return math.prod(ways.values()) if ways else None
+    ranks = section.integer("tensor_parallel", None)
+    if stage.engine != "autoregressive" or ranks in (None, 1):
+        return None
+    if not stage.divisible:
+        path, _ = section.find("tensor_parallel")
+        raise ConfigError(
+            f"{path} is {ranks}, but the weights of stage {stage.name!r} of {graph.name!r} cannot be divided; "
+            "it must be 1",
+            field=path,
+        )
+    return ranks
+
+
+def denoiser_ways(section: Section) -> dict[str, int]:
+    """Return key → number of processes of a diffusion stage; the numbers multiply. `tensor_parallel` under `defaults`
+    is for language models only."""
+    keys = [key for key in RANK_KEYS if key != "tensor_parallel" or key in section.values]
+    said = {key: section.integer(key, None) for key in keys}
+    return {key: ranks for key, ranks in said.items() if ranks is not None and ranks > 1}
+
+
+def said_of_ranks(group: tuple[str, ...], sections: Mapping[str, Section]) -> tuple[str, str]:
+    """Return the path of the first key that gives a replica of a group several processes, and all such keys as text."""
+    said = [(key, *sections[name].find(key)) for key in reversed(RANK_KEYS) for name in group]
+    keys, paths = zip(*((key, path) for key, path, value in said if value not in (None, 1)), strict=True)
+    return paths[0], " x ".join([paths[0], *keys[1:]])
+
+
+def path_of(key: str, group: tuple[str, ...], sections: Mapping[str, Section]) -> str:
+    """Return the path of a group's key."""
+    return next(path for name in group for path, value in [sections[name].find(key)] if value is not None)
+
+
+def _devices(section: Section, hardware: Hardware) -> tuple[str, ...] | None:
+    path, value = section.find("devices")
+    if value is None or value == "auto":
+        return None
+    known = (CPU, *(f"cuda:{number}" for number in range(len(hardware.gpus))))
+    devices = value if isinstance(value, list) else [value]
+    right = "'auto', 'cpu', 'cuda:N', or a list of devices of one kind"
+    if not devices or not all(isinstance(device, str) for device in devices):
+        raise wrong(path, value, right)
+    for device in devices:
+        if device not in known:
+            has = f"{len(hardware.gpus)} GPUs" if hardware.gpus else "no GPU"
+            where = f"this machine has {has}"
+            if hardware.gpu_notes:
+                where = f"this process can use {has} ({'; '.join(hardware.gpu_notes)})"
+            raise ConfigError(f"{path} names {device!r}, but {where}{nearest(device, known)}", field=path)
+    if len(set(devices)) < len(devices) or (CPU in devices and len(devices) > 1):
+        raise wrong(path, value, f"{right}, each once")
+    return tuple(devices)

@@ -1,0 +1,59 @@
+"""Describe in a few lines the hardware found, and why each stage runs on its device."""
+
+from __future__ import annotations
+
+from segue.graph.deployment.deployment import Hardware, Plan
+from segue.graph.deployment.written import CPU
+from segue.graph.stage_graph import INPUT
+
+GiB = 1 << 30
+
+
+def account(plan: Plan) -> list[str]:
+    """Return one line about the machine, then one about each worker."""
+    return [_found(plan.hardware), *(_worker(plan, group) for group in plan.groups if group != (INPUT,))]
+
+
+def cautions(plan: Plan) -> list[str]:
+    """Return the problems of the machine's GPUs; none if the deployment sets the devices of every stage."""
+    if all("devices" in plan.said.get(name, {}) for name in plan.stages if name != INPUT):
+        return []
+    on_cpu = all(stage.devices == (CPU,) for stage in plan.stages.values())
+    then = "; stages run on the CPU, in float32 unless configured otherwise" if on_cpu else ""
+    return [f"{note}{then}" for note in plan.hardware.gpu_notes]
+
+
+def _found(hardware: Hardware) -> str:
+    names = [*hardware.gpu_names, *["a GPU"] * (len(hardware.gpus) - len(hardware.gpu_names))]
+    gpus = [
+        f"cuda:{number} {name} ({_size(size) if size else 'memory not known yet'})"
+        for number, (name, size) in enumerate(zip(names, hardware.gpus, strict=True))
+    ]
+    cores = f"{hardware.cpus} CPU core{'s' if hardware.cpus != 1 else ''}"
+    unusable = "no GPU that can be used" if hardware.gpu_notes else "no GPU"
+    return f"found {cores}, {_size(hardware.memory_bytes)} of memory; {', '.join(gpus) or unusable}"
+
+
+def _worker(plan: Plan, group: tuple[str, ...]) -> str:
+    stages = [plan.stages[name] for name in group]
+    said: dict[str, str] = {}
+    for name in group:
+        said = {**plan.said.get(name, {}), **said}
+    first = stages[0]
+    gpu = first.devices != (CPU,)
+    auto = "the least loaded GPU" if gpu else "no GPU can be used" if plan.hardware.gpu_notes else "no GPU"
+    kind = "a GPU" if gpu else "a CPU"
+    dtypes = ", ".join(dict.fromkeys(stage.dtype for stage in stages))
+    share = sum(stage.memory_share for stage in stages)
+    size = sum(stage.memory_bytes for stage in stages)
+    memory = f"{share:.1%} of its memory" + (f" = {_size(size)}" if size else "")
+    replicas = f" x {first.replicas} replicas" if first.replicas > 1 else ""
+    return (
+        f"{' + '.join(group)}: on {', '.join(first.devices)} ({said.get('devices', auto)}), "
+        f"{dtypes} ({said.get('dtype', f'default on {kind}')}), "
+        f"{memory} ({said.get('memory_share', 'its share by kind of stage')}){replicas}"
+    )
+
+
+def _size(count: int) -> str:
+    return f"{count / GiB:.1f} GiB"

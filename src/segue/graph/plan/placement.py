@@ -1,0 +1,145 @@
+"""Assign each stage a worker, devices, memory and threads."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from segue.graph.deployment.deployment import Hardware
+from segue.graph.deployment.section import Section, wrong
+from segue.graph.deployment.written import CPU, Wire, Wish, joined_wish, path_of, said_of_ranks, wish_of
+from segue.graph.plan.groups import Place, check_alone, groups_of
+from segue.graph.plan.memory_shares import share_memory
+from segue.graph.plan.wiring import Connectors
+from segue.graph.stage_graph import INPUT, Stage, StageGraph
+from segue.messages.errors import ConfigError
+
+_MOST_INPUTS = 4
+"""Default input workers of a model that takes media, and at most one more than cores: while some decode large files,
+one is free for other requests. They are mostly idle."""
+_MOST_GPU_THREADS = 4
+"""Most threads of a worker whose network runs on a GPU: the CPU only feeds it."""
+
+
+def place(
+    graph: StageGraph,
+    sections: Mapping[str, Section],
+    hardware: Hardware,
+    connectors: Connectors,
+    wires: Sequence[Wire],
+) -> tuple[tuple[tuple[str, ...], ...], dict[str, Place]]:
+    """Return (groups of stages that share a worker, place of every stage)."""
+    wishes = {name: wish_of(graph, name, sections[name], hardware) for name in graph.topological()}
+    apart = {(wire.source, wire.target) for wire in wires if connectors.kind_of(wire) == "shm"}
+    groups = groups_of(graph, sections, wishes, apart)
+    joined = {group: joined_wish(group, wishes) for group in groups}
+    weights = {name: _weight(graph.stages[name], graph.main) for name in wishes}
+    for group in groups:
+        check_alone(group, joined[group], sections)
+    devices = _spread(joined, weights, hardware, sections)
+    inputs = min(_MOST_INPUTS, hardware.cpus + 1) if graph.takes - {"text"} else 1
+    replicas = {
+        group: _replicas(group, joined[group], devices[group], sections, inputs if group == (INPUT,) else 1)
+        for group in groups
+    }
+    threads = _threads(joined, devices, replicas, weights, hardware, _light(graph, groups))
+    places = {
+        name: Place(devices[group], replicas[group], threads[group], 0.0, 0, joined[group].ranks or 1)
+        for group in groups
+        for name in group
+    }
+    return groups, share_memory(places, sections, weights, hardware)
+
+
+def _weight(stage: Stage, main: str) -> int:
+    """Estimate a stage's need of resources relative to other stages; the graph knows no sizes."""
+    if stage.engine == "module":
+        return 1
+    return 6 if stage.name == main else 3
+
+
+def _spread(
+    joined: Mapping[tuple[str, ...], Wish],
+    weights: Mapping[str, int],
+    hardware: Hardware,
+    sections: Mapping[str, Section],
+) -> dict[tuple[str, ...], tuple[str, ...]]:
+    """Return the devices of every group: the file's, else the least loaded GPU (one per rank), in topological
+    order."""
+    load = dict.fromkeys((f"cuda:{number}" for number in range(len(hardware.gpus))), 0)
+    for group, wish in joined.items():
+        for device in wish.devices or ():
+            if device != CPU:
+                load[device] += sum(weights[name] for name in group)
+    devices = {}
+    for group, wish in joined.items():
+        ranks = wish.ranks or 1
+        if wish.devices is not None:
+            devices[group] = wish.devices
+        elif load:
+            lightest = sorted(sorted(load, key=load.__getitem__)[:ranks])
+            for device in lightest:
+                load[device] += sum(weights[name] for name in group)
+            devices[group] = tuple(lightest)
+        else:
+            devices[group] = (CPU,)
+        if CPU not in devices[group] and len(devices[group]) % ranks:
+            path, said = said_of_ranks(group, sections)
+            raise ConfigError(
+                f"{said} is {ranks}, but the stage has {len(devices[group])} GPUs ({', '.join(devices[group])}); "
+                "their number must be a multiple of it",
+                field=path,
+            )
+    return devices
+
+
+def _replicas(
+    group: tuple[str, ...], wish: Wish, devices: tuple[str, ...], sections: Mapping[str, Section], default: int
+) -> int:
+    least = max(1, len(devices) // (wish.ranks or 1))
+    if wish.replicas is not None and wish.replicas < least:
+        path = path_of("replicas", group, sections)
+        of_each = f", {wish.ranks} for each" if wish.ranks else ""
+        right = f"at least {least}, the number of its devices ({', '.join(devices)}{of_each})"
+        raise wrong(path, wish.replicas, right)
+    return wish.replicas or max(least, default)
+
+
+def _light(graph: StageGraph, groups: Collection[tuple[str, ...]]) -> set[tuple[str, ...]]:
+    """Return the workers that get no core of their own. An image's time goes into tens of denoiser calls; its encoders
+    and decoder are called once, and threads of their own, in addition to the denoiser's, gained nothing when measured
+    with one client and with eight. Tokenizing takes only a moment per request."""
+    denoising = {group for group in groups if any(graph.stages[name].engine == "diffusion" for name in group)}
+    if denoising:
+        return set(groups) - denoising
+    return {(INPUT,)} if graph.takes <= {"text"} else set()
+
+
+def _threads(
+    joined: Mapping[tuple[str, ...], Wish],
+    devices: Mapping[tuple[str, ...], tuple[str, ...]],
+    replicas: Mapping[tuple[str, ...], int],
+    weights: Mapping[str, int],
+    hardware: Hardware,
+    light: Collection[tuple[str, ...]],
+) -> dict[tuple[str, ...], int]:
+    """Return the CPU threads per worker: one each, then core by core to the worker with the fewest for its weight.
+    `light`: workers that have little to do, and share the cores of the others.
+
+    With more threads than cores, every operator waits for the slowest thread, so the sum exceeds the cores only if
+    there are more workers than cores, or the file says so.
+    """
+    said = {group: wish.threads for group, wish in joined.items() if wish.threads is not None}
+    threads = {group: said.get(group, 1) for group in joined}
+    weight = {
+        group: sum(weights[name] for name in group) if CPU in devices[group] else 1
+        for group in joined
+        if group not in said and group not in light
+    }
+    most = {group: hardware.cpus if CPU in devices[group] else _MOST_GPU_THREADS for group in weight}
+    counted = {**replicas, (INPUT,): 1}  # its replicas are for slow files, not for parallel work
+    left = hardware.cpus - sum(threads[group] * counted[group] for group in joined if group not in light)
+    while hungry := [group for group in weight if threads[group] < most[group] and counted[group] <= left]:
+        group = max(hungry, key=lambda group: weight[group] / threads[group])
+        threads[group] += 1
+        left -= counted[group]
+    return threads

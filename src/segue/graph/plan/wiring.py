@@ -1,0 +1,150 @@
+"""Choose the connector of each edge."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from segue.graph.deployment.deployment import ConnectorKind, EdgePlan, MiB
+from segue.graph.deployment.section import Section, as_mapping, wrong
+from segue.graph.deployment.written import Wire
+from segue.graph.stage_graph import StageGraph
+from segue.messages.errors import ConfigError, nearest
+
+KINDS: dict[str, ConnectorKind] = {"SharedMemoryConnector": "shm", "InProcessConnector": "inproc"}
+"""Name in a deployment → kind of connector."""
+
+_ELSEWHERE = frozenset(
+    {
+        "CudaIpcConnector",
+        "MooncakeConnector",
+        "MooncakeStoreConnector",
+        "MooncakeTransferEngineConnector",
+        "MoriTransferEngineConnector",
+        "NixlConnector",
+        "YuanrongConnector",
+        "YuanrongTransferEngineConnector",
+    }
+)
+"""Connectors of vllm-omni's documentation that this version does not have."""
+
+_BUDGET = 64 * MiB
+_PAGE = 4096
+_SHM_SIZES = ("shm_threshold_bytes", "pool_bytes", "max_bytes", "cuda_pool_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Definition:
+    """A connector as the deployment defines it."""
+
+    kind: ConnectorKind
+    extra: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Connectors:
+    """The connectors of a deployment, including the two built-in ones."""
+
+    known: Mapping[str, Definition]
+    automatic: Mapping[ConnectorKind, str]
+    """The connector of an edge for which the file names none."""
+
+    def kind_of(self, wire: Wire) -> ConnectorKind | None:
+        """Return the kind of a wire's connector; None if it names none."""
+        return None if wire.connector is None else self.of(wire.path, wire.connector).kind
+
+    def of(self, path: str, name: str) -> Definition:
+        if name not in self.known:
+            raise ConfigError(f"{path} is {name!r}, which is no connector{nearest(name, self.known)}", field=path)
+        return self.known[name]
+
+
+def define(sections: Mapping[str, Section]) -> Connectors:
+    """Read the connectors of a file."""
+    written = {name: _definition(section) for name, section in sections.items()}
+    shared = [name for name, definition in written.items() if definition.kind == "shm"]
+    # the only SharedMemoryConnector of a file is meant for all edges, under any name
+    alone = shared[0] if len(shared) == 1 and "shm" not in written else "shm"
+    return Connectors(
+        known={"shm": Definition("shm", {}), "inproc": Definition("inproc", {}), **written},
+        automatic={"shm": alone, "inproc": "inproc"},
+    )
+
+
+def plan_edges(
+    graph: StageGraph, connectors: Connectors, wires: Sequence[Wire], groups: Sequence[Sequence[str]]
+) -> tuple[EdgePlan, ...]:
+    """Give every edge a connector: the file's, else the default of its kind."""
+    chosen = _merge(wires)
+    plans = []
+    for edge in graph.edges:
+        fused = any(edge.source in group and edge.target in group for group in groups)
+        kind: ConnectorKind = "inproc" if fused else "shm"
+        wire = chosen.get((edge.source, edge.target))
+        path, name, budget = f"edge {edge.source} -> {edge.target}", connectors.automatic[kind], _BUDGET
+        if wire is not None:
+            path, name, budget = wire.path, wire.connector or name, wire.budget or budget
+        definition = connectors.of(path, name)
+        if definition.kind != kind:
+            _refuse(edge.source, edge.target, path, name, fused)
+        plans.append(EdgePlan(edge.source, edge.target, name, kind, definition.extra, budget))
+    return tuple(plans)
+
+
+def _definition(section: Section) -> Definition:
+    path, name = section.find("name")
+    if not isinstance(name, str):
+        raise wrong(path, name, f"one of {', '.join(KINDS)}")
+    if name in _ELSEWHERE:
+        raise ConfigError(
+            f"{path} is {name!r}, which this version does not have; edges between processes of one machine are served "
+            f"by SharedMemoryConnector",
+            field=path,
+        )
+    if name not in KINDS:
+        raise ConfigError(f"{path} is {name!r}, which is no connector{nearest(name, KINDS)}", field=path)
+    extra_path, values = section.find("extra")
+    keys = _SHM_SIZES if KINDS[name] == "shm" else ("max_bytes",)
+    extra = Section(extra_path, as_mapping(extra_path, values), keys)
+    sizes = {
+        "shm_threshold_bytes": extra.size("shm_threshold_bytes", None, least=0),
+        "pool_bytes": extra.size("pool_bytes", None, least=_PAGE),
+        "max_bytes": extra.size("max_bytes", None, least=_PAGE),
+        "cuda_pool_bytes": extra.size("cuda_pool_bytes", None, least=0),
+    }
+    written = {key: size for key, size in sizes.items() if size is not None}
+    if written.get("max_bytes", math.inf) < written.get("pool_bytes", 0):
+        raise wrong(extra.at("max_bytes"), written["max_bytes"], f"at least pool_bytes ({written['pool_bytes']})")
+    return Definition(KINDS[name], written)
+
+
+def _merge(wires: Sequence[Wire]) -> dict[tuple[str, str], Wire]:
+    """Merge the wires of each edge into one; both ends may name the connector if they agree."""
+    merged: dict[tuple[str, str], Wire] = {}
+    for wire in wires:
+        ends = (wire.source, wire.target)
+        other = merged.get(ends)
+        if other is None:
+            merged[ends] = wire
+            continue
+        if other.path.startswith("edges") and wire.path.startswith("edges"):
+            raise ConfigError(f"{wire.path}: edge {wire.source} -> {wire.target} is in the list twice", field=wire.path)
+        if other.connector and wire.connector and other.connector != wire.connector:
+            raise ConfigError(
+                f"{wire.path} is {wire.connector!r}, but {other.path} is {other.connector!r}; "
+                f"one edge has one connector",
+                field=wire.path,
+            )
+        named = other if other.connector else wire
+        merged[ends] = Wire(named.path, *ends, named.connector, other.budget or wire.budget)
+    return merged
+
+
+def _refuse(source: str, target: str, path: str, name: str, fused: bool) -> NoReturn:
+    if fused:
+        why = f"{source!r} and {target!r} share a worker, so only an InProcessConnector serves the edge"
+    else:
+        why = f"{source!r} and {target!r} are different processes; use a SharedMemoryConnector, or fuse them"
+    raise ConfigError(f"{path} is {name!r}: {why}", field=path)

@@ -1,0 +1,4 @@
+"""Convolutions over a signal that arrives in chunks.
+
+Doors: `streaming_conv`.
+"""

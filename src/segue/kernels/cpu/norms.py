@@ -1,0 +1,152 @@
+"""Norms on a CPU in one pass: RMSNorm, adaLN modulation, and q/k norm with RoPE.
+
+`FusedNorm` is RMSNorm (Zhang & Sennrich, 2019), which the library computes with six operators. Such modules are
+recognised by what they compute, not by name: one weight and one small number, and `x / sqrt(mean(x²) + eps)` times the
+weight, or times the weight plus one.
+
+`modulated_norm` is a layer norm whose scale and shift come with each row (adaLN: Peebles & Xie, DiT, 2022). On two
+cores of an AMD EPYC, of 384 features, compared with torch's norm and `addcmul`: 1 row of 256 tokens 45 → 29 µs, 2 of
+them 180 → 46 µs, 16 of them 1325 → 275 µs.
+
+`norm_and_turn` is the RMSNorm of queries and keys followed by RoPE (pairs of neighbours as complex numbers), in place.
+On two cores of an EPYC (Zen 5), 2 rows of 272 tokens, queries and keys of 6 heads of 64 features, compared with torch:
+265 → 165 µs."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from segue.kernels.cpu.native import Library, library
+
+
+def norm_and_turn(
+    compiled: Library | None, x: torch.Tensor, weight: torch.Tensor, eps: float, turns: torch.Tensor | None
+) -> None:
+    """RMSNorm and RoPE in place. x [batch, tokens, heads, features], heads and features contiguous: RMSNorm over the
+    features with `weight` [features], then multiplied by `turns`, [tokens, features / 2] complex, if given. Uses torch
+    if `compiled` is None, or x is not float32 on a CPU."""
+    batch, tokens, heads, width = x.shape
+    assert x.stride()[2:] == (width, 1)
+    if compiled is None or x.dtype != torch.float32 or x.device.type != "cpu":
+        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(width)
+        x.mul_(squares.add_(eps).rsqrt_()).mul_(weight)
+        if turns is not None:
+            torch.view_as_complex(x.unflatten(-1, (-1, 2))).mul_(turns[:, None])
+        return
+    turned = None if turns is None else torch.view_as_real(turns.to(torch.complex64).contiguous())
+    weight = weight.float().contiguous()
+    compiled.turn(
+        *(compiled.number, x.data_ptr(), x.stride(0), x.stride(1), weight.data_ptr(), eps),
+        *(0 if turned is None else turned.data_ptr(), batch, tokens, heads, width, torch.get_num_threads()),
+    )
+
+
+def modulated_norm(
+    compiled: Library | None, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Layer norm of x [batch, tokens, features] times `1 + scale`, plus `shift`, [batch, 1, features] each. Uses torch
+    if `compiled` is None, or x is not float32 on a CPU."""
+    batch, tokens, width = x.shape
+    if compiled is None or x.dtype != torch.float32 or x.device.type != "cpu":
+        return torch.addcmul(shift, functional.layer_norm(x, (width,), eps=eps), 1 + scale)
+    x = x.contiguous()
+    if scale.stride(0) != shift.stride(0) or scale.stride(2) != 1 or shift.stride(2) != 1:
+        scale, shift = scale.contiguous(), shift.contiguous()
+    y = torch.empty_like(x)
+    compiled.modulate(
+        *(compiled.number, x.data_ptr(), scale.data_ptr(), shift.data_ptr(), scale.stride(0), eps),
+        *(y.data_ptr(), batch, tokens, width, torch.get_num_threads()),
+    )
+    return y
+
+
+_PROBED = 1e-5
+"""Largest difference, relative to the largest value."""
+
+
+class FusedNorm(nn.Module):
+    """`x / sqrt(mean(x²) + eps) * weight` over the last dimension."""
+
+    weight: torch.Tensor
+
+    def __init__(self, compiled: Library, weight: torch.Tensor, eps: float) -> None:
+        """weight: [width] float32."""
+        super().__init__()
+        self._compiled = compiled
+        self._eps = eps
+        self.register_buffer("weight", weight.contiguous(), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., width] → [..., width], float32."""
+        if torch.compiler.is_compiling():
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self._eps) * self.weight
+        rows = (
+            x
+            if x.ndim == 3
+            else x.reshape(-1, x.shape[-2], x.shape[-1])
+            if x.ndim > 3
+            else x.reshape(1, -1, x.shape[-1])
+        )
+        if rows.stride(2) != 1:
+            rows = rows.contiguous()
+        outer, inner, width = rows.shape
+        y = x.new_empty(x.shape)
+        self._compiled.norm(
+            *(self._compiled.number, rows.data_ptr(), rows.stride(0), rows.stride(1), self.weight.data_ptr()),
+            *(self._eps, y.data_ptr(), outer, inner, width, torch.get_num_threads()),
+        )
+        return y
+
+
+def fuse_norms(root: nn.Module) -> int:
+    """Replace every such norm under `root` by a `FusedNorm`, on a CPU in float32 with compiled kernels; returns their
+    number."""
+    compiled = library()
+    if compiled is None:
+        return 0
+    norms = [(name, module) for name, module in root.named_modules() if name]
+    count = 0
+    for name, module in norms:
+        fused = _fused(compiled, module)
+        if fused is not None:
+            parent, _, leaf = name.rpartition(".")
+            setattr(root.get_submodule(parent), leaf, fused)
+            count += 1
+    return count
+
+
+@torch.no_grad()
+def _fused(compiled: Library, module: nn.Module) -> FusedNorm | None:
+    own = dict(module.named_parameters())
+    numbers = [value for name, value in vars(module).items() if type(value) is float and 0 < value < 1e-2]
+    if list(own) != ["weight"] or len(numbers) != 1 or [*module.buffers(), *module.children()]:
+        return None
+    if len(inspect.signature(module.forward).parameters) != 1:
+        return None  # it may take a gate as well
+    weight = own["weight"].detach()
+    if weight.ndim != 1 or weight.device.type != "cpu" or weight.dtype != torch.float32:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    # rows of ordinary size, and some so small that eps matters
+    x = torch.randn(1, 4, len(weight), generator=generator) * torch.tensor([1.0, 30.0, 1e-2, 1e-3])[:, None]
+    try:
+        theirs = module(x)
+    except (TypeError, RuntimeError, AttributeError):
+        return None  # it takes other arguments
+    if not isinstance(theirs, torch.Tensor) or theirs.shape != x.shape:
+        return None
+    for scale in (weight, weight + 1):
+        ours = FusedNorm(compiled, scale, numbers[0])
+        if bool((ours(x) - theirs).abs().max() <= _PROBED * theirs.abs().max()) and _alike(ours(x), theirs):
+            return ours
+    return None
+
+
+def _alike(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Compare row by row, so that small rows count as much as large ones."""
+    differences = (ours - theirs).abs().amax(-1)
+    return bool((differences <= _PROBED * theirs.abs().amax(-1)).all())

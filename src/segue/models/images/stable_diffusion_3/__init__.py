@@ -1,0 +1,4 @@
+"""Stable Diffusion 3 and 3.5 (stabilityai): text to image, on diffusers' networks.
+
+Doors: `family`.
+"""

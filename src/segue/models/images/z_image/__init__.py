@@ -1,0 +1,4 @@
+"""Z-Image (Tongyi-MAI): text to image, on diffusers' networks.
+
+Doors: `family`.
+"""

@@ -1,0 +1,212 @@
+"""The input stage of a multimodal language model: a request → prompt ids, positions and media tensors, using the
+checkpoint's processor and chat template. `stages` documents the payload."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from segue.engines.contract import LoadContext, Payload, StageRequest
+from segue.engines.module.contract import Work
+from segue.graph.parts import TOKENS
+from segue.media.audio import decode_audio
+from segue.media.image import decode_image
+from segue.media.limits import MediaLimits
+from segue.media.video import decode_video
+from segue.messages.errors import InvalidRequest
+from segue.messages.request import MediaPart, Message, Request, TextPart
+from segue.models.omni.multimodal_lm.loading import media_tokens
+from segue.models.omni.multimodal_lm.positions import Positions
+from segue.models.omni.multimodal_lm.processor import Medium, Processed, Processor
+from segue.models.omni.multimodal_lm.units import units_of
+from segue.models.shared.checkpoint.pretrained import load_config
+from segue.models.shared.decoder.generation import context_length
+from segue.models.shared.input_stage import InputStage
+from segue.models.shared.text.chat_template import read_chat_template
+from segue.models.shared.text.prompt import (
+    check_length,
+    check_text,
+    checked_ids,
+    client_tokens,
+    given_as,
+    own_tokens_only,
+    templated,
+    tokenized,
+    truncated,
+    turn,
+    with_calls,
+)
+
+_TEXT_STAGE = "llm"
+_REFUSALS = (ValueError, TypeError, RuntimeError, IndexError, KeyError, ZeroDivisionError)
+"""Exceptions of processors for media that they cannot take (too narrow, too short, too few frames)."""
+
+
+class InputProcessor(InputStage):
+    """Accepts messages with media, a bare prompt or token ids.
+
+    Options: `limits`, a dict of `MediaLimits` fields.
+    """
+
+    _least = 2
+    """Minimum tokens of a unit."""
+
+    def __init__(self, ctx: LoadContext) -> None:
+        text = load_config(ctx).get_text_config(decoder=True)
+        self._vocab: int = text.vocab_size
+        self._longest = context_length(text, ctx.max_model_len)
+        self._limits = MediaLimits.from_options(ctx.options.get("limits", {}))
+        self.budget = self._limits.budget
+        self._processor = Processor(ctx.model_dir, media_tokens(ctx))
+        template = read_chat_template(ctx.model_dir)
+        self._template = self._processor.template if template is None else template.text
+        self._positions = Positions(ctx)
+
+    def begin(self, request: StageRequest) -> tuple[None, list[Work]]:
+        # one bucket per request: no request waits until the media of another are decoded
+        return None, [Work(request.request_id, request.request, bucket=request.request_id, last=True)]
+
+    @torch.inference_mode()
+    def process(self, request: Request) -> Payload:
+        """The payload of one request. Raises `InvalidRequest` with the field, its value and the accepted values."""
+        form = given_as(request)
+        made: Processed | None = None
+        count: dict[str, int] = {}
+        match form:
+            case "messages":
+                text, parts = self._templated(request)
+                check_text(text, self._processor.tokenizer, request, self._longest, _TEXT_STAGE, form)
+                count = Counter(part.kind for part in parts)
+                if parts:
+                    made = self._processed(text, parts, request)
+                    ids = made.ids
+                else:
+                    ids = self._processor.plain(text, add_special_tokens=request.add_special_tokens)
+            case "prompt":
+                self._check_text(request.prompt or "", "prompt")
+                ids = tokenized(self._processor.tokenizer, request, self._longest, _TEXT_STAGE)
+            case _:
+                ids = checked_ids(request.prompt_token_ids or [], self._vocab)
+        ids = truncated(ids, request, _TEXT_STAGE, self._longest, media=made is not None)
+        units = [] if made is None else self._units(made, count)
+        if not own_tokens_only(request):
+            check_length(len(ids), self._longest, form, _shares(units))
+        for unit in units:
+            if len(unit["places"]) < self._least:  # models treat a lone placeholder as one that is still to be repeated
+                raise InvalidRequest(f"the {unit['kind']} is too small or too short for this model", field=form)
+        return {
+            "token_ids": torch.tensor(ids, dtype=torch.long),
+            **({} if made is None else self._beside(made)),
+            "media": units,
+            **(client_tokens(ids, self._processor.tokenizer) if TOKENS in request.modalities else {}),
+        }
+
+    def _units(self, made: Processed, count: Mapping[str, int]) -> list[Payload]:
+        return units_of(made, count)
+
+    def _beside(self, made: Processed) -> Payload:
+        """Further payload entries of a prompt with media."""
+        positions = self._positions(made)
+        return {} if positions is None else {"positions": positions[0], "position_delta": positions[1]}
+
+    def _templated(self, request: Request) -> tuple[str, list[MediaPart]]:
+        """The conversation with one placeholder per medium, and the media in order."""
+        parts = self._checked(request.messages)
+        text = self._bare(request.messages) if self._template is None else self._chat(request, self._template)
+        for kind, placeholder in self._processor.placeholders.items():
+            wanted = sum(part.kind == kind for part in parts)
+            if (found := text.count(placeholder)) != wanted:
+                raise InvalidRequest(
+                    f"the chat template renders {found} placeholders for {kind}; the messages have {wanted}",
+                    field="messages",
+                )
+        return text, parts
+
+    def _chat(self, request: Request, template: str) -> str:
+        conversation = [
+            with_calls(turn(message, [_content(part) for part in message.content]), number)
+            for number, message in enumerate(request.messages)
+        ]
+        return templated(self._processor.tokenizer, template, conversation, request.chat)
+
+    def _bare(self, messages: list[Message]) -> str:
+        """For a checkpoint without a chat template: the only message, which must have media, unchanged."""
+        places = self._processor.placeholders
+        if (
+            len(messages) != 1
+            or messages[0].role != "user"
+            or not any(isinstance(p, MediaPart) for p in messages[0].content)
+        ):
+            raise InvalidRequest(
+                "this checkpoint has no chat template; send one user message with media, or a prompt or "
+                "prompt_token_ids in place of messages",
+                field="messages",
+            )
+        return "".join(places[part.kind] if isinstance(part, MediaPart) else part.text for part in messages[0].content)
+
+    def _checked(self, messages: list[Message]) -> list[MediaPart]:
+        media: list[MediaPart] = []
+        for number, message in enumerate(messages):
+            for index, part in enumerate(message.content):
+                field = f"messages[{number}].content[{index}]"
+                if isinstance(part, TextPart):
+                    self._check_text(part.text, field)
+                elif part.kind not in self._processor.kinds:
+                    raise InvalidRequest(
+                        f"{part.field or field} is {part.kind}; this model takes text, "
+                        f"{', '.join(self._processor.kinds)}",
+                        field=part.field or field,
+                    )
+                else:
+                    media.append(part)
+        self._limits.check_items(len(media), "messages")
+        return media
+
+    def _check_text(self, text: str, field: str) -> None:
+        for kind, placeholder in self._processor.placeholders.items():
+            if placeholder in text:
+                raise InvalidRequest(
+                    f"{field}: the text holds {placeholder!r}, which stands for {kind}; send messages with a part of "
+                    "that kind",
+                    field=field,
+                )
+
+    def _processed(self, text: str, parts: list[MediaPart], request: Request) -> Processed:
+        media: dict[str, list[Medium]] = {}
+        for part in parts:
+            media.setdefault(part.kind, []).append(self._decoded(part))
+        try:
+            return self._processor(text, media, add_special_tokens=request.add_special_tokens)
+        except _REFUSALS as error:
+            raise InvalidRequest(f"this model's processor refuses the media: {error}", field="messages") from error
+
+    def _decoded(self, part: MediaPart) -> Medium:
+        if part.kind == "image":
+            return decode_image(part, self._limits)
+        if part.kind == "video":
+            return decode_video(part, self._processor.fps, self._limits, count=self._processor.clip_frames)
+        samples = decode_audio(part, self._processor.sampling_rate, self._limits)
+        longest = self._processor.longest_audio
+        if longest is not None and len(samples) > longest:
+            rate = self._processor.sampling_rate
+            raise InvalidRequest(
+                f"{part.field or 'audio'} is {len(samples) / rate:.1f} seconds long; this model takes "
+                f"{longest / rate:g} seconds of audio",
+                field=part.field or None,
+            )
+        return samples
+
+
+def _content(part: TextPart | MediaPart) -> dict[str, Any]:
+    return {"type": part.kind} if isinstance(part, MediaPart) else {"type": "text", "text": part.text}
+
+
+def _shares(units: list[Payload]) -> str:
+    taken = Counter[str]()
+    for unit in units:
+        taken[unit["kind"]] += len(unit["places"])
+    shares = ", ".join(f"{count} of them {kind}" for kind, count in taken.items())
+    return f" ({shares})" if shares else ""

@@ -1,0 +1,1 @@
+"""Tiny multimodal models in the formats of published families."""

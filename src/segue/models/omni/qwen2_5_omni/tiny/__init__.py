@@ -1,0 +1,4 @@
+"""`segue tiny qwen2.5-omni`: makes a small checkpoint in the published layout.
+
+Doors: `presets`.
+"""

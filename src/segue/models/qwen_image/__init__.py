@@ -1,1 +1,0 @@
-"""Qwen-Image (QwenLM/Qwen-Image): text to image, on diffusers' networks."""

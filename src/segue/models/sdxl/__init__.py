@@ -1,1 +1,0 @@
-"""Stable Diffusion XL: two CLIP text encoders, a UNet, a VAE."""

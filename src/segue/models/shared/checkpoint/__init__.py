@@ -1,0 +1,5 @@
+"""Locate and read a checkpoint on disk: its JSON files and location (`files`, no torch), its tensors (`checkpoint`),
+and a whole model of `transformers` (`pretrained`).
+
+Doors: `checkpoint`, `files`, `pretrained`.
+"""

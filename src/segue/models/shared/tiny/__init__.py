@@ -1,0 +1,4 @@
+"""Write small checkpoints in published formats, with random weights that behave.
+
+Doors: `classifiers`, `files`, `made`, `sizes`, `weights`.
+"""

@@ -1,0 +1,4 @@
+"""Serves `transformers`' encoder-decoders that transcribe audio (Whisper): encoder, then decoder.
+
+Doors: `family`.
+"""

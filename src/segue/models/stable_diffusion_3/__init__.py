@@ -1,1 +1,0 @@
-"""Stable Diffusion 3 and 3.5 (stabilityai): text to image, on diffusers' networks."""

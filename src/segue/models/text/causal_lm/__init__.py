@@ -1,0 +1,4 @@
+"""Serves any causal language model of `transformers` as one stage.
+
+Doors: `family`, `shapes`, `tiny`.
+"""

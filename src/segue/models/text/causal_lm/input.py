@@ -1,0 +1,139 @@
+"""The input stage of a language model: a request → prompt ids, by the checkpoint's tokenizer and chat template."""
+
+from __future__ import annotations
+
+import torch
+
+from segue.engines.contract import LoadContext, Payload
+from segue.graph.parts import TOKENS
+from segue.media.arrays import EMBEDS
+from segue.messages.errors import InvalidRequest
+from segue.messages.request import Request, TextPart
+from segue.messages.sampling import SamplingParams
+from segue.models.shared.checkpoint.pretrained import load_config
+from segue.models.shared.decoder.generation import context_length
+from segue.models.shared.input_stage import InputStage
+from segue.models.shared.library import PreTrainedTokenizerBase
+from segue.models.shared.text.chat_template import goes_through_parts, read_chat_template
+from segue.models.shared.text.prompt import (
+    check_length,
+    check_text,
+    checked_ids,
+    client_tokens,
+    given_as,
+    own_tokens_only,
+    templated,
+    text_conversation,
+    tokenized,
+    truncated,
+)
+from segue.models.shared.text.prompt_embeds import NO_TOKEN, read_embeds
+from segue.models.shared.text.tokenizer import load_tokenizer, marked_tokenizer
+
+_TEXT_STAGE = "llm"
+
+
+class InputProcessor(InputStage):
+    """Accepts messages, a bare prompt or token ids."""
+
+    takes_embeds = True
+
+    def __init__(self, ctx: LoadContext) -> None:
+        config = load_config(ctx)
+        self._vocab: int = config.vocab_size
+        self._longest = context_length(config, ctx.max_model_len)
+        # a decoder may have narrower embeddings, which it projects to its hidden size (OPT)
+        self._width: int = config.word_embed_proj_dim if "word_embed_proj_dim" in config else config.hidden_size
+        self._most_bytes: int = ctx.options.get("max_prompt_embeds_bytes", 0)
+        self._tokenizer = load_tokenizer(ctx.model_dir)
+        template = read_chat_template(ctx.model_dir)
+        self._template = None if template is None else template.text
+        self._marked = marked_tokenizer(ctx.model_dir) if self._most_bytes and self._template is not None else None
+
+    def process(self, request: Request) -> Payload:
+        """The payload of one request. Raises `InvalidRequest` with the field, its value and the accepted values."""
+        form = given_as(request, embeds=True)
+        if form == "prompt_embeds":
+            return self._embedded(request)
+        if parts := request.embedded():
+            return self._embedded_parts(request, parts)
+        match form:
+            case "messages":
+                ids = self._templated(request, self._tokenizer)
+            case "prompt":
+                ids = tokenized(self._tokenizer, request, self._longest, _TEXT_STAGE)
+            case _:
+                ids = checked_ids(request.prompt_token_ids or [], self._vocab)
+        ids = truncated(ids, request, _TEXT_STAGE, self._longest)
+        if not own_tokens_only(request):
+            check_length(len(ids), self._longest, form)
+        seen = client_tokens(ids, self._tokenizer) if TOKENS in request.modalities else {}
+        return {"token_ids": torch.tensor(ids, dtype=torch.long), **seen}
+
+    def _embedded(self, request: Request) -> Payload:
+        _check_idless(request, EMBEDS)
+        embeds = read_embeds(request.prompt_embeds or b"", self._width, self._longest, self._most_bytes)
+        return {"embeds": embeds}
+
+    def _embedded_parts(self, request: Request, parts: list[TextPart]) -> Payload:
+        """Messages with some parts as embeddings: each part has one mark in the text, which its rows replace."""
+        _check_idless(request, parts[0].field)
+        rows = [
+            read_embeds(part.embeds or b"", self._width, self._longest, self._most_bytes, part.field) for part in parts
+        ]
+        if self._marked is None:
+            raise InvalidRequest(
+                f"{parts[0].field} is prompt_embeds; this checkpoint has no chat template, or no tokenizer that marks "
+                "a place in a text: send the whole prompt as prompt_embeds",
+                field=parts[0].field,
+            )
+        ids: list[int] = []
+        waiting = iter(rows)
+        marks = 0
+        for token in self._templated(request, self._marked.tokenizer, self._marked.mark):
+            if token != self._marked.token:
+                ids.append(token)
+                continue
+            marks += 1
+            ids += [NO_TOKEN] * len(next(waiting, ()))
+        if marks != len(parts):
+            raise InvalidRequest(
+                f"the chat template renders {marks} of {len(parts)} parts of prompt_embeds; it must render each once",
+                field="messages",
+            )
+        check_length(len(ids), self._longest, "messages")
+        return {"token_ids": torch.tensor(ids, dtype=torch.long), "embeds": torch.cat(rows)}
+
+    def _templated(self, request: Request, tokenizer: PreTrainedTokenizerBase | None, mark: str = "") -> list[int]:
+        """Render and tokenize. `mark`: stands for parts that are embeddings."""
+        if tokenizer is None:
+            raise InvalidRequest(
+                "this checkpoint has no tokenizer; send prompt_token_ids in place of messages", field="messages"
+            )
+        if self._template is None:
+            raise InvalidRequest(
+                "this checkpoint has no chat template; send a prompt or prompt_token_ids in place of messages",
+                field="messages",
+            )
+        conversation = text_conversation(request.messages, in_parts=goes_through_parts(self._template), mark=mark)
+        text = templated(tokenizer, self._template, conversation, request.chat)
+        check_text(text, tokenizer, request, self._longest, _TEXT_STAGE, "messages")
+        # the template has written the special tokens
+        ids = list(tokenizer(text, add_special_tokens=bool(request.add_special_tokens))["input_ids"])
+        if not ids:
+            raise InvalidRequest("the chat template renders these messages as empty text", field="messages")
+        return ids
+
+
+def _check_idless(request: Request, field: str) -> None:
+    """Raise `InvalidRequest` if a request with embeddings in `field` asks for ids of the whole prompt."""
+    sampling = request.sampling.get(_TEXT_STAGE, SamplingParams())
+    for name, given in (
+        ("prompt_logprobs", sampling.prompt_logprobs),
+        ("truncate_prompt_tokens", sampling.truncate_prompt_tokens),
+    ):
+        if given is not None:
+            asked = f"sampling.{_TEXT_STAGE}.{name}"
+            raise InvalidRequest(f"{asked} is {given}, but prompt_embeds have no token ids", field=asked)
+    if TOKENS in request.modalities:
+        raise InvalidRequest("prompt_embeds have no token ids to return", field=field)

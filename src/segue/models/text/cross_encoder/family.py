@@ -1,0 +1,25 @@
+"""Registers cross-encoders: sequence classification models with one label. No torch here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from segue.models.shared.text.family import classifies_sequences, labels_of, text_family
+from segue.models.text.cross_encoder.graph import graph
+from segue.models.text.cross_encoder.recipe import read_activation
+
+TINY = ("bert-cross-encoder", "qwen3-reranker")
+"""The families that `segue tiny` can make."""
+
+
+def claims(config: dict[str, Any], model_dir: Path) -> bool:
+    """Whether the checkpoint's class is for sequence classification, with one label. Raises `ConfigError` if it is
+    unsupported."""
+    if not classifies_sequences(config) or len(labels_of(config)) > 1:
+        return False
+    read_activation(model_dir, config)
+    return True
+
+
+FAMILY = text_family("cross_encoder", claims, graph, TINY, frozenset({"text_pair", "use_activation"}))

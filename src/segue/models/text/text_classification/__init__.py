@@ -1,0 +1,4 @@
+"""Serves text classifiers as one stage.
+
+Doors: `family`.
+"""

@@ -1,0 +1,4 @@
+"""Serves text embedding models in the format of sentence-transformers as one stage.
+
+Doors: `family`.
+"""

@@ -1,1 +1,0 @@
-"""Z-Image (Tongyi-MAI): text to image, on diffusers' networks."""

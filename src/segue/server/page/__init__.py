@@ -1,0 +1,4 @@
+"""The web page at `/`, in one file.
+
+Doors: `page`.
+"""

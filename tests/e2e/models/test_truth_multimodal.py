@@ -1,0 +1,113 @@
+"""A model that sees through the whole system, on a real photograph and a real clip: what comes out is what transformers
+gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from truth_system import System, spans
+
+from segue.media.limits import MediaLimits
+from segue.media.parts import messages_from
+from segue.media.sources import PYTHON_POLICY
+from segue.media.video import decode_video
+from segue.messages.errors import InvalidRequest
+from segue.messages.request import MediaPart
+from segue.messages.sampling import SamplingParams
+from segue.models.omni.multimodal_lm.tiny import presets as tiny
+from segue.models.shared.library import AutoModelForMultimodalLM, AutoProcessor
+
+FAMILY = "qwen3-vl"
+TOKENS = 24
+GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS)
+FPS = 2.0
+
+
+class Library:
+    """transformers on the checkpoint."""
+
+    def __init__(self, directory: Path, assets: Path) -> None:
+        self.processor = AutoProcessor.from_pretrained(directory)
+        self.model = AutoModelForMultimodalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        self.assets = assets
+
+    def answer(self, text: str, *kinds: str) -> tuple[list[int], int]:
+        """(reply, prompt tokens)."""
+        content: list[dict[str, Any]] = []
+        metadata = []
+        for kind in kinds:
+            if kind == "image":
+                content.append({"type": kind, kind: Image.open(self.assets / "photo.jpg").convert("RGB")})
+            else:
+                frames = self._frames()
+                count = len(frames)
+                metadata.append({"total_num_frames": count, "fps": FPS, "frames_indices": list(range(count))})
+                content.append({"type": kind, kind: frames.transpose(0, 3, 1, 2)})
+        inputs = self.processor.apply_chat_template(
+            [{"role": "user", "content": [*content, {"type": "text", "text": text}]}],
+            tokenize=True,
+            add_generation_prompt=True,
+            return_dict=True,
+            return_tensors="pt",
+            processor_kwargs={"video_metadata": [metadata]} if metadata else {},
+        )
+        out = self.model.generate(**inputs, do_sample=False, max_new_tokens=TOKENS)
+        length = inputs["input_ids"].shape[1]
+        return out[0, length:].tolist(), length
+
+    def _frames(self) -> np.ndarray[Any, Any]:
+        """As the media room decodes the clip, which has tests of its own."""
+        content = [{"type": "video", "video": self.assets / "video.mp4"}]
+        [message] = messages_from([{"role": "user", "content": content}], PYTHON_POLICY)
+        [part] = message.content
+        assert isinstance(part, MediaPart)
+        return decode_video(part, FPS, MediaLimits()).frames
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory, assets: Path) -> Iterator[tuple[System, Library]]:
+    directory = tmp_path_factory.mktemp(FAMILY)
+    tiny.make(FAMILY, directory)
+    system = System(directory, stages={"llm": {"max_tokens_per_step": 64}})
+    yield system, Library(directory, assets)
+    system.close()
+
+
+def ask(assets: Path, text: str, *kinds: str) -> dict[str, Any]:
+    files = {"image": assets / "photo.jpg", "video": assets / "video.mp4", "audio": assets / "speech.wav"}
+    content = [*({"type": kind, kind: files[kind]} for kind in kinds), {"type": "text", "text": text}]
+    return {"messages": [{"role": "user", "content": content}], "sampling": GREEDY}
+
+
+QUESTIONS = (
+    ("what is this",),
+    ("what is this", "image"),
+    ("and what happens here", "video"),
+    ("is the one out of the other, or are they of two places?", "image", "video"),
+    ("are they the same?", "image", "image"),
+)
+
+
+def test_all_at_once_and_once_more(running: tuple[System, Library], assets: Path) -> None:
+    system, library = running
+    expected = [library.answer(*question) for question in QUESTIONS]
+    assert len({tuple(reply) for reply, _ in expected}) == len(QUESTIONS)
+    for _ in range(2):
+        outputs = system.ask(*(ask(assets, *question) for question in QUESTIONS))
+        for output, question, (reply, length) in zip(outputs, QUESTIONS, expected, strict=True):
+            assert output.token_ids == {"llm": reply}
+            assert output.usage.prompt_tokens == length
+            assert ("encoder" in spans(output)) == (len(question) > 1)
+    assert all(output.usage.cached_tokens > 32 for output in outputs[1:])
+
+
+def test_a_kind_that_the_model_does_not_take(running: tuple[System, Library], assets: Path) -> None:
+    system, _ = running
+    with pytest.raises(InvalidRequest, match="audio"):
+        system.ask(ask(assets, "what was said", "audio"))

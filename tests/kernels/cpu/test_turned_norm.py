@@ -1,0 +1,59 @@
+"""RMS norms and rotary positions in place: the compiled kernels beside torch, in every instruction set."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from segue.kernels.cpu.native import Library, libraries
+from segue.kernels.cpu.norms import norm_and_turn
+from segue.kernels.graphs.recorder import record
+
+EVERY = [pytest.param(kernels, id=str(kernels.number)) for kernels in libraries()]
+
+
+@pytest.mark.parametrize("kernels", EVERY)
+@pytest.mark.parametrize("width", [8, 20, 64, 130])
+@pytest.mark.parametrize("turned", [False, True])
+def test_beside_torch(kernels: Library, width: int, turned: bool) -> None:
+    whole = torch.randn(3, 50, 2, 4, width)
+    weight = torch.randn(width)
+    turns = torch.polar(torch.rand(43, width // 2) + 0.5, torch.randn(43, width // 2)) if turned else None
+    expected = whole.clone()
+    norm_and_turn(None, expected[:, 7:, 1], weight, 1e-6, turns)
+    assert not torch.allclose(expected[:, 7:, 1], whole[:, 7:, 1])
+    norm_and_turn(kernels, whole[:, 7:, 1], weight, 1e-6, turns)
+    torch.testing.assert_close(whole, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_as_the_library_does_it() -> None:
+    from diffusers.models.normalization import RMSNorm
+    from diffusers.models.transformers.transformer_qwenimage import apply_rotary_emb_qwen
+
+    x, norm = torch.randn(2, 9, 3, 16), RMSNorm(16, 1e-5)
+    torch.nn.init.normal_(norm.weight)
+    turns = torch.polar(torch.ones(9, 8), torch.randn(9, 8))
+    expected = apply_rotary_emb_qwen(norm(x), turns, use_real=False)
+    for kernels in [None, *libraries()[:1]]:
+        made = x.clone()
+        norm_and_turn(kernels, made, norm.weight.detach(), norm.eps, turns)
+        torch.testing.assert_close(made, expected.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(not libraries(), reason="the kernels were not compiled, or not for this CPU")
+def test_it_is_played_back() -> None:
+    kernels, weight = libraries()[0], torch.randn(16)
+    turns = torch.polar(torch.ones(5, 8), torch.randn(5, 8))
+    x = torch.randn(1, 5, 3, 16)
+
+    def run() -> torch.Tensor:
+        made = x * 1
+        norm_and_turn(kernels, made, weight, 1e-6, turns)
+        norm_and_turn(kernels, made, weight, 1e-6, None)
+        return made
+
+    recording, _ = record(kernels, run)
+    x.normal_()
+    recording()
+    assert recording.calls == (3, 0)
+    assert torch.equal(recording.result, run())
