@@ -111,7 +111,7 @@ def test_adapters_while_it_runs(loop: asyncio.AbstractEventLoop, omni: AsyncOmni
     async def body() -> None:
         with pytest.raises(NotFound, match="'ink'"):
             await image(omni, adapter="ink")
-        with pytest.raises(InvalidRequest, match="no LoRA adapter"):
+        with pytest.raises(InvalidRequest, match="is not a LoRA adapter"):
             await omni.load_lora("ink", tmp_path)
         await omni.load_lora("ink", adapter(tmp_path))
         bare, inked = await asyncio.gather(image(omni), image(omni, adapter="ink"))

@@ -87,7 +87,7 @@ class TestFlux(ImageParity):
             ({"max_sequence_length": 513}, "max_sequence_length", "at most 512"),
             ({"prompt_3": "a"}, "prompt_3", "takes no prompt_3"),
             ({"max_area": 4096}, "max_area", "takes no max_area"),
-            ({"strength": 0.5}, "strength", "the request has no image"),
+            ({"strength": 0.5}, "strength", "the request has none"),
             ({"image": [make_image(8, 8), make_image(8, 8)]}, "image", "at most 1"),
         ],
     )
