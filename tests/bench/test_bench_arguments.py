@@ -12,6 +12,8 @@ from segue.bench.main import main, parser
 from segue.bench.omni.workload import Suppressed
 from segue.cli.main import main as segue
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_defaults_are_the_benchmark_of_record() -> None:
     arguments = parser().parse_args(["omni"])

@@ -148,6 +148,7 @@ def test_each_metadata_brings_its_own_payload_in_any_order(pair: MakePair) -> No
         assert same(found[0], filled(sizes[n], n))
 
 
+@pytest.mark.slow
 def test_a_slow_reader_keeps_what_it_holds(pair: MakePair) -> None:
     """Views stay as they are while the pool around them is filled and emptied many times."""
     edge = pair(max_bytes=4 * MIB)

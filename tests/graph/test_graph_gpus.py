@@ -154,7 +154,9 @@ def test_a_container_without_nvml(machine: Machine, trace: str) -> None:
         ),
         ("print('[]')", "torch: sees none"),
         ("print('gibberish')", "torch: an answer that is not JSON: 'gibberish'"),
-        ("import time; time.sleep(600)", "torch: no answer for 2 s: the driver hangs"),
+        pytest.param(
+            "import time; time.sleep(600)", "torch: no answer for 2 s: the driver hangs", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_torch_can_use_none(machine: Machine, torch: str, why: str) -> None:

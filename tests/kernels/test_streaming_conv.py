@@ -20,6 +20,8 @@ from segue.kernels.conv.streaming_conv import (
     upsample_layer,
 )
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = st.lists(st.integers(0, 17), min_size=1, max_size=8)
 
 

@@ -13,6 +13,8 @@ from segue.kernels.attention.paged_step import AttentionBackend, Part, paged_ste
 from segue.kernels.kv.layout import LayerShape, lay_out, uniform
 from segue.kernels.kv.store import KVStore
 
+pytestmark = pytest.mark.slow
+
 FP8 = torch.float8_e4m3fn
 CPU = torch.device("cpu")
 SIZE = 4

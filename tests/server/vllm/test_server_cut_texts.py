@@ -24,6 +24,8 @@ from segue.messages.errors import InvalidRequest
 from segue.messages.request import Request
 from segue.server.settings import ServerSettings
 
+pytestmark = pytest.mark.slow
+
 CUT = {"truncate_prompt_tokens": 5, "truncation_side": "left"}
 POSTS: dict[str, tuple[str, dict[str, Any]]] = {
     "/v1/embeddings": ("embedding", {"input": "text"}),

@@ -15,6 +15,8 @@ from fake_service import FakeService, Live, live
 
 from segue.server.settings import ServerSettings
 
+pytestmark = pytest.mark.slow
+
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 FORM = b"POST /v1/images/edits HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=b\r\n"
 
