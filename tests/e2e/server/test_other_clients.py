@@ -18,8 +18,7 @@ from package_index import UNREACHED
 ROOT = Path(__file__).parents[3]
 CLIENTS = ROOT / "tests" / "clients"
 PROGRAMS = CLIENTS / "programs.py"
-# by name only until each has ended on a quiet machine: langchain-openai and lm-eval have not
-pytestmark = pytest.mark.named
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")
