@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import msgspec
 import numpy as np
 import torch
 
@@ -114,6 +115,7 @@ class Chain:
                     if output.error is not None:
                         raise output.error
                     index = int(output.request_id)
+                    msgspec.msgpack.encode((output.prompt_tokens, output.modality_tokens))  # a worker would send them
                     self._note(made[index], name, output)
                     for target in self.graph.downstreams(name):
                         payload = self.stages.TRANSFERS[name, target](requests[index][name], output)

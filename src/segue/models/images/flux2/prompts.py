@@ -34,9 +34,10 @@ class Dev:
             add_generation_prompt=False,
             tokenize=True,
             return_dict=True,
+            return_tensors="np",
             processor_kwargs={"padding": "max_length", "truncation": True, "max_length": length},
         )
-        return {"ids": list(made["input_ids"][0]), "mask": list(made["attention_mask"][0])}
+        return {"ids": made["input_ids"][0].tolist(), "mask": made["attention_mask"][0].tolist()}
 
 
 class Klein:
