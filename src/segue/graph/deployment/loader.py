@@ -46,8 +46,8 @@ def load_plan(
     connectors = define(written.connectors)
     machine = hardware or detect_hardware()
     groups, places = place(graph, written.stages, machine, connectors, written.wires)
-    _check_unused(graph, written.defaults)
     stages = {name: _stage(graph.stages[name], written, places[name]) for name in graph.topological()}
+    _check_unused(graph, written.defaults)
     if any(stage.scheduling == "priority" for stage in stages.values()):
         for name, stage in stages.items():  # stages without a key of their own follow
             if "scheduling" not in kind_of(stage.engine).keys:
@@ -125,12 +125,13 @@ def stage_overrides(
 
 def _check_unused(graph: StageGraph, defaults: Section) -> None:
     """Check the keys under `defaults` of the kinds that have no stage in the graph."""
+    section = Section("", {}, (), below=defaults)
     used = {stage.engine for stage in graph.stages.values()}
+    checked = {key for engine in used for key in kind_of(engine).choices}
     for kind in kinds().values():
         if kind.name not in used:
-            section = Section("", {}, (), below=defaults)
             kind.check_defaults(section)
-            for key in kind.choices:
+            for key in (key for key in kind.choices if key not in checked):
                 _choice(section, key, kind)
 
 

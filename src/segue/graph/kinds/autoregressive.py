@@ -106,6 +106,7 @@ def _settings(section: Section, device: str) -> dict[str, Any]:
 
 def _check_defaults(section: Section) -> None:
     _settings(section, CPU)
+    section.integer("tensor_parallel", 1)
 
 
 def _ranks(graph: str, stage: Stage, section: Section) -> int | None:
