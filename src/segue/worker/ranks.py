@@ -26,8 +26,7 @@ from segue.messages.process import WorkerSpec
 from segue.models.registry import families
 from segue.parallel.orders import Crew, dtype_of
 from segue.worker.device import work_on
-from segue.worker.kinds.kind import Ranks as KindRanks
-from segue.worker.kinds.kind import worker_kind
+from segue.worker.kinds.kind import RankRoles, worker_kind
 from segue.worker.processes import live
 
 log = logging.getLogger(__name__)
@@ -124,7 +123,7 @@ def load_context(spec: WorkerSpec, plan: StagePlan, rank: int = 0) -> LoadContex
     return context
 
 
-def _of(plan: StagePlan) -> KindRanks[Any, Any]:
+def _of(plan: StagePlan) -> RankRoles[Any, Any]:
     found = worker_kind(plan.engine).ranks
     assert found is not None, "only kinds with ranks have plans with several"
     return found

@@ -15,7 +15,7 @@ from segue.graph.kinds.kind import extended
 from segue.messages.errors import ConfigError
 from segue.parallel.orders import Crew
 from segue.parallel.ways import Shape, meet
-from segue.worker.kinds.kind import Host, Ranks, WorkerKind
+from segue.worker.kinds.kind import Host, RankRoles, WorkerKind
 
 
 def _context(base: LoadContext, plan: DiffusionPlan) -> DenoiserContext:
@@ -62,5 +62,5 @@ KIND = WorkerKind(
     contract=DiffusionModel,
     context=_context,
     build=_build,
-    ranks=Ranks(_meet, _lead, _follow),
+    ranks=RankRoles(_meet, _lead, _follow),
 )

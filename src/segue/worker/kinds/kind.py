@@ -40,7 +40,7 @@ class LedModel(Protocol):
 
 
 @dataclass(frozen=True)
-class Ranks(Generic[P, C]):
+class RankRoles(Generic[P, C]):
     """How several processes share a stage."""
 
     meet: Callable[[C, P, int, Path], None]
@@ -66,7 +66,7 @@ class WorkerKind(Generic[P, C]):
     """What the orchestrator learns from a stage model."""
     sampling: Callable[[StageModel], SamplingParams] = lambda model: SamplingParams()
     """The sampling defaults of a stage model."""
-    ranks: Ranks[P, C] | None = None
+    ranks: RankRoles[P, C] | None = None
     """None: its stages run in one process."""
 
 

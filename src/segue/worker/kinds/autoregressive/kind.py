@@ -24,7 +24,7 @@ from segue.parallel.group import Group
 from segue.parallel.orders import Crew
 from segue.worker.kinds.autoregressive.cache_size import kv_blocks, states_to_keep
 from segue.worker.kinds.autoregressive.drafters import load_drafter
-from segue.worker.kinds.kind import Host, Ranks, WorkerKind
+from segue.worker.kinds.kind import Host, RankRoles, WorkerKind
 
 
 def _context(base: LoadContext, plan: AutoregressivePlan) -> AutoregressiveContext:
@@ -119,5 +119,5 @@ KIND = WorkerKind(
     build=_build,
     facts=_facts,
     sampling=_sampling,
-    ranks=Ranks(_meet, _lead, _follow),
+    ranks=RankRoles(_meet, _lead, _follow),
 )
