@@ -10,7 +10,7 @@ import torch
 
 from segue.bench.main import main
 from segue.bench.steps.denoise_sides import Painted, row_flops
-from segue.engines.contract import LoadContext
+from segue.engines.diffusion.contract import DenoiserContext
 from segue.models.registry import family_of, read_config
 from segue.models.shared.diffusion.shapes import SHAPES, write_shape
 
@@ -50,7 +50,7 @@ def test_videos(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "billions"), [("qwen-image", 20.43), ("wan2.2-ti2v-5b", 5.0)])
 def test_published_shapes_have_their_weights(tmp_path: Path, name: str, billions: float) -> None:
     directory = write_shape(tmp_path, name)
-    ctx = LoadContext(directory, "denoiser", META, torch.bfloat16, load_format="dummy")
+    ctx = DenoiserContext(directory, "denoiser", META, torch.bfloat16, load_format="dummy")
     denoiser = family_of(read_config(directory), directory).load_stages().STAGE_MODELS["denoiser"](ctx)
     weights = sum(one.numel() for one in denoiser.network.parameters())
     assert weights / 1e9 == pytest.approx(billions, rel=0.01)

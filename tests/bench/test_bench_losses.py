@@ -22,7 +22,7 @@ from segue.bench.figures import full
 from segue.bench.harness.hardware import Machine
 from segue.bench.harness.result_file import write_result
 from segue.bench.main import parser
-from segue.engines.contract import LoadContext
+from segue.engines.diffusion.contract import DenoiserContext
 from segue.messages.errors import InvalidRequest
 from segue.models.images.flux import tiny as flux
 from segue.models.images.stable_diffusion_3 import tiny as stable_diffusion_3
@@ -163,7 +163,7 @@ def test_the_files(tmp_path: Path) -> None:
     weights = load_file(network / "diffusion_pytorch_model.safetensors")
     for kind, share in (("Q8_0", 0.01), ("Q4_0", 0.15)):
         write_gguf(network, tmp_path / f"{kind}.gguf", kind)
-        ctx = LoadContext(tmp_path / "flux", "denoiser", torch.device("cpu"), torch.float32)
+        ctx = DenoiserContext(tmp_path / "flux", "denoiser", torch.device("cpu"), torch.float32)
         read = read_gguf(ctx, "transformer", tmp_path / f"{kind}.gguf").state_dict()
         assert set(read) == set(weights)
         packed = {name for name, tensor in read.items() if isinstance(tensor, GGUFParameter)}

@@ -24,9 +24,11 @@ from segue.bench.main import parser as bench_parser
 from segue.cli.main import parser as cli_parser
 from segue.connectors.create import create
 from segue.connectors.shm import CUDA_POOL_BYTES, MAX_BYTES, POOL_BYTES, THRESHOLD_BYTES
-from segue.graph.deployment.deployment import Hardware, Limits, StagePlan
+from segue.graph.deployment.deployment import Hardware, Limits
 from segue.graph.deployment.loader import load_plan
-from segue.graph.deployment.written import AUTOREGRESSIVE_KEYS, LIMIT_KEYS, STAGE_KEYS, TOP_KEYS
+from segue.graph.deployment.written import LIMIT_KEYS, TOP_KEYS, stage_keys
+from segue.graph.kinds.autoregressive import AUTOREGRESSIVE
+from segue.graph.kinds.registry import kinds
 from segue.graph.plan.wiring import KINDS
 from segue.graph.render import as_text
 from segue.graph.stage_graph import StageGraph
@@ -184,13 +186,14 @@ def test_every_key_of_a_deployment_is_documented() -> None:
         for title in ("### Top level", "### A stage", "### An edge", "### A connector", "### Limits")
     }
     assert sorted(listed["### Top level"]) == sorted(TOP_KEYS)
-    of_stages = [*STAGE_KEYS, "input_connectors", "output_connectors", "stage_id", "stage_name"]
+    of_stages = [*stage_keys(), "input_connectors", "output_connectors", "stage_id", "stage_name"]
     assert sorted(listed["### A stage"]) == sorted(of_stages)
     assert sorted(listed["### Limits"]) == sorted(LIMIT_KEYS)
     assert listed["### An edge"] == ["from", "to", "connector", "budget"]
     assert listed["### A connector"][:2] == ["name", "extra"]
     worked_out = {"name", "engine", "memory_bytes", "sequence_ring"}
-    assert {field.name for field in fields(StagePlan)} - worked_out <= set(of_stages)
+    planned = {field.name for kind in kinds().values() for field in fields(kind.plan)}
+    assert planned - worked_out <= set(of_stages)
 
 
 def test_settings_of_connectors_are_as_documented() -> None:
@@ -232,7 +235,7 @@ def test_documented_defaults_are_the_defaults(graph: StageGraph) -> None:
 def test_keys_for_autoregressive_stages_stand_apart(graph: StageGraph) -> None:
     text = (DOCS / "deployment.md").read_text()
     section = text.partition("For autoregressive stages only:")[2].partition("###")[0]
-    assert set(AUTOREGRESSIVE_KEYS) <= set(names(section))
+    assert set(AUTOREGRESSIVE.keys) <= set(names(section))
     with pytest.raises(ConfigError, match="autoregressive"):
         load_plan(graph, {"stages": {"vocoder": {"block_size": 16}}}, hardware=TWO_GPUS)
 

@@ -95,5 +95,5 @@ def test_for_autoregressive_stages_alone() -> None:
         overrides=stage_overrides(None, quantization="int8", kv_dtype="fp8", scheduling="fair", lora={}),
     )
     assert (plan.stages["llm"].quantization, plan.stages["llm"].kv_dtype) == ("int8", "fp8")
-    assert (plan.stages["voice"].quantization, plan.stages["voice"].kv_dtype) == ("none", "auto")
+    assert plan.stages["voice"].asked_of_family == ()
     assert plan.stages["llm"].scheduling == "fair"

@@ -46,7 +46,7 @@ def test_the_file_wins_over_the_caller(lm: StageGraph) -> None:
     overrides = stage_overrides(None, tensor_parallel=2)
     file = {"stages": {"llm": {"tensor_parallel": 1}}}
     assert load_plan(lm, file, hardware=LAPTOP, overrides=overrides).stages["llm"].tensor_parallel == 1
-    assert load_plan(lm, hardware=LAPTOP, overrides=overrides).stages["input"].tensor_parallel == 1
+    assert load_plan(lm, hardware=LAPTOP, overrides=overrides).stages["input"].ranks == 1
 
 
 @pytest.mark.parametrize(

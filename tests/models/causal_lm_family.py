@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from segue.engines.autoregressive.config import AutoregressiveConfig
+from segue.engines.autoregressive.contract import AutoregressiveContext
 from segue.engines.autoregressive.engine import AutoregressiveEngine
-from segue.engines.contract import LoadContext, StageOutput, StageRequest
+from segue.engines.contract import StageOutput, StageRequest
 from segue.messages.request import Request
 from segue.messages.sampling import FALLBACK, SamplingParams
 from segue.models.shared.library import AutoConfig, AutoModelForCausalLM
@@ -230,7 +231,7 @@ def make(kind: str, directory: Path, **changes: Any) -> Path:
 
 def load(directory: Path, **context: Any) -> LLM:
     values: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32, **context}
-    return LLM(LoadContext(directory, "llm", **values))
+    return LLM(AutoregressiveContext(directory, "llm", **values))
 
 
 def prompts() -> list[list[int]]:

@@ -15,9 +15,9 @@ import msgspec
 import numpy as np
 import torch
 
-from segue.engines.contract import Engine, LoadContext, StageOutput, StageRequest
+from segue.engines.contract import Engine, StageOutput, StageRequest
 from segue.engines.diffusion.batch import CostTable
-from segue.engines.diffusion.contract import DiffusionModel
+from segue.engines.diffusion.contract import DenoiserContext, DiffusionModel
 from segue.engines.diffusion.engine import DiffusionConfig, DiffusionEngine
 from segue.engines.module.contract import ModuleModel
 from segue.engines.module.engine import ModuleEngine
@@ -74,7 +74,7 @@ class Chain:
         self.adapters: dict[str, Any] = {}
         for name in self.graph.topological():
             given = dict((options or {}).get(name, {}))
-            ctx = LoadContext(
+            ctx = DenoiserContext(
                 model_dir, name, torch.device("cpu"), torch.float32, load_format=load_format, options=given
             )
             if self.graph.stages[name].engine == "diffusion":

@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from segue.engines.contract import LoadContext, StageRequest
-from segue.engines.diffusion.contract import Row, Sample
+from segue.engines.contract import StageRequest
+from segue.engines.diffusion.contract import DenoiserContext, Row, Sample
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.request import Request
 from segue.messages.sampling import FALLBACK
@@ -169,9 +169,9 @@ def full_size(directory: Path, pipeline: str, parts: Mapping[str, Part], configs
         write_json(directory / name, file, config)
 
 
-def on_meta(directory: Path, stage: str) -> LoadContext:
+def on_meta(directory: Path, stage: str) -> DenoiserContext:
     """To load a stage of it with nothing in its tensors."""
-    return LoadContext(directory, stage, torch.device("meta"), torch.bfloat16, load_format="dummy")
+    return DenoiserContext(directory, stage, torch.device("meta"), torch.bfloat16, load_format="dummy")
 
 
 def parameters(network: torch.nn.Module) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from segue.engines.contract import LoadContext
+from segue.engines.autoregressive.contract import AutoregressiveContext
 from segue.models.shared.checkpoint.pretrained import load_config, load_model
 from segue.models.shared.library import PreTrainedModel
 
@@ -228,5 +228,5 @@ def copied(directory: Path, to: Path, tensors: dict[str, torch.Tensor], **config
 
 def loaded(directory: Path) -> PreTrainedModel:
     """The library's model, as it is served on a CPU in float32."""
-    context = LoadContext(directory, "llm", device=torch.device("cpu"), dtype=torch.float32)
+    context = AutoregressiveContext(directory, "llm", device=torch.device("cpu"), dtype=torch.float32)
     return load_model(context, load_config(context))

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
+from segue.engines.autoregressive.contract import AutoregressiveContext
 from segue.engines.autoregressive.parallel.follower import follow
 from segue.engines.autoregressive.parallel.ranks import Leader
-from segue.engines.contract import LoadContext
 from segue.graph.deployment.options import LoraPlan
 from segue.models.omni.multimodal_lm.llm import LLM as MediaLLM
 from segue.models.text.causal_lm.llm import LLM
@@ -38,7 +38,7 @@ def rank(
     """This rank's part of a checkpoint: a causal LM, or one that sees or hears. `lora`: directories of adapters by
     name."""
     group = Group(number, 2, meeting, CPU)
-    context = LoadContext(
+    context = AutoregressiveContext(
         directory,
         "llm",
         CPU,

@@ -20,8 +20,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from segue.engines.contract import LoadContext
-from segue.engines.diffusion.contract import DiffusionModel
+from segue.engines.diffusion.contract import DenoiserContext, DiffusionModel
 from segue.engines.diffusion.follower import follow_rows
 from segue.engines.diffusion.ranks import RowLeader
 from segue.graph.deployment.options import LoraPlan
@@ -36,7 +35,7 @@ WAYS = {"cfg_parallel": "branches", "sequence_parallel": "tokens", "tensor_paral
 
 
 def shape_of(keys: dict[str, Any]) -> Shape:
-    """`keys`: of a deployment, and of `LoadContext`; two branches where they say nothing."""
+    """`keys`: of a deployment, and of `DenoiserContext`; two branches where they say nothing."""
     parts = {part: keys[key] for key, part in WAYS.items() if key in keys}
     return Shape(**parts) if parts else Shape(branches=2)
 
@@ -68,7 +67,7 @@ def denoiser(checkpoint: Path, keys: dict[str, Any], ways: Ways) -> DiffusionMod
         given["lora"] = LoraPlan(**keys["lora"])
     adapters = family_of(read_config(checkpoint), checkpoint).load_stages().STAGE_MODELS
     loaded: DiffusionModel = adapters["denoiser"](
-        LoadContext(checkpoint, "denoiser", CPU, torch.float32, ways=ways, **given)
+        DenoiserContext(checkpoint, "denoiser", CPU, torch.float32, ways=ways, **given)
     )
     return loaded
 
@@ -100,7 +99,7 @@ class Followers:
         *,
         follower: Path | None = None,
     ) -> Iterator[RowLeader]:
-        """A leader and the followers of a denoiser; `keys`: by which its calls are divided, and of `LoadContext`.
+        """A leader and the followers of a denoiser; `keys`: by which its calls are divided, and of `DenoiserContext`.
         `make`: the leader's own adapter; `follower`: another checkpoint, which the last rank loads."""
         shape = shape_of(keys)
         pairs = [socket.socketpair() for _ in range(1, shape.size)]

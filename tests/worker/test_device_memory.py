@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from segue.graph.deployment.deployment import StagePlan
+from segue.graph.kinds.autoregressive import AutoregressivePlan
 from segue.worker.device import on_device
 
 
-def planned(share: float, size: int) -> StagePlan:
-    return StagePlan(
+def planned(share: float, size: int) -> AutoregressivePlan:
+    return AutoregressivePlan(
         name="llm",
         engine="autoregressive",
         devices=("cuda:0",),

@@ -12,10 +12,12 @@ import torch
 from safetensors.torch import save_file
 
 from segue.engines.autoregressive.config import AutoregressiveConfig
+from segue.engines.autoregressive.contract import AutoregressiveContext
 from segue.engines.autoregressive.engine import AutoregressiveEngine
-from segue.engines.contract import LoadContext, StageRequest
-from segue.graph.deployment.deployment import Hardware, StagePlan
+from segue.engines.contract import StageRequest
+from segue.graph.deployment.deployment import Hardware
 from segue.graph.deployment.loader import load_plan
+from segue.graph.kinds.autoregressive import AutoregressivePlan
 from segue.kernels.kv.states import StateLayout
 from segue.messages.errors import ConfigError
 from segue.messages.request import Request
@@ -24,7 +26,7 @@ from segue.models.shared.checkpoint.checkpoint import Checkpoint
 from segue.models.text.causal_lm import tiny
 from segue.models.text.causal_lm.graph import graph
 from segue.models.text.causal_lm.llm import LLM
-from segue.worker.drafters import LoadedDrafter, load_drafter
+from segue.worker.kinds.autoregressive.drafters import LoadedDrafter, load_drafter
 
 SAMPLINGS = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True),
@@ -45,11 +47,11 @@ def checkpoints(tmp_path_factory):
     return path
 
 
-def context(directory: Path) -> LoadContext:
-    return LoadContext(directory, "llm", torch.device("cpu"), torch.float32)
+def context(directory: Path) -> AutoregressiveContext:
+    return AutoregressiveContext(directory, "llm", torch.device("cpu"), torch.float32)
 
 
-def stage(**speculation: Any) -> StagePlan:
+def stage(**speculation: Any) -> AutoregressivePlan:
     values = {"stages": {"llm": {"speculation": speculation, "block_size": 8}}}
     return load_plan(graph({}), values, hardware=Hardware(2, 1 << 30)).stages["llm"]
 

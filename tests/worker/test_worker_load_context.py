@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from segue.graph.deployment.deployment import StagePlan
+from segue.graph.kinds.diffusion import DiffusionPlan
 from segue.messages.errors import ConfigError
 from segue.messages.process import WorkerSpec
 from segue.worker.ranks import load_context
@@ -29,12 +29,12 @@ def spec(directory: Path) -> WorkerSpec:
     )
 
 
-def plan(**keys: Any) -> StagePlan:
+def plan(**keys: Any) -> DiffusionPlan:
     given: dict[str, Any] = {
         "devices": ("cpu",), "replicas": 1, "memory_share": 0.0, "memory_bytes": 0, "dtype": "float32", "threads": 1,
         "max_batch": 4,
     }  # fmt: skip
-    return StagePlan("denoiser", "diffusion", **{**given, **keys})
+    return DiffusionPlan("denoiser", "diffusion", **{**given, **keys})
 
 
 def test_weights_do_not_wait_where_they_are_computed(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from segue.graph.deployment.deployment import KV_DTYPES, QUANTIZATIONS, SCHEDULINGS
+from segue.graph.deployment.options import QUANTIZATIONS
+from segue.graph.kinds.autoregressive import KV_DTYPES, SCHEDULINGS
 
 _SETTINGS = (
     *("model", "config", "dtype", "speculation", "load_format", "deterministic", "tensor_parallel", "quantization"),

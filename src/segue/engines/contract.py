@@ -19,8 +19,6 @@ from segue.messages.deltas import TokenLogprobs
 from segue.messages.errors import SegueError
 from segue.messages.request import Request
 from segue.messages.sampling import SamplingParams
-from segue.parallel.group import Group
-from segue.parallel.ways import Ways
 
 Payload = dict[str, Any]
 """Nested dicts and lists of tensors, bytes, numbers, strings and None, which any connector can carry."""
@@ -108,7 +106,7 @@ class StageOutput:
 
 @dataclass(slots=True)
 class LoadContext:
-    """The parameters for building a stage model."""
+    """What every stage model is built from. Engine kinds whose stage models need more extend it in their contract."""
 
     model_dir: Path
     stage: str
@@ -117,48 +115,18 @@ class LoadContext:
     load_format: str = "auto"
     """`auto`: the checkpoint's weights; `dummy`: random weights of the config's shape, made on the device."""
     max_model_len: int | None = None
-    quantization: str = "none"
-    """Target format of the weights of linear layers: one of `segue.graph.deployment.deployment.QUANTIZATIONS`."""
-    gguf: dict[str, str] = field(default_factory=dict)
-    """For a denoiser: network → the GGUF file with its weights."""
-    attention: str = "auto"
-    """For a denoiser: one of `segue.graph.deployment.deployment.DIFFUSION_ATTENTIONS`."""
-    compile: bool = False
-    """For a denoiser: compile its blocks."""
-    offload: str = "none"
-    """For a denoiser: one of `segue.graph.deployment.deployment.OFFLOADS`."""
     lora: LoraPlan | None = None
     """None: the stage supports no adapters."""
-    fused: bool = True
-    """Linear layers with the same input may be fused into one GEMM."""
-    recorded: bool = True
-    """Calls of a denoiser may be recorded (on a GPU: as CUDA graphs)."""
     options: dict[str, Any] = field(default_factory=dict)
     """The deployment's own options for this stage, e.g. the vocoder's look-ahead."""
     progress: Callable[[float, str], None] = lambda fraction, what: None
     """Reports loading progress: the fraction done, and the current activity."""
-    group: Group | None = None
-    """For a language model: the ranks that share the weights; None: this process has them all."""
-    ways: Ways | None = None
-    """For a denoiser: the ranks that share guidance branches, tokens and weights; None: this process has them
-    all."""
-    sequence_ring: int = 1
-    """For a denoiser: ring size among the ranks that share tokens; across rings, ranks exchange heads."""
-
-    @property
-    def tensor_parallel(self) -> int:
-        """For a denoiser: number of ranks that share its weights."""
-        return 1 if self.ways is None else self.ways.shape.weights
-
-    @property
-    def sequence_parallel(self) -> int:
-        """For a denoiser: number of ranks that share the tokens of its rows."""
-        return 1 if self.ways is None else self.ways.shape.tokens
 
 
 StageModel = Any
-"""A stage model of the engine's kind: `AutoregressiveModel`, `ModuleModel`."""
-StageModelFactory = Callable[[LoadContext], StageModel]
+"""A stage model of the engine's kind, e.g. an `AutoregressiveModel`."""
+StageModelFactory = Callable[[Any], StageModel]
+"""Builds a stage model from the `LoadContext` of its engine's kind."""
 Transfer = Callable[[StageRequest, StageOutput], Payload | None]
 """Runs upstream for each output: the payload for this edge, or None if the output has nothing for it."""
 

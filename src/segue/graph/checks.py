@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from segue.graph.kinds.registry import kinds
 from segue.graph.parts import INPUT, Edge, Stage
 from segue.messages.errors import ConfigError, nearest
 
-ENGINES = ("autoregressive", "diffusion", "module")
 MODALITIES = ("text", "image", "audio", "video", "embedding", "score", "classes")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 """Names appear in file keys, metric labels and diagrams; a leading digit could be mistaken for a stage number."""
@@ -70,8 +70,8 @@ def _check_stage(graph: str, stage: Stage, names: set[str]) -> None:
     where = f"graph {graph!r}: stage {stage.name!r}"
     if not _NAME.fullmatch(stage.name):
         raise ConfigError(f"{where}: a name must be a letter, then letters, digits, - and _")
-    if stage.engine not in ENGINES:
-        raise ConfigError(f"{where} has engine {stage.engine!r}{nearest(stage.engine, ENGINES)}")
+    if stage.engine not in kinds():
+        raise ConfigError(f"{where} has engine {stage.engine!r}{nearest(stage.engine, kinds())}")
     for verb, modalities in (("takes", stage.takes), ("gives", stage.gives)):
         for modality in sorted(modalities):
             if modality not in MODALITIES:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Literal
 
 from segue.messages.request import Request
 
@@ -16,7 +15,6 @@ INPUT = "input"
 TOKENS = "tokens"
 """The output of every graph's input stage: the prompt as token ids. Not a model's modality, so no graph lists it."""
 
-Engine = Literal["autoregressive", "diffusion", "module"]
 Condition = Callable[[Request], bool]
 
 
@@ -26,7 +24,7 @@ class Stage:
 
     name: str
     engine: str
-    """`autoregressive`, `diffusion` or `module`."""
+    """Name of its engine kind (`segue.graph.kinds`)."""
     takes: frozenset[str] = frozenset()
     """Modalities of the request that this stage reads (it then has an edge from `INPUT`)."""
     gives: frozenset[str] = frozenset()

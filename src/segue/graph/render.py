@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from segue.graph.deployment.deployment import MiB, Plan, StagePlan
+from segue.graph.deployment.deployment import MiB, Plan
+from segue.graph.deployment.stage_plan import StagePlan
 from segue.graph.stage_graph import INPUT, Edge, Stage, StageGraph
 
 

@@ -20,11 +20,11 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from segue.graph import checks
-from segue.graph.parts import INPUT, Condition, Edge, Engine, Stage
+from segue.graph.parts import INPUT, Condition, Edge, Stage
 from segue.graph.walk import Walk, walk
 from segue.messages.request import Request
 
-__all__ = ["INPUT", "Condition", "Edge", "Engine", "Stage", "StageGraph", "Walk"]
+__all__ = ["INPUT", "Condition", "Edge", "Stage", "StageGraph", "Walk"]
 
 
 class StageGraph:
@@ -41,7 +41,7 @@ class StageGraph:
     def stage(
         self,
         name: str,
-        engine: Engine,
+        engine: str,
         *,
         takes: Iterable[str] = (),
         gives: Iterable[str] = (),
@@ -52,8 +52,9 @@ class StageGraph:
     ) -> None:
         """Add a stage.
 
-        `main` marks the stage whose end is the end of the response (by default the one that gives text, else the only
-        one that gives anything); `fuse_with` suggests a stage to share a worker with; `divisible`: one replica can be
+        `engine` names its engine kind: `autoregressive`, `diffusion`, `module`, or one of another package. `main` marks
+        the stage whose end is the end of the response (by default the one that gives text, else the only one that gives
+        anything); `fuse_with` suggests a stage to share a worker with; `divisible`: one replica can be
         several processes with a part of the weights each (`tensor_parallel`); `library` names the components of a
         library's pipeline that run in the stage, if any.
         """

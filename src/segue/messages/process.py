@@ -17,13 +17,13 @@ class WorkerSpec(msgspec.Struct, kw_only=True):
     family: str
     model_dir: str
     stages: list[dict[str, Any]]
-    """`segue.graph.deployment.deployment.StagePlan` of each, as plain values."""
+    """`segue.graph.deployment.stage_plan.StagePlan` of each, in the type of its engine kind, as plain values."""
     edges: list[dict[str, Any]]
     """`segue.graph.deployment.deployment.EdgePlan` of every edge that starts or ends here."""
     replayable: list[str]
-    """Stages whose new attempt gives the same chunks in the same pieces (module stages), so that a receiver drops
-    repeated chunks by number. Autoregressive stages do not promise it (prefill chunks depend on the load): their rows
-    carry their own index."""
+    """Stages whose new attempt gives the same chunks in the same pieces (`EngineKind.replayable`), so that a receiver
+    drops repeated chunks by number. Autoregressive stages do not promise it (prefill chunks depend on the load): their
+    rows carry their own index."""
     limits: dict[str, Any]
     inbox: str
     """ZeroMQ address this worker binds."""

@@ -7,10 +7,10 @@ Other packages register families through the entry-point group `segue.models`: t
 from __future__ import annotations
 
 import importlib
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, cast
 
+from segue.graph.plugins import plugins
 from segue.messages.errors import ConfigError
 from segue.models.family import Family, TinyPreset
 from segue.models.shared.checkpoint.files import read_object
@@ -47,23 +47,8 @@ def families() -> dict[str, Family]:
         *(SPEECH_SEQ2SEQ, MULTIMODAL_LM, CAUSAL_LM),
     )
     known = {family.name: family for family in (*named, *generic)}
-    for point in entry_points(group="segue.models"):
-        family = _outside(point)
-        known[family.name] = family
+    known.update((family.name, family) for family in plugins("segue.models", Family))
     return known
-
-
-def _outside(point: EntryPoint) -> Family:
-    """Load a family of another package. Raises `ConfigError` with the package's name."""
-    package = "a package" if point.dist is None else f"the package {point.dist.name!r}"
-    where = f"the entry point {point.name} = {point.value!r} (segue.models) of {package}"
-    try:
-        family = point.load()
-    except Exception as error:  # importing foreign code may raise anything
-        raise ConfigError(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
-    if not isinstance(family, Family):
-        raise ConfigError(f"{where} is {type(family).__name__}; it must be a segue.models.family.Family")
-    return family
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:

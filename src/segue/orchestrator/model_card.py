@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from segue.graph.deployment.deployment import Plan
+from segue.graph.kinds.registry import kind_of
 from segue.graph.stage_graph import StageGraph
 from segue.messages.errors import ConfigError
 from segue.models.family import Family
@@ -18,14 +19,14 @@ def card_of(
 ) -> ModelCard:
     """Make the card of a model; `name`: clients' name of it."""
     text_stage = graph.main
-    writes = graph.stages[text_stage].engine == "autoregressive"
+    writes = kind_of(graph.stages[text_stage].engine).samples
     return ModelCard(
         name=name,
         family=family.name,
         takes=graph.takes,
         gives=graph.gives,
         text_stage=text_stage if writes else None,
-        sampling_stages=[stage.name for stage in graph.stages.values() if stage.engine == "autoregressive"],
+        sampling_stages=[stage.name for stage in graph.stages.values() if kind_of(stage.engine).samples],
         stages=list(graph.topological()),
         voices=family.voices(model_dir) if "audio" in graph.gives else [],
         options=family.options,
@@ -51,11 +52,8 @@ def card_of(
 def check_stage_keys(family: Family, plan: Plan) -> None:
     """Raise `ConfigError`, naming the key, if a stage's plan asks for something that its family cannot do."""
     for name, stage in plan.stages.items():
-        if stage.engine == "diffusion":
-            continue  # they need no support by the family
-        asked = {"lora": stage.lora is not None, "quantization": stage.quantization != "none"}
-        for key, wanted in asked.items():
-            if wanted and key not in family.stage_keys:
+        for key in stage.asked_of_family:
+            if key not in family.stage_keys:
                 raise ConfigError(
                     f"stages.{name}.{key} is set, but the family {family.name!r} does not support it; leave it out",
                     field=f"stages.{name}.{key}",

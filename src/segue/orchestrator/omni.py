@@ -15,6 +15,7 @@ from typing import Any, Self
 import msgspec
 
 from segue.graph.deployment.loader import load_plan, stage_overrides
+from segue.graph.kinds.registry import kind_of
 from segue.graph.machine.account import cautions
 from segue.graph.parts import INPUT, TOKENS
 from segue.media.arrays import embeds_file
@@ -113,7 +114,7 @@ class AsyncOmni:
             self.plan,
             family=family.name,
             model_dir=str(model_dir),
-            preload=[family.stages_module],
+            preload=[family.stages_module, *sorted({kind_of(stage.engine).worker for stage in graph.stages.values()})],
             load_format=load_format,
             on_progress=on_progress,
         )

@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator
 import msgspec
 
 from segue.graph.deployment.deployment import Plan
+from segue.graph.kinds.registry import kind_of
 from segue.graph.stage_graph import INPUT
 from segue.messages.deltas import Delta, Finished
 from segue.messages.errors import (
@@ -167,7 +168,7 @@ class Orchestrator:
         books = RequestState(request=request, walk=walk, main=self.graph.main)
         for name, stage in walk.items():
             books.stages[name] = StageState(tuple(stage.upstreams), tuple(stage.downstreams))
-            if self.plan.stages[name].engine == "autoregressive":
+            if kind_of(self.plan.stages[name].engine).samples:
                 books.journal[name] = {}
         if books.main not in books.stages:
             books.main = next(name for name, stage in reversed(walk.items()) if stage.to_client)

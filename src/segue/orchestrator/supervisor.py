@@ -19,7 +19,8 @@ import zmq
 import zmq.asyncio
 
 from segue.graph.deployment.deployment import Plan
-from segue.graph.deployment.written import CPU
+from segue.graph.deployment.stage_plan import CPU
+from segue.graph.kinds.registry import kind_of
 from segue.graph.stage_graph import INPUT
 from segue.messages.errors import ConfigError, ShuttingDown
 from segue.messages.process import WorkerSpec
@@ -254,7 +255,7 @@ class Supervisor:
                 model_dir=self._model_dir,
                 stages=[msgspec.to_builtins(self._plan.stages[name]) for name in replica.group],
                 edges=[msgspec.to_builtins(edge) for edge in edges],
-                replayable=[name for name, stage in self._plan.stages.items() if stage.engine == "module"],
+                replayable=[name for name, stage in self._plan.stages.items() if kind_of(stage.engine).replayable],
                 limits=msgspec.to_builtins(self._plan.limits),
                 inbox=replica.address,
                 orchestrator=self._address,

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from segue.graph.kinds.registry import kind_of
 from segue.graph.parts import Stage
 from segue.messages.errors import SegueError
 from segue.verify.subject import Subject
@@ -57,7 +58,7 @@ def questions(subject: Subject, *, quick: bool) -> list[Question]:
 
 
 def sampling_stages(subject: Subject) -> list[Stage]:
-    return [stage for stage in subject.graph.stages.values() if stage.engine == "autoregressive"]
+    return [stage for stage in subject.graph.stages.values() if kind_of(stage.engine).samples]
 
 
 def long_text(subject: Subject, words: int = 400) -> str:

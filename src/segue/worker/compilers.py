@@ -14,18 +14,19 @@ import sys
 import msgspec
 
 from segue.engines.autoregressive.grammar.process import CompilerHome, Home, keep_home
-from segue.graph.deployment.deployment import Limits, StagePlan
+from segue.graph.deployment.deployment import Limits
+from segue.graph.kinds.registry import kind_of
 from segue.messages.process import WorkerSpec
 from segue.worker.processes import end_with, live
 
 
 def fork_home(spec: WorkerSpec) -> CompilerHome | None:
-    """Fork the compiler process of a worker with an autoregressive stage; None for any other. Only the worker returns.
+    """Fork the compiler process of a worker with a stage that samples tokens; None for any other. Only the worker
+    returns.
 
     The fork happens before the worker has a thread, a socket of its own or a device; the process ends with the worker.
     """
-    plans = [msgspec.convert(stage, StagePlan) for stage in spec.stages]
-    if all(plan.engine != "autoregressive" for plan in plans):
+    if not any(kind_of(stage["engine"]).samples for stage in spec.stages):
         return None
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     worker, name = os.getpid(), f"segue-{spec.worker}+g"

@@ -14,7 +14,7 @@ from typing import Protocol, cast
 
 import torch
 
-from segue.graph.deployment.deployment import StagePlan
+from segue.graph.deployment.stage_plan import StagePlan
 from segue.messages.errors import ConfigError
 
 

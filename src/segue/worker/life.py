@@ -12,6 +12,7 @@ from segue.messages.wire import StartFailed, encode
 from segue.observe.logging import configure_logging
 from segue.worker.build import build
 from segue.worker.compilers import fork_home
+from segue.worker.kinds.kind import Host
 from segue.worker.peers import Peers
 from segue.worker.ranks import fork_ranks
 from segue.worker.worker import Worker
@@ -34,7 +35,8 @@ def run(spec: WorkerSpec) -> None:
     peers = Peers(spec.inbox)
     try:
         try:
-            built = build(spec, lambda message: peers.send(spec.orchestrator, encode(message)), peers.wake, ranks, home)
+            host = Host(peers.wake, home)
+            built = build(spec, lambda message: peers.send(spec.orchestrator, encode(message)), host, ranks)
         except Exception as error:
             # any exception of loading is reported as the reason why the worker did not start
             if not isinstance(error, SegueError):

@@ -14,23 +14,19 @@ import socket
 import threading
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import torch
 
-from segue.engines.autoregressive.parallel.follower import follow
-from segue.engines.contract import LoadContext
-from segue.engines.diffusion.follower import follow_rows
-from segue.graph.deployment.deployment import StagePlan
-from segue.kernels.attention.backends import attention_backend
+from segue.engines.contract import LoadContext, StageModel
+from segue.graph.deployment.stage_plan import StagePlan
+from segue.graph.kinds.registry import plan_from
 from segue.kernels.device import give_back
-from segue.messages.errors import ConfigError
 from segue.messages.process import WorkerSpec
 from segue.models.registry import families
-from segue.parallel.group import Group
 from segue.parallel.orders import Crew, dtype_of
-from segue.parallel.ways import Shape, meet
 from segue.worker.device import work_on
+from segue.worker.kinds.kind import RankRoles, worker_kind
 from segue.worker.processes import live
 
 log = logging.getLogger(__name__)
@@ -54,6 +50,10 @@ class Ranks:
         """Wait for the followers, monitor them from now on, and set the groups of `context`."""
         threading.Thread(target=self._watch, name="followers", daemon=True).start()
         _meet(context, self.plan, 0, self._meeting)
+
+    def lead(self, model: StageModel, context: LoadContext) -> StageModel:
+        """Return a stage model that leads those of the followers."""
+        return _of(self.plan).lead(model, context, self.crew)
 
     def serve(self) -> None:
         """Record that the worker is ready."""
@@ -81,7 +81,7 @@ class Ranks:
 
 def fork_ranks(spec: WorkerSpec) -> Ranks | None:
     """Fork the followers of a worker whose stage has several processes; None for any other. Only the leader returns."""
-    plans = [msgspec.convert(stage, StagePlan) for stage in spec.stages]
+    plans = [plan_from(stage) for stage in spec.stages]
     plan = plans[0]
     if plan.ranks == 1:
         return None
@@ -107,39 +107,26 @@ def threads_of(plan: StagePlan) -> int:
     return max(1, plan.threads // plan.ranks)
 
 
-def shape_of(plan: StagePlan) -> Shape:
-    """Return how the ranks of a denoiser divide its calls."""
-    return Shape(plan.cfg_parallel, plan.sequence_parallel, plan.tensor_parallel)
-
-
 def load_context(spec: WorkerSpec, plan: StagePlan, rank: int = 0) -> LoadContext:
-    """Make the context from which a stage model is built, without fields that only some stages or ranks have. Raises
-    `ConfigError` for keys that its device does not support."""
-    device = torch.device(plan.device_of(spec.replica, rank))
-    if plan.offload != "none" and device.type == "cpu":
-        raise ConfigError(
-            f"stage {plan.name!r}: offload is {plan.offload!r}, but the stage runs on the CPU, where its weights are "
-            "already; it must be none",
-            field=f"stages.{plan.name}.offload",
-        )
-    return LoadContext(
+    """Make the context from which a stage model is built, without its process groups. Raises `ConfigError` for
+    keys that its device does not support."""
+    base = LoadContext(
         model_dir=Path(spec.model_dir),
         stage=plan.name,
-        device=device,
+        device=torch.device(plan.device_of(spec.replica, rank)),
         dtype=dtype_of(plan.dtype),
         load_format=spec.load_format if plan.load_format == "auto" else plan.load_format,
-        max_model_len=plan.max_model_len,
-        quantization=plan.quantization,
-        gguf=dict(plan.gguf),
-        attention=plan.attention,
-        compile=plan.compile,
-        offload=plan.offload,
-        sequence_ring=plan.sequence_ring,
         lora=plan.lora,
-        fused=not (plan.enforce_eager or plan.compile),
-        recorded=not plan.enforce_eager,
         options=dict(plan.options),
     )
+    context: LoadContext = worker_kind(plan.engine).context(base, plan)
+    return context
+
+
+def _of(plan: StagePlan) -> RankRoles[Any, Any]:
+    found = worker_kind(plan.engine).ranks
+    assert found is not None, "only kinds with ranks have plans with several"
+    return found
 
 
 def _meet(context: LoadContext, plan: StagePlan, rank: int, meeting: Path) -> None:
@@ -148,10 +135,7 @@ def _meet(context: LoadContext, plan: StagePlan, rank: int, meeting: Path) -> No
     work_on(device)  # NCCL allocates its buffers there
     if device.type == "cuda":
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # ranks are on one machine
-    if plan.engine == "diffusion":
-        context.ways = meet(rank, shape_of(plan), meeting, device)
-    else:
-        context.group = Group(rank, plan.ranks, meeting, device)
+    _of(plan).meet(context, plan, rank, meeting)
 
 
 def _follow(spec: WorkerSpec, plan: StagePlan, rank: int, orders: socket.socket, meeting: Path) -> None:
@@ -159,11 +143,6 @@ def _follow(spec: WorkerSpec, plan: StagePlan, rank: int, orders: socket.socket,
     torch.set_num_threads(threads_of(plan))
     context = load_context(spec, plan, rank)
     _meet(context, plan, rank, meeting)
-    adapter = families()[spec.family].load_stages().STAGE_MODELS[plan.name](context)
+    model = families()[spec.family].load_stages().STAGE_MODELS[plan.name](context)
     give_back()
-    if context.ways is not None:
-        follow_rows(adapter, context.ways, orders)
-        return
-    assert context.group is not None, "ranks have met"
-    kernel = "torch" if plan.deterministic else plan.attention
-    follow(adapter, context.group, orders, attention_backend(kernel, context.device, plan.block_size))
+    _of(plan).follow(model, context, plan, orders)

@@ -11,7 +11,7 @@ from typing import Any
 from segue.connectors.base import Connector
 from segue.engines.autoregressive.contract import LoraHost
 from segue.engines.contract import Engine, StageOutput, StageRequest, Transfer
-from segue.graph.deployment.deployment import StagePlan
+from segue.graph.deployment.stage_plan import StagePlan
 from segue.graph.parts import TOKENS
 from segue.kernels.device import end_where_lost
 from segue.messages.deltas import (

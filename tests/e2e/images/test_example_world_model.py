@@ -152,4 +152,6 @@ def test_a_stage_without_an_adapter_is_named(model: Path, tmp_path: Path) -> Non
     (info / "entry_points.txt").write_text("[segue.models]\nworld = segue_world.family:FAMILY\n")
     paths = os.pathsep.join([str(tmp_path), str(EXAMPLE.parents[1] / "src")])
     done = segue("generate", str(model), "", "-o", str(tmp_path / "out.mp4"), PYTHONPATH=paths)
-    assert "segue_world.stages.ADAPTERS has no 'decoder', which is in the graph of the family 'world'" in done.stderr
+    assert (
+        "segue_world.stages.STAGE_MODELS has no 'decoder', which is in the graph of the family 'world'" in done.stderr
+    )

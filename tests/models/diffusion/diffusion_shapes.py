@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import torch
 
-from segue.engines.contract import LoadContext, StageRequest
-from segue.engines.diffusion.contract import Row, Sample
+from segue.engines.contract import StageRequest
+from segue.engines.diffusion.contract import DenoiserContext, Row, Sample
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.request import Request
 from segue.messages.sampling import FALLBACK
@@ -31,7 +31,7 @@ def write_configs(directory: Path, index: Mapping[str, Any], parts: Mapping[str,
 
 def on_meta(kind: type[Denoiser], directory: Path) -> Denoiser:
     """A family's denoiser, its network built and given no memory."""
-    return kind(LoadContext(directory, "denoiser", META, torch.bfloat16, load_format="dummy"))
+    return kind(DenoiserContext(directory, "denoiser", META, torch.bfloat16, load_format="dummy"))
 
 
 def samples(

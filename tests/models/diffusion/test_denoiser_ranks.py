@@ -14,8 +14,7 @@ from diffusion_chain import WITHIN, Chain, apart, pipeline_of
 from row_rank_process import Followers
 from safetensors.torch import load_file, save_file
 
-from segue.engines.contract import LoadContext
-from segue.engines.diffusion.contract import Row
+from segue.engines.diffusion.contract import DenoiserContext, Row
 from segue.graph.deployment.options import LoraPlan
 from segue.messages.errors import NotFound, StageFailed
 from segue.models.images.qwen_image.denoiser import QwenImageDenoiser
@@ -50,7 +49,7 @@ class Watched(QwenImageDenoiser):
     fails = False
     """At the third step."""
 
-    def __init__(self, ctx: LoadContext) -> None:
+    def __init__(self, ctx: DenoiserContext) -> None:
         self.computed = set[int]()
         super().__init__(ctx)
 
@@ -63,7 +62,7 @@ class Watched(QwenImageDenoiser):
 
 @pytest.fixture
 def watched(one_thread: None, qwen_image_dir: Path) -> Watched:
-    return Watched(LoadContext(qwen_image_dir, "denoiser", torch.device("cpu"), torch.float32))
+    return Watched(DenoiserContext(qwen_image_dir, "denoiser", torch.device("cpu"), torch.float32))
 
 
 def test_two_equal_one(

@@ -14,7 +14,7 @@ from diffusion_chain import WITHIN, Chain, apart, pipeline_of
 from row_rank_process import Followers
 from safetensors.torch import load_file, save_file
 
-from segue.engines.contract import LoadContext
+from segue.engines.diffusion.contract import DenoiserContext
 from segue.graph.deployment.options import LoraPlan
 from segue.messages.errors import ConfigError
 from segue.models.images.sdxl import tiny as sdxl
@@ -118,7 +118,7 @@ def test_other_weights_there_are_seen(tmp_path: Path, followers: Followers) -> N
 
 def test_a_network_without_a_plan_is_named(tmp_path: Path) -> None:
     sdxl.make(tmp_path / "sdxl")
-    context = LoadContext(tmp_path / "sdxl", "denoiser", CPU, torch.float32, ways=said(tmp_path, Shape(tokens=2)))
+    context = DenoiserContext(tmp_path / "sdxl", "denoiser", CPU, torch.float32, ways=said(tmp_path, Shape(tokens=2)))
     with pytest.raises(ConfigError, match="UNet2DConditionModel cannot be run sequence parallel: diffusers has"):
         SdxlDenoiser(context)
 
@@ -140,7 +140,7 @@ def said(tmp_path: Path, shape: Shape) -> Ways:
 def test_what_does_not_go_together_is_named(
     device: str, dtype: torch.dtype, mode: str, attention: str, field: str
 ) -> None:
-    context = LoadContext(Path(), "denoiser", torch.device(device), dtype, attention=attention)
+    context = DenoiserContext(Path(), "denoiser", torch.device(device), dtype, attention=attention)
     context.sequence_ring = RING[mode]
     with pytest.raises(ConfigError) as caught:
         check_sequence(context)

@@ -12,7 +12,7 @@ import torch
 from diffusion_chain import WITHIN, Chain, Made, apart
 from row_rank_process import compiled_eagerly
 
-from segue.engines.contract import LoadContext
+from segue.engines.diffusion.contract import DenoiserContext
 from segue.graph.deployment.options import LoraPlan
 from segue.kernels.cpu.native import libraries, library
 from segue.kernels.graphs.network_graphs import Call, CpuRecorder, NetworkGraphs, Recorded
@@ -43,8 +43,8 @@ def exact(chain: Chain) -> Made:
     return chain.run(ASKED)[0]
 
 
-def context(directory: Path, **keys: Any) -> LoadContext:
-    return replace(LoadContext(directory, "denoiser", torch.device("cpu"), torch.float32), **keys)
+def context(directory: Path, **keys: Any) -> DenoiserContext:
+    return replace(DenoiserContext(directory, "denoiser", torch.device("cpu"), torch.float32), **keys)
 
 
 def made_with(chain: Chain, directory: Path, **keys: Any) -> Made:

@@ -20,8 +20,7 @@ from row_rank_process import CPU, denoiser
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from segue.engines.contract import LoadContext
-from segue.engines.diffusion.contract import DiffusionModel
+from segue.engines.diffusion.contract import DenoiserContext, DiffusionModel
 from segue.engines.diffusion.follower import follow_rows
 from segue.engines.diffusion.ranks import RowLeader
 from segue.graph.deployment.options import LoraPlan
@@ -160,7 +159,7 @@ def test_what_cannot_be_divided_is_named(tmp_path: Path) -> None:
     three.size = 3
     keys: dict[str, Any] = {"ways": Ways(Shape(weights=3), *[three] * 5)}
     with pytest.raises(ConfigError, match="UNet2DConditionModel cannot be run tensor parallel: its blocks are not"):
-        SdxlDenoiser(LoadContext(tmp_path / "sdxl", "denoiser", CPU, torch.float32, **keys))
+        SdxlDenoiser(DenoiserContext(tmp_path / "sdxl", "denoiser", CPU, torch.float32, **keys))
     with pytest.raises(ConfigError, match=r"has . heads, which 3 does not divide; tensor_parallel is 3") as caught:
         denoiser(tmp_path / "flux", {}, keys["ways"])
     assert caught.value.field == "stages.denoiser.tensor_parallel"

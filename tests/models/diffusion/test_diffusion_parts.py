@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from segue.engines.contract import LoadContext
+from segue.engines.diffusion.contract import DenoiserContext
 from segue.engines.module.contract import Work
 from segue.messages.errors import ConfigError, InvalidRequest, StageFailed
 from segue.models.registry import PIPELINE, family_of, read_config
@@ -31,8 +31,8 @@ def copy(qwen_image_dir: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(qwen_image_dir, tmp_path / "copy"))
 
 
-def context(directory: Path, **more: Any) -> LoadContext:
-    return LoadContext(directory, "denoiser", torch.device("cpu"), torch.float32, **more)
+def context(directory: Path, **more: Any) -> DenoiserContext:
+    return DenoiserContext(directory, "denoiser", torch.device("cpu"), torch.float32, **more)
 
 
 def edit(path: Path, **values: Any) -> None:
@@ -115,7 +115,7 @@ class Lengths(TextEncoder):
 
     names = ("embeds", "pooled")
 
-    def __init__(self, ctx: LoadContext) -> None:
+    def __init__(self, ctx: DenoiserContext) -> None:
         super().__init__(ctx)
         self.calls: list[list[Any]] = []
 

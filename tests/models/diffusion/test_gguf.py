@@ -20,7 +20,7 @@ import gguf
 from gguf import GGMLQuantizationType as Type
 from gguf_writing import published_wan, write_gguf
 
-from segue.engines.contract import LoadContext
+from segue.engines.diffusion.contract import DenoiserContext
 from segue.graph.deployment.options import LoraPlan
 from segue.messages.errors import ConfigError
 from segue.models.registry import tiny_preset
@@ -34,8 +34,8 @@ SMALL: dict[str, Any] = {"prompt": "a small boat", "height": 64, "width": 64, "n
 VIDEO = {"num_frames": 5, "negative_prompt": "grey"}
 
 
-def context(checkpoint: Path, file: Path | str, **keys: Any) -> LoadContext:
-    return LoadContext(checkpoint, "denoiser", CPU, torch.float32, gguf={"transformer": str(file)}, **keys)
+def context(checkpoint: Path, file: Path | str, **keys: Any) -> DenoiserContext:
+    return DenoiserContext(checkpoint, "denoiser", CPU, torch.float32, gguf={"transformer": str(file)}, **keys)
 
 
 def library_transformer(kind: str, checkpoint: Path, file: Path) -> Any:
@@ -110,7 +110,7 @@ def test_weights_take_less_and_can_wait_elsewhere(flux: tuple[Path, Path]) -> No
     theirs = library_transformer("FluxTransformer2DModel", checkpoint, file)
     mine = load_network(context(checkpoint, file), "transformer")
     assert held_bytes(mine) < 0.5 * held_bytes(
-        load_component(LoadContext(checkpoint, "", CPU, torch.float32), "transformer")
+        load_component(DenoiserContext(checkpoint, "", CPU, torch.float32), "transformer")
     )
     with torch.inference_mode():
         wanted = theirs(**given())[0]

@@ -14,8 +14,7 @@ from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from diffusion_chain import WITHIN, Chain, apart, expected, pipeline_of
 from safetensors.torch import load_file, save_file
 
-from segue.engines.contract import LoadContext
-from segue.engines.diffusion.contract import Row
+from segue.engines.diffusion.contract import DenoiserContext, Row
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import InvalidRequest, TooLarge
 from segue.models.images.qwen_image import tiny
@@ -128,7 +127,7 @@ class OneByOne(QwenImageDecoder):
 def test_large_images_are_computed_by_text_length(
     chain: Chain, qwen_image_dir: Path, theirs: list[list[torch.Tensor]]
 ) -> None:
-    ctx = LoadContext(qwen_image_dir, "denoiser", torch.device("cpu"), torch.float32)
+    ctx = DenoiserContext(qwen_image_dir, "denoiser", torch.device("cpu"), torch.float32)
     made = chain.through(ByLength(ctx)).run(*CASES)
     assert max(apart(one, image) for one, image in zip(made, theirs, strict=True)) < WITHIN
 
@@ -148,7 +147,7 @@ def test_large_outputs_in_tiles_and_one_by_one(chain: Chain, qwen_image_dir: Pat
     for mine, yours in zip(other.pixels, whole.pixels, strict=True):
         assert mine.shape == yours.shape == (288, 288, 3)
         assert 0 < float((mine - yours).abs().mean()) < 0.1
-    ctx = LoadContext(qwen_image_dir, "decoder", torch.device("cpu"), torch.float32)
+    ctx = DenoiserContext(qwen_image_dir, "decoder", torch.device("cpu"), torch.float32)
     assert apart(chain.through(OneByOne(ctx), "decoder").run(large)[0], whole.pixels) < WITHIN
 
 

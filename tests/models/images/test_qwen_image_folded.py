@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from segue.engines.contract import LoadContext
+from segue.engines.diffusion.contract import DenoiserContext
 from segue.models.images.qwen_image import tiny
 from segue.models.images.qwen_image.folded import FoldedBlock, fold, foldable
 from segue.models.shared.diffusion.denoiser.block_cache import BlockCache
@@ -78,7 +78,7 @@ DIVIDED = Ways(Shape(tokens=2), None, None, None, None, None)
 
 
 def test_what_a_stage_says_decides() -> None:
-    ctx = LoadContext(Path(), "denoiser", torch.device("cpu"), torch.float32)
+    ctx = DenoiserContext(Path(), "denoiser", torch.device("cpu"), torch.float32)
     assert foldable(ctx)
     for other in ({"fused": False}, {"compile": True}, {"dtype": torch.bfloat16}, {"ways": DIVIDED}):
         assert not foldable(replace(ctx, **other))

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from segue.engines.contract import LoadContext, StageRequest
-from segue.engines.diffusion.contract import Row
+from segue.engines.contract import StageRequest
+from segue.engines.diffusion.contract import DenoiserContext, Row
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.request import Request
 from segue.messages.sampling import FALLBACK
@@ -109,7 +109,7 @@ def given(texts: torch.Tensor, images: torch.Tensor | None, looks: torch.Tensor 
 def test_published_shapes(tmp_path: Path, name: str) -> None:
     said = CHECKPOINTS[name]
     write(tmp_path, said)
-    ctx = LoadContext(tmp_path, "denoiser", META, torch.bfloat16, load_format="dummy")
+    ctx = DenoiserContext(tmp_path, "denoiser", META, torch.bfloat16, load_format="dummy")
     stages = set(graph(json.loads((tmp_path / "model_index.json").read_text())).stages)
     per_token = bool(said.get("per_token"))
     channels, scale = (48, 16) if per_token else (16, 8)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from segue.engines.autoregressive.contract import AutoregressiveContext
 from segue.kernels.torchvision_shim import ensure_torchvision
 
 ensure_torchvision()
@@ -16,7 +17,7 @@ from transformers import WhisperForConditionalGeneration, WhisperProcessor  # no
 
 from segue.engines.autoregressive.config import AutoregressiveConfig  # noqa: E402
 from segue.engines.autoregressive.engine import AutoregressiveEngine  # noqa: E402
-from segue.engines.contract import LoadContext, Payload, StageOutput, StageRequest  # noqa: E402
+from segue.engines.contract import Payload, StageOutput, StageRequest  # noqa: E402
 from segue.media.audio import decode_audio  # noqa: E402
 from segue.media.limits import MediaLimits  # noqa: E402
 from segue.media.parts import PYTHON_POLICY, messages_from  # noqa: E402
@@ -96,9 +97,9 @@ class Stages:
     def __init__(self, directory: Path, **options: Any) -> None:
         """`options`: of the stage `llm`."""
         device = torch.device("cpu")
-        self.input = STAGE_MODELS["input"](LoadContext(directory, "input", device, torch.float32))
-        self.encoder = STAGE_MODELS["encoder"](LoadContext(directory, "encoder", device, torch.float32))
-        self.llm = STAGE_MODELS["llm"](LoadContext(directory, "llm", device, torch.float32, options=options))
+        self.input = STAGE_MODELS["input"](AutoregressiveContext(directory, "input", device, torch.float32))
+        self.encoder = STAGE_MODELS["encoder"](AutoregressiveContext(directory, "encoder", device, torch.float32))
+        self.llm = STAGE_MODELS["llm"](AutoregressiveContext(directory, "llm", device, torch.float32, options=options))
 
     def engine(self, **config: Any) -> AutoregressiveEngine:
         return AutoregressiveEngine(self.llm, AutoregressiveConfig(**{"num_blocks": 800, "block_size": 2, **config}))

@@ -12,8 +12,8 @@ import msgspec
 import torch
 
 from segue.bench.harness.hardware import settle
-from segue.engines.contract import LoadContext, StageRequest
-from segue.engines.diffusion.contract import Row
+from segue.engines.contract import StageRequest
+from segue.engines.diffusion.contract import DenoiserContext, Row
 from segue.engines.diffusion.engine import DiffusionConfig, DiffusionEngine
 from segue.messages.diffusion import DiffusionParams, diffusion_from
 from segue.messages.request import Request
@@ -43,11 +43,11 @@ class Painted:
     together: int
     """Maximum number of simultaneous requests."""
     deployed: dict[str, Any] = field(default_factory=dict)
-    """Fields of `LoadContext`, for Segue."""
+    """Fields of `DenoiserContext`, for Segue."""
 
     @property
-    def context(self) -> LoadContext:
-        return LoadContext(
+    def context(self) -> DenoiserContext:
+        return DenoiserContext(
             model_dir=self.directory,
             stage=_STAGE,
             device=self.device,

@@ -13,8 +13,9 @@ import torch
 
 from segue.bench.harness.hardware import settle
 from segue.engines.autoregressive.config import AutoregressiveConfig
+from segue.engines.autoregressive.contract import AutoregressiveContext
 from segue.engines.autoregressive.engine import AutoregressiveEngine
-from segue.engines.contract import LoadContext, StageRequest
+from segue.engines.contract import StageRequest
 from segue.messages.request import Request
 from segue.messages.sampling import FALLBACK
 from segue.models.registry import family_of, read_config
@@ -53,8 +54,8 @@ class Model:
     """Maximum tokens of a sequence."""
 
     @property
-    def context(self) -> LoadContext:
-        return LoadContext(
+    def context(self) -> AutoregressiveContext:
+        return AutoregressiveContext(
             model_dir=self.directory,
             stage=_STAGE,
             device=self.device,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from segue.bench.harness.arguments import add_out, check_installed, counts, progress, some_of
 from segue.cli.parser import Parser, count
-from segue.graph.deployment.deployment import QUANTIZATIONS
+from segue.graph.deployment.options import QUANTIZATIONS
 
 if TYPE_CHECKING:
     from segue.bench.text.results import TextResult

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from segue.graph.deployment.deployment import ATTENTIONS, KV_DTYPES, SCHEDULINGS
+from segue.graph.kinds.autoregressive import ATTENTIONS, KV_DTYPES, SCHEDULINGS
 from segue.messages.errors import ConfigError
 
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from segue.engines.contract import Payload, StageRequest
+from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.kernels.attention.interface import AttentionWindow, Chunked
 from segue.kernels.kv.layout import KVLayout, LayerShape, lay_out
 from segue.kernels.kv.states import StateLayout, StateStep, StateStore
@@ -16,6 +16,7 @@ from segue.kernels.kv.store import KVStore
 from segue.kernels.linear.lora import Lora
 from segue.messages.errors import ConfigError
 from segue.messages.sampling import SamplingParams
+from segue.parallel.group import Group
 
 
 @dataclass(slots=True)
@@ -254,3 +255,15 @@ class AutoregressiveModel(Protocol):
 
     def decode_text(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Text of ids, for stages that make text; other stages raise `StageFailed`."""
+
+
+@dataclass(slots=True)
+class AutoregressiveContext(LoadContext):
+    """What the stage model of a decoder is built from."""
+
+    quantization: str = "none"
+    """Target format of the weights of linear layers: one of `segue.graph.deployment.options.QUANTIZATIONS`."""
+    fused: bool = True
+    """Linear layers with the same input may be fused into one GEMM."""
+    group: Group | None = None
+    """The ranks that share the weights; None: this process has them all."""

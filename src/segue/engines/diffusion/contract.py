@@ -20,8 +20,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from segue.engines.contract import Payload, StageRequest
+from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.messages.diffusion import DiffusionParams
+from segue.parallel.ways import Ways
 
 
 class Scheduler(Protocol):
@@ -153,3 +154,37 @@ class CachesBlocks(Protocol):
     def predict_behind_first(self, rows: Sequence[Row]) -> Sequence[torch.Tensor]:
         """Like `predict`, for samples that all have the same `step_cache` of `BLOCK_CACHES`; which blocks are computed
         is decided separately for each row."""
+
+
+@dataclass(slots=True)
+class DenoiserContext(LoadContext):
+    """What the stage model of a denoiser is built from."""
+
+    quantization: str = "none"
+    """Target format of the weights of linear layers: one of `segue.graph.deployment.options.QUANTIZATIONS`."""
+    gguf: dict[str, str] = field(default_factory=dict)
+    """Network → the GGUF file with its weights."""
+    attention: str = "auto"
+    """One of `segue.graph.kinds.diffusion.ATTENTIONS`."""
+    compile: bool = False
+    """Compile its blocks."""
+    offload: str = "none"
+    """One of `segue.graph.kinds.diffusion.OFFLOADS`."""
+    fused: bool = True
+    """Linear layers with the same input may be fused into one GEMM."""
+    recorded: bool = True
+    """Calls may be recorded (on a GPU: as CUDA graphs)."""
+    ways: Ways | None = None
+    """The ranks that share guidance branches, tokens and weights; None: this process has them all."""
+    sequence_ring: int = 1
+    """Ring size among the ranks that share tokens; across rings, ranks exchange heads."""
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Number of ranks that share its weights."""
+        return 1 if self.ways is None else self.ways.shape.weights
+
+    @property
+    def sequence_parallel(self) -> int:
+        """Number of ranks that share the tokens of its rows."""
+        return 1 if self.ways is None else self.ways.shape.tokens

@@ -69,30 +69,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-from segue.graph.deployment.options import LoraPlan, SpeculationPlan
+from segue.graph.deployment.stage_plan import StagePlan
 from segue.graph.stage_graph import StageGraph
 from segue.messages.limits import RequestLimits
-from segue.messages.sampling import SamplingParams
 
 MiB = 1 << 20
 
 ConnectorKind = Literal["inproc", "shm"]
-ATTENTIONS = ("auto", "torch", "cpu", "triton", "flex", "flashinfer", "flash_attn")
-DIFFUSION_ATTENTIONS = ("auto", "native", "cudnn", "flash", "flash_3", "sage", "xformers")
-"""Attention backends of a denoiser, by diffusers' dispatch; all but `native` need a GPU and their package."""
-OFFLOADS = ("none", "layerwise")
-"""Where the weights of a denoiser's layers stay until they run: on its device, or in host memory."""
-SEQUENCE_MODES = ("ulysses", "ring")
-"""What the ranks of a sequence parallel denoiser exchange in attention: tokens for heads, or keys and values. Either
-mode may be given a number of ranks."""
-SCHEDULINGS = ("fcfs", "priority", "fair")
-"""Order of requests in an autoregressive stage; other stages have no `fair`."""
-QUANTIZATIONS = ("none", "bfloat16", "int8", "int4", "fp8")
-"""Formats to which a stage converts the weights of its linear layers on loading."""
-KV_DTYPES = ("auto", "fp8")
-"""Dtypes in which keys and values are stored; `auto`: the dtype in which they are computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,77 +92,6 @@ class Hardware:
     gpu_names: tuple[str, ...] = ()
     gpu_notes: tuple[str, ...] = ()
     """Restrictions on the use of GPUs, and reasons why GPUs of the machine cannot be used."""
-
-
-@dataclass(frozen=True, slots=True)
-class StagePlan:
-    """One stage, resolved: only values that depend on its weights are still open."""
-
-    name: str
-    engine: str
-    """`autoregressive`, `diffusion` or `module`."""
-    devices: tuple[str, ...]
-    """`cpu` or `cuda:N`; all of one kind."""
-    replicas: int
-    memory_share: float
-    """Fraction of its device's memory, per replica; 0 if the stage keeps nothing that must be sized."""
-    memory_bytes: int
-    """`memory_share` in bytes; 0 if the device's memory is unknown until a worker runs there."""
-    dtype: str
-    """`float32`, `bfloat16` or `float16`."""
-    threads: int
-    """CPU threads of the worker; equal for fused stages."""
-    max_batch: int
-    load_format: str = "auto"
-    """`auto` or `dummy`."""
-    options: dict[str, Any] = field(default_factory=dict)
-    max_tokens_per_step: int = 2048
-    prefill_chunk: int | None = None
-    """None: all that is left of `max_tokens_per_step`."""
-    max_model_len: int | None = None
-    block_size: int = 16
-    kv_blocks: int | None = None
-    """None: as many as `memory_bytes` holds."""
-    prefix_caching: bool = True
-    prefix_states: int | None = None
-    """For a model with recurrent states: number of prefix states to keep; None: `max_batch`, or as many as fit."""
-    deterministic: bool = False
-    """Compute bitwise equal logits in any batch."""
-    max_logprobs: int = 20
-    """Most log-probabilities that a request may ask for per position; -1: any number."""
-    scheduling: str = "fcfs"
-    """One of `SCHEDULINGS`."""
-    attention: str = "auto"
-    enforce_eager: bool = False
-    compile: bool = False
-    tensor_parallel: int = 1
-    """Processes of each replica; each has a part of the weights."""
-    cfg_parallel: int = 1
-    """For a diffusion stage: processes of each replica that divide the guidance branches."""
-    sequence_parallel: int = 1
-    """For a diffusion stage: processes of each replica that divide the tokens of each row."""
-    sequence_ring: int = 1
-    """How many of these processes exchange keys and values in a ring; the others exchange tokens for heads."""
-    speculation: SpeculationPlan | None = None
-    quantization: str = "none"
-    gguf: dict[str, str] = field(default_factory=dict)
-    """For a diffusion stage: network → the GGUF file with its weights."""
-    offload: str = "none"
-    """For a diffusion stage: one of `OFFLOADS`."""
-    kv_dtype: str = "auto"
-    lora: LoraPlan | None = None
-    """None: the stage takes no adapters."""
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    """Fields that the deployment sets; the others are None."""
-
-    def device_of(self, replica: int, rank: int = 0) -> str:
-        """Return the device of rank `rank` of replica number `replica` (both from 0)."""
-        return self.devices[(replica * self.ranks + rank) % len(self.devices)]
-
-    @property
-    def ranks(self) -> int:
-        """Number of processes of each replica."""
-        return self.tensor_parallel * self.cfg_parallel * self.sequence_parallel
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
-"""Read the stage keys `lora` (the LoRA adapters of a stage) and `speculation` (the drafter of an autoregressive stage
-and its number of draft tokens)."""
+"""Read stage keys that are more than one value, or that several engine kinds have: `lora` (the LoRA adapters of a
+stage), `speculation` (the drafter and its number of draft tokens), `quantization`, `sampling`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from segue.graph.deployment.section import Section, as_mapping, wrong
-from segue.messages.errors import ConfigError
+from segue.messages.errors import ConfigError, InvalidRequest
+from segue.messages.sampling import SamplingParams, sampling_from
 
+QUANTIZATIONS = ("none", "bfloat16", "int8", "int4", "fp8")
+"""Formats to which a stage converts the weights of its linear layers on loading."""
 METHODS = ("ngram", "draft", "eagle", "medusa", "mtp")
 WITH_MODEL = ("draft", "eagle", "medusa")
 """Methods that need a checkpoint of their own."""
@@ -79,8 +82,6 @@ def speculation_of(stage: Section) -> SpeculationPlan | None:
 
 
 LORA_KEYS = ("adapters", "max_rank", "max_adapters")
-ADAPTED = ("autoregressive", "diffusion")
-"""Engines whose stages can have adapters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,16 @@ class LoraPlan:
 
 def lora_of(section: Section) -> LoraPlan | None:
     """Read `lora`: the adapters of the stage's own section and of the sections that it inherits from."""
+    plan = _adapters(section)
+    if plan is not None and section.flag("deterministic", False):
+        path, _ = section.find("lora")
+        raise ConfigError(
+            f"{path} cannot be combined with deterministic: an adapter's output depends on the batch", field=path
+        )
+    return plan
+
+
+def _adapters(section: Section) -> LoraPlan | None:
     places: list[Section] = []
     place: Section | None = section
     while place is not None:
@@ -122,3 +133,28 @@ def lora_of(section: Section) -> LoraPlan | None:
         path = places[0].at("max_adapters")
         raise wrong(path, plan.max_adapters, f"at least {len(adapters)}, the number of adapters")
     return plan
+
+
+def quantization_of(section: Section, devices: tuple[str, ...]) -> str:
+    """Read `quantization` of a stage on these devices."""
+    kind = section.choice("quantization", "none", QUANTIZATIONS)
+    if kind == "bfloat16" and "cpu" not in devices:
+        path, _ = section.find("quantization")
+        raise ConfigError(
+            f"{path} is 'bfloat16', which is for stages on a CPU; on a GPU, set `dtype: bfloat16`, or make "
+            "quantization int8, int4 or fp8",
+            field=path,
+        )
+    return kind
+
+
+def sampling_of(section: Section) -> SamplingParams:
+    """Read `sampling`: the fields that the deployment sets."""
+    path, _ = section.find("sampling")
+    try:
+        sampling = sampling_from(section.mapping("sampling"), path)
+    except InvalidRequest as error:  # the same checks, but here the deployment must be corrected
+        raise ConfigError(error.message, field=error.field) from error
+    if sampling.n is not None:
+        raise ConfigError(f"{path}.n is {sampling.n}; only a request can ask for several outputs", field=f"{path}.n")
+    return sampling

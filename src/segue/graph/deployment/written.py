@@ -3,52 +3,20 @@ it asks for about the placement of a stage or a group of stages (`Wish`)."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from segue.graph.deployment.deployment import Hardware, Limits
 from segue.graph.deployment.section import Section, as_mapping, wrong
-from segue.graph.stage_graph import INPUT, Stage, StageGraph
+from segue.graph.deployment.stage_plan import CPU
+from segue.graph.kinds.registry import kind_keys, kind_of, kinds, rank_keys
+from segue.graph.stage_graph import INPUT, StageGraph
 from segue.messages.errors import ConfigError, nearest
 
 TOP_KEYS = ("defaults", "stages", "stage_args", "edges", "connectors", "runtime", "limits")
 LIMIT_KEYS = tuple(field.name for field in fields(Limits))
-AUTOREGRESSIVE_KEYS = (
-    "max_tokens_per_step",
-    "prefill_chunk",
-    "max_model_len",
-    "block_size",
-    "kv_blocks",
-    "prefix_caching",
-    "prefix_states",
-    "max_logprobs",
-    "scheduling",
-    "attention",
-    "tensor_parallel",
-    "enforce_eager",
-    "compile",
-    "deterministic",
-    "speculation",
-    "quantization",
-    "kv_dtype",
-    "sampling",
-)
-RANK_KEYS = ("tensor_parallel", "cfg_parallel", "sequence_parallel")
-"""Keys that give a replica several processes."""
-DIFFUSION_KEYS = (
-    "scheduling",
-    "attention",
-    "enforce_eager",
-    "compile",
-    "quantization",
-    "gguf",
-    "offload",
-    "sequence_mode",
-    *RANK_KEYS,
-)
-STAGE_KEYS = (
+_OF_EVERY_STAGE = (
     "devices",
     "replicas",
     "memory_share",
@@ -58,12 +26,7 @@ STAGE_KEYS = (
     "load_format",
     "fuse_with",
     "options",
-    "lora",
-    *AUTOREGRESSIVE_KEYS,
-    *(key for key in DIFFUSION_KEYS if key not in AUTOREGRESSIVE_KEYS),
 )
-_KINDS = {"autoregressive": (*AUTOREGRESSIVE_KEYS, "lora"), "diffusion": (*DIFFUSION_KEYS, "lora")}
-"""Engine → the keys that only stages of some engines have."""
 _WIRING = ("input_connectors", "output_connectors")
 _FOREIGN = {
     "device": "devices",
@@ -108,13 +71,20 @@ class Written:
     wires: list[Wire]
     connectors: dict[str, Section]
     limits: Section
+    defaults: Section
+    """The caller's overrides over the file's `defaults`."""
+
+
+def stage_keys() -> tuple[str, ...]:
+    """Return the keys that a stage may have: those of every stage and those of each engine kind."""
+    return (*_OF_EVERY_STAGE, *kind_keys())
 
 
 def read(graph: StageGraph, values: object, overrides: Mapping[str, Any]) -> Written:
     """Sort a parsed file into sections. `overrides` are stage keys that override the file's `defaults`."""
     top = Section("", values, TOP_KEYS)
-    defaults = Section("defaults", top.mapping("defaults"), STAGE_KEYS, foreign=_FOREIGN)
-    below = Section("overrides", overrides, STAGE_KEYS, foreign=_FOREIGN, below=defaults)
+    defaults = Section("defaults", top.mapping("defaults"), stage_keys(), foreign=_FOREIGN)
+    below = Section("overrides", overrides, stage_keys(), foreign=_FOREIGN, below=defaults)
     stages: dict[str, Section] = {}
     wires = list(_edges(graph, top))
     for name, path, entry, keys in _stage_entries(graph, top):
@@ -126,8 +96,9 @@ def read(graph: StageGraph, values: object, overrides: Mapping[str, Any]) -> Wri
         wires.extend(_wiring(graph, name, section))
         stages[name] = section
     for name in graph.topological():
-        stages.setdefault(name, Section(f"stages.{name}", {}, STAGE_KEYS, below=None if name == INPUT else below))
-    return Written(stages, wires, dict(_connectors(top)), Section("limits", top.mapping("limits"), LIMIT_KEYS))
+        stages.setdefault(name, Section(f"stages.{name}", {}, (), below=None if name == INPUT else below))
+    limits = Section("limits", top.mapping("limits"), LIMIT_KEYS)
+    return Written(stages, wires, dict(_connectors(top)), limits, below)
 
 
 def _stage_entries(graph: StageGraph, top: Section) -> Iterator[tuple[str, str, object, tuple[str, ...]]]:
@@ -140,12 +111,17 @@ def _stage_entries(graph: StageGraph, top: Section) -> Iterator[tuple[str, str, 
                     f"stages has {name!r}, which is no stage of {graph.name!r}{nearest(name, graph.stages)}",
                     field=f"stages.{name}",
                 )
-            yield name, f"stages.{name}", entry, (*STAGE_KEYS, *_WIRING)
+            yield name, f"stages.{name}", entry, (*stage_keys(), *_WIRING)
     for key in ("stages", "stage_args"):
         if key == "stage_args" or isinstance(written, list):
             for path, entry in top.entries(key):
                 fields = as_mapping(path, entry)
-                yield _named_stage(graph, path, fields), path, fields, (*STAGE_KEYS, *_WIRING, "stage_id", "stage_name")
+                yield (
+                    _named_stage(graph, path, fields),
+                    path,
+                    fields,
+                    (*stage_keys(), *_WIRING, "stage_id", "stage_name"),
+                )
 
 
 def _named_stage(graph: StageGraph, path: str, entry: Mapping[str, Any]) -> str:
@@ -182,10 +158,10 @@ def _check_engine(graph: StageGraph, name: str, section: Section) -> None:
     """Raise `ConfigError` if a key of a stage's own section belongs to another engine."""
     engine = graph.stages[name].engine
     for key in section.values:
-        kinds = [kind for kind, keys in _KINDS.items() if key in keys]
-        if kinds and engine not in kinds:
+        having = [kind.name for kind in kinds().values() if key in kind.keys]
+        if having and engine not in having:
             raise ConfigError(
-                f"{section.at(key)} is for {' and '.join(kinds)} stages; {name!r} has the {engine} engine",
+                f"{section.at(key)} is for {' and '.join(having)} stages; {name!r} has the {engine} engine",
                 field=section.at(key),
             )
 
@@ -246,7 +222,6 @@ def _connectors(top: Section) -> Iterator[tuple[str, Section]]:
             yield name, Section(path, entry, ("name", "extra"))
 
 
-CPU = "cpu"
 MOST_THREADS = 1024
 """Most threads of a worker: the threading runtime dies with many more."""
 
@@ -293,40 +268,15 @@ def wish_of(graph: StageGraph, name: str, section: Section, hardware: Hardware) 
         if devices not in (None, (CPU,)):
             raise wrong(section.at("devices"), section.values["devices"], "cpu: the input stage runs on the CPU")
         devices = (CPU,)
-    ranks = _ranks(graph, graph.stages[name], section)
+    stage = graph.stages[name]
+    ranks = kind_of(stage.engine).ranks(graph.name, stage, section)
     threads = section.integer("threads", None, most=MOST_THREADS)
     return Wish(devices, section.integer("replicas", None), threads, ranks)
 
 
-def _ranks(graph: StageGraph, stage: Stage, section: Section) -> int | None:
-    """Return the processes per replica; a default applies only to stages of the key's engine."""
-    if stage.engine == "diffusion":
-        ways = denoiser_ways(section)
-        return math.prod(ways.values()) if ways else None
-    ranks = section.integer("tensor_parallel", None)
-    if stage.engine != "autoregressive" or ranks in (None, 1):
-        return None
-    if not stage.divisible:
-        path, _ = section.find("tensor_parallel")
-        raise ConfigError(
-            f"{path} is {ranks}, but the weights of stage {stage.name!r} of {graph.name!r} cannot be divided; "
-            "it must be 1",
-            field=path,
-        )
-    return ranks
-
-
-def denoiser_ways(section: Section) -> dict[str, int]:
-    """Return key → number of processes of a diffusion stage; the numbers multiply. `tensor_parallel` under `defaults`
-    is for language models only."""
-    keys = [key for key in RANK_KEYS if key != "tensor_parallel" or key in section.values]
-    said = {key: section.integer(key, None) for key in keys}
-    return {key: ranks for key, ranks in said.items() if ranks is not None and ranks > 1}
-
-
 def said_of_ranks(group: tuple[str, ...], sections: Mapping[str, Section]) -> tuple[str, str]:
     """Return the path of the first key that gives a replica of a group several processes, and all such keys as text."""
-    said = [(key, *sections[name].find(key)) for key in reversed(RANK_KEYS) for name in group]
+    said = [(key, *sections[name].find(key)) for key in reversed(rank_keys()) for name in group]
     keys, paths = zip(*((key, path) for key, path, value in said if value not in (None, 1)), strict=True)
     return paths[0], " x ".join([paths[0], *keys[1:]])
 

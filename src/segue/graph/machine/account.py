@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from segue.graph.deployment.deployment import Hardware, Plan
-from segue.graph.deployment.written import CPU
+from segue.graph.deployment.stage_plan import CPU
 from segue.graph.stage_graph import INPUT
 
 GiB = 1 << 30

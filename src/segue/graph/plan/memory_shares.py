@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from segue.graph.deployment.deployment import Hardware
 from segue.graph.deployment.section import Section
-from segue.graph.deployment.written import CPU
+from segue.graph.deployment.stage_plan import CPU
 from segue.graph.plan.groups import Place
 from segue.graph.stage_graph import INPUT
 from segue.messages.errors import ConfigError

@@ -6,7 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 from segue.graph.deployment.deployment import Hardware
 from segue.graph.deployment.section import Section, wrong
-from segue.graph.deployment.written import CPU, Wire, Wish, joined_wish, path_of, said_of_ranks, wish_of
+from segue.graph.deployment.stage_plan import CPU
+from segue.graph.deployment.written import Wire, Wish, joined_wish, path_of, said_of_ranks, wish_of
+from segue.graph.kinds.registry import kind_of
 from segue.graph.plan.groups import Place, check_alone, groups_of
 from segue.graph.plan.memory_shares import share_memory
 from segue.graph.plan.wiring import Connectors
@@ -52,9 +54,8 @@ def place(
 
 def _weight(stage: Stage, main: str) -> int:
     """Estimate a stage's need of resources relative to other stages; the graph knows no sizes."""
-    if stage.engine == "module":
-        return 1
-    return 6 if stage.name == main else 3
+    kind = kind_of(stage.engine)
+    return kind.weight_of_main if stage.name == main else kind.weight
 
 
 def _spread(
@@ -105,12 +106,14 @@ def _replicas(
 
 
 def _light(graph: StageGraph, groups: Collection[tuple[str, ...]]) -> set[tuple[str, ...]]:
-    """Return the workers that get no core of their own. An image's time goes into tens of denoiser calls; its encoders
-    and decoder are called once, and threads of their own, in addition to the denoiser's, gained nothing when measured
-    with one client and with eight. Tokenizing takes only a moment per request."""
-    denoising = {group for group in groups if any(graph.stages[name].engine == "diffusion" for name in group)}
-    if denoising:
-        return set(groups) - denoising
+    """Return the workers that get no core of their own: all others if a kind is dominant, and workers that tokenize.
+
+    An image's time goes into tens of denoiser calls; its encoders and decoder are called once, and threads of their
+    own, in addition to the denoiser's, gained nothing when measured with one client and with eight. Tokenizing takes
+    only a moment per request."""
+    dominant = {group for group in groups if any(kind_of(graph.stages[name].engine).dominant for name in group)}
+    if dominant:
+        return set(groups) - dominant
     return {(INPUT,)} if graph.takes <= {"text"} else set()
 
 

@@ -12,7 +12,7 @@ from segue.engines.autoregressive.cache.blocks import BlockPool
 from segue.engines.autoregressive.schedule.jobs import Decision, Job, Limits
 from segue.engines.autoregressive.schedule.policies import Accounts, rank
 from segue.engines.autoregressive.schedule.schedule import schedule
-from segue.graph.deployment.deployment import SCHEDULINGS
+from segue.graph.kinds.autoregressive import SCHEDULINGS
 from segue.kernels.attention.interface import Chunked
 
 

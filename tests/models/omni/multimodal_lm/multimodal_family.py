@@ -13,8 +13,9 @@ import torch
 from PIL import Image
 
 from segue.engines.autoregressive.config import AutoregressiveConfig
+from segue.engines.autoregressive.contract import AutoregressiveContext
 from segue.engines.autoregressive.engine import AutoregressiveEngine
-from segue.engines.contract import LoadContext, Payload, StageOutput, StageRequest
+from segue.engines.contract import Payload, StageOutput, StageRequest
 from segue.media.parts import PYTHON_POLICY, messages_from
 from segue.messages.request import Request
 from segue.messages.sampling import FALLBACK, SamplingParams
@@ -132,8 +133,8 @@ def answer(directory: Path, inputs: dict[str, Any], tokens: int = TOKENS) -> lis
 # --- the stages ------------------------------------------------------------------------------------------------------
 
 
-def context(directory: Path, stage: str, **more: Any) -> LoadContext:
-    return LoadContext(directory, stage, torch.device("cpu"), torch.float32, **more)
+def context(directory: Path, stage: str, **more: Any) -> AutoregressiveContext:
+    return AutoregressiveContext(directory, stage, torch.device("cpu"), torch.float32, **more)
 
 
 def request_of(case: Case, name: str = "r") -> Request:

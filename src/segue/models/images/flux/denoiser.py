@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from segue.engines.contract import LoadContext
-from segue.engines.diffusion.contract import Row, Sample
+from segue.engines.diffusion.contract import DenoiserContext, Row, Sample
 from segue.messages.diffusion import DiffusionParams
 from segue.models.shared.diffusion.denoiser.denoiser import Denoiser, embedded_guidance
 from segue.models.shared.diffusion.denoiser.given import Given
@@ -25,7 +24,7 @@ class FluxDenoiser(Denoiser):
     text masks: the texts of a call's rows must have equal lengths.
     """
 
-    def __init__(self, ctx: LoadContext) -> None:
+    def __init__(self, ctx: DenoiserContext) -> None:
         super().__init__(ctx)
         self._scale = pixels_per_latent(ctx.model_dir)
         self._channels: int = self.network.config.in_channels // 4

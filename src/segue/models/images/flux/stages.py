@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from segue.engines.contract import LoadContext, Transfer
+from segue.engines.diffusion.contract import DenoiserContext
 from segue.models.images.flux.denoiser import FluxDenoiser, KontextDenoiser
 from segue.models.images.flux.graph import KONTEXT
 from segue.models.images.flux.input import Input
@@ -29,7 +30,7 @@ def input_stage(ctx: LoadContext) -> Input:
     return KontextInput(ctx) if _edits(ctx) else Input(ctx)
 
 
-def denoiser(ctx: LoadContext) -> FluxDenoiser:
+def denoiser(ctx: DenoiserContext) -> FluxDenoiser:
     """The denoiser of the checkpoint's pipeline."""
     return KontextDenoiser(ctx) if _edits(ctx) else FluxDenoiser(ctx)
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from segue.engines.contract import LoadContext
-from segue.engines.diffusion.contract import Row, Sample
+from segue.engines.diffusion.contract import DenoiserContext, Row, Sample
 from segue.messages.diffusion import DiffusionParams
 from segue.models.shared.diffusion.denoiser.denoiser import Denoiser, embedded_guidance
 from segue.models.shared.diffusion.denoiser.given import Given
@@ -42,7 +41,7 @@ class Flux2Denoiser(Denoiser):
     The network has no text masks: rows of a call must have texts of equal length, and images of equal sizes.
     """
 
-    def __init__(self, ctx: LoadContext) -> None:
+    def __init__(self, ctx: DenoiserContext) -> None:
         super().__init__(ctx)
         self._scale = 2 * pixels_per_latent(ctx.model_dir)
 

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from segue.engines.contract import LoadContext
-from segue.engines.diffusion.contract import Row, Sample
+from segue.engines.diffusion.contract import DenoiserContext, Row, Sample
 from segue.kernels.cpu.kept_rows import kept_rows_bytes
 from segue.messages.diffusion import DiffusionParams
 from segue.models.images.qwen_image.folded import fold, foldable
@@ -47,7 +46,7 @@ class QwenImageDenoiser(Denoiser):
     """From this many latent tokens on, larger calls no longer reduce the time per row, and a mask only prevents the
     fastest attention kernels: then rows with different text lengths run in separate calls."""
 
-    def __init__(self, ctx: LoadContext) -> None:
+    def __init__(self, ctx: DenoiserContext) -> None:
         super().__init__(ctx)
         if foldable(ctx):
             fold(self.network, keep_modulations=ctx.lora is None)

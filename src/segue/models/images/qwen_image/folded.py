@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from segue.engines.contract import LoadContext
+from segue.engines.diffusion.contract import DenoiserContext
 from segue.kernels.cpu.full_attention import full_attention
 from segue.kernels.cpu.kept_rows import KeptRows, RowNames
 from segue.kernels.cpu.native import library
@@ -32,7 +32,7 @@ from segue.models.shared.diffusion.library import (
 )
 
 
-def foldable(ctx: LoadContext) -> bool:
+def foldable(ctx: DenoiserContext) -> bool:
     """Whether to fold a stage's network: undivided, in float32 on a CPU, and not compiled."""
     alone = ctx.tensor_parallel == ctx.sequence_parallel == 1
     return alone and ctx.fused and not ctx.compile and ctx.device.type == "cpu" and ctx.dtype == torch.float32

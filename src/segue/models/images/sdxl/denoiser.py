@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from diffusers import DDPMScheduler, EDMDPMSolverMultistepScheduler, EDMEulerScheduler
 
-from segue.engines.contract import LoadContext
-from segue.engines.diffusion.contract import Row, Sample
+from segue.engines.diffusion.contract import DenoiserContext, Row, Sample
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import ConfigError, InvalidRequest
 from segue.models.shared.diffusion.denoiser.denoiser import Denoiser
@@ -39,7 +38,7 @@ class SdxlDenoiser(Denoiser):
 
     component = "unet"
 
-    def __init__(self, ctx: LoadContext) -> None:
+    def __init__(self, ctx: DenoiserContext) -> None:
         super().__init__(ctx)
         config = self.network.config
         if config.time_cond_proj_dim is not None:

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from segue.engines.contract import LoadContext
-from segue.engines.diffusion.contract import Row, Sample
+from segue.engines.diffusion.contract import DenoiserContext, Row, Sample
 from segue.messages.diffusion import DiffusionParams
 from segue.models.shared.diffusion.denoiser.denoiser import Denoiser
 from segue.models.shared.diffusion.denoiser.given import Given, Start
@@ -24,7 +23,7 @@ _MAX_SHIFT = 1.16
 class StableDiffusion3Denoiser(Denoiser):
     """`DiffusionModel`. The network has no text masks: the texts of a call's rows must have equal lengths."""
 
-    def __init__(self, ctx: LoadContext) -> None:
+    def __init__(self, ctx: DenoiserContext) -> None:
         super().__init__(ctx)
         self._scale = pixels_per_latent(ctx.model_dir)
 

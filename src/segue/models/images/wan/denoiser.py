@@ -10,8 +10,8 @@ import msgspec
 import torch
 from torch import nn
 
-from segue.engines.contract import LoadContext, Payload
-from segue.engines.diffusion.contract import Row, Sample
+from segue.engines.contract import Payload
+from segue.engines.diffusion.contract import DenoiserContext, Row, Sample
 from segue.kernels.linear.quantized import packed_bytes
 from segue.messages.diffusion import DiffusionParams
 from segue.models.images.wan.shape import TEXT_TOKENS, Shape
@@ -39,7 +39,7 @@ class WanDenoiser(Denoiser):
     noise_dtype: ClassVar[torch.dtype | None] = torch.float32
     read = frozenset({"condition_embedder.time_embedder.linear_1", "condition_embedder.time_embedder.linear_2"})
 
-    def __init__(self, ctx: LoadContext) -> None:
+    def __init__(self, ctx: DenoiserContext) -> None:
         super().__init__(ctx)
         self._shape = Shape.of(ctx.model_dir)
         self.second: nn.Module | None = None

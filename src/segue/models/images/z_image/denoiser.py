@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from segue.engines.contract import LoadContext
-from segue.engines.diffusion.contract import Row, Sample
+from segue.engines.diffusion.contract import DenoiserContext, Row, Sample
 from segue.messages.diffusion import DiffusionParams
 from segue.models.shared.diffusion.denoiser.denoiser import Denoiser
 from segue.models.shared.diffusion.denoiser.given import Given
@@ -26,7 +25,7 @@ class ZImageDenoiser(Denoiser):
 
     noise_dtype = torch.float32
 
-    def __init__(self, ctx: LoadContext) -> None:
+    def __init__(self, ctx: DenoiserContext) -> None:
         super().__init__(ctx)
         self._scale = pixels_per_latent(ctx.model_dir)
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from segue.engines.autoregressive.contract import Fed, FlatBatch, KVSpec, Prompt
-from segue.engines.contract import LoadContext, Payload, StageRequest
+from segue.engines.autoregressive.contract import AutoregressiveContext, Fed, FlatBatch, KVSpec, Prompt
+from segue.engines.contract import Payload, StageRequest
 from segue.kernels.attention.interface import Chunked
 from segue.messages.errors import InvalidRequest, StageFailed
 from segue.messages.sampling import SamplingParams
@@ -61,7 +61,7 @@ class LLM:
     conditioned = False
     recordable = True
 
-    def __init__(self, ctx: LoadContext) -> None:
+    def __init__(self, ctx: AutoregressiveContext) -> None:
         """Raises `ConfigError` for an unreadable checkpoint or an unsupported model."""
         config = load_config(ctx)
         text = config.get_text_config(decoder=True)
@@ -84,7 +84,7 @@ class LLM:
         self.end_token_ids = end_tokens(generation, self._tokenizer)
         self.default_sampling: SamplingParams = default_sampling(generation)
 
-    def _paged(self, ctx: LoadContext, model: PreTrainedModel) -> PagedDecoder:
+    def _paged(self, ctx: AutoregressiveContext, model: PreTrainedModel) -> PagedDecoder:
         probe = _probe(ctx, model)
         self._rows = token_rows(probe)
         self._sight = replace(probe, plain=self._rows).sight()
@@ -173,7 +173,7 @@ def check_same_media(units: list[Payload], rows: list[Payload]) -> None:
         raise StageFailed(f"the prompt has {len(units)} media, but the encoder sent {len(rows)} that differ")
 
 
-def _probe(ctx: LoadContext, model: PreTrainedModel) -> MaskProbe:
+def _probe(ctx: AutoregressiveContext, model: PreTrainedModel) -> MaskProbe:
     decoder = decoder_of(model)
     dtype = model.get_input_embeddings().weight.dtype
     processor = Processor(ctx.model_dir, media_tokens(ctx))

@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from segue.engines.autoregressive.contract import AutoregressiveContext
 from segue.engines.contract import LoadContext
 from segue.messages.errors import ConfigError
 from segue.models.omni.multimodal_lm.graph import kinds_of
@@ -36,7 +37,7 @@ class PlacesMedia(Protocol):
     get_rope_index: RopeIndex
 
 
-def load_whole(ctx: LoadContext, config: PreTrainedConfig) -> PreTrainedModel:
+def load_whole(ctx: AutoregressiveContext, config: PreTrainedConfig) -> PreTrainedModel:
     """Load the whole model. With several ranks: this rank's part, and the whole embedding, since only the leader
     assembles prompts."""
     if ctx.group is not None:

@@ -33,6 +33,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from segue.engines.autoregressive.contract import AutoregressiveContext
 from segue.engines.contract import LoadContext, Payload, StageOutput, StageRequest, Transfer
 from segue.models.omni.multimodal_lm.cross.llm import CrossEncoder, CrossInput, CrossLLM
 from segue.models.omni.multimodal_lm.encoder import Encoder
@@ -64,7 +65,7 @@ def _encoder(ctx: LoadContext) -> Encoder:
     return CrossEncoder(ctx) if layers_across(load_config(ctx)) else Encoder(ctx)
 
 
-def _llm(ctx: LoadContext) -> LLM:
+def _llm(ctx: AutoregressiveContext) -> LLM:
     return CrossLLM(ctx) if layers_across(load_config(ctx)) else LLM(ctx)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from segue.graph.kinds.registry import kind_of
 from segue.graph.stage_graph import StageGraph
 from segue.messages.errors import ConfigError
 
@@ -114,7 +115,7 @@ def check_files(model_dir: Path, config: Mapping[str, Any], graph: StageGraph) -
     Raises `ConfigError` with the file, field, value and valid values. The worker, which reads the files through the
     library, raises the same errors for values that only the library checks.
     """
-    if not any(stage.engine == "autoregressive" for stage in graph.stages.values()):
+    if not any(kind_of(stage.engine).samples for stage in graph.stages.values()):
         return
     path = model_dir / "config.json"
     for names, values in _decoders(config, ()):

@@ -14,6 +14,7 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 
+from segue.engines.autoregressive.contract import AutoregressiveContext
 from segue.engines.contract import LoadContext
 from segue.messages.errors import ConfigError, nearest
 from segue.models.shared.checkpoint.checkpoint import Checkpoint, check_index, culprit, load_module
@@ -94,11 +95,17 @@ def _random(ctx: LoadContext, config: PreTrainedConfig, auto: Any, whole_table: 
     def build() -> PreTrainedModel:
         return auto.from_config(config, dtype=ctx.dtype)
 
-    if ctx.group is None:
+    group = _group(ctx)
+    if group is None:
         model = load_module(ctx, build, lambda name: [name], checkpoint=None)
         model.tie_weights()
         return model
-    return load_module(ctx, build, lambda name: [name], checkpoint=None, prepare=partial(_cut, ctx.group, whole_table))
+    return load_module(ctx, build, lambda name: [name], checkpoint=None, prepare=partial(_cut, group, whole_table))
+
+
+def _group(ctx: LoadContext) -> Group | None:
+    """The ranks that share the weights; None: this process has them all."""
+    return ctx.group if isinstance(ctx, AutoregressiveContext) else None
 
 
 def _cut(group: Group, whole_table: bool, model: PreTrainedModel) -> None:
@@ -114,7 +121,7 @@ def _format(ctx: LoadContext, config: PreTrainedConfig) -> Format | None:
     if not written:
         return None
     method = written.get("quant_method")
-    if ctx.quantization != "none":
+    if isinstance(ctx, AutoregressiveContext) and ctx.quantization != "none":
         raise ConfigError(
             f"quantization is {ctx.quantization!r}, but the weights of {ctx.model_dir} are quantised already "
             f"({method}); leave it out",
@@ -122,9 +129,9 @@ def _format(ctx: LoadContext, config: PreTrainedConfig) -> Format | None:
         )
     format = format_of(written, ctx.model_dir / "config.json")
     if format is not None:
-        if ctx.group is not None:
+        if (group := _group(ctx)) is not None:
             raise ConfigError(
-                f"tensor_parallel is {ctx.group.size}, but the weights of {ctx.model_dir} are packed ({method}), "
+                f"tensor_parallel is {group.size}, but the weights of {ctx.model_dir} are packed ({method}), "
                 "which cannot be divided; leave it out",
                 field="tensor_parallel",
             )
@@ -149,7 +156,8 @@ def _read(
     packed: PackedWeights | None,
 ) -> PreTrainedModel:
     # divided weights are read on the CPU: parts that a rank does not keep stay in the file's pages
-    here = ctx.device.type == "cpu" or ctx.group is not None
+    group = _group(ctx)
+    here = ctx.device.type == "cpu" or group is not None
     where: dict[str, Any] = {} if here else {"device_map": {"": ctx.device}}
     if packed is not None:
         where["quantization_config"] = packed
@@ -191,8 +199,8 @@ def _read(
             f"{missing[0]!r}{_of_strays(packed)}",
             field="model",
         )
-    if ctx.group is not None:
-        _cut(ctx.group, whole_table, model)
+    if group is not None:
+        _cut(group, whole_table, model)
         model = model.to(ctx.device)
     ctx.progress(1.0, "weights")
     return model

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from segue.engines.autoregressive.contract import Fed, FlatBatch, KVSpec, Prompt
-from segue.engines.contract import LoadContext, Payload, StageRequest
+from segue.engines.autoregressive.contract import AutoregressiveContext, Fed, FlatBatch, KVSpec, Prompt
+from segue.engines.contract import Payload, StageRequest
 from segue.messages.errors import ConfigError
 from segue.messages.sampling import SamplingParams
 from segue.messages.speech import time_mark
@@ -52,7 +52,7 @@ class LLM:
     conditioned = False
     recordable = False
 
-    def __init__(self, ctx: LoadContext) -> None:
+    def __init__(self, ctx: AutoregressiveContext) -> None:
         """Raises `ConfigError` for an unreadable checkpoint or an unsupported model."""
         config = load_config(ctx)
         self.max_model_len: int = whole_length(config, config.max_target_positions, "", ctx.max_model_len)

@@ -8,6 +8,7 @@ import copy
 import torch
 from torch import nn
 
+from segue.engines.autoregressive.contract import AutoregressiveContext
 from segue.engines.contract import LoadContext
 from segue.kernels.attention.encoder_attention import NAME as ACROSS
 from segue.messages.errors import ConfigError
@@ -25,7 +26,7 @@ def encoder_of(ctx: LoadContext) -> tuple[PreTrainedModel, tuple[int, int]]:
     return encoder, shape
 
 
-def without_encoder(ctx: LoadContext) -> PreTrainedModel:
+def without_encoder(ctx: AutoregressiveContext) -> PreTrainedModel:
     """Load the model without the layers of its encoder, its cross-attention modules separated."""
     if ctx.group is not None:
         raise ConfigError(

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from segue.engines.autoregressive.contract import Fed, FlatBatch, KVSpec, Prompt
-from segue.engines.contract import LoadContext, Payload, StageRequest
+from segue.engines.autoregressive.contract import AutoregressiveContext, Fed, FlatBatch, KVSpec, Prompt
+from segue.engines.contract import Payload, StageRequest
 from segue.kernels.linear.lora import Lora
 from segue.messages.errors import ConfigError, InvalidRequest
 from segue.messages.sampling import SamplingParams
@@ -27,7 +27,7 @@ class LLM:
     axes = 1
     conditioned = False
 
-    def __init__(self, ctx: LoadContext) -> None:
+    def __init__(self, ctx: AutoregressiveContext) -> None:
         """Raises `ConfigError` for an unreadable checkpoint or an unsupported model."""
         config = load_config(ctx)
         self.max_model_len: int = context_length(config, ctx.max_model_len)
@@ -96,7 +96,7 @@ class LLM:
         return decode(self._tokenizer, token_ids, skip_special_tokens=skip_special_tokens)
 
 
-def _decoder(ctx: LoadContext, model: PreTrainedModel) -> PagedDecoder | GatheredDecoder:
+def _decoder(ctx: AutoregressiveContext, model: PreTrainedModel) -> PagedDecoder | GatheredDecoder:
     if not attends_itself(model):
         fused = ctx.fused and ctx.group is None
         return PagedDecoder(model, quantization=ctx.quantization, lora=ctx.lora, fused=fused)

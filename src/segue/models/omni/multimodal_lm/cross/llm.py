@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from segue.engines.autoregressive.contract import FlatBatch, Prompt
-from segue.engines.contract import LoadContext, Payload
+from segue.engines.autoregressive.contract import AutoregressiveContext, FlatBatch, Prompt
+from segue.engines.contract import Payload
 from segue.kernels.attention.paged_attention import library_attention
 from segue.models.omni.multimodal_lm.bidirectional import FAILURES, moved
 from segue.models.omni.multimodal_lm.cross.shown import KIND, identity_of, seen_tiles, shown_by, units_by_image
@@ -91,7 +91,7 @@ class CrossLLM(LLM):
     memory.
     """
 
-    def __init__(self, ctx: LoadContext) -> None:
+    def __init__(self, ctx: AutoregressiveContext) -> None:
         """Raises `ConfigError` for an unsupported model, and if the logits of a text with images differ from those of
         the library's forward."""
         super().__init__(ctx)
@@ -101,7 +101,7 @@ class CrossLLM(LLM):
         """Number of image token ids beyond the head's vocabulary: prompts contain them, so they count as vocabulary."""
         self.vocab_size += self._lacking
 
-    def _paged(self, ctx: LoadContext, model: PreTrainedModel) -> PagedDecoder:
+    def _paged(self, ctx: AutoregressiveContext, model: PreTrainedModel) -> PagedDecoder:
         layers = layers_across(load_config(ctx))
         example = _Example(ctx, model)
         decoder = PagedDecoder(model, inner=inner_of(model), fused=ctx.fused, across=layers)
@@ -158,7 +158,7 @@ class CrossLLM(LLM):
 class _Example:
     """Runs a text with small images through the library's whole forward, with the library's own attention."""
 
-    def __init__(self, ctx: LoadContext, model: PreTrainedModel) -> None:
+    def __init__(self, ctx: AutoregressiveContext, model: PreTrainedModel) -> None:
         processor = Processor(ctx.model_dir, media_tokens(ctx))
         text, images = processor.examples(KIND)
         made = processor(text, {KIND: images})

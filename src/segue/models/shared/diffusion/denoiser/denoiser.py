@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from segue.engines.contract import LoadContext, Payload, StageRequest
-from segue.engines.diffusion.contract import Row, Sample
+from segue.engines.contract import Payload, StageRequest
+from segue.engines.diffusion.contract import DenoiserContext, Row, Sample
 from segue.kernels.linear.quantized import packed_bytes
 from segue.messages.diffusion import BLOCK_CACHES, FIRST_BLOCK, TAYLORSEER, TEACACHE, DiffusionParams
 from segue.messages.errors import InvalidRequest
@@ -54,7 +54,7 @@ class Denoiser(ABC):
     read: ClassVar[frozenset[str]] = frozenset()
     """Linear layers whose weights the network reads directly."""
 
-    def __init__(self, ctx: LoadContext) -> None:
+    def __init__(self, ctx: DenoiserContext) -> None:
         self.device = ctx.device
         self.dtype = ctx.dtype
         self.network = load_network(ctx, self.component, self.read, self.load)
@@ -93,7 +93,7 @@ class Denoiser(ABC):
     def unpacked(self, sample: Sample, latents: torch.Tensor) -> torch.Tensor:
         """A sample's latents in the decoder's layout: [1, channels, (frames,) height, width]."""
 
-    def load(self, ctx: LoadContext, component: str) -> nn.Module:
+    def load(self, ctx: DenoiserContext, component: str) -> nn.Module:
         """Load the network: the library's; a family whose network is in no library uses `load_own`."""
         network: nn.Module = load_component(ctx, component)
         return network

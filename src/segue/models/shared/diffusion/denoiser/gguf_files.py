@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from segue.engines.contract import LoadContext
+from segue.engines.diffusion.contract import DenoiserContext
 from segue.messages.errors import ConfigError, nearest
 from segue.models.shared.checkpoint.pretrained import without_bars
 from segue.models.shared.diffusion.library import (
@@ -27,7 +27,7 @@ from segue.models.shared.diffusion.loading import UNREADABLE, component_class, p
 INSTALL = "pip install 'gguf>=0.10'"
 
 
-def check_gguf(ctx: LoadContext, component: str) -> None:
+def check_gguf(ctx: DenoiserContext, component: str) -> None:
     """Raises `ConfigError` for keys that cannot be combined with a GGUF file, and for files of unknown networks.
     `component`: one of the stage's networks."""
     if not ctx.gguf:
@@ -55,7 +55,7 @@ def check_gguf(ctx: LoadContext, component: str) -> None:
         raise ConfigError(f"{field} is set, which needs the package gguf: {INSTALL}", field=field)
 
 
-def read_gguf(ctx: LoadContext, component: str, file: Path) -> Any:
+def read_gguf(ctx: DenoiserContext, component: str, file: Path) -> Any:
     """A network on `ctx.device` with the weights of a file; it computes in `ctx.dtype`.
 
     Raises `ConfigError` with the file's name if it is missing or not GGUF, has a number type that diffusers does not

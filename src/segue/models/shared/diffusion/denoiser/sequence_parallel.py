@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from segue.engines.contract import LoadContext
+from segue.engines.diffusion.contract import DenoiserContext
 from segue.messages.errors import ConfigError, InvalidRequest
 from segue.models.shared.diffusion.library import (
     Attention,
@@ -50,7 +50,7 @@ def set_attention(network: Any, backend: str) -> None:
 
 
 RING_ATTENTION = ("auto", "cudnn", "flash", "sage")
-"""Those of `segue.graph.deployment.deployment.DIFFUSION_ATTENTIONS` that return the log-sum-exp of a query's scores."""
+"""Those of `segue.graph.kinds.diffusion.ATTENTIONS` that return the log-sum-exp of a query's scores."""
 ULYSSES_ATTENTION = ("auto", "native", "cudnn", "flash", "sage")
 """Those that the library runs sequence parallel."""
 _JOIN = ContextParallelOutput(gather_dim=1, expected_dims=3)
@@ -59,12 +59,12 @@ _JOINED = "_native_flash"
 """The library's name for torch's flash attention with the values needed to join partial softmaxes."""
 
 
-def rows_of_one_length(ctx: LoadContext) -> bool:
+def rows_of_one_length(ctx: DenoiserContext) -> bool:
     """Whether rows of a call must have equal lengths, because the attention takes no masks."""
     return ctx.sequence_ring > 1
 
 
-def check_sequence(ctx: LoadContext) -> None:
+def check_sequence(ctx: DenoiserContext) -> None:
     """Raises `ConfigError` for incompatible keys, before anything is loaded."""
     ring = ctx.sequence_ring > 1
     mode, known = ("ring", RING_ATTENTION) if ring else ("ulysses", ULYSSES_ATTENTION)
@@ -82,7 +82,7 @@ def check_sequence(ctx: LoadContext) -> None:
         )
 
 
-def divide_sequence(network: Any, ctx: LoadContext) -> None:
+def divide_sequence(network: Any, ctx: DenoiserContext) -> None:
     """Divide the tokens of each call among the ranks of `ctx.ways.tokens`; all must make the same calls.
 
     Opens torch's default process group, which the library's code uses. Raises `ConfigError` for a network that cannot
@@ -125,7 +125,7 @@ def _config(group: Group, ring: int) -> Any:
     return config
 
 
-def _check_network(network: Any, ctx: LoadContext) -> None:
+def _check_network(network: Any, ctx: DenoiserContext) -> None:
     reason = None
     ulysses, weights = ctx.sequence_parallel // ctx.sequence_ring, ctx.tensor_parallel
     if network._cp_plan is None:

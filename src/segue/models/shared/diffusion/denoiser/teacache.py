@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from segue.engines.contract import LoadContext
+from segue.engines.diffusion.contract import DenoiserContext
 from segue.messages.diffusion import FIRST_BLOCK, TAYLORSEER, TEACACHE
 from segue.messages.errors import ConfigError, InvalidRequest
 from segue.models.shared.diffusion.library import (
@@ -118,7 +118,7 @@ def _embedding(block: Any, hidden: torch.Tensor, embedding: torch.Tensor) -> tor
     return embedding
 
 
-def given_coefficients(ctx: LoadContext) -> TeaCache | None:
+def given_coefficients(ctx: DenoiserContext) -> TeaCache | None:
     """The deployment's coefficients, None if unset. Raises `ConfigError` unless they are a list of numbers."""
     given = ctx.options.get(OPTION)
     if given is None:
@@ -129,7 +129,7 @@ def given_coefficients(ctx: LoadContext) -> TeaCache | None:
     return TeaCache(tuple(map(float, given)), _THRESHOLD)
 
 
-def published(ctx: LoadContext, network: Any) -> TeaCache | None:
+def published(ctx: DenoiserContext, network: Any) -> TeaCache | None:
     """The published rule of a network, None if there is none. Wan 2.1 image-to-video has several, by a size that no
     file states."""
     index = pipeline_index(ctx.model_dir)

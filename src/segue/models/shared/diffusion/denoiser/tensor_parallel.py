@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from segue.engines.contract import LoadContext
+from segue.engines.diffusion.contract import DenoiserContext
 from segue.kernels.linear.lora import Share
 from segue.messages.errors import ConfigError
 from segue.models.shared.diffusion.library import (
@@ -42,7 +42,7 @@ _BY_HEAD = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
 _NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 
 
-def divide_weights(network: nn.Module, ctx: LoadContext) -> None:
+def divide_weights(network: nn.Module, ctx: DenoiserContext) -> None:
     """Keep this rank's part of the weights, in place. All ranks of `ctx.ways.weights` must make the same calls.
 
     Raises `ConfigError` (`tensor_parallel`) for an unsupported network, or heads that the ranks do not divide evenly.

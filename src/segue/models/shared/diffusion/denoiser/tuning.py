@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from segue.engines.contract import LoadContext
+from segue.engines.diffusion.contract import DenoiserContext
 from segue.kernels.cpu.full_attention import compile_attention
 from segue.kernels.cpu.native import library
 from segue.kernels.graphs.compiled import compile_forwards
@@ -114,10 +114,10 @@ _CPU = torch.device("cpu")
 
 
 def load_network(
-    ctx: LoadContext,
+    ctx: DenoiserContext,
     component: str,
     keep: Collection[str] = (),
-    load: Callable[[LoadContext, str], nn.Module] = load_component,
+    load: Callable[[DenoiserContext, str], nn.Module] = load_component,
 ) -> Any:
     """Load a part of the checkpoint onto its device and apply the deployment's settings. `keep`: linear layers whose
     weights the network reads directly; `load`: reads the part. Raises `ConfigError` with the key."""
@@ -163,7 +163,7 @@ def load_network(
     return network
 
 
-def _loaded(ctx: LoadContext, component: str, load: Callable[[LoadContext, str], nn.Module]) -> Any:
+def _loaded(ctx: DenoiserContext, component: str, load: Callable[[DenoiserContext, str], nn.Module]) -> Any:
     file = ctx.gguf.get(component)
     return load(ctx, component) if file is None else read_gguf(ctx, component, Path(file))
 
@@ -209,7 +209,7 @@ def _is_list(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList) and any(any(child.children()) for child in module)
 
 
-def _named_blocks(network: nn.Module, ctx: LoadContext, key: str) -> list[nn.Module]:
+def _named_blocks(network: nn.Module, ctx: DenoiserContext, key: str) -> list[nn.Module]:
     blocks = blocks_of(network)
     if not blocks:
         raise ConfigError(
@@ -219,7 +219,7 @@ def _named_blocks(network: nn.Module, ctx: LoadContext, key: str) -> list[nn.Mod
     return blocks
 
 
-def _quantize(network: nn.Module, ctx: LoadContext) -> None:
+def _quantize(network: nn.Module, ctx: DenoiserContext) -> None:
     """Quantise the blocks. Layers before and after them stay unquantised: they are small, and errors there are
     visible."""
     blocks = _named_blocks(network, ctx, "quantization")
@@ -235,7 +235,7 @@ def _plain_linear(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]
     return (module.weight, module.bias) if type(module) is nn.Linear else None
 
 
-def _takes_compiled_kernels(ctx: LoadContext) -> bool:
+def _takes_compiled_kernels(ctx: DenoiserContext) -> bool:
     return (
         library() is not None
         and (ctx.device.type, ctx.dtype) == ("cpu", torch.float32)
@@ -244,7 +244,7 @@ def _takes_compiled_kernels(ctx: LoadContext) -> bool:
     )
 
 
-def _exchanges(module: nn.Module, ctx: LoadContext) -> bool:
+def _exchanges(module: nn.Module, ctx: DenoiserContext) -> bool:
     """Whether ranks wait for each other in this module. It must not be traced: the library's attention asks other ranks
     for their lengths during tracing, and ranks need not trace equally often, or at the same call."""
     if isinstance(module, RowParallel | SummedRMSNorm):
@@ -252,7 +252,7 @@ def _exchanges(module: nn.Module, ctx: LoadContext) -> bool:
     return ctx.sequence_parallel > 1 and isinstance(module, Attention | AttentionModuleMixin)
 
 
-def _set_attention(network: Any, ctx: LoadContext) -> None:
+def _set_attention(network: Any, ctx: DenoiserContext) -> None:
     field = f"stages.{ctx.stage}.attention"
     _check_library(network, ctx, "attention")
     if ctx.device.type == "cpu" and ctx.attention not in PLAIN_ATTENTION:
@@ -267,7 +267,7 @@ def _set_attention(network: Any, ctx: LoadContext) -> None:
         raise ConfigError(f"stage {ctx.stage!r}: attention is {ctx.attention!r}: {error}", field=field) from error
 
 
-def _check_library(network: object, ctx: LoadContext, key: str) -> None:
+def _check_library(network: object, ctx: DenoiserContext, key: str) -> None:
     if not isinstance(network, ModelMixin):
         raise ConfigError(
             f"stage {ctx.stage!r}: {key} is set, but {type(network).__name__} is not a diffusers model",
@@ -275,7 +275,7 @@ def _check_library(network: object, ctx: LoadContext, key: str) -> None:
         )
 
 
-def _check_lora(ctx: LoadContext) -> None:
+def _check_lora(ctx: DenoiserContext) -> None:
     """LoRA adapters can be added only to plain linear layers that run unmodified."""
     for key, given in (("quantization", ctx.quantization), ("offload", ctx.offload), ("compile", ctx.compile)):
         if ctx.lora is not None and given not in ("none", False):
@@ -284,7 +284,7 @@ def _check_lora(ctx: LoadContext) -> None:
             )
 
 
-def _check_offload(ctx: LoadContext) -> None:
+def _check_offload(ctx: DenoiserContext) -> None:
     if ctx.compile:
         raise ConfigError(
             f"stage {ctx.stage!r}: offload does not go with compile; leave one out",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from segue.engines.autoregressive.contract import AutoregressiveModel, KVSpec
+from segue.engines.autoregressive.contract import AutoregressiveContext, AutoregressiveModel, KVSpec
 from segue.engines.autoregressive.speculation.cache import keeping
 from segue.engines.autoregressive.speculation.contract import ChainHead
 from segue.engines.autoregressive.speculation.drafter import Drafter
@@ -17,9 +17,8 @@ from segue.engines.autoregressive.speculation.heads import ChainDrafter, HeadsDr
 from segue.engines.autoregressive.speculation.model import ModelDrafter
 from segue.engines.autoregressive.speculation.ngram import NgramDrafter
 from segue.engines.autoregressive.speculation.speculation import Speculation
-from segue.engines.contract import LoadContext
-from segue.graph.deployment.deployment import StagePlan
 from segue.graph.deployment.options import SpeculationPlan
+from segue.graph.kinds.autoregressive import AUTOREGRESSIVE, AutoregressivePlan
 from segue.messages.errors import ConfigError
 from segue.models.registry import family_of, read_config
 
@@ -53,7 +52,9 @@ class LoadedDrafter:
         return Speculation(self.make(num_blocks), plan.tokens, adaptive=plan.adaptive)
 
 
-def load_drafter(stage: StagePlan, target: AutoregressiveModel, context: LoadContext) -> LoadedDrafter | None:
+def load_drafter(
+    stage: AutoregressivePlan, target: AutoregressiveModel, context: AutoregressiveContext
+) -> LoadedDrafter | None:
     """Load the stage's drafter; None if it has none, or if another stage drives it, which rules out drafting.
 
     Raises `ConfigError` naming the key under `stages.<name>.speculation`.
@@ -98,11 +99,14 @@ def _directory(plan: SpeculationPlan) -> Path:
     return directory
 
 
-def _draft_model(stage: StagePlan, directory: Path, target: AutoregressiveModel, context: LoadContext) -> LoadedDrafter:
+def _draft_model(
+    stage: AutoregressivePlan, directory: Path, target: AutoregressiveModel, context: AutoregressiveContext
+) -> LoadedDrafter:
     config = read_config(directory)
     family = family_of(config, directory)
     graph = family.graph(config)
-    name = next((name for name in graph.topological() if graph.stages[name].engine == "autoregressive"), None)
+    own_kind = AUTOREGRESSIVE.name
+    name = next((name for name in graph.topological() if graph.stages[name].engine == own_kind), None)
     if name is None:
         raise ConfigError(f"{directory}: {graph.name!r} has no language model to draft with", field="speculation.model")
     # without the stage's own options, which belong to the target's family; undivided, on the leader of a divided target
@@ -122,26 +126,26 @@ def _draft_model(stage: StagePlan, directory: Path, target: AutoregressiveModel,
     return LoadedDrafter(make, adapter.weight_bytes, adapter.kv)
 
 
-def _medusa(directory: Path, target: AutoregressiveModel, context: LoadContext) -> LoadedDrafter:
+def _medusa(directory: Path, target: AutoregressiveModel, context: AutoregressiveContext) -> LoadedDrafter:
     from segue.models.shared.speculators.medusa import Medusa
 
     heads = Medusa(directory, target, context.dtype)
     return LoadedDrafter(lambda num_blocks: HeadsDrafter(heads), heads.weight_bytes)
 
 
-def _eagle(directory: Path, target: AutoregressiveModel, context: LoadContext) -> Eagle:
+def _eagle(directory: Path, target: AutoregressiveModel, context: AutoregressiveContext) -> Eagle:
     from segue.models.shared.speculators.eagle import Eagle
 
     return Eagle(directory, target, context.dtype)
 
 
-def _multi_token(target: AutoregressiveModel, context: LoadContext) -> ChainHead:
+def _multi_token(target: AutoregressiveModel, context: AutoregressiveContext) -> ChainHead:
     from segue.models.shared.speculators.mtp import MultiToken
 
     return MultiToken(context.model_dir, target, context.dtype)
 
 
-def _chain(head: ChainHead, stage: StagePlan, target: AutoregressiveModel) -> LoadedDrafter:
+def _chain(head: ChainHead, stage: AutoregressivePlan, target: AutoregressiveModel) -> LoadedDrafter:
     def make(num_blocks: int) -> Drafter:
         return ChainDrafter(head, num_blocks, stage.block_size, target.device, target.vocab_size)
 

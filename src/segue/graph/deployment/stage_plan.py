@@ -1,0 +1,56 @@
+"""What the plan of every stage has, whichever engine runs it; each engine kind adds its own fields
+(`segue.graph.kinds`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from segue.graph.deployment.options import LoraPlan
+from segue.messages.sampling import SamplingParams
+
+CPU = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """One stage, resolved: only values that depend on its weights are still open."""
+
+    name: str
+    engine: str
+    """Name of its engine kind."""
+    devices: tuple[str, ...]
+    """`cpu` or `cuda:N`; all of one kind."""
+    replicas: int
+    memory_share: float
+    """Fraction of its device's memory, per replica; 0 if the stage keeps nothing that must be sized."""
+    memory_bytes: int
+    """`memory_share` in bytes; 0 if the device's memory is unknown until a worker runs there."""
+    dtype: str
+    """`float32`, `bfloat16` or `float16`."""
+    threads: int
+    """CPU threads of the worker; equal for fused stages."""
+    max_batch: int
+    load_format: str = "auto"
+    """`auto` or `dummy`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    scheduling: str = "fcfs"
+    """Order of requests: one of the `scheduling` choices of its kind."""
+    lora: LoraPlan | None = None
+    """None: the stage takes no adapters."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    """Fields that the deployment sets; the others are None."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of processes of each replica."""
+        return 1
+
+    @property
+    def asked_of_family(self) -> tuple[str, ...]:
+        """Keys that the plan sets and that the family must support (`Family.stage_keys`)."""
+        return ()
+
+    def device_of(self, replica: int, rank: int = 0) -> str:
+        """Return the device of rank `rank` of replica number `replica` (both from 0)."""
+        return self.devices[(replica * self.ranks + rank) % len(self.devices)]

@@ -1,0 +1,50 @@
+"""Find an engine kind by its name. Other packages register kinds through the entry-point group `segue.engines`: the
+entry point is an `EngineKind`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, cast
+
+import msgspec
+
+from segue.graph.deployment.stage_plan import StagePlan
+from segue.graph.kinds.autoregressive import AUTOREGRESSIVE
+from segue.graph.kinds.diffusion import DIFFUSION
+from segue.graph.kinds.kind import EngineKind
+from segue.graph.kinds.module import MODULE
+from segue.graph.plugins import plugins
+
+
+@cache
+def kinds() -> Mapping[str, EngineKind[Any]]:
+    """Return all known kinds by name: the built-in ones, then those of installed packages."""
+    built_in: tuple[EngineKind[Any], ...] = (
+        AUTOREGRESSIVE,
+        DIFFUSION,
+        MODULE,
+    )
+    return {kind.name: kind for kind in (*built_in, *plugins("segue.engines", EngineKind))}
+
+
+def kind_of(engine: str) -> EngineKind[Any]:
+    """Return the kind with this name, which a validated graph or plan has."""
+    return kinds()[engine]
+
+
+def plan_from(values: Mapping[str, Any]) -> StagePlan:
+    """Return the plan of a stage from plain values (`msgspec.to_builtins`), in the type of its kind."""
+    return cast(StagePlan, msgspec.convert(values, kind_of(values["engine"]).plan))
+
+
+@cache
+def kind_keys() -> tuple[str, ...]:
+    """Return the deployment keys of all kinds, each once."""
+    return tuple(dict.fromkeys(key for kind in kinds().values() for key in kind.keys))
+
+
+@cache
+def rank_keys() -> tuple[str, ...]:
+    """Return the keys of all kinds that give a replica several processes, each once."""
+    return tuple(dict.fromkeys(key for kind in kinds().values() for key in kind.rank_keys))

@@ -1,0 +1,123 @@
+"""The autoregressive kind in a worker."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from segue.engines.autoregressive.config import AutoregressiveConfig
+from segue.engines.autoregressive.contract import AutoregressiveContext, AutoregressiveModel
+from segue.engines.autoregressive.engine import AutoregressiveEngine
+from segue.engines.autoregressive.grammar.grammar import Grammars
+from segue.engines.autoregressive.parallel.follower import follow
+from segue.engines.autoregressive.parallel.ranks import Leader
+from segue.engines.autoregressive.speculation.contract import OpenTarget
+from segue.engines.contract import Engine, LoadContext, StageModel
+from segue.graph.kinds.autoregressive import AutoregressivePlan
+from segue.graph.kinds.kind import extended
+from segue.kernels.attention.backends import attention_backend
+from segue.kernels.graphs.compiled import compile_layers
+from segue.messages.errors import ConfigError
+from segue.messages.sampling import SamplingParams
+from segue.messages.wire import StageFacts
+from segue.parallel.group import Group
+from segue.parallel.orders import Crew
+from segue.worker.kinds.autoregressive.cache_size import kv_blocks, states_to_keep
+from segue.worker.kinds.autoregressive.drafters import load_drafter
+from segue.worker.kinds.kind import Host, RankRoles, WorkerKind
+
+
+def _context(base: LoadContext, plan: AutoregressivePlan) -> AutoregressiveContext:
+    return extended(
+        AutoregressiveContext,
+        base,
+        max_model_len=plan.max_model_len,
+        quantization=plan.quantization,
+        fused=not (plan.enforce_eager or plan.compile),
+    )
+
+
+def _facts(model: AutoregressiveModel) -> StageFacts:
+    return StageFacts(max_model_len=model.max_model_len, vocab_size=model.vocab_size)
+
+
+def _sampling(model: AutoregressiveModel) -> SamplingParams:
+    return model.default_sampling
+
+
+def _build(plan: AutoregressivePlan, model: StageModel, context: AutoregressiveContext, host: Host) -> Engine:
+    if plan.compile:
+        _compile(plan, model, context)
+    drafter = load_drafter(plan, model, context)
+    states = states_to_keep(plan, model, drafter)
+    num_blocks = kv_blocks(plan, model, drafter, states)
+    speculation = None
+    if drafter is not None and plan.speculation is not None:
+        groups = model.kv.layout(model.max_model_len).groups
+        speculation = drafter.speculation(plan.speculation, -(-num_blocks // groups))
+    return AutoregressiveEngine(
+        model,
+        AutoregressiveConfig(
+            num_blocks=num_blocks,
+            block_size=plan.block_size,
+            max_batch=plan.max_batch,
+            max_tokens_per_step=plan.max_tokens_per_step,
+            prefill_chunk=plan.prefill_chunk,
+            prefix_caching=plan.prefix_caching,
+            prefix_states=states,
+            deterministic=plan.deterministic,
+            max_logprobs=plan.max_logprobs,
+            scheduling=plan.scheduling,
+            attention=plan.attention,
+            kv_dtype=plan.kv_dtype,
+            enforce_eager=plan.enforce_eager
+            or plan.tensor_parallel > 1
+            or (plan.compile and context.device.type == "cpu")  # compiled code already runs as one piece
+            or (drafter is not None and drafter.eager),
+        ),
+        Grammars.of(model, host.wake, host.home),
+        speculation,
+    )
+
+
+def _compile(plan: AutoregressivePlan, model: StageModel, context: AutoregressiveContext) -> None:
+    """Mark the decoder for compilation, which the following warm-up does. Raises `ConfigError` if it is impossible."""
+    field = f"stages.{plan.name}.compile"
+    hooked = plan.speculation is not None and plan.speculation.method == "eagle"
+    for other, given in (
+        ("enforce_eager", plan.enforce_eager),
+        ("deterministic", plan.deterministic),
+        ("EAGLE", hooked),
+        ("tensor_parallel", plan.tensor_parallel > 1),
+        ("quantization", plan.quantization != "none"),
+    ):
+        if given:
+            raise ConfigError(f"stage {plan.name!r}: compile does not work with {other}; leave one out", field=field)
+    if not isinstance(model, OpenTarget):
+        raise ConfigError(f"stage {plan.name!r}: compile is true, but the model has no decoder to compile", field=field)
+    compile_layers(model.library_decoder, context.device.type)
+
+
+def _meet(context: AutoregressiveContext, plan: AutoregressivePlan, rank: int, meeting: Path) -> None:
+    context.group = Group(rank, plan.ranks, meeting, context.device)
+
+
+def _lead(model: StageModel, context: AutoregressiveContext, crew: Crew) -> Leader:
+    assert context.group is not None, "ranks have met"
+    return Leader(model, context.group, crew)
+
+
+def _follow(model: StageModel, context: AutoregressiveContext, plan: AutoregressivePlan, orders: socket.socket) -> None:
+    assert context.group is not None, "ranks have met"
+    kernel = "torch" if plan.deterministic else plan.attention
+    follow(model, context.group, orders, attention_backend(kernel, context.device, plan.block_size))
+
+
+KIND = WorkerKind(
+    contract=AutoregressiveModel,
+    context=_context,
+    build=_build,
+    facts=_facts,
+    sampling=_sampling,
+    ranks=RankRoles(_meet, _lead, _follow),
+)
