@@ -99,7 +99,7 @@ def flat_batch(
     if generated:
         rows = torch.cat(conditioning) if conditioning else None
         if groups:
-            pieces += _embed_rows(model, *of_rows, newest, generated, rows)
+            pieces += _embed_rows(model, of_rows[0], of_rows[1], newest, generated, rows)
         else:
             pieces += _embed(model, token_ids, generated, rows)
     pieces.sort(key=lambda piece: piece[0])
