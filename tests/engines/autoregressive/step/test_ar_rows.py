@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from segue.engines.autoregressive.contract import Prompt, row_identity
 from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.autoregressive.speculation.ngram import NgramDrafter
 from segue.engines.autoregressive.speculation.speculation import Speculation
+from segue.engines.autoregressive.step.advance import Advance
+from segue.kernels.graphs.network_graphs import Call, Recorded
 from segue.messages.errors import ConfigError, InvalidRequest, StageFailed
 from segue.messages.sampling import RepetitionDetection, SamplingParams
 
@@ -260,6 +263,42 @@ def test_replayed_calls_give_the_same(plain):
         drive.run()
         assert [codes(drive, name) for name in names] == plain
     assert not adapter.advances, "calls were not replayed"
+
+
+class Again:
+    """Records by calling the function again over fixed inputs, as a CUDA graph computes over fixed addresses."""
+
+    held_bytes = 0
+    most = 2
+
+    def held(self, run: Callable[[], Any]) -> tuple[Any, int]:
+        return run(), 0
+
+    def record(self, call: Call, given: Sequence[torch.Tensor]) -> tuple[Recorded, Any]:
+        inputs = [tensor.clone() for tensor in given]
+        made = call(inputs)
+
+        def run() -> None:
+            for fixed, tensor in zip(made, call(inputs), strict=True):
+                fixed.copy_(tensor)
+
+        recorded = Recorded(inputs, run, made)
+        return recorded, recorded(given)
+
+
+def test_padded_to_the_sizes_captured_at_the_start(plain):
+    adapter = RowAdapter(seed=2)
+    drive = rows_driver(adapter)
+    advance = Advance(adapter, adapter.device, 8, Again(), padded=True)
+    drive.engine.resources.launcher.advance = advance
+    advance.warm_up(torch.ones(1, HIDDEN))
+    adapter.advances.clear()
+    for _ in range(2):
+        drive.results.clear()
+        names = [start(drive, index) for index in range(3)]
+        drive.run()
+        assert [codes(drive, name) for name in names] == plain[:3]
+    assert set(adapter.advances) == {4}, "three rows run as four; nothing is recorded while requests wait"
 
 
 def test_batch_invariant_rows(adapter):

@@ -24,13 +24,22 @@ SECONDS = 2.0
 class Advance:
     """Runs a stage model's `advance`."""
 
-    def __init__(self, model: YieldsRows, device: torch.device, most: int, recorder: Recorder | None = None) -> None:
-        """`most`: sequences of a step. `recorder`: captures the calls; None: none is captured."""
+    def __init__(
+        self,
+        model: YieldsRows,
+        device: torch.device,
+        most: int,
+        recorder: Recorder | None = None,
+        *,
+        padded: bool = False,
+    ) -> None:
+        """`most`: sequences of a step. `recorder`: captures the calls; None: none is captured. `padded`: a call runs at
+        the next larger of a few sizes."""
         self._model = model
         self._device = device
         self.groups = model.groups
         self._sizes = batch_sizes(most)
-        self._padded = recorder is not None and device.type == "cuda"
+        self._padded = padded
         self._graphs: NetworkGraphs | None = None
         if recorder is not None:
             recorder.most = max(recorder.most, len(self._sizes))
@@ -49,7 +58,7 @@ class Advance:
         given = [hidden, tokens, *upload_all([numbers, greedy], self._device)]
         count = len(tokens)
         if self._padded:
-            size = next(size for size in self._sizes if size >= count) if count <= self._sizes[-1] else count
+            size = next((size for size in self._sizes if size >= count), count)
             given = [_padded(tensor, size) for tensor in given]
         codes, finite = (self._run if self._graphs is None else self._graphs)(*given)
         return torch.cat([tokens[:, None], codes[:count]], dim=1), finite[:count]
@@ -82,7 +91,9 @@ def advance_of(model: AutoregressiveModel, most: int, *, eager: bool) -> Advance
     """None for a stage model that yields single ids. `eager`: capture nothing."""
     if not isinstance(model, YieldsRows):
         return None
-    return Advance(model, model.device, most, None if eager else _recorder(model))
+    recorder = None if eager else _recorder(model)
+    padded = recorder is not None and model.device.type == "cuda"  # rows cost little time there, recordings memory
+    return Advance(model, model.device, most, recorder, padded=padded)
 
 
 def _recorder(model: AutoregressiveModel) -> Recorder | None:
