@@ -143,6 +143,8 @@ def stage_overrides(
 def _stage(stage: Stage, written: Written, where: Place) -> StagePlan:
     section = written.stages[stage.name]
     autoregressive = stage.engine == "autoregressive"
+    speculates = autoregressive and "speculation" not in stage.without
+    adapted = stage.engine in ADAPTED and "lora" not in stage.without
     ways = denoiser_ways(section) if stage.engine == "diffusion" else {"tensor_parallel": where.ranks}
     device = CPU if CPU in where.devices else "cuda"
     dtype = section.choice("dtype", "auto", _DTYPES)
@@ -177,12 +179,12 @@ def _stage(stage: Stage, written: Written, where: Place) -> StagePlan:
         cfg_parallel=ways.get("cfg_parallel", 1),
         sequence_parallel=ways.get("sequence_parallel", 1),
         sequence_ring=_ring(section, ways.get("sequence_parallel", 1)),
-        speculation=speculation_of(section) if autoregressive else None,
+        speculation=speculation_of(section) if speculates else None,
         quantization=_quantization(section, device) if stage.engine != "module" else "none",
         gguf=_gguf(section) if stage.engine == "diffusion" else {},
         offload=section.choice("offload", "none", OFFLOADS) if stage.engine == "diffusion" else "none",
         kv_dtype=section.choice("kv_dtype", "auto", KV_DTYPES) if autoregressive else "auto",
-        lora=_lora(section) if stage.engine in ADAPTED else None,
+        lora=_lora(section) if adapted else None,
         sampling=_sampling(section) if autoregressive else SamplingParams(),
     )
 

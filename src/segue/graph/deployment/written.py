@@ -179,9 +179,15 @@ def stage_of(graph: StageGraph, path: str, value: object) -> str:
 
 
 def _check_engine(graph: StageGraph, name: str, section: Section) -> None:
-    """Raise `ConfigError` if a key of a stage's own section belongs to another engine."""
+    """Raise `ConfigError` if a key of a stage's own section belongs to another engine, or the stage does not support
+    it."""
     engine = graph.stages[name].engine
-    for key in section.values:
+    for key, value in section.values.items():
+        if key in graph.stages[name].without and value is not None:
+            raise ConfigError(
+                f"{section.at(key)} is set, but stage {name!r} of {graph.name!r} does not support it; leave it out",
+                field=section.at(key),
+            )
         kinds = [kind for kind, keys in _KINDS.items() if key in keys]
         if kinds and engine not in kinds:
             raise ConfigError(

@@ -160,8 +160,10 @@ class Leader(Wrapped):
         self._serving = True
 
     def embed(self, token_ids: torch.Tensor, conditioning: torch.Tensor | None) -> torch.Tensor:
-        """[n] ids → [n, hidden]. Sharded stage models are not conditioned."""
-        assert conditioning is None
+        """[n] ids, [n, width] rows (conditioned stages) → [n, hidden]. A conditioned stage model has its embedding
+        whole: the leader alone runs it, and `forward` sends the result."""
+        if conditioning is not None:
+            return self.inner.embed(token_ids, conditioning)
         with self._together():
             self._tell(Embed(len(token_ids)))
             self._group.broadcast(token_ids.contiguous())
