@@ -59,6 +59,7 @@ def rounded(
         else:
             low, high = own.amin(1).clamp_max(0), own.amax(1).clamp_min(0)
             scale[:, number] = (high - low) / most
+            scale[:, number] += scale[:, number] == 0  # of a row of zeros
             zero[:, number] = (-low / scale[:, number]).round().clamp(1, most)
     scale = scale.half().float()
     numbers = (weight / scale[:, group] + zero[:, group]).round().clamp(0, most).int()

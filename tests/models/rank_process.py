@@ -20,11 +20,14 @@ from segue.engines.autoregressive.parallel.follower import follow
 from segue.engines.autoregressive.parallel.ranks import Leader
 from segue.graph.deployment.options import LoraPlan
 from segue.models.omni.multimodal_lm.llm import LLM as MediaLLM
+from segue.models.omni.qwen2_5_omni.talker import Talker
+from segue.models.omni.qwen2_5_omni.thinker import Thinker
 from segue.models.text.causal_lm.llm import LLM
 from segue.parallel.group import Group
 from segue.parallel.orders import Crew
 
 CPU = torch.device("cpu")
+STAGES = {"thinker": Thinker, "talker": Talker}
 
 
 def rank(
@@ -34,13 +37,14 @@ def rank(
     load_format: str,
     quantization: str = "none",
     lora: dict[str, str] | None = None,
-) -> tuple[LLM | MediaLLM, Group]:
-    """This rank's part of a checkpoint: a causal LM, or one that sees or hears. `lora`: directories of adapters by
-    name."""
+    stage: str = "llm",
+) -> tuple[LLM | MediaLLM | Thinker | Talker, Group]:
+    """This rank's part of a checkpoint: a causal LM, or one that sees or hears, or a stage of Qwen2.5-Omni. `lora`:
+    directories of adapters by name."""
     group = Group(number, 2, meeting, CPU)
     context = AutoregressiveContext(
         directory,
-        "llm",
+        stage,
         CPU,
         torch.float32,
         load_format=load_format,
@@ -48,6 +52,8 @@ def rank(
         quantization=quantization,
         lora=None if lora is None else LoraPlan(lora),
     )
+    if stage in STAGES:
+        return STAGES[stage](context), group
     config = json.loads((directory / "config.json").read_text())
     return (MediaLLM if {"vision_config", "audio_config"} & config.keys() else LLM)(context), group
 
@@ -76,6 +82,7 @@ class Second:
         load_format: str = "auto",
         quantization: str = "none",
         lora: dict[str, str] | None = None,
+        stage: str = "llm",
     ) -> Iterator[Leader]:
         """A leader over `ours`, with a follower over the same checkpoint or another of the same shape."""
         self._jobs += 1
@@ -86,13 +93,14 @@ class Second:
             "load_format": load_format,
             "quantization": quantization,
             "lora": lora,
+            "stage": stage,
         }
         orders, far = socket.socketpair()
         with far:
             socket.send_fds(self._control, [json.dumps(job).encode()], [far.fileno()])
         crew = Crew([orders])
         try:
-            yield Leader(*rank(ours, 0, meeting, load_format, quantization, lora), crew)
+            yield Leader(*rank(ours, 0, meeting, load_format, quantization, lora, stage), crew)
         finally:
             crew.close()
             self.weight_bytes = json.loads(self._control.recv(4096))["weight_bytes"]
@@ -111,9 +119,8 @@ def main() -> None:
             return
         job = json.loads(data)
         with socket.socket(fileno=fds[0]) as orders:
-            adapter, group = rank(
-                Path(job["directory"]), 1, Path(job["meeting"]), job["load_format"], job["quantization"], job["lora"]
-            )
+            directory, meeting = (Path(job.pop(name)) for name in ("directory", "meeting"))
+            adapter, group = rank(directory, 1, meeting, **job)
             follow(adapter, group, orders, None)
         control.send(json.dumps({"weight_bytes": adapter.weight_bytes}).encode())
 

@@ -34,6 +34,8 @@ class Stage:
     main: bool = False
     divisible: bool = False
     """Whether its stage model can load one rank's part of the weights (`tensor_parallel`)."""
+    without: frozenset[str] = frozenset()
+    """Keys of its engine's deployment section that it does not support: refused there, ignored as defaults."""
     library: str = ""
     """The components of a library's pipeline that run in it; shown in listings."""
 

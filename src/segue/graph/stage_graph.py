@@ -48,6 +48,7 @@ class StageGraph:
         fuse_with: str | None = None,
         main: bool = False,
         divisible: bool = False,
+        without: Iterable[str] = (),
         library: str = "",
     ) -> None:
         """Add a stage.
@@ -55,10 +56,13 @@ class StageGraph:
         `engine` names its engine kind: `autoregressive`, `diffusion`, `module`, or one of another package. `main` marks
         the stage whose end is the end of the response (by default the one that gives text, else the only one that gives
         anything); `fuse_with` suggests a stage to share a worker with; `divisible`: one replica can be
-        several processes with a part of the weights each (`tensor_parallel`); `library` names the components of a
-        library's pipeline that run in the stage, if any.
+        several processes with a part of the weights each (`tensor_parallel`); `without`: keys of its engine that the
+        deployment must not set for it; `library` names the components of a library's pipeline that run in the stage, if
+        any.
         """
-        stage = Stage(name, engine, frozenset(takes), frozenset(gives), fuse_with, main, divisible, library)
+        stage = Stage(
+            name, engine, frozenset(takes), frozenset(gives), fuse_with, main, divisible, frozenset(without), library
+        )
         self._declared.append(stage)
         self._validated = False
 

@@ -159,6 +159,25 @@ FALLBACK = SamplingParams(
 )
 """Values of fields that neither the request nor the family sets (`max_tokens`: up to the context)."""
 
+
+def merged(
+    *,
+    request: SamplingParams | None = None,
+    deployment: SamplingParams | None = None,
+    family: SamplingParams | None = None,
+    checkpoint: SamplingParams | None = None,
+) -> SamplingParams:
+    """Return the parameters that a stage samples with: each from the first source that sets it.
+
+    `request`: for this stage; `deployment`: the stage's `sampling`; `family`: arguments of the family's own `generate`;
+    `checkpoint`: its generation config. `FALLBACK` comes last.
+    """
+    params = SamplingParams()
+    for source in (request, deployment, family, checkpoint, FALLBACK):
+        params = params if source is None else params.over(source)
+    return params
+
+
 # field → (lowest, highest, "what would be right"); bounds are OpenAI's and vLLM's
 _RANGES: dict[str, tuple[float, float, str]] = {
     "temperature": (0.0, 2.0, "a number from 0 to 2"),

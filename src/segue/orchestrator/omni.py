@@ -25,7 +25,7 @@ from segue.messages.deltas import Delta, ProgressDelta, TokensDelta
 from segue.messages.diffusion import PARAMETERS, DiffusionParams, check_diffusion, diffusion_from
 from segue.messages.errors import ConfigError, InvalidRequest, NotFound, StageFailed, nearest, shown, wrong
 from segue.messages.request import Message, Request, check_priority, check_types
-from segue.messages.sampling import SamplingParams, check_sampling, check_token_ids, sampling_from
+from segue.messages.sampling import SamplingParams, check_sampling, check_token_ids, merged, sampling_from
 from segue.models.registry import family_of, read_config
 from segue.models.shared.checkpoint.files import check_files, located
 from segue.models.shared.diffusion.sizes import Sizes
@@ -365,7 +365,7 @@ class AsyncOmni:
         """Set `thought_marks` if a stage's reasoning is bounded or precedes structured output. Raises
         `InvalidRequest`."""
         for stage in self.card.sampling_stages:
-            sampling = request.sampling.get(stage, SamplingParams()).over(self.plan.stages[stage].sampling)
+            sampling = merged(request=request.sampling.get(stage), deployment=self.plan.stages[stage].sampling)
             most = sampling.thinking_token_budget
             bounded = most is not None and most != -1
             if not bounded and sampling.structured_outputs is None:

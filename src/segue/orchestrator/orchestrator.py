@@ -30,7 +30,7 @@ from segue.messages.errors import (
     error_from,
 )
 from segue.messages.request import Request
-from segue.messages.sampling import SamplingParams
+from segue.messages.sampling import SamplingParams, merged
 from segue.messages.wire import (
     Begin,
     Drop,
@@ -160,11 +160,12 @@ class Orchestrator:
             request.seed = secrets.randbits(63)
         for name in walk:
             planned = self.plan.stages[name].sampling
-            keep, side = planned.truncate_prompt_tokens, planned.truncation_side
-            if keep is not None or side is not None:  # the input stage truncates prompts without other stages' plans
+            cut = ("truncate_prompt_tokens", "truncation_side")
+            if any(getattr(planned, key) is not None for key in cut):  # the input stage truncates without other plans
                 asked = request.sampling.get(name, SamplingParams())
-                default = SamplingParams(truncate_prompt_tokens=keep, truncation_side=side)
-                request.sampling = {**request.sampling, name: asked.over(default)}
+                both = merged(request=asked, deployment=planned)
+                own = msgspec.structs.replace(asked, **{key: getattr(both, key) for key in cut})
+                request.sampling = {**request.sampling, name: own}
         books = RequestState(request=request, walk=walk, main=self.graph.main)
         for name, stage in walk.items():
             books.stages[name] = StageState(tuple(stage.upstreams), tuple(stage.downstreams))

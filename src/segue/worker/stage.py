@@ -27,7 +27,7 @@ from segue.messages.deltas import (
     VideoDelta,
 )
 from segue.messages.errors import ConfigError, InvalidRequest, SegueError, StageFailed
-from segue.messages.sampling import FALLBACK, SamplingParams
+from segue.messages.sampling import SamplingParams, merged
 from segue.messages.wire import AdapterLoaded, Begin, Emission, LoadAdapter, OutputEnd, Peer
 
 log = logging.getLogger(__name__)
@@ -83,8 +83,8 @@ class StageRunner:
 
     def begin(self, begin: Begin, self_peer: Peer) -> None:
         """Register the request with the engine. Raises `SegueError` if the engine refuses it."""
-        asked = begin.request.sampling.get(self.plan.name, SamplingParams())
-        sampling = asked.over(self.plan.sampling).over(self.default_sampling).over(FALLBACK)
+        asked = begin.request.sampling.get(self.plan.name)
+        sampling = merged(request=asked, deployment=self.plan.sampling, family=self.default_sampling)
         seed = sampling.seed if sampling.seed is not None else begin.request.seed
         assert seed is not None, "the orchestrator gives every request a seed"
         request = StageRequest(

@@ -1,11 +1,11 @@
-"""A model that sees, its language model on two processes: the same tokens as on one."""
+"""Models with media, their language models on two processes: the same answers as on one."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from truth_system import System
+from truth_system import BY_NAME, System, Truth
 
 from segue.messages.sampling import SamplingParams
 from segue.models.omni.multimodal_lm.tiny import presets as tiny
@@ -30,3 +30,15 @@ def test_the_same_tokens(tmp_path: Path, assets: Path) -> None:
             system.close()
     assert answers[0] == answers[1]
     assert answers[0][0] != answers[0][1]
+
+
+def test_a_model_that_speaks(tiny_dir: Path, truth: Truth, assets: Path) -> None:
+    """Tokens, codes and samples are the library's; the default for drafts is the thinker's alone."""
+    divided = {"encoder": {"fuse_with": None}, "thinker": {"tensor_parallel": 2}, "talker": {"tensor_parallel": 2}}
+    system = System(tiny_dir, stages=divided, defaults={"speculation": {"method": "ngram", "adaptive": False}})
+    try:
+        cases = [BY_NAME["image"], BY_NAME["text"]]
+        for output, case in zip(system.ask(*(case.prompt(assets) for case in cases)), cases, strict=True):
+            truth.check(output, case)
+    finally:
+        system.close()

@@ -44,11 +44,14 @@ class Section:
         *,
         below: Section | None = None,
         foreign: Mapping[str, str] | None = None,
+        own: Collection[str] = (),
     ) -> None:
-        """`keys`: the allowed keys; `foreign`: another program's key → our key, for the error message."""
+        """`keys`: the allowed keys; `foreign`: another program's key → our key, for the error message; `own`: keys that
+        are not looked up below."""
         self.path = path
         self.values = as_mapping(path, values)
         self.below = below
+        self.own = own
         for key in self.values:
             if key not in keys:
                 instead = f"; write {foreign[key]} instead" if foreign and key in foreign else nearest(key, keys)
@@ -61,13 +64,13 @@ class Section:
 
     def find(self, key: str) -> tuple[str, Any]:
         """Return (path, value) of a key, here or below; the value is None if it is null or missing."""
-        if key in self.values or self.below is None:
+        if key in self.values or key in self.own or self.below is None:
             return self.at(key), self.values.get(key)
         return self.below.find(key)
 
     def says(self, key: str) -> bool:
         """Whether the key is set, here or below, even to null."""
-        return key in self.values or (self.below is not None and self.below.says(key))
+        return key in self.values or (self.below is not None and key not in self.own and self.below.says(key))
 
     def integer(self, key: str, default: T, *, least: int = 1, most: int | None = None) -> int | T:
         path, value = self.find(key)

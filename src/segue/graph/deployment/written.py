@@ -91,12 +91,14 @@ def read(graph: StageGraph, values: object, overrides: Mapping[str, Any]) -> Wri
         if name in stages:
             raise ConfigError(f"{path} is stage {name!r}, as is {stages[name].path}; describe it once", field=path)
         # the input stage runs on the CPU without a network: defaults that are meant for networks do not apply
-        section = Section(path, entry, keys, below=None if name == INPUT else below, foreign=_FOREIGN)
+        without = graph.stages[name].without
+        section = Section(path, entry, keys, below=None if name == INPUT else below, foreign=_FOREIGN, own=without)
         _check_engine(graph, name, section)
         wires.extend(_wiring(graph, name, section))
         stages[name] = section
     for name in graph.topological():
-        stages.setdefault(name, Section(f"stages.{name}", {}, (), below=None if name == INPUT else below))
+        own = graph.stages[name].without
+        stages.setdefault(name, Section(f"stages.{name}", {}, (), below=None if name == INPUT else below, own=own))
     limits = Section("limits", top.mapping("limits"), LIMIT_KEYS)
     return Written(stages, wires, dict(_connectors(top)), limits, below)
 
@@ -155,9 +157,15 @@ def stage_of(graph: StageGraph, path: str, value: object) -> str:
 
 
 def _check_engine(graph: StageGraph, name: str, section: Section) -> None:
-    """Raise `ConfigError` if a key of a stage's own section belongs to another engine."""
+    """Raise `ConfigError` if a key of a stage's own section belongs to another engine, or the stage does not support
+    it."""
     engine = graph.stages[name].engine
-    for key in section.values:
+    for key, value in section.values.items():
+        if key in graph.stages[name].without and value is not None:
+            raise ConfigError(
+                f"{section.at(key)} is set, but stage {name!r} of {graph.name!r} does not support it; leave it out",
+                field=section.at(key),
+            )
         having = [kind.name for kind in kinds().values() if key in kind.keys]
         if having and engine not in having:
             raise ConfigError(

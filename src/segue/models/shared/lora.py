@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import count
@@ -23,7 +23,7 @@ from segue.kernels.linear.linear import PackedLinear
 from segue.kernels.linear.lora import Lora, LoraLinear, Pair, lora_step, wrap_linears
 from segue.kernels.linear.quantized import QUANTIZED
 from segue.messages.errors import ConfigError, NotFound, nearest
-from segue.models.shared.library import Conv1D, PreTrainedModel
+from segue.models.shared.library import Conv1D, PreTrainedModel, WeightRenaming, conversions_of, rename_source_key
 from segue.parallel.layers import Divided
 
 CONFIG = "adapter_config.json"
@@ -49,8 +49,11 @@ _NOTHING: Mapping[str, tuple[Any, ...]] = {
 """Keys → values, besides null, false and empty ones, that need no support."""
 
 
-def read_adapter(directory: Path, layers: Mapping[str, LoraLinear], max_rank: int) -> dict[str, Pair]:
-    """A and scaled B, float32, by layer name. Raises `ConfigError` with the file, key or tensor."""
+def read_adapter(
+    directory: Path, layers: Mapping[str, LoraLinear], max_rank: int, present: Callable[[str], str] = str
+) -> dict[str, Pair]:
+    """A and scaled B, float32, by layer name. `present`: a layer's name in a file → its name in `layers`. Raises
+    `ConfigError` with the file, key or tensor."""
     config = _read_config(directory / CONFIG)
     found: dict[str, dict[str, torch.Tensor]] = {}
     path = directory / WEIGHTS
@@ -59,7 +62,7 @@ def read_adapter(directory: Path, layers: Mapping[str, LoraLinear], max_rank: in
     try:
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118  (not a mapping)
-                layer, which = _place(path, key, layers)
+                layer, which = _place(path, key, layers, present)
                 found.setdefault(layer, {})[which] = file.get_tensor(key)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}", field="lora_path") from error
@@ -107,7 +110,7 @@ def check_config(path: Path, config: dict[str, Any]) -> None:
             raise ConfigError(f"{path}: {key} is {config[key]!r}; it must be a mapping", field="lora_path")
 
 
-def _place(path: Path, key: str, layers: Mapping[str, LoraLinear]) -> tuple[str, str]:
+def _place(path: Path, key: str, layers: Mapping[str, LoraLinear], present: Callable[[str], str]) -> tuple[str, str]:
     """(layer, `A` or `B`) of a tensor."""
     match = _TENSOR.fullmatch(key)
     if match is None:
@@ -116,13 +119,14 @@ def _place(path: Path, key: str, layers: Mapping[str, LoraLinear]) -> tuple[str,
             field="lora_path",
         )
     layer = match["layer"].removeprefix(_PREFIX)
-    if layer not in layers:
+    found = present(layer)
+    if found not in layers:
         raise ConfigError(
             f"{path}: tensor {key!r} is for {layer!r}, which is not a linear layer of this model's decoder"
             f"{nearest(layer, layers)}",
             field="lora_path",
         )
-    return layer, match["which"]
+    return found, match["which"]
 
 
 def scaled_pair(
@@ -232,10 +236,11 @@ class LoraAdapters(AdaptersByName):
         """Wraps every linear layer of `decoder`, and loads the adapters of `plan`. Raises `ConfigError`."""
         self._switch, found = wrap_linears(model, decoder, LINEARS, features)
         layers = named_as_written(model, found)
+        present = _present_names(model, layers)
         super().__init__(
             plan,
             layers,
-            lambda directory: read_adapter(directory, layers, plan.max_rank),
+            lambda directory: read_adapter(directory, layers, plan.max_rank, present),
             next(model.parameters()).device,
             model.get_input_embeddings().weight.dtype,
         )
@@ -262,6 +267,21 @@ def named_as_written(model: nn.Module, layers: Mapping[str, LoraLinear]) -> dict
             layer.name, layer.share = holder, divided.share
         named[layer.name] = layer
     return named
+
+
+def _present_names(model: PreTrainedModel, layers: Collection[str]) -> Callable[[str], str]:
+    """A function from a layer's name in an adapter to its name in `model`. Adapters of older versions of the library,
+    and of the whole model that `model` is a part of, have the names that the library also renames in checkpoints."""
+    renamings = [change for change in conversions_of(model) if isinstance(change, WeightRenaming)]
+    known = {f"{layer}.weight": True for layer in layers}
+
+    def present(layer: str) -> str:
+        if layer in layers:
+            return layer
+        found, _ = rename_source_key(f"{layer}.weight", renamings, [], model.base_model_prefix, known)
+        return found.removesuffix(".weight")
+
+    return present
 
 
 def named_adapter(adapters: AdaptersByName | None, name: str | None) -> Lora | None:

@@ -4,6 +4,7 @@ driven as a worker would drive them."""
 from __future__ import annotations
 
 import hashlib
+import re
 import warnings
 from dataclasses import dataclass, field
 from functools import cache
@@ -13,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from segue.engines.contract import LoadContext, Payload, StageOutput, StageRequest
+from segue.engines.autoregressive.contract import AutoregressiveContext
+from segue.engines.contract import Payload, StageOutput, StageRequest
 from segue.messages.request import Request
 from segue.messages.sampling import FALLBACK, SamplingParams
 from segue.models.omni.qwen2_5_omni.encoder import Encoder
@@ -23,6 +25,7 @@ from segue.models.omni.qwen2_5_omni.stages import TRANSFERS
 # after the family, which mends torchvision
 from segue.engines.autoregressive.config import AutoregressiveConfig  # isort: skip
 from segue.engines.autoregressive.engine import AutoregressiveEngine  # isort: skip
+from segue.engines.autoregressive.speculation.speculation import Speculation  # isort: skip
 
 THINKER_TOKENS = 24
 TALKER_TOKENS = 60
@@ -34,15 +37,17 @@ IMAGE, VIDEO, AUDIO = (
 )
 
 
-def context(model_dir: Path, stage: str, **more: Any) -> LoadContext:
-    return LoadContext(model_dir, stage, CPU, torch.float32, **more)
+def context(model_dir: Path, stage: str, **more: Any) -> AutoregressiveContext:
+    return AutoregressiveContext(model_dir, stage, CPU, torch.float32, **more)
 
 
-def stage_request(stage: str, *, upstreams: set[str], voice: str | None = None, **more: Any) -> StageRequest:
+def stage_request(
+    stage: str, *, upstreams: set[str], voice: str | None = None, adapter: str | None = None, **more: Any
+) -> StageRequest:
     return StageRequest(
         request_id=more.pop("request_id", "r"),
         stage=stage,
-        request=Request(request_id="r", voice=voice),
+        request=Request(request_id="r", voice=voice, adapter=adapter),
         sampling=more.pop("sampling", SamplingParams(temperature=0.0)),
         seed=0,
         upstreams=frozenset(upstreams),
@@ -50,6 +55,20 @@ def stage_request(stage: str, *, upstreams: set[str], voice: str | None = None, 
         to_client=frozenset(),
         **more,
     )
+
+
+def published_name(name: str) -> str:
+    """The name in a published checkpoint of a tensor of today's whole model."""
+    name = name.replace("thinker.model.language_model.", "thinker.model.")
+    return re.sub(r"^thinker\.model\.(visual|audio_tower)\.", r"thinker.\1.", name)
+
+
+PREFIXES = {"encoder": "thinker.", "thinker": "thinker.", "talker": "talker.", "vocoder": "token2wav."}
+
+
+def published_of(stage: str, module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of a stage's part by their published names."""
+    return {published_name(f"{PREFIXES[stage]}{name}"): tensor for name, tensor in module.state_dict().items()}
 
 
 # --- prompts ---------------------------------------------------------------------------------------------------------
@@ -232,6 +251,7 @@ class Ask:
     payload: Payload
     voice: str | None = None
     tokens: int = THINKER_TOKENS
+    adapter: str | None = None
 
 
 def encoded(encoder: Encoder, payload: Payload) -> list[tuple[Payload, bool]]:
@@ -260,10 +280,19 @@ def tight(model_dir: Path, cases: list[Case]) -> dict[str, int]:
 class Pipeline:
     """Thinker and talker in their engines, the encoder beside them; every output goes on at once."""
 
-    def __init__(self, encoder: Encoder, thinker: Any, talker: Any, *, num_blocks: int = 400, **sizes: Any) -> None:
+    def __init__(
+        self,
+        encoder: Encoder,
+        thinker: Any,
+        talker: Any,
+        *,
+        num_blocks: int = 400,
+        speculation: Speculation | None = None,
+        **sizes: Any,
+    ) -> None:
         config = AutoregressiveConfig(num_blocks=num_blocks, **sizes)
         self.encoder = encoder
-        self.thinker = AutoregressiveEngine(thinker, config)
+        self.thinker = AutoregressiveEngine(thinker, config, speculation=speculation)
         self.talker = AutoregressiveEngine(talker, config)
         self._requests: dict[tuple[str, str], StageRequest] = {}
 
@@ -288,6 +317,7 @@ class Pipeline:
             request_id=key,
             upstreams={"input", "encoder"} if media else {"input"},
             downstreams=frozenset({"talker"}),
+            adapter=ask.adapter,
             sampling=SamplingParams(temperature=0.0, max_tokens=ask.tokens).over(self.defaults("thinker")),
         )
         talker = stage_request(

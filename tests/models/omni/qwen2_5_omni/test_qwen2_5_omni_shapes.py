@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from qwen2_5_omni_family import published_name, published_of
 
+from segue.engines.autoregressive.contract import AutoregressiveContext
 from segue.models.omni.qwen2_5_omni.library import Qwen2_5OmniConfig, Qwen2_5OmniForConditionalGeneration
-from segue.models.omni.qwen2_5_omni.loading import PARTS
+from segue.models.omni.qwen2_5_omni.loading import load_encoders, load_talker, load_thinker, load_token2wav
 
 pytestmark = pytest.mark.slow
 
@@ -103,10 +105,21 @@ CONFIGS = {
 PARAMETERS = {"7B": (10.4e9, 11.0e9), "3B": (5.0e9, 6.1e9)}
 
 
-def published_name(name: str) -> str:
-    """The name in a published checkpoint of a tensor of today's whole model."""
-    name = name.replace("thinker.model.language_model.", "thinker.model.")
-    return re.sub(r"^thinker\.model\.(visual|audio_tower)\.", r"thinker.\1.", name)
+LOADERS: dict[str, Any] = {
+    "encoder": load_encoders,
+    "thinker": load_thinker,
+    "talker": load_talker,
+    "vocoder": load_token2wav,
+}
+
+
+def parts(config: Qwen2_5OmniConfig) -> dict[str, dict[str, torch.Tensor]]:
+    """The tensors of each stage, without memory, by their published names."""
+    found = {}
+    for stage, load in LOADERS.items():
+        context = AutoregressiveContext(Path(), stage, torch.device("meta"), torch.bfloat16, load_format="dummy")
+        found[stage] = published_of(stage, load(context, config))
+    return found
 
 
 @pytest.mark.parametrize("size", CONFIGS)
@@ -115,10 +128,7 @@ def test_every_parameter_has_a_home(size: str) -> None:
     with torch.device("meta"):
         whole = Qwen2_5OmniForConditionalGeneration(config)
         wanted = {published_name(name): tensor.shape for name, tensor in whole.state_dict().items()}
-        stages = {
-            stage: {part.located(name)[0]: tensor.shape for name, tensor in part.build(config).state_dict().items()}
-            for stage, part in PARTS.items()
-        }
+    stages = {stage: {name: tensor.shape for name, tensor in of.items()} for stage, of in parts(config).items()}
     homes = [name for names in stages.values() for name in names]
     assert len(homes) == len(set(homes)), "a tensor is loaded by two stages"
     assert {name: shape for names in stages.values() for name, shape in names.items()} == wanted
@@ -128,9 +138,6 @@ def test_every_parameter_has_a_home(size: str) -> None:
 
 
 def test_the_thinker_holds_no_encoder_and_the_encoder_no_decoder() -> None:
-    config = Qwen2_5OmniConfig(**CONFIGS["3B"])
-    with torch.device("meta"):
-        thinker = {PARTS["thinker"].located(n)[0] for n in PARTS["thinker"].build(config).state_dict()}
-        encoder = {PARTS["encoder"].located(n)[0] for n in PARTS["encoder"].build(config).state_dict()}
-    assert all(name.startswith(("thinker.model.", "thinker.lm_head.")) for name in thinker)
-    assert all(name.startswith(("thinker.visual.", "thinker.audio_tower.")) for name in encoder)
+    stages = parts(Qwen2_5OmniConfig(**CONFIGS["3B"]))
+    assert all(name.startswith(("thinker.model.", "thinker.lm_head.")) for name in stages["thinker"])
+    assert all(name.startswith(("thinker.visual.", "thinker.audio_tower.")) for name in stages["encoder"])

@@ -159,7 +159,7 @@ def test_another_image_is_no_prefix_hit(
 def test_one_weight_changed_changes_the_reply(tiny_dir: Path, encoder: Encoder, expected: dict[str, list[int]]) -> None:
     spoilt = Thinker(context(tiny_dir, "thinker"))
     with torch.no_grad():
-        spoilt._model.layers[1].input_layernorm.weight[0] += 1
+        spoilt.library_decoder.layers[1].input_layernorm.weight[0] += 1
     assert Run(spoilt)(tiny_dir, encoder, list(CASES)) != expected
 
 

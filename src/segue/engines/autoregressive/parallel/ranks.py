@@ -169,8 +169,10 @@ class Leader(Wrapped):
         self._serving = True
 
     def embed(self, token_ids: torch.Tensor, conditioning: torch.Tensor | None) -> torch.Tensor:
-        """[n] ids or [n, groups] rows of codes → [n, hidden]. Sharded stage models are not conditioned."""
-        assert conditioning is None
+        """[n] ids or [n, groups] rows of codes, [n, width] rows (conditioned stages) → [n, hidden]. A conditioned stage
+        model has its embedding whole: the leader alone runs it, and `forward` sends the result."""
+        if conditioning is not None:
+            return self.inner.embed(token_ids, conditioning)
         with self._together():
             self._tell(Embed(*token_ids.shape))
             self._group.broadcast(token_ids.contiguous())

@@ -97,6 +97,7 @@ FAMILY = Family(
     reference_module="segue.models.omni.qwen2_5_omni.reference",
     voices=voices,
     options=frozenset({"use_audio_in_video"}),
+    stage_keys=frozenset({"lora", "quantization"}),
     tiny_module="segue.models.omni.qwen2_5_omni.tiny.presets",
     tiny_names=("qwen2.5-omni",),
 )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from segue.messages.sampling import SamplingParams
 from segue.models.omni.qwen2_5_omni.library import GenerationConfig, PreTrainedTokenizerBase, Qwen2_5OmniThinkerConfig
 from segue.models.shared.checkpoint.files import GENERATION
 from segue.models.shared.decoder.generation import end_tokens, generation_in, generation_of
 
-MAX_NEW_TOKENS = 1024
-"""`thinker_max_new_tokens` of the reference's `generate`."""
+GENERATE = SamplingParams(max_tokens=1024)
+"""What the reference's `generate` passes to the thinker: `thinker_max_new_tokens`."""
 
 
 def thinker_generation(config: Qwen2_5OmniThinkerConfig, model_dir: Path) -> GenerationConfig:

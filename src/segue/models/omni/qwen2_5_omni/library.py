@@ -1,7 +1,4 @@
-"""The parts of transformers that this family uses. Import them from here: torchvision may need its shim first.
-
-`PAGED` names the decoder's attention implementation; importing it registers it with transformers.
-"""
+"""The parts of transformers that this family uses. Import them from here: torchvision may need its shim first."""
 
 # ruff: noqa: E402
 from segue.kernels.torchvision_shim import ensure_torchvision
@@ -19,7 +16,7 @@ from transformers import (
     Qwen2_5OmniTalkerConfig,
     Qwen2_5OmniTalkerForConditionalGeneration,
     Qwen2_5OmniThinkerConfig,
-    Qwen2_5OmniThinkerTextModel,
+    Qwen2_5OmniThinkerForConditionalGeneration,
 )
 from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniVisionEncoderConfig
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
@@ -29,10 +26,7 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
     Qwen2_5OmniVisionEncoder,
 )
 
-from segue.kernels.attention.paged_attention import NAME as PAGED
-
 __all__ = [
-    "PAGED",
     "AutoTokenizer",
     "GenerationConfig",
     "PreTrainedModel",
@@ -45,7 +39,7 @@ __all__ = [
     "Qwen2_5OmniTalkerConfig",
     "Qwen2_5OmniTalkerForConditionalGeneration",
     "Qwen2_5OmniThinkerConfig",
-    "Qwen2_5OmniThinkerTextModel",
+    "Qwen2_5OmniThinkerForConditionalGeneration",
     "Qwen2_5OmniToken2WavModel",
     "Qwen2_5OmniVisionEncoder",
     "Qwen2_5OmniVisionEncoderConfig",

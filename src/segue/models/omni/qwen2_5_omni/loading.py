@@ -2,25 +2,23 @@
 
 Names in published checkpoints (Qwen/Qwen2.5-Omni-7B, -3B): `thinker.model.*` (decoder), `thinker.lm_head`,
 `thinker.visual.*`, `thinker.audio_tower.*`, `talker.*`, `token2wav.*`. Newer transformers nests the first, third and
-fourth (`thinker.model.language_model.*`, …) but saves and loads the published names; this module reads both.
+fourth (`thinker.model.language_model.*`, …) but saves and loads the published names; both are read. The language models
+(thinker, talker) are loaded by the library, encoders and vocoder tensor by tensor.
 """
 
 from __future__ import annotations
 
-import logging
 import pickle
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
-from segue.engines.autoregressive.contract import KVSpec
 from segue.engines.contract import LoadContext
-from segue.messages.errors import ConfigError, nearest
+from segue.messages.errors import ConfigError
 from segue.models.omni.qwen2_5_omni.family import DEFAULT_VOICE, SPEAKERS
 from segue.models.omni.qwen2_5_omni.library import (
     PreTrainedModel,
@@ -28,26 +26,15 @@ from segue.models.omni.qwen2_5_omni.library import (
     Qwen2_5OmniConfig,
     Qwen2_5OmniTalkerForConditionalGeneration,
     Qwen2_5OmniThinkerConfig,
-    Qwen2_5OmniThinkerTextModel,
+    Qwen2_5OmniThinkerForConditionalGeneration,
     Qwen2_5OmniToken2WavModel,
     Qwen2_5OmniVisionEncoder,
 )
+from segue.models.shared.checkpoint import pretrained
 from segue.models.shared.checkpoint.checkpoint import Checkpoint, Located, M, load_module
+from segue.models.shared.checkpoint.pretrained import errors_only, load_part
 
 EMBEDDING = ("thinker.model.embed_tokens.weight", "thinker.model.language_model.embed_tokens.weight")
-LM_HEAD = ("thinker.lm_head.weight",)
-
-LOAD_FORMATS = ("auto", "dummy")
-
-
-class ThinkerDecoder(nn.Module):
-    """The language half of `Qwen2_5OmniThinkerForConditionalGeneration`: decoder and head, without encoders."""
-
-    def __init__(self, config: Qwen2_5OmniThinkerConfig) -> None:
-        super().__init__()
-        text = config.text_config
-        self.model = Qwen2_5OmniThinkerTextModel(text)
-        self.lm_head = nn.Linear(text.hidden_size, text.vocab_size, bias=False)
 
 
 class Encoders(nn.Module):
@@ -59,30 +46,12 @@ class Encoders(nn.Module):
         self.audio_tower = Qwen2_5OmniAudioEncoder(config.audio_config)
 
 
-@dataclass(frozen=True)
-class Part:
-    """One stage's part of the model: its constructor, and the names of its tensors in the checkpoint."""
-
-    build: Callable[[Qwen2_5OmniConfig], nn.Module]
-    located: Located
+def _encoder_names(name: str) -> Sequence[str]:
+    return (f"thinker.{name}", f"thinker.model.{name}")
 
 
-def _decoder_names(name: str) -> Sequence[str]:
-    if name == "lm_head.weight":
-        return LM_HEAD
-    rest = name.removeprefix("model.")
-    return (f"thinker.model.{rest}", f"thinker.model.language_model.{rest}")
-
-
-PARTS: dict[str, Part] = {
-    "encoder": Part(lambda c: Encoders(c.thinker_config), lambda name: (f"thinker.{name}", f"thinker.model.{name}")),
-    "thinker": Part(lambda c: ThinkerDecoder(c.thinker_config), _decoder_names),
-    "talker": Part(
-        lambda c: Qwen2_5OmniTalkerForConditionalGeneration(c.talker_config), lambda name: (f"talker.{name}",)
-    ),
-    "vocoder": Part(lambda c: Qwen2_5OmniToken2WavModel(c.token2wav_config), lambda name: (f"token2wav.{name}",)),
-}
-"""By stage. Together the parts cover the whole model; no tensor belongs to two."""
+def _vocoder_names(name: str) -> Sequence[str]:
+    return (f"token2wav.{name}",)
 
 
 @dataclass(frozen=True)
@@ -99,31 +68,9 @@ class Speaker:
 
 def load_config(ctx: LoadContext) -> Qwen2_5OmniConfig:
     """The checkpoint's config. Raises `ConfigError` naming the file."""
-    if ctx.load_format not in LOAD_FORMATS:
-        raise ConfigError(
-            f"load_format is {ctx.load_format!r}{nearest(ctx.load_format, LOAD_FORMATS)}", field="load_format"
-        )
-    path = ctx.model_dir / "config.json"
-    if not path.is_file():
-        raise ConfigError(f"{path}: not there, so {str(ctx.model_dir)!r} is no checkpoint", field="model")
     # the talker's config names ids of the thinker's vocabulary; the library warns that they exceed the talker's own
-    with _errors_only("transformers.configuration_utils"):
-        try:
-            return Qwen2_5OmniConfig.from_pretrained(ctx.model_dir)
-        except (OSError, ValueError, TypeError, StrictDataclassError) as error:
-            raise ConfigError(f"{path}: {error}", field="model") from error
-
-
-@contextmanager
-def _errors_only(name: str) -> Iterator[None]:
-    """Suppress one logger's warnings."""
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+    with errors_only("transformers.configuration_utils"):
+        return pretrained.load_config(ctx)
 
 
 def open_checkpoint(ctx: LoadContext) -> Checkpoint | None:
@@ -131,50 +78,37 @@ def open_checkpoint(ctx: LoadContext) -> Checkpoint | None:
     return None if ctx.load_format == "dummy" else Checkpoint(ctx.model_dir)
 
 
-def load_part(ctx: LoadContext, config: Qwen2_5OmniConfig, stage: str, dtype: torch.dtype | None = None) -> nn.Module:
-    """Build a stage's part of the model on `ctx.device`, in `ctx.dtype` unless `dtype` is passed."""
-    part = PARTS[stage]
-    return _load(ctx, lambda: part.build(config), part.located, stage, dtype)
-
-
 def load_encoders(ctx: LoadContext, config: Qwen2_5OmniConfig) -> Encoders:
-    return _load(ctx, lambda: Encoders(config.thinker_config), PARTS["encoder"].located, "encoder")
+    return _load(ctx, lambda: Encoders(config.thinker_config), _encoder_names, "encoder")
 
 
-def load_decoder(ctx: LoadContext, config: Qwen2_5OmniConfig) -> ThinkerDecoder:
-    """Decoder and head; if the config ties them and the checkpoint has no head, the head is the embedding."""
-    checkpoint = open_checkpoint(ctx)
-    tied = config.thinker_config.tie_word_embeddings
-    without_head = checkpoint is not None and tied and LM_HEAD[0] not in checkpoint
-
-    def located(name: str) -> Sequence[str]:
-        return EMBEDDING if without_head and name == "lm_head.weight" else _decoder_names(name)
-
-    decoder = _load(ctx, lambda: ThinkerDecoder(config.thinker_config), located, "thinker")
-    if tied:
-        decoder.lm_head.weight = decoder.model.embed_tokens.weight
-    return decoder
+def load_thinker(ctx: LoadContext, config: Qwen2_5OmniConfig) -> PreTrainedModel:
+    """The library's thinker without its encoders: decoder (`model.language_model`) and head."""
+    part = deepcopy(config.thinker_config)
+    part.vision_config.depth = part.audio_config.encoder_layers = 0  # so their layers are not read
+    thinker = load_part(ctx, config, part, Qwen2_5OmniThinkerForConditionalGeneration, "thinker.")
+    del thinker.model.visual, thinker.model.audio_tower
+    return thinker
 
 
-def load_talker(ctx: LoadContext, config: Qwen2_5OmniConfig) -> Qwen2_5OmniTalkerForConditionalGeneration:
-    return load_part(ctx, config, "talker")
+def load_talker(ctx: LoadContext, config: Qwen2_5OmniConfig) -> PreTrainedModel:
+    """The library's talker; its layers are the thinker's, for which alone the library has a tensor parallel plan."""
+    plan = config.thinker_config.text_config.base_model_tp_plan
+    return load_part(
+        ctx,
+        config,
+        config.talker_config,
+        Qwen2_5OmniTalkerForConditionalGeneration,
+        "talker.",
+        plan={f"model.{name}": style for name, style in plan.items()},
+    )
 
 
 def load_token2wav(ctx: LoadContext, config: Qwen2_5OmniConfig | None = None) -> Qwen2_5OmniToken2WavModel:
     """The vocoder, always in float32, as in the reference."""
-    return load_part(ctx, config or load_config(ctx), "vocoder", torch.float32)
-
-
-def kv_spec(model: PreTrainedModel, dtype: torch.dtype, capture_width: int = 0) -> KVSpec:
-    """The KV cache spec of a decoder, from the shapes of its first attention layer."""
-    attention = model.layers[0].self_attn
-    return KVSpec(
-        layers=len(model.layers),
-        kv_heads=attention.num_key_value_heads,
-        head_dim=attention.head_dim,
-        dtype=dtype,
-        capture_width=capture_width,
-        capture_dtype=dtype,
+    whole = config or load_config(ctx)
+    return _load(
+        ctx, lambda: Qwen2_5OmniToken2WavModel(whole.token2wav_config), _vocoder_names, "vocoder", torch.float32
     )
 
 

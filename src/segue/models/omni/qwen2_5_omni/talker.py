@@ -24,21 +24,17 @@ from dataclasses import dataclass, field
 import msgspec
 import torch
 
-from segue.engines.autoregressive.contract import Fed, FlatBatch, KVSpec, Prompt
+from segue.engines.autoregressive.contract import AutoregressiveContext, Fed, FlatBatch, KVSpec, Prompt
 from segue.engines.contract import LoadContext, Payload, StageRequest
-from segue.kernels.linear.linear import DECODE_ROWS, pack_linears
+from segue.kernels.linear.quantized import packed_bytes
 from segue.messages.errors import ConfigError, InvalidRequest, NotFound, StageFailed, nearest
-from segue.messages.sampling import SamplingParams
-from segue.models.omni.qwen2_5_omni.library import PAGED, Qwen2_5OmniConfig
-from segue.models.omni.qwen2_5_omni.loading import (
-    kv_spec,
-    load_config,
-    load_speakers,
-    load_talker,
-    load_text_rows,
-)
+from segue.messages.sampling import SamplingParams, merged
+from segue.models.omni.qwen2_5_omni.library import Qwen2_5OmniConfig
+from segue.models.omni.qwen2_5_omni.loading import load_config, load_speakers, load_talker, load_text_rows
 from segue.models.omni.qwen2_5_omni.probe import generate_drops_mask
 from segue.models.shared.checkpoint.checkpoint import held_bytes
+from segue.models.shared.decoder.decoder import PagedDecoder
+from segue.models.shared.decoder.generation import context_length
 
 FORMS = ("library", "trained")
 """`library`: as the installed `generate` does for an unpadded prompt · `trained`: codec embeddings and M-RoPE."""
@@ -79,14 +75,23 @@ class Talker:
     recordable = True
     vocabulary = None
 
-    def __init__(self, ctx: LoadContext) -> None:
+    def __init__(self, ctx: AutoregressiveContext) -> None:
         config = load_config(ctx)
         talker = config.talker_config
         check_shared(config)
-        net = load_talker(ctx, config)
-        net.model.set_attn_implementation(PAGED)
-        pack_linears(net, DECODE_ROWS)
-        self._model, self._head, self._project = net.model, net.codec_head, net.thinker_to_talker_proj
+        self._net = load_talker(ctx, config)
+        no_rows = torch.zeros(1, 1, talker.embedding_size, device=ctx.device, dtype=ctx.dtype)
+        self._decoder = PagedDecoder(
+            self._net,
+            self._net.model,
+            quantization=ctx.quantization,
+            fused=ctx.fused and ctx.group is None,
+            rows=lambda ids: self.embed(ids, None),
+            head="codec_head",
+            beside_ids={"thinker_reply_part": no_rows},
+        )
+        self.library_decoder = self._decoder.model
+        project = self._net.thinker_to_talker_proj
         self.width: int = talker.embedding_size
         speakers = load_speakers(ctx, config)
         ids = [talker.tts_text_end_token_id, talker.tts_text_pad_token_id, *(s.bos_token for s in speakers.values())]
@@ -100,17 +105,15 @@ class Talker:
         self._codec_mask: int = talker.tts_codec_mask_token_id
         self.device = ctx.device
         self.dtype = ctx.dtype
-        self.kv: KVSpec = kv_spec(net.model, ctx.dtype)
-        self.weight_bytes: int = held_bytes(net)
+        self.kv: KVSpec = self._decoder.kv
+        self.weight_bytes: int = self._decoder.weight_bytes + held_bytes(project) + packed_bytes(project)
         self.vocab_size: int = talker.vocab_size
-        self.max_model_len: int = min(
-            ctx.max_model_len or talker.max_position_embeddings, talker.max_position_embeddings
-        )
+        self.max_model_len: int = context_length(talker, ctx.max_model_len)
         self.end_token_ids = frozenset({talker.tts_codec_pad_token_id, talker.tts_codec_end_token_id})
         unspoken = [token for token in range(self._codes, self.vocab_size) if token not in self.end_token_ids]
         self._unspoken = torch.tensor(unspoken, device=ctx.device)
-        self.default_sampling = SamplingParams(
-            temperature=0.9, top_k=40, top_p=0.8, repetition_penalty=1.05, max_tokens=4096
+        self.default_sampling = merged(
+            family=SamplingParams(temperature=0.9, top_k=40, top_p=0.8, repetition_penalty=1.05, max_tokens=4096)
         )
 
     def begin(self, request: StageRequest) -> _State:
@@ -165,18 +168,14 @@ class Talker:
     @torch.inference_mode()
     def embed(self, token_ids: torch.Tensor, conditioning: torch.Tensor | None) -> torch.Tensor:
         """[n] codes, [n, E] rows of the reply → [n, H]."""
-        embeds = self._model.embed_tokens(token_ids)
+        embeds = self._net.model.embed_tokens(token_ids)
         if conditioning is not None:
             embeds = embeds + conditioning
-        return self._project(embeds)
+        return self._net.thinker_to_talker_proj(embeds)
 
-    @torch.inference_mode()
-    def forward(self, embeds: torch.Tensor, batch: FlatBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[tokens, H] → (hidden states after the final norm [tokens, H], None)."""
-        hidden = self._model(
-            inputs_embeds=embeds[None], position_ids=batch.positions[:, None], use_cache=False, paged=batch.attention
-        ).last_hidden_state[0]
-        return hidden, None
+    def forward(self, embeds: torch.Tensor, batch: FlatBatch) -> tuple[torch.Tensor, None]:
+        """[tokens, H] → (hidden states after the final norm [tokens, H], nothing captured)."""
+        return self._decoder.forward(embeds, batch), None
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -185,7 +184,7 @@ class Talker:
         Masks ids that are neither vocoder codes nor end tokens: the codec's start token (suppressed in `generate` too)
         and the ids next to it, on which the vocoder in `generate` fails.
         """
-        return self._head(hidden).float().index_fill_(1, self._unspoken, _NEVER)
+        return self._decoder.logits(hidden).index_fill_(1, self._unspoken, _NEVER)
 
     def decode_text(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         raise StageFailed("the talker makes codes, not text")
@@ -222,12 +221,12 @@ class Talker:
         positions, delta = torch.arange(length + 2, device=self.device).expand(3, -1), 0
         if self._trained_form:
             codec = torch.tensor([self._codec_pad, self._codec_bos], device=self.device)
-            ends = ends + self._model.embed_tokens(codec)
+            ends = ends + self._net.model.embed_tokens(codec)
             delta = state.position_delta
             positions = torch.cat([state.positions, positions[:, length:] + delta], dim=1)
         return Prompt(
             token_ids=[self._codec_mask] * length + [self._codec_pad, self._codec_bos],
-            embeds=self._project(torch.cat([rows[:length], ends])),
+            embeds=self._net.thinker_to_talker_proj(torch.cat([rows[:length], ends])),
             positions=positions,
             position_delta=delta,
             identity=(),  # these rows belong to this request alone, so no prefix is shared

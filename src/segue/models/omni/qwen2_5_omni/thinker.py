@@ -7,21 +7,21 @@ attention is the engine's (`segue_paged`), and only in this decoder: the encoder
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from segue.engines.autoregressive.contract import Fed, FlatBatch, KVSpec, Prompt
-from segue.engines.contract import LoadContext, Payload, StageRequest
-from segue.kernels.linear.linear import DECODE_ROWS, pack_linears
+from segue.engines.autoregressive.contract import AutoregressiveContext, Fed, FlatBatch, KVSpec, Prompt
+from segue.engines.contract import Payload, StageRequest
+from segue.kernels.linear.lora import Lora
 from segue.messages.errors import InvalidRequest, StageFailed
 from segue.messages.sampling import SamplingParams
-from segue.models.omni.qwen2_5_omni.generation import MAX_NEW_TOKENS, thinker_ends, thinker_generation
-from segue.models.omni.qwen2_5_omni.library import PAGED
-from segue.models.omni.qwen2_5_omni.loading import kv_spec, load_config, load_decoder
+from segue.models.omni.qwen2_5_omni.generation import GENERATE, thinker_ends, thinker_generation
+from segue.models.omni.qwen2_5_omni.loading import load_config, load_thinker
 from segue.models.omni.qwen2_5_omni.positions import MediumFacts, Positions, facts_of
-from segue.models.shared.checkpoint.checkpoint import held_bytes
-from segue.models.shared.decoder.generation import default_sampling
+from segue.models.shared.decoder.decoder import PagedDecoder
+from segue.models.shared.decoder.generation import context_length, default_sampling
+from segue.models.shared.lora import named_adapter, with_adapter
 from segue.models.shared.text.tokenizer import decode, load_tokenizer, vocabulary_of
 
 MEDIA_ROWS = "media_rows"
@@ -34,6 +34,7 @@ class _State:
 
     from_encoder: bool
     """The request visits the encoder stage: wait for its rows."""
+    adapter: Lora | None
     token_ids: torch.Tensor | None = None
     media: list[MediumFacts] = field(default_factory=list)
     use_audio_in_video: bool = False
@@ -53,15 +54,19 @@ class Thinker:
     conditioned = False
     recordable = True
 
-    def __init__(self, ctx: LoadContext) -> None:
+    def __init__(self, ctx: AutoregressiveContext) -> None:
         config = load_config(ctx)
         thinker = config.thinker_config
         text = thinker.text_config
-        decoder = load_decoder(ctx, config)
-        decoder.model.set_attn_implementation(PAGED)
-        pack_linears(decoder, DECODE_ROWS)
-        self._model, self._head = decoder.model, decoder.lm_head
-        self.library_decoder = decoder.model
+        self._decoder = PagedDecoder(
+            load_thinker(ctx, config),
+            inner="model",
+            quantization=ctx.quantization,
+            lora=ctx.lora,
+            fused=ctx.fused and ctx.group is None,
+        )
+        self.lora = self._decoder.lora
+        self.library_decoder = self._decoder.model
         self._positions = Positions(thinker)
         self._tokenizer = load_tokenizer(ctx.model_dir)
         self.vocabulary = vocabulary_of(self._tokenizer)
@@ -72,16 +77,17 @@ class Thinker:
         }
         self.device = ctx.device
         self.vocab_size: int = text.vocab_size
-        self.max_model_len: int = min(ctx.max_model_len or text.max_position_embeddings, text.max_position_embeddings)
+        self.max_model_len: int = context_length(text, ctx.max_model_len)
         capture_width = text.hidden_size if config.enable_audio_output else 0
-        self.kv: KVSpec = kv_spec(decoder.model, ctx.dtype, capture_width)
-        self.weight_bytes: int = held_bytes(decoder)
+        self.kv: KVSpec = replace(self._decoder.kv, capture_width=capture_width, capture_dtype=ctx.dtype)
+        self.weight_bytes: int = self._decoder.weight_bytes
         generation = thinker_generation(thinker, ctx.model_dir)
         self.end_token_ids = thinker_ends(generation, thinker, ctx.model_dir, self._tokenizer)
-        self.default_sampling: SamplingParams = default_sampling(generation, MAX_NEW_TOKENS)
+        self.default_sampling: SamplingParams = default_sampling(generation, GENERATE)
 
     def begin(self, request: StageRequest) -> _State:
-        return _State(from_encoder="encoder" in request.upstreams)
+        """Raises `NotFound` for an unknown LoRA adapter."""
+        return _State("encoder" in request.upstreams, named_adapter(self.lora, request.request.adapter))
 
     def feed(self, state: _State, upstream: str, payload: Payload, *, final: bool) -> Fed:
         """Collect the prompt's facts from the input stage and the media rows from the encoder; return the prompt once
@@ -96,25 +102,23 @@ class Thinker:
         if not state.ready:
             return Fed()
         prompt, state.embeds = self._prompt(state), []  # the embeddings may be on the device: drop them here
-        return Fed(prompt=prompt)
+        return Fed(prompt=prompt if state.adapter is None else with_adapter(prompt, state.adapter))
 
     def embed(self, token_ids: torch.Tensor, conditioning: torch.Tensor | None) -> torch.Tensor:
         """[n] → [n, H]."""
-        return self._model.embed_tokens(token_ids)
+        return self._decoder.embed(token_ids)
 
     @torch.inference_mode()
     def forward(self, embeds: torch.Tensor, batch: FlatBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[tokens, H] → (hidden states after the final norm [tokens, H], rows for the talker [tokens, H] or None)."""
-        hidden = self._model(
-            inputs_embeds=embeds[None], position_ids=batch.positions[:, None], use_cache=False, paged=batch.attention
-        ).last_hidden_state[0]
+        hidden = self._decoder.forward(embeds, batch)
         if not self.kv.capture_width:
             return hidden, None
         return hidden, hidden + self._without_media(embeds, batch)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, H] → [rows, vocab] float32."""
-        return self._head(hidden).float()
+        return self._decoder.logits(hidden)
 
     def decode_text(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Detokenize; empty if the checkpoint has no tokenizer."""
@@ -170,7 +174,7 @@ class Thinker:
         counts = {"text": len(ids)}
         if not state.media:
             return None, media_rows, counts
-        embeds = self._model.embed_tokens(ids.to(self.device))
+        embeds = self._decoder.embed(ids.to(self.device))
         for token_id, kind in self._kinds.items():
             own = [rows for of, _, rows in state.embeds if of == kind]
             if not own:

@@ -7,8 +7,10 @@ stored one by one and fused in the module, tied weights, quantised formats.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -42,7 +44,11 @@ _UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, StrictD
 
 
 def load_config(ctx: LoadContext) -> PreTrainedConfig:
-    """The checkpoint's config. Raises `ConfigError` with the file's name."""
+    """The checkpoint's config. Raises `ConfigError` with the file's name, or for an unknown `load_format`."""
+    if ctx.load_format not in LOAD_FORMATS:
+        raise ConfigError(
+            f"load_format is {ctx.load_format!r}{nearest(ctx.load_format, LOAD_FORMATS)}", field="load_format"
+        )
     path = ctx.model_dir / "config.json"
     if not path.is_file():
         raise ConfigError(f"{path}: not there, so {str(ctx.model_dir)!r} is not a checkpoint", field="model")
@@ -60,19 +66,17 @@ def load_model(
     unused: tuple[str, ...] = (),
     whole_table: bool = False,
     emptied: bool = False,
+    plan: Mapping[str, str] | None = None,
 ) -> PreTrainedModel:
     """The model on `ctx.device` in `ctx.dtype`, with the checkpoint's weights or random ones (`load_format`).
 
-    `auto`: the library's class that selects the model class of a config. `unused`: prefixes of names of tensors that
-    the checkpoint may lack, because they are not used. `whole_table`: every rank keeps the whole embedding, and may
-    read it without the others. `emptied`: tensors that are empty by the config may have elements in the checkpoint.
-    Raises `ConfigError`.
+    `auto`: the library's class that selects the model class of a config, or the model class itself. `unused`: prefixes
+    of names of tensors that the checkpoint may lack, because they are not used. `whole_table`: every rank keeps the
+    whole embedding, and may read it without the others. `emptied`: tensors that are empty by the config may have
+    elements in the checkpoint. `plan`: the tensor parallel plan of a model for which the library has none. Raises
+    `ConfigError`.
     """
-    if ctx.load_format not in LOAD_FORMATS:
-        raise ConfigError(
-            f"load_format is {ctx.load_format!r}{nearest(ctx.load_format, LOAD_FORMATS)}", field="load_format"
-        )
-    if type(config) not in auto._model_mapping:
+    if not _one_class(auto) and type(config) not in auto._model_mapping:
         raise ConfigError(
             f"transformers {VERSION} has no such model of type {config.model_type!r} ({auto.__name__})",
             field="architectures",
@@ -81,26 +85,53 @@ def load_model(
     if format is not None:
         config = without_it(config)
     if ctx.load_format == "dummy":
-        model = _random(ctx, config, auto, whole_table)
+        model = _random(ctx, config, auto, _cutter(ctx, whole_table, plan))
     else:
         packed = None if format is None else PackedWeights(format, Checkpoint(ctx.model_dir))
-        model = _read(ctx, config, auto, unused, whole_table, emptied, packed)
+        model = _read(ctx, config, auto, unused, emptied, packed, _cutter(ctx, whole_table, plan))
     return model.eval().requires_grad_(False)
 
 
-def _random(ctx: LoadContext, config: PreTrainedConfig, auto: Any, whole_table: bool) -> PreTrainedModel:
-    """Random weights. Parameters of equal shape get equal values on every rank, so undivided ones agree on all
-    ranks."""
+def load_part(
+    ctx: LoadContext,
+    whole: PreTrainedConfig,
+    config: PreTrainedConfig,
+    kind: type[PreTrainedModel],
+    prefix: str,
+    *,
+    plan: Mapping[str, str] | None = None,
+) -> PreTrainedModel:
+    """Load one language model of a checkpoint with several: `kind`, by `config`, whose tensors have names that begin
+    with `prefix`. `whole`: the checkpoint's config; `plan`: as in `load_model`. Every rank keeps the whole embedding.
 
-    def build() -> PreTrainedModel:
-        return auto.from_config(config, dtype=ctx.dtype)
+    Tensors of the other parts are not read. Raises `ConfigError`.
+    """
+    config = deepcopy(config)
+    if ctx.load_format != "dummy" and (written := written_in(whole)) and _packs(written, ctx, prefix):
+        config.quantization_config = written
+    with errors_only("transformers"):  # it reports all tensors of the other parts
+        return load_model(ctx, config, kind, whole_table=True, emptied=True, plan=plan)
 
+
+def _packs(written: dict[str, Any], ctx: LoadContext, prefix: str) -> bool:
+    """Whether a format of packed weights concerns the tensors of a part; unknown for formats that the library reads."""
+    format = format_of(written, ctx.model_dir / "config.json")
+    if format is None:
+        return True
+    return any(name.startswith(prefix) for name in PackedWeights(format, Checkpoint(ctx.model_dir)).layers)
+
+
+def _one_class(auto: Any) -> bool:
+    return isinstance(auto, type) and issubclass(auto, PreTrainedModel)
+
+
+Cutter = Callable[[PreTrainedModel], None]
+"""Keeps only this rank's part of a model."""
+
+
+def _cutter(ctx: LoadContext, whole_table: bool, plan: Mapping[str, str] | None) -> Cutter | None:
     group = _group(ctx)
-    if group is None:
-        model = load_module(ctx, build, lambda name: [name], checkpoint=None)
-        model.tie_weights()
-        return model
-    return load_module(ctx, build, lambda name: [name], checkpoint=None, prepare=partial(_cut, group, whole_table))
+    return None if group is None else partial(_cut, group, whole_table, plan)
 
 
 def _group(ctx: LoadContext) -> Group | None:
@@ -108,9 +139,25 @@ def _group(ctx: LoadContext) -> Group | None:
     return ctx.group if isinstance(ctx, AutoregressiveContext) else None
 
 
-def _cut(group: Group, whole_table: bool, model: PreTrainedModel) -> None:
+def _random(ctx: LoadContext, config: PreTrainedConfig, auto: Any, cut: Cutter | None) -> PreTrainedModel:
+    """Random weights. Parameters of equal shape get equal values on every rank, so undivided ones agree on all
+    ranks."""
+
+    def build() -> PreTrainedModel:
+        made: PreTrainedModel = (auto._from_config if _one_class(auto) else auto.from_config)(config, dtype=ctx.dtype)
+        return made
+
+    if cut is None:
+        model = load_module(ctx, build, lambda name: [name], checkpoint=None)
+        model.tie_weights()
+        return model
+    return load_module(ctx, build, lambda name: [name], checkpoint=None, prepare=cut)
+
+
+def _cut(group: Group, whole_table: bool, plan: Mapping[str, str] | None, model: PreTrainedModel) -> None:
     """Keep only this rank's part of the model."""
-    plan = {name: style for name, style in (model.tp_plan or {}).items() if not (whole_table and style == _TABLE)}
+    plan = plan or model.tp_plan or {}
+    plan = {name: style for name, style in plan.items() if not (whole_table and style == _TABLE)}
     shard(model, plan, model.config.get_text_config(decoder=True), group)
 
 
@@ -151,13 +198,12 @@ def _read(
     config: PreTrainedConfig,
     auto: Any,
     unused: tuple[str, ...],
-    whole_table: bool,
     emptied: bool,
     packed: PackedWeights | None,
+    cut: Cutter | None,
 ) -> PreTrainedModel:
     # divided weights are read on the CPU: parts that a rank does not keep stay in the file's pages
-    group = _group(ctx)
-    here = ctx.device.type == "cpu" or group is not None
+    here = ctx.device.type == "cpu" or cut is not None
     where: dict[str, Any] = {} if here else {"device_map": {"": ctx.device}}
     if packed is not None:
         where["quantization_config"] = packed
@@ -199,8 +245,8 @@ def _read(
             f"{missing[0]!r}{_of_strays(packed)}",
             field="model",
         )
-    if group is not None:
-        _cut(group, whole_table, model)
+    if cut is not None:
+        cut(model)
         model = model.to(ctx.device)
     ctx.progress(1.0, "weights")
     return model
@@ -211,6 +257,18 @@ def _of_strays(packed: PackedWeights | None) -> str:
     if packed is None or not packed.strays:
         return ""
     return f"; {len(packed.strays)} packed layers match no layer of the model, the first is {packed.strays[0]!r}"
+
+
+@contextmanager
+def errors_only(name: str) -> Iterator[None]:
+    """Suppress one logger's warnings."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextmanager

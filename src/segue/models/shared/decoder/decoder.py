@@ -14,6 +14,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -115,6 +116,7 @@ def _plain_linear(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]
     return None
 
 
+NO_INPUTS: Mapping[str, torch.Tensor] = MappingProxyType({})
 HEARD = "encoder_hidden_states"
 """The argument by which decoders of encoder-decoder models take the encoder states: [1, rows, H]."""
 
@@ -155,12 +157,16 @@ class PagedDecoder:
         rows: Callable[[torch.Tensor], torch.Tensor] | None = None,
         across: frozenset[int] = frozenset(),
         heard: torch.Tensor | None = None,
+        head: str | None = None,
+        beside_ids: Mapping[str, torch.Tensor] = NO_INPUTS,
     ) -> None:
         """`fused`: run layers with the same input as one matmul (`segue.kernels.linear.fused_linear`), unless there are
         LoRA adapters. `read_as`: as in `takes_ids_again`. `rows`: embeds ids [n], if the embedding alone does not.
         `across`: the cross-attention layers, which are skipped if a batch has no media; their inputs go to `forward` as
         `others`. `heard`: for an encoder-decoder model, encoder states [1, n, H] that the load check's short text
-        attends to.
+        attends to. `head`: the dotted name of the layer that maps final hidden states to logits, if the model's own
+        forward of embeddings does more than run decoder and head; `beside_ids`: arguments that its forward of ids
+        requires in the load check.
 
         Raises `ConfigError` with the model and the reason if the model cannot be served.
         """
@@ -170,7 +176,7 @@ class PagedDecoder:
         config = model.config.get_text_config(decoder=True)
         stateful = keeps_states(config)
         layers = attending(config) if stateful else frozenset(range(config.num_hidden_layers)) - across
-        self._heard = heard
+        self._heard, self._beside_ids = heard, beside_ids
         if layers:
             check_interface(model, decoder, stateful=stateful or heard is not None)
             decoder.set_attn_implementation(PAGED)  # type: ignore[operator]
@@ -223,7 +229,8 @@ class PagedDecoder:
         if pack_experts(decoder, DECODE_ROWS):
             decoder.set_experts_implementation(PACKED_EXPERTS)  # type: ignore[operator]
         self.lora = None if lora is None else LoraAdapters(model, decoder, lora)
-        self._head = head_of(model, inner, theirs.given_to_head)
+        self._plain_head = head is not None
+        self._head = head_of(model, inner, theirs.given_to_head) if head is None else model.get_submodule(head)
         self._compare(theirs.logits)
         held = nn.ModuleList([decoder, self._head])
         self.weight_bytes = held_bytes(held) + packed_bytes(held)
@@ -261,6 +268,8 @@ class PagedDecoder:
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, H] → [rows, vocab] float32."""
+        if self._plain_head:
+            return self._head(hidden).float()
         return self._head(**self._given("inputs_embeds", hidden), use_cache=False).logits[0].float()
 
     @torch.inference_mode()
@@ -313,7 +322,7 @@ class PagedDecoder:
     def _given(self, name: str, text: torch.Tensor) -> dict[str, Any]:
         """Arguments of the model's own forward for a text: [tokens] ids, or [tokens, H] rows."""
         if self._heard is None:
-            return {name: text[None]}
+            return {name: text[None], **(self._beside_ids if name == "input_ids" else {})}
         return {f"decoder_{name}": text[None], "encoder_outputs": (self._heard,)}
 
     def _probe(self) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from segue.messages.errors import ConfigError
-from segue.messages.sampling import SamplingParams
+from segue.messages.sampling import SamplingParams, merged
 from segue.models.shared.checkpoint.files import GENERATION, check_generation, check_objects, check_positions
 from segue.models.shared.library import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -102,20 +102,20 @@ def _check(generation: GenerationConfig, config: PreTrainedConfig, path: Path) -
     check_generation(generation.to_dict(), path, text.vocab_size if "vocab_size" in text else None)
 
 
-def default_sampling(generation: GenerationConfig, max_tokens: int | None = None) -> SamplingParams:
-    """The defaults of `generate`: greedy unless the config sets `do_sample`, and the filters that apply once a
-    temperature is set. `max_tokens`: used if the config has no `max_new_tokens`."""
+def default_sampling(generation: GenerationConfig, family: SamplingParams | None = None) -> SamplingParams:
+    """The defaults of `generate`: `family` (arguments that the family's own `generate` passes), then those of the
+    config: greedy unless it sets `do_sample`, and the filters that apply once a temperature is set."""
     temperature = generation.temperature if generation.temperature is not None else 1.0
     suppressed = list(generation.suppress_tokens or ())
-    return SamplingParams(
+    checkpoint = SamplingParams(
         temperature=temperature if generation.do_sample else 0.0,
         top_k=generation.top_k if generation.top_k is not None else TOP_K,
         top_p=generation.top_p,
         min_p=generation.min_p,
         repetition_penalty=generation.repetition_penalty,
-        max_tokens=max_tokens,
         suppress_tokens=suppressed or None,
     )
+    return merged(family=family, checkpoint=checkpoint)
 
 
 def end_tokens(generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
