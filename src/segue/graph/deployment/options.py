@@ -112,7 +112,7 @@ def _adapters(section: Section) -> LoraPlan | None:
     while place is not None:
         if place.values.get("lora") is not None:
             places.append(Section(place.at("lora"), place.values["lora"], LORA_KEYS))
-        place = place.below
+        place = None if "lora" in place.own else place.below
     if not places:
         return None
     for upper, lower in pairwise(places):
