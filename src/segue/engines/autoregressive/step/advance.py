@@ -38,7 +38,7 @@ class Advance:
         self._model = model
         self._device = device
         self.groups = model.groups
-        self._sizes = batch_sizes(most)
+        self._sizes = batch_sizes(most) if padded else list(range(1, most + 1))
         self._padded = padded
         self._graphs: NetworkGraphs | None = None
         if recorder is not None:
