@@ -7,10 +7,10 @@ steps.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -132,6 +132,15 @@ StageModelFactory = Callable[[Any], StageModel]
 """Builds a stage model from the `LoadContext` of its engine's kind."""
 Transfer = Callable[[StageRequest, StageOutput], Payload | None]
 """Runs upstream for each output: the payload for this edge, or None if the output has nothing for it."""
+
+
+@runtime_checkable
+class HasVoices(Protocol):
+    """A stage model with the voices that a request can name."""
+
+    @property
+    def voices(self) -> Sequence[str]:
+        """Their names, the default first."""
 
 
 class Engine(Protocol):

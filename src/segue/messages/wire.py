@@ -117,6 +117,8 @@ class StageFacts(msgspec.Struct):
     max_model_len: int | None = None
     vocab_size: int | None = None
     """For an autoregressive stage: token ids are below it."""
+    voices: list[str] = []
+    """Of a stage that has the speakers of the checkpoint, the default first."""
 
 
 class Ready(msgspec.Struct, tag=True):

@@ -50,8 +50,6 @@ class Family:
     the first registered wins. May raise `ConfigError` with the reason why such a checkpoint cannot be served."""
     chats: Callable[[Path], bool] = lambda model_dir: True
     """Whether a checkpoint accepts messages: a bare string from Python is then a user message, else a prompt."""
-    voices: Callable[[Path], list[str]] = lambda model_dir: []
-    """The voices of a checkpoint, the default first; must not import torch."""
     dialect: Callable[[Path, dict[str, Any]], Dialect] = dialect_of
     """Directory and config of a checkpoint → its format of tool calls and reasoning; must not import torch."""
     sizes: Callable[[dict[str, Any], Path], Sizes | None] = lambda config, model_dir: None

@@ -129,6 +129,7 @@ class AsyncOmni:
         await self.orchestrator.start()
         facts = self.orchestrator.replicas.facts
         self.card.vocab_sizes = {stage: fact.vocab_size for stage, fact in facts.items() if fact.vocab_size is not None}
+        self.card.voices = next((fact.voices for fact in facts.values() if fact.voices), [])
         if self.card.text_stage is not None:
             self.card.max_model_len = facts[self.card.text_stage].max_model_len
 

@@ -88,8 +88,6 @@ def _chats(subject: Subject, quick: bool) -> list[Question]:
         "seed": SEED,
         "return_prompt_ids": True,
     }
-    if "audio" in subject.graph.gives and (voices := subject.family.voices(subject.model_dir)):
-        shared["voice"] = voices[0]
 
     def asked(name: str, text: str, *parts: dict[str, Any], **more: Any) -> Question:
         content = [*parts, {"type": "text", "text": text}]

@@ -17,7 +17,7 @@ from segue.connectors.cuda import cuda_memory
 from segue.connectors.device import DeviceMemory
 from segue.connectors.segment import PAGE
 from segue.engines.autoregressive.contract import LoraHost, TakesLora
-from segue.engines.contract import LoadContext, StageModel, StageModelFactory
+from segue.engines.contract import HasVoices, LoadContext, StageModel, StageModelFactory
 from segue.graph.deployment.deployment import EdgePlan, Limits
 from segue.graph.deployment.stage_plan import StagePlan
 from segue.graph.kinds.registry import plan_from
@@ -88,6 +88,8 @@ def build(
         give_back()
         kind = worker_kind(plan.engine)
         facts[plan.name] = kind.facts(model)
+        if isinstance(model, HasVoices):
+            facts[plan.name].voices = list(model.voices)
         transfers = {
             edge.target: _of(stages_module.TRANSFERS, (edge.source, edge.target), family, "TRANSFERS")
             for edge in edges

@@ -23,7 +23,6 @@ FAMILY = Family(
     architectures=frozenset({"ToyForConditionalGeneration"}),
     graph=graph,
     stages_module="segue_toy.stages",
-    voices=lambda model_dir: ["one", "two"],
     options=frozenset({"hold", "fail_at", "die_at", "lost_at"}),
 )
 

@@ -142,6 +142,8 @@ class Letters:
 class Tone:
     """Ids to samples: each becomes 240 samples of its value."""
 
+    voices = ("one", "two")
+
     def __init__(self, ctx: LoadContext) -> None:
         self.made: dict[str, int] = {}
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from segue.engines.autoregressive.contract import AutoregressiveModel, Fed, YieldsRows
-from segue.engines.contract import Payload, StageRequest
+from segue.engines.contract import HasVoices, Payload, StageRequest
 
 
 class Wrapped:
@@ -25,6 +25,8 @@ class Wrapped:
         self.end_token_ids = inner.end_token_ids
         self.default_sampling = inner.default_sampling
         self.vocabulary = inner.vocabulary
+        if isinstance(inner, HasVoices):
+            self.voices = inner.voices
         if isinstance(inner, YieldsRows):
             self.groups = inner.groups  # with `advance`, it then yields rows as well
 

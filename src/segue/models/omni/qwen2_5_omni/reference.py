@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from segue.messages.reference import LibraryAnswer, Question
 from segue.messages.request import MediaPart, TextPart
+from segue.models.omni.qwen2_5_omni.family import DEFAULT_VOICE
 from segue.models.omni.qwen2_5_omni.library import Qwen2_5OmniForConditionalGeneration, Qwen2_5OmniProcessor
 from segue.models.shared.reference import Follow, Library, clip_of, image_of, most_tokens, processors, samples_of
 
@@ -53,7 +54,7 @@ class Reference:
         most = most_tokens(request, "thinker")
         given: dict[str, Any] = {
             **inputs,
-            "speaker": request.voice,
+            "speaker": request.voice or self._default_voice(),
             "thinker_do_sample": False,
             "thinker_max_new_tokens": min(most, text.most),
             "thinker_logits_processor": processors(text),
@@ -103,6 +104,10 @@ class Reference:
         return self.process(
             self.prompt([{"role": "user", "content": content}]), **{k: v for k, v in media.items() if v}, **more
         )
+
+    def _default_voice(self) -> str:
+        """`generate` knows one name; a checkpoint may have others."""
+        return min(self.model.speaker_map, key=lambda name: name != DEFAULT_VOICE, default=DEFAULT_VOICE)
 
     def _talker_ends(self) -> list[int]:
         """The library hard-codes the end tokens of the published sizes."""

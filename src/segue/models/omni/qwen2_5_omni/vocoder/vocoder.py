@@ -116,10 +116,11 @@ class Token2Wav:
             raise ConfigError(
                 f"block_size {dit.block_size} is no multiple of repeats {dit.repeats}", field="dit_config"
             )
+        self.voices = list(self._speakers)
         self._flow = FlowDecoder(dit)
         self._bigvgan = BigVGAN(model.code2wav_bigvgan_model)
         self._codes_per_block = dit.block_size // dit.repeats
-        self._voices: dict[str, Voice] = {}
+        self._conditions: dict[str, Voice] = {}
 
     def warm_up(self) -> None:
         """Decode the first windows of an utterance in the default voice, whose conditioning is kept."""
@@ -225,10 +226,10 @@ class Token2Wav:
         return Window(voice, piece.codes, piece.noise, piece.first_block, piece.emit, past, spare)
 
     def _voice(self, name: str) -> Voice:
-        if name not in self._voices:
+        if name not in self._conditions:
             speaker = self._speakers[name]
-            self._voices[name] = self._flow.voice(speaker.cond, speaker.ref_mel)
-        return self._voices[name]
+            self._conditions[name] = self._flow.voice(speaker.cond, speaker.ref_mel)
+        return self._conditions[name]
 
     def _audio(self, piece: Piece) -> Payload:
         if piece.payload is None:
