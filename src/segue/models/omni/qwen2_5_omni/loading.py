@@ -83,17 +83,20 @@ def load_encoders(ctx: LoadContext, config: Qwen2_5OmniConfig) -> Encoders:
 
 
 def load_thinker(ctx: LoadContext, config: Qwen2_5OmniConfig) -> PreTrainedModel:
-    """The library's thinker without its encoders: decoder (`model.language_model`) and head."""
+    """The library's thinker without its encoders: decoder (`model.language_model`, in older versions `model`) and
+    head."""
     part = deepcopy(config.thinker_config)
     part.vision_config.depth = part.audio_config.encoder_layers = 0  # so their layers are not read
     thinker = load_part(ctx, config, part, Qwen2_5OmniThinkerForConditionalGeneration, "thinker.")
-    del thinker.model.visual, thinker.model.audio_tower
+    for holder in (thinker, thinker.model):  # it is `model` in newer versions
+        for encoder in ("visual", "audio_tower"):
+            holder._modules.pop(encoder, None)
     return thinker
 
 
 def load_talker(ctx: LoadContext, config: Qwen2_5OmniConfig) -> PreTrainedModel:
     """The library's talker; its layers are the thinker's, for which alone the library has a tensor parallel plan."""
-    plan = config.thinker_config.text_config.base_model_tp_plan
+    plan: dict[str, str] = config.thinker_config.text_config.base_model_tp_plan or {}
     return load_part(
         ctx,
         config,

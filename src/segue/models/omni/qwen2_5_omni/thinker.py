@@ -61,6 +61,7 @@ class Thinker:
         self._decoder = PagedDecoder(
             load_thinker(ctx, config),
             inner="model",
+            head="lm_head",
             quantization=ctx.quantization,
             lora=ctx.lora,
             fused=ctx.fused and ctx.group is None,

@@ -164,9 +164,9 @@ class PagedDecoder:
         LoRA adapters. `read_as`: as in `takes_ids_again`. `rows`: embeds ids [n], if the embedding alone does not.
         `across`: the cross-attention layers, which are skipped if a batch has no media; their inputs go to `forward` as
         `others`. `heard`: for an encoder-decoder model, encoder states [1, n, H] that the load check's short text
-        attends to. `head`: the dotted name of the layer that maps final hidden states to logits, if the model's own
-        forward of embeddings does more than run decoder and head; `beside_ids`: arguments that its forward of ids
-        requires in the load check.
+        attends to. `head`: the dotted name of the layer that maps final hidden states to logits, if it is a single
+        one: needed if the model's own forward of embeddings does more than run decoder and head. `beside_ids`:
+        arguments that its forward of ids requires in the load check.
 
         Raises `ConfigError` with the model and the reason if the model cannot be served.
         """
