@@ -24,14 +24,6 @@ from qwen3_omni_family import (
 from segue.engines.contract import StageOutput
 from segue.messages.errors import InvalidRequest
 from segue.models.omni.qwen3_omni.thinker import Thinker
-from segue.models.omni.qwen3_omni.tiny import presets as tiny
-
-
-@pytest.fixture(scope="module")
-def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("qwen3-omni")
-    tiny.make(directory)
-    return directory
 
 
 @pytest.fixture(scope="module")

@@ -70,11 +70,11 @@ class Reader(MediaReader):
     def _made(self, parts: Sequence[MediaPart], media: Sequence[Decoded]) -> dict[str, Any]:
         """The processor's results; its text has the parts in order, with a border after each."""
         videos = [medium for medium in media if isinstance(medium, Video)]
-        images = [medium for medium, part in zip(media, parts, strict=True) if part.kind == "image"]
+        still = [medium for medium in media if not isinstance(medium, Video) and medium.ndim == 3]
         sounds = _sounds(media, parts)
         given: dict[str, Any] = {}
-        if images:
-            given["images"] = [Image.fromarray(pixels) for pixels in images]
+        if still:
+            given["images"] = [Image.fromarray(pixels) for pixels in still]
         if sounds:
             given["audio"] = sounds
         if videos:

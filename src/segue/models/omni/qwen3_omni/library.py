@@ -14,13 +14,25 @@ from transformers import (
 )
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     Qwen3OmniMoeAudioEncoder,
+    Qwen3OmniMoeCausalConvNet,
+    Qwen3OmniMoeCausalTransConvNet,
+    Qwen3OmniMoeCode2Wav,
+    Qwen3OmniMoeCode2WavDecoderBlock,
+    Qwen3OmniMoeCode2WavDecoderResidualUnit,
+    Qwen3OmniMoeConvNeXtBlock,
     Qwen3OmniMoePreTrainedModelForConditionalGeneration,
     Qwen3OmniMoeVisionEncoder,
 )
 
 __all__ = [
     "Qwen3OmniMoeAudioEncoder",
+    "Qwen3OmniMoeCausalConvNet",
+    "Qwen3OmniMoeCausalTransConvNet",
+    "Qwen3OmniMoeCode2Wav",
+    "Qwen3OmniMoeCode2WavDecoderBlock",
+    "Qwen3OmniMoeCode2WavDecoderResidualUnit",
     "Qwen3OmniMoeConfig",
+    "Qwen3OmniMoeConvNeXtBlock",
     "Qwen3OmniMoeForConditionalGeneration",
     "Qwen3OmniMoePreTrainedModelForConditionalGeneration",
     "Qwen3OmniMoeProcessor",

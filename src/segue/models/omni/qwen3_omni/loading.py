@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import cast
 
+import torch
 from torch import nn
 
 from segue.engines.contract import LoadContext
 from segue.messages.errors import ConfigError
 from segue.models.omni.qwen3_omni.library import (
     Qwen3OmniMoeAudioEncoder,
+    Qwen3OmniMoeCode2Wav,
     Qwen3OmniMoeConfig,
     Qwen3OmniMoeThinkerConfig,
     Qwen3OmniMoeThinkerForConditionalGeneration,
@@ -64,9 +66,26 @@ def load_encoders(ctx: LoadContext, config: Qwen3OmniMoeConfig) -> Encoders:
         ctx,
         lambda: Encoders(config.thinker_config),
         lambda name: (f"thinker.{name}", f"thinker.model.{name}"),
-        checkpoint=None if ctx.load_format == "dummy" else Checkpoint(ctx.model_dir),
+        checkpoint=_checkpoint(ctx),
         seed=zlib.crc32(b"encoder"),
     )
+
+
+def load_code2wav(ctx: LoadContext, config: Qwen3OmniMoeConfig) -> Qwen3OmniMoeCode2Wav:
+    """The vocoder, always in float32. Raises `ConfigError` with the missing tensor."""
+    return load_module(
+        ctx,
+        lambda: Qwen3OmniMoeCode2Wav(config.code2wav_config),
+        lambda name: (f"code2wav.{name}",),
+        checkpoint=_checkpoint(ctx),
+        dtype=torch.float32,
+        seed=zlib.crc32(b"vocoder"),
+    )
+
+
+def _checkpoint(ctx: LoadContext) -> Checkpoint | None:
+    """The checkpoint's tensors, or None for random weights."""
+    return None if ctx.load_format == "dummy" else Checkpoint(ctx.model_dir)
 
 
 @contextmanager

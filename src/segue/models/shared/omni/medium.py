@@ -30,9 +30,10 @@ _STEEPEST = 200
 """The library's resizing (`smart_resize`) refuses images with a larger aspect ratio."""
 
 
-Pixels = np.ndarray[Any, np.dtype[np.uint8]]
-Decoded = Pixels | Samples | Video
-"""An image [height, width, 3], a recording [samples] float32, or a clip."""
+Pixels = np.ndarray[Any, Any]
+"""[height, width, 3] uint8."""
+Decoded = np.ndarray[Any, Any] | Video
+"""`Pixels` of an image, `Samples` of a recording, or a clip."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class MediaReader:
             "hash": self._hash("video", video.frames, video.fps),
             "pixel_values": values,
             "grid_thw": grid.tolist(),
-            "second_per_grid": float(second_per_grid),
+            "second_per_grid": second_per_grid,
         }
 
     def audio_entry(self, samples: Samples, features: torch.Tensor, mask: torch.Tensor, **facts: int) -> Payload:
@@ -144,7 +145,7 @@ class MediaReader:
             made = self._chat.expand_video_with_audio(text, **media)
         entries = [
             self.video_entry(
-                video, made["pixel_values_videos"], made["video_grid_thw"][0], made["video_second_per_grid"][0]
+                video, made["pixel_values_videos"], made["video_grid_thw"][0], float(made["video_second_per_grid"][0])
             )
         ]
         if video.audio is not None:

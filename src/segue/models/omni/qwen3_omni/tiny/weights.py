@@ -26,7 +26,7 @@ _GAINS = (
     (r"thinker\.audio_tower\.conv2d\d\.weight", 2.0),
     (r"thinker\.audio_tower\.proj2\.weight", 2.0),
     (r"code2wav\.decoder\.\d+\.block\.\d+\.conv2\.", 0.5),
-    (r"code2wav\.decoder\.6\.conv\.weight", 0.05),
+    (r"code2wav\.decoder\.6\.conv\.weight", 0.02),
 )
 _BIAS_STD = 0.05
 _SHARP = 2.8
