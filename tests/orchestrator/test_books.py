@@ -35,7 +35,7 @@ def test_ids_of_a_stage_that_is_heard_of_last_are_not_lost(order: tuple[str, ...
     for count, stage in enumerate(order):
         assert not request.complete()
         assert request.given() == {"thinker", "vocoder"}.issubset(order[:count])
-        request.took(Emission("r", stage, 1, token_ids=[count]))
+        request.took(Emission("r", stage, 1, units=[count]))
         ends = [OutputEnd(0, "stop")] if stage == "thinker" else []
         request.ended(StageDone(stage, "r", stage, 1, ends, 0.0, 0.0, 0.0, 0.0))
     assert request.complete()

@@ -19,6 +19,7 @@ from segue.messages.deltas import TokenLogprobs
 from segue.messages.errors import SegueError
 from segue.messages.request import Request
 from segue.messages.sampling import SamplingParams
+from segue.messages.units import Unit
 from segue.parallel.group import Group
 from segue.parallel.ways import Ways
 
@@ -42,9 +43,9 @@ class StageRequest:
     """Stages that receive this one's output; output without a receiver need not be captured."""
     to_client: frozenset[str]
     """Modalities of this stage's output that the client receives, e.g. {"text"}."""
-    resume: list[int] = field(default_factory=list)
-    """Token ids that an earlier attempt had emitted: prefill them and continue. They are emitted downstream again."""
-    resume_others: list[list[int]] = field(default_factory=list)
+    resume: list[Unit] = field(default_factory=list)
+    """Units that an earlier attempt had emitted: prefill them and continue. They are emitted downstream again."""
+    resume_others: list[list[Unit]] = field(default_factory=list)
     """The same for outputs 1, 2, …, if the request asks for several."""
     priority: int = 0
     arrival: float = field(default_factory=time.monotonic)
@@ -73,6 +74,8 @@ class StageOutput:
     """Newly generated ids, including the end token."""
     first_index: int = 0
     """Number of ids generated before these."""
+    codes: list[list[int]] = field(default_factory=list)
+    """[n][groups] Parallel to `token_ids`: the whole row of each, if the stage model yields rows of codes."""
     text: str = ""
     """New text, if the stage makes text for the client; held back while it may be part of a stop string."""
     index: int = 0

@@ -18,6 +18,7 @@ import msgspec
 from segue.messages.deltas import ClientDelta
 from segue.messages.request import Request
 from segue.messages.stats import WorkerStats
+from segue.messages.units import Unit
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -43,8 +44,8 @@ class Begin(msgspec.Struct, tag=True):
     upstreams: list[Peer]
     downstreams: list[Peer]
     to_client: list[str]
-    resume: list[list[int]] = []
-    """For each output, the ids that the journal holds from an earlier attempt."""
+    resume: list[list[Unit]] = []
+    """For each output, the units that the journal holds from an earlier attempt."""
 
 
 class Resend(msgspec.Struct, tag=True):
@@ -146,9 +147,10 @@ class Emission(msgspec.Struct):
     attempt: int
     index: int = 0
     """Which of the request's outputs this is about."""
-    token_ids: list[int] = []
-    """New ids for the journal (ids, never tensors)."""
+    units: list[Unit] = []
+    """New units for the journal (ids and rows of codes, never tensors)."""
     first_index: int = 0
+    """Number of units generated before these."""
     deltas: list[ClientDelta] = []
     position: int = 0
     """Where the deltas start in the client stream of this output and attempt: characters, samples or images."""

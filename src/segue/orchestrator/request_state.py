@@ -32,6 +32,7 @@ from segue.messages.deltas import (
 )
 from segue.messages.errors import SegueError
 from segue.messages.request import Request
+from segue.messages.units import Unit, ids_of
 from segue.messages.wire import Emission, OutputEnd, StageDone
 
 
@@ -86,8 +87,8 @@ class RequestState:
     admitted: float = field(default_factory=time.monotonic)
     queue: asyncio.Queue[Delta | SegueError] = field(default_factory=asyncio.Queue)
     stages: dict[str, StageState] = field(default_factory=dict)
-    journal: dict[str, dict[int, list[int]]] = field(default_factory=dict)
-    """Autoregressive stage → output → all ids that it has emitted."""
+    journal: dict[str, dict[int, list[Unit]]] = field(default_factory=dict)
+    """Autoregressive stage → output → all units that it has emitted."""
     delivered: dict[tuple[str, int], int] = field(default_factory=dict)
     """(stage, output) → number of characters or samples that the client has."""
     shown: dict[tuple[str, str, int], int] = field(default_factory=dict)
@@ -118,10 +119,11 @@ class RequestState:
         """Record an emission; return the deltas that the client does not have (each attempt streams from the start)."""
         stage, place = emission.stage, (emission.stage, emission.index)
         fresh_ids: list[int] = []
-        if emission.token_ids:
+        if emission.units:
             journal = self.journal.setdefault(stage, {}).setdefault(emission.index, [])
-            fresh_ids = emission.token_ids[max(0, len(journal) - emission.first_index) :]
-            journal.extend(fresh_ids)
+            fresh_units = emission.units[max(0, len(journal) - emission.first_index) :]
+            journal.extend(fresh_units)
+            fresh_ids = ids_of(fresh_units)
         if stage in (self.main, INPUT):  # whichever of them counts the prompt
             self.usage.prompt_tokens = self.usage.prompt_tokens or emission.prompt_tokens
             self.usage.cached_tokens = self.usage.cached_tokens or emission.cached_tokens
@@ -186,8 +188,8 @@ class RequestState:
         if done.stage == self.main:
             self.ends = done.ends
 
-    def resume(self, stage: str) -> list[list[int]]:
-        """Return the ids that each output of a stage has emitted, from which a new attempt continues."""
+    def resume(self, stage: str) -> list[list[Unit]]:
+        """Return the units that each output of a stage has emitted, from which a new attempt continues."""
         journal = self.journal.get(stage, {})
         return [journal.get(index, []) for index in range(max(journal, default=-1) + 1)]
 
@@ -210,7 +212,7 @@ class RequestState:
             self.usage.completion_modalities[kind] = sum(map(len, outputs.values()))
         return Finished(
             finish_reason=self.ends[0].finish_reason if self.ends else "stop",
-            token_ids={stage: list(outputs.get(0, [])) for stage, outputs in self.journal.items()},
+            token_ids={stage: ids_of(outputs.get(0, [])) for stage, outputs in self.journal.items()},
             usage=self.usage,
             metrics=self.metrics,
             choices=self._choices(self.ends),
@@ -222,7 +224,11 @@ class RequestState:
             return []  # the engine makes no tokens
         return [
             Choice(
-                end.index, end.finish_reason, list(journal.get(end.index, [])), end.cumulative_logprob, end.stop_reason
+                end.index,
+                end.finish_reason,
+                ids_of(journal.get(end.index, [])),
+                end.cumulative_logprob,
+                end.stop_reason,
             )
             for end in ends
         ]

@@ -75,9 +75,11 @@ class CopyStates(msgspec.Struct, tag=True, array_like=True):
 
 
 class Embed(msgspec.Struct, tag=True, array_like=True):
-    """`embed`; token ids [count] follow."""
+    """`embed`; token ids [count], or rows of codes [count, groups], follow."""
 
     count: int
+    groups: int = 0
+    """0: token ids."""
 
 
 class LoadAdapter(msgspec.Struct, tag=True, array_like=True):
@@ -150,8 +152,26 @@ class Logits(msgspec.Struct, tag=True, array_like=True):
     """(width, dtype); None: the result of the last `Forward`."""
 
 
+class Advance(msgspec.Struct, tag=True, array_like=True):
+    """`advance`; hidden states [rows, width], codes 0 and greedy [2, rows], and numbers [rows, groups - 1] follow."""
+
+    rows: int
+    hidden: tuple[int, str]
+    """(width, dtype)"""
+
+
 Calls = (
-    OpenStore | CloseStore | CopyBlocks | ScrubBlocks | OpenStates | CloseStates | CopyStates | Embed | Forward | Logits
+    OpenStore
+    | CloseStore
+    | CopyBlocks
+    | ScrubBlocks
+    | OpenStates
+    | CloseStates
+    | CopyStates
+    | Embed
+    | Forward
+    | Logits
+    | Advance
 )
 Order = Calls | LoadAdapter | UnloadAdapter | ForgetAdapter
 

@@ -122,7 +122,7 @@ class StageRunner:
             stage=self.plan.name,
             attempt=visit.begin.attempt,
             index=output.index,
-            token_ids=output.token_ids,
+            units=list(output.codes or output.token_ids),
             first_index=output.first_index,
             deltas=deltas,
             position=visit.positions.get(output.index, 0),

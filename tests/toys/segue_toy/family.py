@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ FAMILY = Family(
 )
 
 
-def make(directory: Path) -> Path:
+def make(directory: Path, architecture: str = "ToyForConditionalGeneration") -> Path:
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text('{"architectures": ["ToyForConditionalGeneration"]}')
+    (directory / "config.json").write_text(json.dumps({"architectures": [architecture]}))
     return directory

@@ -38,7 +38,7 @@ def text_of(tokens: Sequence[int]) -> str:
     return "".join(chr(ord("a") + token % 26) for token in tokens)
 
 
-def _stop_point(request: StageRequest, stage: str, index: int) -> None:
+def stop_point(request: StageRequest, stage: str, index: int) -> None:
     options = request.request.options
     hold, fail, die = options.get("hold"), options.get("fail_at"), options.get("die_at")
     if die and die["stage"] == stage and die["at"] == index:
@@ -115,7 +115,7 @@ class Counter:
     def forward(self, embeds: torch.Tensor, batch: FlatBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
         for prompt, start, _ in batch.prompts:
             if prompt is not None and "request" in prompt.extras:
-                _stop_point(prompt.extras["request"], "forward", start)
+                stop_point(prompt.extras["request"], "forward", start)
         return embeds, embeds.clone()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -164,7 +164,7 @@ class Tone:
         for work in works:
             request, start, ids = work.item
             for index in range(start, start + len(ids)):
-                _stop_point(request, "tone", index)
+                stop_point(request, "tone", index)
             samples = (ids / VOCAB).repeat_interleave(SAMPLES_PER_TOKEN)
             results.append(Result({"samples": samples, "start": start * SAMPLES_PER_TOKEN, "sample_rate": 24000}))
         return results
@@ -179,7 +179,7 @@ def ids_forward(request: StageRequest, output: StageOutput) -> Payload | None:
 
 def rows_forward(request: StageRequest, output: StageOutput) -> Payload | None:
     if output.token_ids:
-        _stop_point(request, "counter", output.first_index)
+        stop_point(request, "counter", output.first_index)
     if output.captured is None:
         return None
     return {"start": output.captured.start, "rows": output.captured.data}

@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 
+from segue.engines.autoregressive.sample.codes import draw_codes
 from segue.engines.contract import Payload, StageRequest
 from segue.kernels.attention.interface import AttentionWindow, Chunked
 from segue.kernels.kv.layout import KVLayout, LayerShape, lay_out
@@ -206,6 +208,55 @@ class Recordable(Protocol):
     recordable: bool
 
 
+@dataclass(slots=True)
+class Draws:
+    """The random numbers of a step for codes 1 to `groups - 1` of its rows; n sequences draw. The numbers depend only
+    on the request's seed, the token's place in the output and the group, so a rerun draws the same codes."""
+
+    numbers: torch.Tensor
+    """[n, groups - 1] float64 in [0, 1): column j is for code j + 1."""
+    greedy: torch.Tensor
+    """[n] bool: the request is greedy."""
+    finite: torch.Tensor | None = None
+    """[n] bool: no logits of the row had NaN or +inf so far; None: nothing was drawn."""
+
+    def code(
+        self, group: int, logits: torch.Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
+    ) -> torch.Tensor:
+        """[n, vocab] → [n] long, code `group` (from 1) of each row: by its number, or the most likely if it is greedy.
+        Waits for nothing on the host. A request with NaN fails alone."""
+        number = self.numbers[:, group - 1]
+        codes, finite = draw_codes(logits, number, self.greedy, temperature=temperature, top_k=top_k, top_p=top_p)
+        self.finite = finite if self.finite is None else self.finite & finite
+        return codes
+
+
+@runtime_checkable
+class YieldsRows(Protocol):
+    """A stage model whose steps yield rows of codes instead of single ids.
+
+    Code 0 of a row is the token: drawn from `logits` under the request's sampling parameters, which end tokens and
+    penalties refer to. `advance` gives the other codes. The input of the next step is `embed` of the whole row. Outputs
+    carry the rows (`StageOutput.codes`), and an end token's row has codes, too, which mean nothing. Neither beams nor
+    speculation are supported.
+    """
+
+    groups: int
+    """Codes per row, code 0 included."""
+
+    def advance(self, hidden: torch.Tensor, ids: torch.Tensor, draws: Draws) -> torch.Tensor:
+        """[n, hidden] final hidden states that gave code 0, [n] codes 0 → [n, groups - 1] long, the other codes.
+
+        Called once per step, for all sequences that draw. Rows must not depend on each other, and nothing but the
+        arguments may decide: calls are replayed from captured graphs, on a CPU if the stage model is `Recordable`.
+        """
+
+
+def row_identity(codes: Sequence[int]) -> bytes:
+    """Identity of a generated row of codes, for `Prompt.identity` of a prompt that contains it."""
+    return b"codes" + np.array(codes, dtype="<i4").tobytes()
+
+
 @runtime_checkable
 class TakesLora(Protocol):
     """A stage model that supports LoRA adapters."""
@@ -243,7 +294,8 @@ class AutoregressiveModel(Protocol):
     def embed(self, token_ids: torch.Tensor, conditioning: torch.Tensor | None) -> torch.Tensor:
         """[n] ids, [n, width] rows (conditioned stages) → [n, hidden] decoder inputs of generated tokens.
 
-        Also called with prompt ids and no rows, for prompts without `embeds`.
+        Also called with prompt ids and no rows, for prompts without `embeds`. A stage model that yields rows of codes
+        gets generated tokens as [n, groups], and prompt ids as [n].
         """
 
     def forward(self, embeds: torch.Tensor, batch: FlatBatch) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from segue.engines.autoregressive.cache.blocks import block_hash, chain_root
-from segue.engines.autoregressive.contract import AutoregressiveModel, Fed, Prompt
+from segue.engines.autoregressive.contract import AutoregressiveModel, Fed, Prompt, row_identity
 from segue.engines.autoregressive.grammar.after_thoughts import AfterThoughts
 from segue.engines.autoregressive.grammar.grammar import Compilation, Form, Grammar
 from segue.engines.autoregressive.sample.detokenize import Detokenizer, StopStrings
@@ -24,6 +24,7 @@ from segue.engines.autoregressive.schedule.jobs import Job
 from segue.engines.autoregressive.schedule.policies import Rank
 from segue.engines.contract import StageOutput, StageRequest
 from segue.messages.errors import InvalidRequest, StageFailed, TooLong
+from segue.messages.units import Unit, ids_of, rows_of
 
 
 class Branching:
@@ -132,8 +133,12 @@ class Sequence:
         """Draft tokens after `ids`, to be verified in its next step."""
         self.wary = False
         """Its last step gave NaN with drafts: the next step runs without drafts."""
+        self.codes: list[list[int]] = []
+        """The row of each generated token, if the stage model yields rows of codes; its code 0 is in `ids`."""
         self.forced: int | None = None
         """The last token of an earlier attempt: taken instead of sampling one."""
+        self.forced_row: list[int] = []
+        """Its row, if the stage model yields rows of codes."""
         self.conditioning = Conditioning()
         self.sampler: RowSampler | None = None
         sampling = request.sampling
@@ -200,11 +205,12 @@ class Sequence:
         assert self.sampler is not None
         for resumed in (self.request.resume, *self.request.resume_others):
             place = self._form()
-            if place is not None and not all(place.accept(token) for token in resumed):
+            if place is not None and not all(place.accept(token) for token in ids_of(resumed)):
                 raise StageFailed("the tokens of an earlier attempt do not match structured_outputs")
         thinking = self._thinking()
-        self.sampler.rules.thinking = None if thinking is None else thinking.after(self.request.resume[:-1])
-        self._replay(self.request.resume)
+        known = ids_of(self.request.resume)
+        self.sampler.rules.thinking = None if thinking is None else thinking.after(known[:-1])
+        self._replay(known)
 
     def _thinking(self) -> Thinking | None:
         """The thinking state of an output that has no token yet."""
@@ -285,14 +291,17 @@ class Sequence:
         if self._start is not None and self._root:
             self._take_form()
 
-    def go_on(self, resume: Seq[int]) -> None:
+    def go_on(self, resume: Seq[Unit]) -> None:
         """Take the tokens of an earlier attempt, except the last, which is taken as if it were sampled."""
         assert self.sampler is not None
-        self.ids += resume[:-1]
-        for token in resume[:-1]:
+        known, rows = ids_of(resume), rows_of(resume)
+        self.ids += known[:-1]
+        self.codes += rows[:-1]
+        for token in known[:-1]:
             self.sampler.saw(token)
-        self.forced = resume[-1] if resume else None
-        self._replay(resume)
+        self.forced = known[-1] if known else None
+        self.forced_row = rows[-1] if rows else []
+        self._replay(known)
 
     def follow(self, parent: Sequence, block_size: int) -> None:
         """Continue from the end of the prompt of `parent`, which both sequences share."""
@@ -330,12 +339,13 @@ class Sequence:
         self.job.hashes = []
         self.refresh(block_size)
 
-    def append(self, token: int, block_size: int) -> None:
-        """Append one generated token."""
+    def append(self, token: int, block_size: int, row: Seq[list[int]] = ()) -> None:
+        """Append one generated token. `row`: its row of codes, if it has one."""
         assert self.sampler is not None
         self.ids.append(token)
+        self.codes += row
         self.sampler.saw(token)
-        self.forced = None
+        self.forced, self.forced_row = None, []
         self.wary = False
         self.propose([])
         self.refresh(block_size)
@@ -382,7 +392,12 @@ class Sequence:
         prompt = self.prompt
         assert prompt is not None
         known = prompt.token_ids if prompt.identity is None else prompt.identity
-        items = [*known[start:stop], *self.ids[max(start, self.prompt_length) : stop]]
+        begin = max(start, self.prompt_length)
+        generated: Seq[int | bytes] = self.ids[begin:stop]
+        if self.codes:
+            rows = self.codes[begin - self.prompt_length : max(0, stop - self.prompt_length)]
+            generated = [row_identity(row) for row in rows]
+        items = [*known[start:stop], *generated]
         text = b"".join(b"b%d:%b" % (len(item), item) if isinstance(item, bytes) else b"i%d," % item for item in items)
         if prompt.positions is None and not prompt.position_delta:
             return text

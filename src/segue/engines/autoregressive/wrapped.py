@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from segue.engines.autoregressive.contract import AutoregressiveModel, Fed
+from segue.engines.autoregressive.contract import AutoregressiveModel, Fed, YieldsRows
 from segue.engines.contract import Payload, StageRequest
 
 
 class Wrapped:
-    """Forwards everything of an `AutoregressiveModel` except its network to `inner`. A subclass adds `embed`, `forward`
-    and `logits`."""
+    """Forwards everything of an `AutoregressiveModel` except its network to `inner`. A subclass adds `embed`,
+    `forward`, `logits` and, for inner stage models that yield rows of codes, `advance`."""
 
     def __init__(self, inner: AutoregressiveModel) -> None:
         self.inner = inner
@@ -25,6 +25,8 @@ class Wrapped:
         self.end_token_ids = inner.end_token_ids
         self.default_sampling = inner.default_sampling
         self.vocabulary = inner.vocabulary
+        if isinstance(inner, YieldsRows):
+            self.groups = inner.groups  # with `advance`, it then yields rows as well
 
     def begin(self, request: StageRequest) -> Any:
         return self.inner.begin(request)

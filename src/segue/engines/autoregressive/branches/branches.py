@@ -14,7 +14,7 @@ import msgspec
 
 from segue.engines.autoregressive.branches.beam_group import BeamGroup
 from segue.engines.autoregressive.config import AutoregressiveConfig
-from segue.engines.autoregressive.contract import AutoregressiveModel
+from segue.engines.autoregressive.contract import AutoregressiveModel, YieldsRows
 from segue.engines.autoregressive.sequence import Branching, Sequence
 from segue.engines.contract import StageOutput, StageRequest
 from segue.messages.errors import InvalidRequest
@@ -40,6 +40,11 @@ def prepared(request: StageRequest, model: AutoregressiveModel, config: Autoregr
     if model.conditioned:
         raise InvalidRequest(
             f"{asked}, but stage {request.stage!r} is conditioned on other stages: it has one output", field=field
+        )
+    if beams > 1 and isinstance(model, YieldsRows):
+        raise InvalidRequest(
+            f"{asked}, but stage {request.stage!r} yields rows of codes, which beam search does not support",
+            field=field,
         )
     for other, value in (("best_of", params.best_of), ("beam_width", params.beam_width)):
         # values that the request omits come from the deployment
@@ -145,6 +150,7 @@ class Forks(Branching):
         if output.prompt_logprobs or output.prompt_token_ids:
             self._prompt = output
         held.output.token_ids += output.token_ids
+        held.output.codes += output.codes
         held.output.logprobs += output.logprobs
         held.output.text += output.text
         if output.finished:

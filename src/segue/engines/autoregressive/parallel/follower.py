@@ -9,7 +9,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from segue.engines.autoregressive.contract import AutoregressiveModel, FlatBatch, LoraHost, Prompt, TakesLora
+from segue.engines.autoregressive.contract import (
+    AutoregressiveModel,
+    Draws,
+    FlatBatch,
+    LoraHost,
+    Prompt,
+    TakesLora,
+    YieldsRows,
+)
 from segue.kernels.attention.invariant_attention import InvariantStep, invariant_step
 from segue.kernels.attention.paged_attention import library_attention
 from segue.kernels.attention.paged_step import AttentionBackend, HybridStep, PagedStep, paged_step
@@ -18,6 +26,7 @@ from segue.kernels.kv.store import KVStore
 from segue.kernels.linear.lora import Lora
 from segue.parallel.group import Group
 from segue.parallel.orders import (
+    Advance,
     CloseStates,
     CloseStore,
     CopyBlocks,
@@ -96,7 +105,7 @@ class _Follower:
             case ForgetAdapter():
                 del self.loras[order.identity]
             case Embed():
-                ids = self.received((order.count,), torch.long)
+                ids = self.received((order.count, order.groups) if order.groups else (order.count,), torch.long)
                 self.embedded = self.model.embed(ids, None)
             case Forward():
                 self.forward(order)
@@ -107,6 +116,8 @@ class _Follower:
                     hidden = self.received((order.rows, width), dtype_of(dtype))
                 assert hidden is not None
                 self.model.logits(hidden)
+            case Advance():
+                self.advance(order)
 
     def forward(self, order: Forward) -> None:
         numbers = self.received((1 + order.axes, order.tokens), torch.long)
@@ -122,6 +133,14 @@ class _Follower:
         batch = FlatBatch(numbers[0], None, numbers[1:], self.step(order), list(prompts), self.states(order))
         with library_attention() if order.store is None else nullcontext():
             self.hidden, _ = self.model.forward(embeds, batch)
+
+    def advance(self, order: Advance) -> None:
+        assert isinstance(self.model, YieldsRows), "the leader yields rows of codes, but this rank does not"
+        width, dtype = order.hidden
+        hidden = self.received((order.rows, width), dtype_of(dtype))
+        ids, greedy = self.received((2, order.rows), torch.long)
+        numbers = self.received((order.rows, self.model.groups - 1), torch.float64)
+        self.model.advance(hidden, ids, Draws(numbers, greedy.bool()))
 
     def step(self, order: Forward) -> PagedStep | HybridStep | InvariantStep | None:
         if order.store is None:

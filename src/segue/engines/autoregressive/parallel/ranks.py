@@ -16,7 +16,15 @@ from typing import Any
 
 import torch
 
-from segue.engines.autoregressive.contract import AutoregressiveModel, FlatBatch, LoraHost, Prompt, TakesLora
+from segue.engines.autoregressive.contract import (
+    AutoregressiveModel,
+    Draws,
+    FlatBatch,
+    LoraHost,
+    Prompt,
+    TakesLora,
+    YieldsRows,
+)
 from segue.engines.autoregressive.wrapped import Wrapped
 from segue.kernels.attention.invariant_attention import InvariantStep
 from segue.kernels.attention.paged_step import AttentionBackend, HybridStep, PagedStep
@@ -26,6 +34,7 @@ from segue.kernels.kv.store import KVStore
 from segue.kernels.linear.lora import Lora
 from segue.parallel.group import Group, ReplicaBroken
 from segue.parallel.orders import (
+    Advance,
     CloseStates,
     CloseStore,
     CopyBlocks,
@@ -160,10 +169,10 @@ class Leader(Wrapped):
         self._serving = True
 
     def embed(self, token_ids: torch.Tensor, conditioning: torch.Tensor | None) -> torch.Tensor:
-        """[n] ids → [n, hidden]. Sharded stage models are not conditioned."""
+        """[n] ids or [n, groups] rows of codes → [n, hidden]. Sharded stage models are not conditioned."""
         assert conditioning is None
         with self._together():
-            self._tell(Embed(len(token_ids)))
+            self._tell(Embed(*token_ids.shape))
             self._group.broadcast(token_ids.contiguous())
             self._embedded = self.inner.embed(token_ids, None)
         return self._embedded
@@ -188,6 +197,16 @@ class Leader(Wrapped):
             if not known:
                 self._group.broadcast(hidden.contiguous())
             return self.inner.logits(hidden)
+
+    def advance(self, hidden: torch.Tensor, ids: torch.Tensor, draws: Draws) -> torch.Tensor:
+        """[n, hidden], [n] codes 0 → [n, groups - 1], for an inner stage model that yields rows of codes."""
+        assert isinstance(self.inner, YieldsRows)
+        with self._together():
+            self._tell(Advance(len(ids), (hidden.shape[1], dtype_name(hidden.dtype))))
+            self._group.broadcast(hidden.contiguous())
+            self._group.broadcast(torch.stack([ids, draws.greedy.long()]))
+            self._group.broadcast(draws.numbers.contiguous())
+            return self.inner.advance(hidden, ids, draws)
 
     def _open(self, layout: KVLayout, **options: Any) -> KVStore:
         """Constructor of KV stores for the KV spec."""

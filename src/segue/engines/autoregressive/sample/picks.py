@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -51,6 +52,8 @@ class Pick:
     """Log-probabilities of `tokens` in the model's own distribution, if they decide which outputs are returned."""
     accepted: int = 0
     """Number of drafts among `tokens`."""
+    codes: list[list[int]] = field(default_factory=list)
+    """Parallel to `tokens`: their rows, if the stage model yields rows of codes."""
 
 
 def targets(scheduled: Seq[Scheduled]) -> list[Target]:
@@ -89,11 +92,22 @@ def branched(wanted: Seq[Target], block_size: int) -> tuple[list[Target], dict[B
     return drawing, searches
 
 
+class CompletesRows(Protocol):
+    """Gives the other codes of the rows whose code 0 is drawn: `Advance`."""
+
+    def rows(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, samplers: Seq[RowSampler], generated: Seq[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rows [n, groups] long, whether their logits are finite [n] bool)."""
+
+
 class Drawn:
     """Tokens drawn for some targets, on the device; `settle` turns them into `Pick`s on the host."""
 
-    def __init__(self, wanted: Seq[Target], logits: torch.Tensor) -> None:
-        """`logits` [rows of all targets, vocab] float32, which may be modified."""
+    def __init__(
+        self, wanted: Seq[Target], logits: torch.Tensor, hidden: torch.Tensor, advance: CompletesRows | None = None
+    ) -> None:
+        """`logits` [rows of all targets, vocab] float32, which may be modified; `hidden` [rows, hidden] gave them."""
         self._wanted = wanted
         sequences = [target.sequence for target in wanted for _ in target.rows]
         finite = torch.isfinite(logits.sum(dim=-1))
@@ -105,9 +119,16 @@ class Drawn:
         stuck = _stuck(sequences, logits)
         self.tokens = _forced(sequences, choose(logits, samplers, generated))
         """[rows] long; each is within the vocabulary, even if logits are NaN."""
+        self.codes: torch.Tensor | None = None
+        """[rows, groups] long, if the stage model yields rows of codes."""
+        if advance is not None:
+            codes, sound = advance.rows(hidden, self.tokens, samplers, generated)
+            self.codes = _forced_rows(sequences, codes)
+            finite = finite.logical_and_(sound)
         asked = likely.asked(_some(self.tokens, self._telling)) if likely else []
         scores = [] if before is None else [before.gather(1, _some(self.tokens, self._scored)[:, None])]
-        self.tensors = [self.tokens, finite, stuck, *scores, *asked]
+        rows = [] if self.codes is None else [self.codes]
+        self.tensors = [self.tokens, finite, stuck, *rows, *scores, *asked]
         """The tensors that `settle` needs on the host."""
 
     @property
@@ -117,13 +138,14 @@ class Drawn:
         for target in self._wanted:
             places[target.sequence.job] = begin
             begin += len(target.rows)
-        return Newest(self.tokens, places)
+        return Newest(self.tokens, places, self.codes)
 
     def settle(self, arrays: Seq[np.ndarray], vocabulary: Vocabulary | None) -> dict[str, Pick]:
         """Picks by sequence key. `arrays`: `tensors`, copied to the host."""
         rest = list(arrays)
         drawn, finite = rest.pop(0).tolist(), rest.pop(0).tolist()
         stuck = set(np.flatnonzero(rest.pop(0)).tolist())
+        codes = None if self.codes is None else rest.pop(0).tolist()
         scores = dict(zip(self._scored, rest.pop(0)[:, 0].tolist() if self._scored else (), strict=True))
         sequences = [target.sequence for target in self._wanted for _ in target.rows]
         asking = [asked for row in self._telling if (asked := sequences[row].logprobs) is not None]
@@ -136,6 +158,8 @@ class Drawn:
             kept = rows[: len(picked.tokens)]
             picked.logprobs = [likely[row] for row in kept if row in likely]
             picked.scores = [scores[row] for row in kept if row in scores]
+            if codes is not None:
+                picked.codes = [codes[row] for row in kept]
             picks[target.sequence.job.key] = picked
         return picks
 
@@ -166,6 +190,15 @@ def _forced(sequences: Seq[Sequence], tokens: torch.Tensor) -> torch.Tensor:
         return tokens
     taken = upload(np.array(forced), tokens.device)
     return torch.where(taken < 0, tokens, taken)
+
+
+def _forced_rows(sequences: Seq[Sequence], codes: torch.Tensor) -> torch.Tensor:
+    """Replace rows of codes [rows, groups] with the last one of an earlier attempt for sequences that have one."""
+    if not any(sequence.forced_row for sequence in sequences):
+        return codes
+    forced = [sequence.forced_row or [-1] * codes.shape[1] for sequence in sequences]
+    taken = upload(np.array(forced), codes.device)
+    return torch.where(taken < 0, codes, taken)
 
 
 def _settle(drafts: list[int], drawn: list[int], finite: bool, rows: range, stuck: set[int]) -> Pick:

@@ -40,6 +40,16 @@ class Stream:
 
 
 @dataclass(slots=True)
+class CodeStream:
+    """Precomputed uniform numbers of a request for rows of codes."""
+
+    first: int = 0
+    """Index of the generated token that `numbers[0]` is for."""
+    numbers: np.ndarray = field(default_factory=lambda: np.empty((0, 0)))
+    """[tokens, codes] float64"""
+
+
+@dataclass(slots=True)
 class RowSampler:
     """The sampling settings of one request."""
 
@@ -53,6 +63,8 @@ class RowSampler:
     rules: RowRules
     stream: Stream = field(default_factory=Stream)
     """The stream of `seed`; shared with the copies that `after` makes."""
+    codes: CodeStream = field(default_factory=CodeStream)
+    """The same for the further codes of rows."""
 
     @classmethod
     def of(
@@ -88,6 +100,13 @@ class RowSampler:
             stream.first, stream.numbers = index, uniforms(self.seed, index, _DRAWS)
         return stream.numbers[index - stream.first]
 
+    def draw_codes(self, index: int, count: int) -> np.ndarray:
+        """[count] numbers for the codes after the first of generated token `index` (`code_uniforms`)."""
+        stream = self.codes
+        if not 0 <= index - stream.first < len(stream.numbers):
+            stream.first, stream.numbers = index, code_uniforms(self.seed, index, _DRAWS, count)
+        return stream.numbers[index - stream.first]
+
     def after(self, tokens: Sequence[int]) -> RowSampler:
         """A copy of this sampler that has also seen these output tokens; itself if they would change nothing."""
         if not tokens or not self.rules.remember:
@@ -100,6 +119,15 @@ def uniforms(seed: int, first: int, count: int) -> list[float]:
     first word of each block, 53 bits."""
     words = np.random.Philox(key=seed, counter=first).random_raw(4 * count)[::4]
     numbers: list[float] = ((words >> np.uint64(11)) * 2.0**-53).tolist()
+    return numbers
+
+
+def code_uniforms(seed: int, first: int, tokens: int, count: int) -> np.ndarray:
+    """[tokens, count] float64 in [0, 1), for `count` codes of tokens `first` to `first + tokens - 1`: all words of
+    blocks of the stream `seed` that `uniforms` does not reach, as many whole blocks per token as its codes need."""
+    blocks = -(-count // 4)
+    words = np.random.Philox(key=seed, counter=(1 << 64) + first * blocks).random_raw(4 * blocks * tokens)
+    numbers: np.ndarray = (words.reshape(tokens, 4 * blocks)[:, :count] >> np.uint64(11)) * 2.0**-53
     return numbers
 
 

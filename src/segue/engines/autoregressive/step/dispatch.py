@@ -15,6 +15,7 @@ from segue.engines.autoregressive.sample.picks import Drawn, Pick, branched, tar
 from segue.engines.autoregressive.sample.prompt_logprobs import gather_prompt_logprobs
 from segue.engines.autoregressive.schedule.jobs import Run
 from segue.engines.autoregressive.step.active import ActiveSequences
+from segue.engines.autoregressive.step.advance import Advance
 from segue.engines.autoregressive.step.decode_graphs import DecodeGraphs
 from segue.engines.autoregressive.step.inputs import Newest, Scheduled, flat_batch
 from segue.kernels.attention.paged_step import HybridStep, PagedStep, Part, paged_step, step_order, within_chunks
@@ -87,8 +88,10 @@ class Dispatcher:
         graphs: DecodeGraphs | None,
         share_size: int,
         states: StateStore | None = None,
+        advance: Advance | None = None,
     ) -> None:
-        """`share_size`: block size for prefix sharing; 0: no sharing. `states`: for a decoder with state."""
+        """`share_size`: block size for prefix sharing; 0: no sharing. `states`: for a decoder with state. `advance`:
+        for a stage model that yields rows of codes."""
         self._model = model
         self._store = store
         self.graphs = graphs
@@ -96,6 +99,7 @@ class Dispatcher:
         """Steps that were replayed from `graphs`."""
         self._share_size = share_size
         self._states = states
+        self.advance = advance
 
     def plan(self, runs: Seq[Run], active: ActiveSequences) -> tuple[list[Scheduled], PagedStep | HybridStep]:
         """The sequences of the step in the order of the flat batch, and the metadata for attention."""
@@ -114,7 +118,8 @@ class Dispatcher:
         """Forward, logits, draws. `newest`: tokens of the previous step if it has not completed."""
         model = self._model
         states = None if self._states is None else state_step(self._states, _stretches([run for _, run in scheduled]))
-        embeds, batch = flat_batch(model, scheduled, attention, newest, states)
+        groups = 0 if self.advance is None else self.advance.groups
+        embeds, batch = flat_batch(model, scheduled, attention, newest, states, groups=groups)
         recorded = None if self.graphs is None else self.graphs.run(embeds, batch)
         self.recorded_steps += recorded is not None
         hidden, captured = recorded or model.forward(embeds, batch)
@@ -143,8 +148,10 @@ class Dispatcher:
         if not rows:
             return None
         alike = rows == list(range(len(hidden)))
-        logits = self._model.logits(hidden if alike else hidden.index_select(0, upload(np.array(rows), hidden.device)))
-        drawn = Drawn(wanted, logits[:count]) if wanted else None
+        if not alike:
+            hidden = hidden.index_select(0, upload(np.array(rows), hidden.device))
+        logits = self._model.logits(hidden)
+        drawn = Drawn(wanted, logits[:count], hidden[:count], self.advance) if wanted else None
         at = count
         for search, beams in of_beams.items():
             search.pick(logits[at : at + len(beams)])

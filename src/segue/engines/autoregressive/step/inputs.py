@@ -31,6 +31,8 @@ class Newest(NamedTuple):
     """[n] long"""
     places: Mapping[Job, int]
     """Index in `tokens` of the token after each sequence's known ones."""
+    codes: torch.Tensor | None
+    """[n, groups] long: the rows of these tokens, if the stage model yields rows of codes."""
 
 
 def flat_batch(
@@ -39,16 +41,21 @@ def flat_batch(
     attention: PagedStep | HybridStep,
     newest: Newest | None,
     states: StateStep | None = None,
+    *,
+    groups: int = 0,
 ) -> tuple[torch.Tensor, FlatBatch]:
     """(embeddings [tokens, hidden], the batch). Prompts with their own embeddings keep them; all other tokens are
-    embedded in one call, or two if generated tokens are conditioned. `newest`: for sequences that run beyond their
-    known tokens."""
+    embedded in one call, or two if generated tokens are conditioned or rows of codes. `newest`: for sequences that run
+    beyond their known tokens. `groups`: codes per row; 0: tokens are single ids."""
     ids: list[int] = []
     coming: list[tuple[int, int]] = []
     places: list[np.ndarray] = []
     own: list[tuple[int, torch.Tensor]] = []
     plain: list[tuple[int, int]] = []
-    conditioned: list[tuple[int, int, torch.Tensor]] = []
+    generated: list[tuple[int, int]] = []
+    conditioning: list[torch.Tensor] = []
+    codes: list[list[int]] = []
+    codes_coming: list[tuple[int, int]] = []
     for sequence, run in scheduled:
         begin = len(ids)
         ids += sequence.tokens(run.start, run.stop)
@@ -68,23 +75,33 @@ def flat_batch(
                 plain.append((at, at + stop - start))
             else:
                 own.append((at, rows.to(model.device)))
-        if border < run.stop and model.conditioned:
-            first = border - sequence.prompt_length
-            conditioned.append((middle, len(ids), sequence.conditioning.rows(first, first + run.stop - border)))
-        elif border < run.stop:
-            plain.append((middle, len(ids)))
-    arrays = [np.array(ids), np.concatenate(places, axis=1), np.array(coming, dtype=np.int64).reshape(-1, 2).T]
-    token_ids, positions, moves = upload_all(arrays, model.device)
+        if border == run.stop:
+            continue
+        first, last = border - sequence.prompt_length, run.stop - sequence.prompt_length
+        if model.conditioned:
+            conditioning.append(sequence.conditioning.rows(first, last))
+        if groups:
+            codes += sequence.codes[first:last]
+            if last > len(sequence.codes):
+                codes_coming.append((len(codes), coming[-1][1]))
+                codes.append([0] * groups)
+        (generated if model.conditioned or groups else plain).append((middle, len(ids)))
+    arrays = [np.array(ids), np.concatenate(places, axis=1), _pairs(coming)]
+    if groups:
+        arrays += [np.array(codes, dtype=np.int64).reshape(-1, groups), _pairs(codes_coming)]
+    token_ids, positions, moves, *of_rows = upload_all(arrays, model.device)
     if coming:
         assert newest is not None
         token_ids.index_copy_(0, moves[0], newest.tokens.index_select(0, moves[1]))
     pieces = list(own)
     if plain:
-        ranges = [(begin, end) for begin, end in plain]
-        pieces += _embed(model, token_ids, ranges, None)
-    if conditioned:
-        ranges = [(begin, end) for begin, end, _ in conditioned]
-        pieces += _embed(model, token_ids, ranges, torch.cat([rows for _, _, rows in conditioned]))
+        pieces += _embed(model, token_ids, plain, None)
+    if generated:
+        rows = torch.cat(conditioning) if conditioning else None
+        if groups:
+            pieces += _embed_rows(model, of_rows[0], of_rows[1], newest, generated, rows)
+        else:
+            pieces += _embed(model, token_ids, generated, rows)
     pieces.sort(key=lambda piece: piece[0])
     embeds = pieces[0][1] if len(pieces) == 1 else torch.cat([piece for _, piece in pieces])
     prompts = [(sequence.prompt, run.start, run.stop) for sequence, run in scheduled]
@@ -122,3 +139,26 @@ def _embed(
     wanted = torch.cat([token_ids[begin:end] for begin, end in ranges])
     embedded = model.embed(wanted, rows).split(sizes)
     return [(begin, piece) for (begin, _), piece in zip(ranges, embedded, strict=True)]
+
+
+def _embed_rows(
+    model: AutoregressiveModel,
+    codes: torch.Tensor,
+    moves: torch.Tensor,
+    newest: Newest | None,
+    ranges: list[tuple[int, int]],
+    rows: torch.Tensor | None,
+) -> list[tuple[int, torch.Tensor]]:
+    """Embed rows of codes [n, groups], the tokens of these ranges in order: the pieces, each with its start. `moves`
+    [2, m]: indices of rows that are not known on the host, and where `newest` has them."""
+    if moves.shape[1]:
+        assert newest is not None
+        assert newest.codes is not None
+        codes.index_copy_(0, moves[0], newest.codes.index_select(0, moves[1]))
+    embedded = model.embed(codes, rows).split([end - begin for begin, end in ranges])
+    return [(begin, piece) for (begin, _), piece in zip(ranges, embedded, strict=True)]
+
+
+def _pairs(pairs: list[tuple[int, int]]) -> np.ndarray:
+    """[2, n] int64"""
+    return np.array(pairs, dtype=np.int64).reshape(-1, 2).T

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from segue.engines.autoregressive.contract import AutoregressiveModel, FlatBatch, KVSpec
+from segue.engines.autoregressive.contract import AutoregressiveModel, Draws, FlatBatch, KVSpec, YieldsRows
 from segue.engines.autoregressive.wrapped import Wrapped
 from segue.kernels.attention.interface import Chunked
 from segue.kernels.attention.invariant_attention import invariant_step
@@ -53,6 +53,18 @@ class InvariantModel(Wrapped):
         """[rows, hidden] → [rows, vocab] float32."""
         ends = [(begin, min(begin + ROWS, len(hidden))) for begin in range(0, len(hidden), ROWS)]
         return torch.cat([self.inner.logits(_padded(hidden[begin:end], 0))[: end - begin] for begin, end in ends])
+
+    def advance(self, hidden: torch.Tensor, ids: torch.Tensor, draws: Draws) -> torch.Tensor:
+        """[n, hidden], [n] codes 0 → [n, groups - 1], for an inner stage model that yields rows of codes."""
+        assert isinstance(self.inner, YieldsRows)
+        pieces, finite = [], []
+        for begin in range(0, len(ids), ROWS):
+            end = min(begin + ROWS, len(ids))
+            tile = Draws(_padded(draws.numbers[begin:end], 0), _padded(draws.greedy[begin:end], 0))
+            pieces.append(self.inner.advance(_padded(hidden[begin:end], 0), _padded(ids[begin:end], 0), tile))
+            finite.append(torch.ones_like(tile.greedy) if tile.finite is None else tile.finite)
+        draws.finite = torch.cat(finite)[: len(ids)]  # only the last tile is padded
+        return torch.cat(pieces)[: len(ids)]
 
     def forward(self, embeds: torch.Tensor, batch: FlatBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[tokens, hidden] → (final hidden states, captured rows or None), tile by tile: each tile sees the cache

@@ -16,6 +16,7 @@ from segue.kernels.kv.store import KVStore
 from segue.kernels.staging import upload
 from segue.messages.errors import InvalidRequest, StageFailed
 from segue.messages.sampling import RepetitionDetection
+from segue.messages.units import Unit, ids_of, rows_of
 
 REASON = "repetition"
 """`finish_reason` of an output that ends by repetition; vLLM's."""
@@ -28,7 +29,7 @@ def looked_at(asked: RepetitionDetection) -> int:
     return asked.max_pattern_size * asked.min_count
 
 
-def repeats(tokens: abc.Sequence[int], asked: RepetitionDetection) -> bool:
+def repeats(tokens: abc.Sequence[Unit], asked: RepetitionDetection) -> bool:
     """Whether `tokens` end with `min_count` repeats of a pattern of one of the given sizes."""
     end = len(tokens)
     for size in range(max(1, asked.min_pattern_size), asked.max_pattern_size + 1):
@@ -53,7 +54,8 @@ def announce(sequence: Sequence, run: Run, output: StageOutput) -> bool:
         output.cached_tokens = min(run.start, sequence.prompt_length)
         output.modality_tokens = dict(sequence.prompt.modality_tokens)
     output.first_index = 0
-    output.token_ids = sequence.request.resume[:-1]
+    output.token_ids = ids_of(sequence.request.resume[:-1])
+    output.codes = rows_of(sequence.request.resume[:-1])
     if sequence.text is not None:
         for count, token in enumerate(output.token_ids, 1):
             text, _ = sequence.text.push(token, ends=False, may_stop=count >= sequence.min_tokens)
@@ -66,8 +68,10 @@ def accept(sequence: Sequence, picked: Pick, block_size: int, output: StageOutpu
     as for `Sequence.append`."""
     scores = picked.scores or [one.chosen.logprob for one in picked.logprobs]
     for count, token in enumerate(picked.tokens, 1):
-        sequence.append(token, block_size)
+        row = picked.codes[count - 1 : count]
+        sequence.append(token, block_size, row)
         output.token_ids = [*output.token_ids, token]
+        output.codes = [*output.codes, *row]
         output.logprobs = picked.logprobs[:count]
         sequence.logprob += sum(scores[count - 1 : count])
         may_stop = sequence.generated >= sequence.min_tokens
@@ -95,6 +99,8 @@ def _goes_round(sequence: Sequence) -> bool:
     if asked is None:
         return False
     begin = max(sequence.prompt_length, len(sequence.ids) - looked_at(asked))
+    if sequence.codes:
+        return repeats(sequence.codes[begin - sequence.prompt_length :], asked)
     return repeats(sequence.ids[begin:], asked)
 
 

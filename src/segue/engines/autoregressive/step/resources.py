@@ -8,12 +8,13 @@ from segue.engines.autoregressive.cache.blocks import BlockPool
 from segue.engines.autoregressive.cache.memory import drafting_states, prefix_states, stored_as
 from segue.engines.autoregressive.cache.states import Snapshots, StateSlots
 from segue.engines.autoregressive.config import AutoregressiveConfig
-from segue.engines.autoregressive.contract import AutoregressiveModel, Prompt
+from segue.engines.autoregressive.contract import AutoregressiveModel, Prompt, YieldsRows
 from segue.engines.autoregressive.schedule.bidirectional import longest_of
 from segue.engines.autoregressive.schedule.jobs import Limits
 from segue.engines.autoregressive.schedule.policies import Accounts
 from segue.engines.autoregressive.schedule.scheduler import Scheduler
 from segue.engines.autoregressive.speculation.speculation import Speculation
+from segue.engines.autoregressive.step.advance import advance_of
 from segue.engines.autoregressive.step.check import check_attention, check_bidirectional_served, check_states_served
 from segue.engines.autoregressive.step.decode_graphs import recorded_decodes, recorded_lists
 from segue.engines.autoregressive.step.dispatch import Dispatcher
@@ -51,7 +52,9 @@ class Resources:
 
     def warm_up(self) -> None:
         """Run small steps once, on a separate store; on a CPU, capture the graphs of decode steps."""
-        warm_up(self.model, self.config, self.store.backend)
+        hidden = warm_up(self.model, self.config, self.store.backend)
+        if self.launcher.advance is not None:
+            self.launcher.advance.warm_up(hidden)
         if self.recorded and isinstance(self.store.backend, NativeAttention):
             self.launcher.graphs = recorded_lists(self.model, self.store, self.longest, self.config.max_batch)
 
@@ -107,6 +110,7 @@ def allocate(model: AutoregressiveModel, config: AutoregressiveConfig, speculati
     if recorded and not isinstance(backend, NativeAttention):
         graphs = recorded_decodes(model, store, longest, config.max_batch)
     share_size = config.block_size if shares else 0
+    advance = advance_of(model, config.max_batch, eager=config.enforce_eager)
     return Resources(
         model=model,
         config=config,
@@ -114,7 +118,7 @@ def allocate(model: AutoregressiveModel, config: AutoregressiveConfig, speculati
         states=states,
         pool=pool,
         scheduler=Scheduler(pool, limits, accounts, slots, snapshots),
-        launcher=Dispatcher(model, store, graphs, share_size, states),
+        launcher=Dispatcher(model, store, graphs, share_size, states, advance),
         longest=longest,
         share_size=share_size,
         recorded=recorded,
@@ -126,6 +130,8 @@ def _backend(
     model: AutoregressiveModel, config: AutoregressiveConfig, speculation: Speculation | None
 ) -> AttentionBackend | None:
     """The attention backend, checked against the model."""
+    if isinstance(model, YieldsRows) and speculation is not None:
+        raise ConfigError("this model yields rows of codes, which have no drafts: leave it out", field="speculation")
     if model.kv.states is not None:
         check_states_served(model.kv.states, config.deterministic, speculation)
     if model.kv.beside and config.deterministic:

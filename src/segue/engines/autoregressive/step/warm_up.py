@@ -32,8 +32,9 @@ def warm_up(
     config: AutoregressiveConfig,
     backend: AttentionBackend | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> None:
-    """Run prefill and decode, small batches first, including the sampling of tokens. `clock`: seconds."""
+) -> torch.Tensor:
+    """Run prefill and decode, small batches first, including the sampling of tokens. `clock`: seconds. Returns final
+    hidden states of one token [1, hidden]."""
     began = clock()
     # all layers in one group: windows change which blocks are read, not the shapes of the network
     layout = model.kv.layout(max_model_len=1)
@@ -57,9 +58,10 @@ def warm_up(
             parts = [Part(range(row * each, (row + 1) * each), _PROMPT, _PROMPT + 1) for row in range(count)]
         else:
             parts = [Part(range(-(-tokens // size)), 0, tokens)]
-        _step(model, store, parts, states)
+        hidden = _step(model, store, parts, states)
         if clock() - began > SECONDS:
-            return
+            break
+    return hidden[-1:]
 
 
 def _shapes(config: AutoregressiveConfig, max_model_len: int, most: int) -> Iterator[tuple[int, int]]:
@@ -77,7 +79,8 @@ def _shapes(config: AutoregressiveConfig, max_model_len: int, most: int) -> Iter
 
 
 @torch.inference_mode()
-def _step(model: AutoregressiveModel, store: KVStore, parts: list[Part], kept: StateStore | None) -> None:
+def _step(model: AutoregressiveModel, store: KVStore, parts: list[Part], kept: StateStore | None) -> torch.Tensor:
+    """Run one step; returns its final hidden states [tokens, hidden]."""
     places = torch.cat([torch.arange(part.start, part.stop, device=model.device) for part in parts])
     ids = places % model.vocab_size
     prompts = [(None, part.start, part.stop) for part in parts]
@@ -90,3 +93,4 @@ def _step(model: AutoregressiveModel, store: KVStore, parts: list[Part], kept: S
     for temperature in (0.0, 1.0):
         sampler = RowSampler(seed=0, temperature=temperature, top_k=0, top_p=0.9, min_p=0.0, rules=rules)
         choose(logits, [sampler] * len(parts), [0] * len(parts))
+    return hidden

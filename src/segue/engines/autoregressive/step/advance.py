@@ -1,0 +1,113 @@
+"""Completes rows of codes: after code 0 is drawn, `YieldsRows.advance` gives the other codes, in the same step and for
+all its sequences. Calls are replayed from captured graphs if possible: on a GPU padded to the sizes that are captured
+at the start, on a CPU at their own size."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+
+from segue.engines.autoregressive.contract import AutoregressiveModel, Draws, Recordable, YieldsRows
+from segue.engines.autoregressive.sample.sampler import RowSampler
+from segue.engines.autoregressive.step.decode_graphs import batch_sizes
+from segue.kernels.cpu.native import library
+from segue.kernels.graphs.network_graphs import USES, CpuRecorder, CudaRecorder, NetworkGraphs, Recorder
+from segue.kernels.staging import upload_all
+
+SECONDS = 2.0
+"""On a CPU, no further size is run at the start after this time."""
+
+
+class Advance:
+    """Runs a stage model's `advance`."""
+
+    def __init__(
+        self,
+        model: YieldsRows,
+        device: torch.device,
+        most: int,
+        recorder: Recorder | None = None,
+        *,
+        padded: bool = False,
+    ) -> None:
+        """`most`: sequences of a step. `recorder`: captures the calls; None: none is captured. `padded`: a call runs at
+        the next larger of a few sizes."""
+        self._model = model
+        self._device = device
+        self.groups = model.groups
+        self._sizes = batch_sizes(most)
+        self._padded = padded
+        self._graphs: NetworkGraphs | None = None
+        if recorder is not None:
+            recorder.most = max(recorder.most, len(self._sizes))
+            self._graphs = NetworkGraphs(self._run, device, recorder)
+
+    def rows(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, samplers: Seq[RowSampler], generated: Seq[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rows of codes [n, groups] long, whether their logits are finite [n] bool).
+
+        `hidden` [n, hidden] and `tokens` [n], code 0 drawn from it; row i has `generated[i]` tokens before this one.
+        """
+        others = self.groups - 1
+        numbers = np.stack([sampler.draw_codes(at, others) for sampler, at in zip(samplers, generated, strict=True)])
+        greedy = np.array([sampler.temperature == 0.0 for sampler in samplers])
+        given = [hidden, tokens, *upload_all([numbers, greedy], self._device)]
+        count = len(tokens)
+        if self._padded:
+            size = next((size for size in self._sizes if size >= count), count)
+            given = [_padded(tensor, size) for tensor in given]
+        codes, finite = (self._run if self._graphs is None else self._graphs)(*given)
+        return torch.cat([tokens[:, None], codes[:count]], dim=1), finite[:count]
+
+    @torch.inference_mode()
+    def warm_up(self, hidden: torch.Tensor) -> None:
+        """Run the sizes of steps, and capture them: requests then do not wait for it. `hidden`: final hidden states
+        [1, hidden] of any token."""
+        began = time.monotonic()
+        for size in self._sizes:
+            numbers = torch.zeros(size, self.groups - 1, dtype=torch.float64, device=self._device)
+            ids, greedy = (torch.zeros(size, dtype=kind, device=self._device) for kind in (torch.long, torch.bool))
+            for _ in range(1 if self._graphs is None else USES):
+                (self._run if self._graphs is None else self._graphs)(hidden.repeat(size, 1), ids, numbers, greedy)
+            if not self._padded and time.monotonic() - began > SECONDS:
+                return
+
+    def _run(
+        self, hidden: torch.Tensor, ids: torch.Tensor, numbers: torch.Tensor, greedy: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(codes 1 to groups - 1 [n, groups - 1], whether the row's logits are finite [n])."""
+        draws = Draws(numbers, greedy)
+        codes = self._model.advance(hidden, ids, draws)
+        expected = (len(ids), self.groups - 1)
+        assert codes.shape == expected, f"advance gave codes of shape {tuple(codes.shape)}, not {expected}"
+        return codes, torch.ones_like(greedy) if draws.finite is None else draws.finite
+
+
+def advance_of(model: AutoregressiveModel, most: int, *, eager: bool) -> Advance | None:
+    """None for a stage model that yields single ids. `eager`: capture nothing."""
+    if not isinstance(model, YieldsRows):
+        return None
+    recorder = None if eager else _recorder(model)
+    padded = recorder is not None and model.device.type == "cuda"  # rows cost little time there, recordings memory
+    return Advance(model, model.device, most, recorder, padded=padded)
+
+
+def _recorder(model: AutoregressiveModel) -> Recorder | None:
+    if model.device.type == "cuda":
+        return CudaRecorder(model.device)
+    compiled = library()
+    recordable = isinstance(model, Recordable) and model.recordable
+    return CpuRecorder(compiled) if compiled is not None and recordable else None
+
+
+def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """The tensor with zeros behind its rows."""
+    if len(tensor) == rows:
+        return tensor
+    padded = tensor.new_zeros(rows, *tensor.shape[1:])
+    padded[: len(tensor)] = tensor
+    return padded
