@@ -1,13 +1,16 @@
-"""Qwen3-Omni over HTTP: replies to every kind of input are the library's, and speech is refused by name."""
+"""Qwen3-Omni over HTTP: replies to every kind of input, and their speech, are the library's."""
 
 from __future__ import annotations
 
 import base64
+import io
+import wave
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from server_process import ASSETS, served, tiny
@@ -21,6 +24,7 @@ from segue.models.omni.qwen3_omni.reference import Reference, load
 from segue.models.shared.reference import Library
 
 TOKENS = 16
+CODES = 60
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +90,34 @@ def test_replies_are_the_librarys(
     assert truth.followed[0].best == reply
 
 
-def test_speech_is_refused_by_name(http: httpx.Client) -> None:
-    asked = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "modalities": ["text", "audio"]}
-    answer = http.post("/v1/chat/completions", json={**asked, "audio": {"voice": "Ethan", "format": "wav"}})
-    assert answer.status_code == 400
-    assert "audio" in answer.json()["error"]["message"]
+def test_speech_is_the_librarys(http: httpx.Client, library: Reference) -> None:
+    """Of an image and a question: the waveform of one call over the codes that the library gives."""
+    text = {"type": "text", "text": "What is this?"}
+    sampling = {
+        "thinker": {"temperature": 0, "max_tokens": TOKENS},
+        "talker": {"temperature": 0, "max_tokens": CODES},
+    }
+    answer = http.post(
+        "/v1/chat/completions",
+        json={
+            "model": "tiny",
+            "messages": [{"role": "user", "content": [PARTS["image"], text]}],
+            "modalities": ["text", "audio"],
+            "audio": {"voice": "Aiden", "format": "wav"},
+            "sampling": sampling,
+            "return_token_ids": True,
+        },
+    )
+    assert answer.status_code == 200, answer.text
+    choice = answer.json()["choices"][0]
+    with wave.open(io.BytesIO(base64.b64decode(choice["message"]["audio"]["data"]))) as file:
+        rate = file.getframerate()
+        samples = np.frombuffer(file.readframes(file.getnframes()), "<i2") / 32768
+    content = [{"type": "image", "image": ASSETS / "photo.jpg"}, text]
+    [message] = messages_from([{"role": "user", "content": content}], PYTHON_POLICY)
+    reply, expected = library.spoken(message.content, voice="Aiden", tokens=TOKENS, codes=CODES)
+    assert choice["token_ids"] == reply
+    assert rate == 24000
+    assert len(samples) == len(expected)
+    assert 0.02 < float(np.sqrt(np.mean(np.square(expected)))) < 0.5
+    assert float(np.abs(expected - samples).max()) < 2e-4

@@ -4,7 +4,7 @@ drives them."""
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,9 @@ from segue.messages.sampling import FALLBACK, SamplingParams
 from segue.models.omni.qwen3_omni.encoder import Encoder
 from segue.models.omni.qwen3_omni.input import InputProcessor
 from segue.models.omni.qwen3_omni.library import Qwen3OmniMoeForConditionalGeneration, Qwen3OmniMoeProcessor
+from segue.models.omni.qwen3_omni.reference import speaking
 from segue.models.omni.qwen3_omni.stages import TRANSFERS
+from segue.models.omni.qwen3_omni.talker import Talker
 from segue.models.omni.qwen3_omni.thinker import Thinker
 
 # after the family, which mends torchvision
@@ -28,6 +30,7 @@ from segue.engines.autoregressive.config import AutoregressiveConfig  # isort: s
 from segue.engines.autoregressive.engine import AutoregressiveEngine  # isort: skip
 
 TOKENS = 24
+CODES = 60
 RATE = 16_000
 FPS = 2.0
 ASSETS = Path(__file__).parents[4] / "assets"
@@ -129,7 +132,8 @@ def processor(model_dir: Path) -> Any:
 
 @cache
 def library_model(model_dir: Path) -> Any:
-    return Qwen3OmniMoeForConditionalGeneration.from_pretrained(model_dir, dtype=torch.float32).eval()
+    model = Qwen3OmniMoeForConditionalGeneration.from_pretrained(model_dir, dtype=torch.float32).eval()
+    return speaking(model)
 
 
 @cache
@@ -178,6 +182,36 @@ def expected(model_dir: Path, case: Case, tokens: int = TOKENS) -> list[int]:
         thinker_do_sample=False,
     )
     return out[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+@cache
+def expected_speech(
+    model_dir: Path, case: Case, voice: str = "Ethan", tokens: int = TOKENS
+) -> tuple[list[int], list[list[int]], torch.Tensor]:
+    """(reply, rows of codes, waveform by one call over them) of `generate`, greedy."""
+    model = library_model(model_dir)
+    inputs = processed(model_dir, case)
+    seen: list[torch.Tensor] = []
+    hook = model.code2wav.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    try:
+        with warnings.catch_warnings():  # of the penalty, which it applies to codes alone
+            warnings.filterwarnings("ignore", "Passing `repetition_penalty`")
+            sequences, _ = model.generate(
+                **inputs,
+                speaker=voice,
+                use_audio_in_video=case.use_audio_in_video,
+                thinker_max_new_tokens=tokens,
+                thinker_eos_token_id=model.config.im_end_token_id,
+                thinker_do_sample=False,
+                talker_do_sample=False,
+                talker_max_new_tokens=CODES,
+            )
+    finally:
+        hook.remove()
+    [codes] = seen
+    with torch.no_grad():
+        wave = model.code2wav(codes)[0, 0]
+    return sequences[0, inputs["input_ids"].shape[1] :].tolist(), codes[0].T.tolist(), wave
 
 
 # --- the stages, driven as a worker drives them ----------------------------------------------------------------------
@@ -246,3 +280,82 @@ class Run:
         self.engine.feed(case.name, "input", facts, final=True)
         for chunk, final in encoded(self.stages.encoder, payload) if payload["media"] else ():
             self.engine.feed(case.name, "encoder", chunk, final=final)
+
+
+@dataclass
+class Spoken:
+    """What came of one request."""
+
+    reply: list[int] = field(default_factory=list)
+    codes: list[list[int]] = field(default_factory=list)
+    """The rows that left for the vocoder."""
+    talked: list[list[int]] = field(default_factory=list)
+    """All rows of the talker."""
+    finish: str = ""
+
+
+class Speech:
+    """Thinker and talker in their engines, the other stages beside them; every output goes on at once."""
+
+    def __init__(self, stages: Stages, talker: Talker, **config: Any) -> None:
+        self.stages = stages
+        settings = AutoregressiveConfig(**{"num_blocks": 400, **config})
+        self.thinker = AutoregressiveEngine(stages.thinker, settings)
+        self.talker = AutoregressiveEngine(talker, settings)
+        self._model = talker
+        self._requests: dict[tuple[str, str], StageRequest] = {}
+
+    def __call__(
+        self, cases: list[Case], voice: str | None = None, resume: dict[str, list[list[int]]] | None = None
+    ) -> dict[str, Spoken]:
+        """`resume`: rows of each request that the talker had made before."""
+        spoken = {case.name: Spoken() for case in cases}
+        for case in cases:
+            self._add(case, voice, (resume or {}).get(case.name, []))
+        engines = {"thinker": self.thinker, "talker": self.talker}
+        while any(engine.has_work() for engine in engines.values()):
+            for stage, engine in engines.items():
+                for output in engine.step():
+                    if output.error is not None:
+                        raise output.error
+                    self._take(stage, output, spoken[output.request_id])
+        return spoken
+
+    def _add(self, case: Case, voice: str | None, resume: list[list[int]]) -> None:
+        payload = self.stages.input.process(request_of(case))
+        name, media = case.name, bool(payload["media"])
+        greedy = SamplingParams(temperature=0.0)
+        limits = {"thinker": TOKENS, "talker": CODES}
+        for stage, model in (("thinker", self.stages.thinker), ("talker", self._model)):
+            upstreams = {"thinker"} if stage == "talker" else {"input", "encoder"} if media else {"input"}
+            sampling = SamplingParams(max_tokens=limits[stage]).over(greedy).over(model.default_sampling).over(FALLBACK)
+            self._requests[name, stage] = StageRequest(
+                request_id=name,
+                stage=stage,
+                request=Request(request_id=name, voice=voice),
+                sampling=sampling,
+                seed=0,
+                upstreams=frozenset(upstreams),
+                downstreams=frozenset({"talker" if stage == "thinker" else "vocoder"}),
+                to_client=frozenset(),
+                resume=resume if stage == "talker" else [],  # type: ignore[arg-type]
+            )
+        self.talker.add(self._requests[name, "talker"])
+        self.thinker.add(self._requests[name, "thinker"])
+        facts = sent("input", "thinker", StageOutput(name, payload=payload, finished=True))
+        self.thinker.feed(name, "input", facts, final=True)
+        for chunk, final in encoded(self.stages.encoder, payload) if media else ():
+            self.thinker.feed(name, "encoder", chunk, final=final)
+
+    def _take(self, stage: str, output: StageOutput, spoken: Spoken) -> None:
+        request = self._requests[output.request_id, stage]
+        if stage == "talker":
+            spoken.talked += output.codes
+            if (codes := TRANSFERS["talker", "vocoder"](request, output)) is not None:
+                spoken.codes += codes["codes"].tolist()
+            if output.finished:
+                spoken.finish = output.finish_reason
+            return
+        spoken.reply += output.token_ids
+        if (rows := TRANSFERS["thinker", "talker"](request, output)) is not None:
+            self.talker.feed(output.request_id, "thinker", rows, final=output.finished)

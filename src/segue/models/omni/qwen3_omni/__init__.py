@@ -1,4 +1,4 @@
-"""Qwen3-Omni: encoder and thinker, a mixture of experts. Read `graph`, then `stages`.
+"""Qwen3-Omni: encoder, thinker, talker and vocoder. Read `graph`, then `stages`.
 
 Doors: `family`.
 """

@@ -19,6 +19,7 @@ from segue.media.limits import MediaLimits
 from segue.media.video import Video
 from segue.messages.errors import InvalidRequest
 from segue.messages.request import MediaPart
+from segue.models.omni.qwen3_omni.family import voices
 from segue.models.omni.qwen3_omni.library import Qwen3OmniMoeProcessor
 from segue.models.shared.omni.chat import Chat
 from segue.models.shared.omni.input import OmniInput
@@ -110,7 +111,7 @@ class InputProcessor(OmniInput):
     """Prepares one request per call."""
 
     def __init__(self, ctx: LoadContext) -> None:
-        super().__init__(ctx, Qwen3OmniMoeProcessor, _PLACEHOLDERS, frozenset(), Reader)
+        super().__init__(ctx, Qwen3OmniMoeProcessor, _PLACEHOLDERS, frozenset(voices(ctx.model_dir)), Reader)
 
 
 def _sounds(media: Sequence[Decoded], parts: Sequence[MediaPart]) -> list[Samples]:

@@ -6,9 +6,11 @@ from segue.kernels.torchvision_shim import ensure_torchvision
 ensure_torchvision()  # a torchvision that fails to import makes the import of transformers fail
 
 from transformers import (
+    DynamicCache,
     Qwen3OmniMoeConfig,
     Qwen3OmniMoeForConditionalGeneration,
     Qwen3OmniMoeProcessor,
+    Qwen3OmniMoeTalkerForConditionalGeneration,
     Qwen3OmniMoeThinkerConfig,
     Qwen3OmniMoeThinkerForConditionalGeneration,
 )
@@ -25,6 +27,7 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
 )
 
 __all__ = [
+    "DynamicCache",
     "Qwen3OmniMoeAudioEncoder",
     "Qwen3OmniMoeCausalConvNet",
     "Qwen3OmniMoeCausalTransConvNet",
@@ -36,6 +39,7 @@ __all__ = [
     "Qwen3OmniMoeForConditionalGeneration",
     "Qwen3OmniMoePreTrainedModelForConditionalGeneration",
     "Qwen3OmniMoeProcessor",
+    "Qwen3OmniMoeTalkerForConditionalGeneration",
     "Qwen3OmniMoeThinkerConfig",
     "Qwen3OmniMoeThinkerForConditionalGeneration",
     "Qwen3OmniMoeVisionEncoder",

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -22,6 +23,7 @@ from segue.models.omni.qwen3_omni.library import (
     Qwen3OmniMoeAudioEncoder,
     Qwen3OmniMoeCode2Wav,
     Qwen3OmniMoeConfig,
+    Qwen3OmniMoeTalkerForConditionalGeneration,
     Qwen3OmniMoeThinkerConfig,
     Qwen3OmniMoeThinkerForConditionalGeneration,
     Qwen3OmniMoeVisionEncoder,
@@ -29,6 +31,8 @@ from segue.models.omni.qwen3_omni.library import (
 from segue.models.shared.checkpoint import pretrained
 from segue.models.shared.checkpoint.checkpoint import Checkpoint, load_module
 from segue.models.shared.library import AutoModelForMultimodalLM
+
+EMBEDDING = ("thinker.model.embed_tokens.weight", "thinker.model.language_model.embed_tokens.weight")
 
 
 class Encoders(nn.Module):
@@ -81,6 +85,63 @@ def load_code2wav(ctx: LoadContext, config: Qwen3OmniMoeConfig) -> Qwen3OmniMoeC
         dtype=torch.float32,
         seed=zlib.crc32(b"vocoder"),
     )
+
+
+def load_talker(ctx: LoadContext, config: Qwen3OmniMoeConfig) -> Qwen3OmniMoeTalkerForConditionalGeneration:
+    """The talker and its code predictor. Raises `ConfigError` with the missing tensor."""
+    with _errors_only("transformers.modeling_rope_utils"):
+        return load_module(
+            ctx,
+            lambda: Qwen3OmniMoeTalkerForConditionalGeneration(config.talker_config),
+            lambda name: (f"talker.{name}",),
+            checkpoint=None if ctx.load_format == "dummy" else _OfExperts(ctx.model_dir),
+            seed=zlib.crc32(b"talker"),
+        )
+
+
+def load_text_rows(ctx: LoadContext, config: Qwen3OmniMoeConfig, ids: Sequence[int]) -> torch.Tensor:
+    """Rows of the thinker's embedding, [len(ids), hidden] of `ctx.dtype` on `ctx.device`; reads only these rows."""
+    text = config.thinker_config.text_config
+    for token in ids:
+        if not 0 <= token < text.vocab_size:
+            raise ConfigError(
+                f"{ctx.model_dir / 'config.json'}: names text token {token}, but the thinker has {text.vocab_size}",
+                field="model",
+            )
+    checkpoint = _checkpoint(ctx)
+    if checkpoint is None:
+        generator = torch.Generator().manual_seed(zlib.crc32(b"rows"))
+        rows = torch.randn(len(ids), text.hidden_size, generator=generator) * text.hidden_size**-0.5
+    else:
+        rows = checkpoint.read(checkpoint.find(EMBEDDING), rows=ids)
+    return rows.to(device=ctx.device, dtype=ctx.dtype)
+
+
+class _OfExperts(Checkpoint):
+    """Joins experts, which checkpoints store one by one, as the library's modules have them."""
+
+    def find(self, candidates: Sequence[str]) -> str:
+        name = candidates[0]
+        return name if self._experts(name) else super().find(candidates)
+
+    def read(self, name: str, rows: Sequence[int] | None = None) -> torch.Tensor:
+        experts = self._experts(name)
+        if not experts:
+            return super().read(name, rows)
+        return torch.stack([torch.cat([super(_OfExperts, self).read(part) for part in parts]) for parts in experts])
+
+    def path_of(self, name: str) -> Path:
+        experts = self._experts(name)
+        return super().path_of(experts[0][0] if experts else name)
+
+    def _experts(self, name: str) -> list[list[str]]:
+        """The tensors of each expert, in the order of their rows; empty for other tensors."""
+        prefix, _, last = name.rpartition(".")
+        halves = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last, ())
+        found: list[list[str]] = []
+        while halves and all(f"{prefix}.{len(found)}.{half}.weight" in self for half in halves):
+            found.append([f"{prefix}.{len(found)}.{half}.weight" for half in halves])
+        return found
 
 
 def _checkpoint(ctx: LoadContext) -> Checkpoint | None:

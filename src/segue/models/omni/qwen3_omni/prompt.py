@@ -21,6 +21,11 @@ from segue.models.omni.qwen3_omni.library import (
 from segue.models.shared.decoder.deep_features import DEEP, MEDIA
 from segue.models.shared.omni.positions import MediumFacts, Positions, RopeIndex, facts_of
 
+ROWS = "rows"
+"""`Prompt.extras`: [T] bool, true where the embedding is a row of a medium."""
+FACTS = "facts"
+"""`Prompt.extras`: the `MediumFacts` of the prompt's media."""
+
 
 class _Index(Qwen3OmniMoePreTrainedModelForConditionalGeneration):
     """A thinker without weights, for its `get_rope_index`."""
@@ -28,6 +33,11 @@ class _Index(Qwen3OmniMoePreTrainedModelForConditionalGeneration):
     def __init__(self, config: Qwen3OmniMoeThinkerConfig) -> None:
         super().__init__(config)
         self.spatial_merge_size = config.vision_config.spatial_merge_size
+
+
+def positions_of(config: Qwen3OmniMoeThinkerConfig) -> Positions:
+    """Computes positions by the library's own `get_rope_index`; the talker's are those of the thinker."""
+    return Positions(cast(RopeIndex, _Index(config)))
 
 
 @dataclass(slots=True)
@@ -65,7 +75,7 @@ class Prompts:
         self, config: Qwen3OmniMoeThinkerConfig, embed: Callable[[torch.Tensor], torch.Tensor], device: torch.device
     ) -> None:
         """`embed`: [n] ids → [n, H]."""
-        self._positions = Positions(cast(RopeIndex, _Index(config)))
+        self._positions = positions_of(config)
         self._embed = embed
         self._device = device
         self._vocab: int = config.text_config.vocab_size
@@ -109,7 +119,8 @@ class Prompts:
             position_delta=delta,
             identity=self._identity(ids, arrived),
             modality_tokens={"text": len(ids) - sum(counts.values()), **counts},
-            extras={MEDIA: seen, DEEP: deep[seen.to(self._device)].cpu()} if layers else {},
+            extras={ROWS: torch.stack(list(places.values())).any(0), FACTS: arrived.media}
+            | ({MEDIA: seen, DEEP: deep[seen.to(self._device)].cpu()} if layers else {}),
         )
 
     def _check_ids(self, ids: torch.Tensor) -> None:

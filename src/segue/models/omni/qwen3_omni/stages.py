@@ -29,6 +29,20 @@ with the processor's tensors taken out and `"frames": int` put in for audio.
 
 **encoder → thinker** (`whole`): one chunk per medium, in order:
 `{"media": [{"kind": str, "hash": bytes, "embeds": [n, 1 + L, H], of audio [n, 1, H]}]}`.
+
+**thinker → talker** (`reply_rows`): one chunk per step that computed tokens; `rows[i]` belongs to position
+`rows_start + i` of the thinker's sequence (prompt, then reply): the token's embedding, at media the hidden state of the
+layer that the talker takes::
+
+    {["rows_start": int, "rows": [k, H],] "reply": int,      # tokens generated so far
+     ["prompt": {"token_ids": LongTensor [T], "media": [{"kind", "hash", "grid_thw", "second_per_grid", "frames"}]}]}
+                                            # with the first rows
+
+The chunk of the last step is final. The reply's last token is never forwarded and has no row.
+
+**talker → vocoder** (`code_rows`): `{"codes": LongTensor [k, G], "start": int}`: k new rows of G codes; the first has
+index `start` in the request. The row of the talker's last token is not sent: in the library it has no codes. Final when
+the talker ends (k may be 0).
 """
 
 from __future__ import annotations
@@ -36,16 +50,61 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from segue.engines.contract import Transfer
+import torch
+
+from segue.engines.contract import Payload, StageOutput, StageRequest, Transfer
 from segue.models.omni.qwen3_omni.encoder import Encoder
 from segue.models.omni.qwen3_omni.input import InputProcessor
+from segue.models.omni.qwen3_omni.prompt import FACTS
+from segue.models.omni.qwen3_omni.talker import Talker
 from segue.models.omni.qwen3_omni.thinker import Thinker
+from segue.models.omni.qwen3_omni.vocoder.vocoder import Code2Wav
 from segue.models.shared.omni.transfers import media_tensors, prompt_facts
 from segue.models.shared.transfers import whole
 
-STAGE_MODELS: dict[str, Callable[..., Any]] = {"input": InputProcessor, "encoder": Encoder, "thinker": Thinker}
+
+def reply_rows(request: StageRequest, output: StageOutput) -> Payload | None:
+    """thinker → talker: the rows captured in a step."""
+    if output.captured is None and not output.finished:
+        return None
+    payload: Payload = {"reply": output.first_index + len(output.token_ids)}
+    if output.captured is not None:
+        payload["rows_start"] = output.captured.start
+        payload["rows"] = output.captured.data
+    if (prompt := output.prompt) is not None:
+        media = [
+            {
+                "kind": medium.kind,
+                "hash": medium.hash,
+                "grid_thw": None if medium.grid is None else list(medium.grid),
+                "second_per_grid": medium.second_per_grid,
+                "frames": medium.frames,
+            }
+            for medium in prompt.extras.get(FACTS, ())
+        ]
+        payload["prompt"] = {"token_ids": torch.tensor(prompt.token_ids), "media": media}
+    return payload
+
+
+def code_rows(request: StageRequest, output: StageOutput) -> Payload | None:
+    """talker → vocoder: the rows of codes of a step, without that of the last token."""
+    codes = output.codes[:-1] if output.finished else output.codes
+    if not codes and not output.finished:
+        return None
+    return {"codes": torch.tensor(codes, dtype=torch.long), "start": output.first_index}
+
+
+STAGE_MODELS: dict[str, Callable[..., Any]] = {
+    "input": InputProcessor,
+    "encoder": Encoder,
+    "thinker": Thinker,
+    "talker": Talker,
+    "vocoder": Code2Wav,
+}
 TRANSFERS: dict[tuple[str, str], Transfer] = {
     ("input", "encoder"): media_tensors,
     ("input", "thinker"): prompt_facts,
     ("encoder", "thinker"): whole,
+    ("thinker", "talker"): reply_rows,
+    ("talker", "vocoder"): code_rows,
 }

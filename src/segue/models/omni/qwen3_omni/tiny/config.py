@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ SPECIAL_TOKENS = (
 )
 ROLES = ("system", "user", "assistant")
 """One token each, as published: the talker tells turns apart by it."""
-IDS = {token: BASE_VOCAB + index for index, token in enumerate((*SPECIAL_TOKENS, *ROLES))}
+IDS = {token: BASE_VOCAB + index for index, token in enumerate(SPECIAL_TOKENS)}
 VOCAB = 704
 """Rows of the thinker's embedding: padded, like the published one."""
 RESERVED = 1024
@@ -81,8 +82,8 @@ SHAPES = {
 }
 
 
-def config_json(shape: Shape) -> dict[str, Any]:
-    """The `config.json` of the checkpoint, in the published layout."""
+def config_json(shape: Shape, roles: Mapping[str, int]) -> dict[str, Any]:
+    """The `config.json` of the checkpoint, in the published layout. `roles`: their ids."""
     return {
         "architectures": ["Qwen3OmniMoeForConditionalGeneration"],
         "model_type": "qwen3_omni_moe",
@@ -90,13 +91,13 @@ def config_json(shape: Shape) -> dict[str, Any]:
         "dtype": "float32",
         "im_start_token_id": IDS["<|im_start|>"],
         "im_end_token_id": IDS["<|im_end|>"],
-        "system_token_id": IDS["system"],
-        "user_token_id": IDS["user"],
-        "assistant_token_id": IDS["assistant"],
+        "system_token_id": roles["system"],
+        "user_token_id": roles["user"],
+        "assistant_token_id": roles["assistant"],
         "tts_pad_token_id": IDS["<tts_pad>"],
         "tts_bos_token_id": IDS["<tts_text_bos>"],
         "tts_eos_token_id": IDS["<tts_text_eod>"],
-        "thinker_config": _thinker(shape),
+        "thinker_config": _thinker(shape, roles["user"]),
         "talker_config": _talker(shape),
         "code2wav_config": _code2wav(shape),
     }
@@ -138,11 +139,11 @@ def _experts(experts: tuple[int, int, int]) -> dict[str, Any]:
     }
 
 
-def _thinker(shape: Shape) -> dict[str, Any]:
+def _thinker(shape: Shape, user: int) -> dict[str, Any]:
     return {
         "model_type": "qwen3_omni_moe_thinker",
         **_media_ids(),
-        "user_token_id": IDS["user"],
+        "user_token_id": user,
         "text_config": {
             "model_type": "qwen3_omni_moe_text",
             "vocab_size": VOCAB,

@@ -60,9 +60,9 @@ def make(directory: Path, size: str = "tiny", seed: int = 0) -> None:
     """
     check_size(size, SIZES)
     directory.mkdir(parents=True, exist_ok=True)
-    config = config_json(SHAPES[size])
     write = partial(write_json, directory)
     tokenizer = _write_tokenizer(directory)
+    config = config_json(SHAPES[size], {role: tokenizer.get_vocab()[role] for role in ROLES})
     write("config.json", config)
     write("generation_config.json", {"_from_model_config": True, "transformers_version": "5.23.0"})
     write("preprocessor_config.json", _PREPROCESSOR)

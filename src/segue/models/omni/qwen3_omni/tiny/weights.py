@@ -19,6 +19,8 @@ from segue.models.omni.qwen3_omni.library import Qwen3OmniMoeConfig, Qwen3OmniMo
 _GAINS = (
     # sharp attention over the whole context: otherwise the next token depends only on the last one, and decoding loops
     (r"(thinker|talker)\.model\.layers\.\d+\.self_attn\.o_proj\.weight", 6.0),
+    (r"talker\.code_predictor\.model\.layers\.\d+\.self_attn\.o_proj\.weight", 3.0),
+    (r"talker\.code_predictor\.lm_head\.\d+\.weight", 2.0),
     (r"\.mlp\.gate\.weight", 2.0),
     (r"\.mlp\.experts\.\d+\.down_proj\.weight", 2.0),
     # media rows as large as text embeddings
@@ -33,6 +35,11 @@ _SHARP = 2.8
 """Mean of q/k norms: with them, the gain of the q and k matrices has no effect."""
 _END_GAIN = 1.5
 """How easily a reply ends: a head row k times as large as the others wins more steps the larger k is."""
+
+_END_OF_SPEECH_GAIN = 1.4
+"""The same for the talker's end token."""
+_AFTER_TEXT = 1.2
+"""Weight of "the text is over" in the talker's end token."""
 
 
 def published(name: str, shape: torch.Size) -> Iterator[tuple[str, torch.Size]]:
@@ -73,6 +80,12 @@ def make_weights(config: dict[str, Any], speakable: list[int], newline: int, see
     keep[end] = _END_GAIN
     weights["thinker.lm_head.weight"] *= keep
     _say_something(weights, newline, end)
+    talker = config["talker_config"]
+    keep = torch.zeros(shapes["talker.codec_head.weight"][0], 1)
+    keep[: config["code2wav_config"]["codebook_size"]] = 1.0
+    keep[talker["codec_eos_token_id"]] = _END_OF_SPEECH_GAIN
+    weights["talker.codec_head.weight"] *= keep
+    _mark_end_of_text(weights, config["tts_pad_token_id"], talker["codec_eos_token_id"])
     return weights
 
 
@@ -85,6 +98,30 @@ def _say_something(weights: dict[str, torch.Tensor], newline: int, end: int) -> 
             weight[1] = 0.0
     weights["thinker.lm_head.weight"][:, 1] = 0.0
     weights["thinker.lm_head.weight"][end, 1] = -8.0
+
+
+def _mark_end_of_text(weights: dict[str, torch.Tensor], pad: int, end: int) -> None:
+    """Make the talker end soon after its text: channel 0 carries "the text is over" from the pad's embedding (the
+    talker's input from then on) through the text projection to the end token's logit; nothing else writes it."""
+    weights["thinker.model.embed_tokens.weight"][:, 0] = 0.0
+    weights["thinker.model.embed_tokens.weight"][pad, 0] = 4.0
+    first, second = (weights[f"talker.text_projection.linear_fc{layer}.weight"] for layer in (1, 2))
+    first[0] = 0.0
+    first[:, 0] = 0.0
+    first[0, 0] = 1.0
+    second[0] = 0.0
+    second[0, 0] = 1.0
+    weights["talker.text_projection.linear_fc1.bias"][0] = 0.0
+    weights["talker.hidden_projection.linear_fc2.weight"][0] = 0.0
+    for name in ("text", "hidden"):
+        weights[f"talker.{name}_projection.linear_fc2.bias"][0] = 0.0
+    for name, weight in weights.items():
+        if re.search(r"^talker\.(model|code_predictor\.model)\.codec_embedding(\.\d+)?\.weight$", name):
+            weight[:, 0] = 0.0
+        if re.search(r"^talker\.model\.layers\.\d+\..*(o_proj|down_proj)\.weight$", name):
+            weight[0] = 0.0
+    weights["talker.codec_head.weight"][:, 0] = 0.0
+    weights["talker.codec_head.weight"][end, 0] = _AFTER_TEXT
 
 
 def _scaled(name: str, noise: torch.Tensor) -> torch.Tensor:
