@@ -28,7 +28,7 @@ BY_CONFIG = {
     "do more than replace tokens": (
         "autoencoder|an index of their own|a LoRA adapter|along with every generated token|noise"
     ),
-    "other outputs than text": "by denoising|actions|need a family of its own",
+    "other outputs than text": "by denoising|actions",
 }
 """Words of a row → what is said to one who starts such a model."""
 

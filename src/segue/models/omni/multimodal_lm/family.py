@@ -37,7 +37,6 @@ _REASONS = MappingProxyType(
         "vibevoice_asr": "its audio encoder draws noise, so that a recording has no fixed rows",
         "diffusion_gemma": "it generates blocks of text by denoising, not token by token",
         "pi0": "it outputs robot actions, not text",
-        "qwen3_omni_moe": "it speaks, for which it would need a family of its own (talker, code predictor, vocoder)",
     }
 )
 """By model type, why it is unsupported, if its config does not show it."""

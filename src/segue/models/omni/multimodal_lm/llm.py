@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
@@ -29,15 +28,11 @@ from segue.models.omni.multimodal_lm.processor import Processor
 from segue.models.omni.multimodal_lm.token_rows import stand_ins, token_rows
 from segue.models.shared.checkpoint.pretrained import load_config
 from segue.models.shared.decoder.decoder import PagedDecoder
+from segue.models.shared.decoder.deep_features import DEEP, MEDIA, deep_features
 from segue.models.shared.decoder.generation import context_length, default_sampling, end_tokens, generation_of
 from segue.models.shared.decoder.interface import decoder_of
 from segue.models.shared.library import PreTrainedModel
 from segue.models.shared.text.tokenizer import decode, load_tokenizer, vocabulary_of
-
-DEEP = "deep"
-"""`Prompt.extras`: [rows of media, L, H] in prompt order: features added after the first L layers."""
-MEDIA = "media"
-"""`Prompt.extras`: [T] bool, true at media rows."""
 
 
 @dataclass(slots=True)
@@ -112,7 +107,7 @@ class LLM:
     @torch.inference_mode()
     def forward(self, embeds: torch.Tensor, batch: FlatBatch) -> tuple[torch.Tensor, None]:
         """[tokens, H] → (final hidden states [tokens, H], nothing captured)."""
-        return self._decoder.forward(embeds, batch, **_deep(batch, embeds)), None
+        return self._decoder.forward(embeds, batch, **deep_features(batch, embeds)), None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, H] → [rows, vocab] float32."""
@@ -199,30 +194,3 @@ def _identity(
             own.update(b"%d" % (place - start))
             what[place] = own.digest()
     return what
-
-
-def _deep(batch: FlatBatch, embeds: torch.Tensor) -> dict[str, Any]:
-    """The deep features of the media rows in a batch, in the format of Qwen3-VL's decoder."""
-    own = [_own_rows(*part) for part in batch.prompts]
-    features = [rows for _, rows in own if rows is not None]
-    if not features:
-        return {}
-    masks = [
-        torch.zeros(stop - start, dtype=torch.bool) if mask is None else mask
-        for (mask, _), (_, start, stop) in zip(own, batch.prompts, strict=True)
-    ]
-    return {
-        "visual_pos_masks": torch.cat(masks).to(embeds.device)[None],
-        "deepstack_visual_embeds": list(torch.cat(features).to(embeds.device).unbind(1)),
-    }
-
-
-def _own_rows(prompt: Prompt | None, start: int, stop: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """For tokens [start, stop) of a sequence: which are media rows [stop - start], and their deep features."""
-    media = None if prompt is None else prompt.extras.get(MEDIA)
-    if prompt is None or media is None or not media[start:stop].any():
-        return None, None
-    mask = torch.zeros(stop - start, dtype=torch.bool)
-    mask[: len(media[start:stop])] = media[start:stop]
-    before = int(media[:start].sum())
-    return mask, prompt.extras[DEEP][before : before + int(mask.sum())]

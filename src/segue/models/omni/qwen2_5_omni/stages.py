@@ -56,29 +56,8 @@ from segue.models.omni.qwen2_5_omni.input import InputProcessor
 from segue.models.omni.qwen2_5_omni.talker import Talker
 from segue.models.omni.qwen2_5_omni.thinker import Thinker
 from segue.models.omni.qwen2_5_omni.vocoder.vocoder import Token2Wav
+from segue.models.shared.omni.transfers import media_tensors, prompt_facts
 from segue.models.shared.transfers import whole
-
-_TENSORS = ("pixel_values", "input_features")
-
-
-def media_tensors(request: StageRequest, output: StageOutput) -> Payload | None:
-    """input → encoder: the media tensors."""
-    if output.payload is None:
-        return None
-    return {"media": output.payload["media"]}
-
-
-def prompt_facts(request: StageRequest, output: StageOutput) -> Payload | None:
-    """input → thinker: everything except the media tensors."""
-    if output.payload is None:
-        return None
-    media = []
-    for item in output.payload["media"]:
-        facts = {key: value for key, value in item.items() if key not in _TENSORS}
-        if "input_features" in item:
-            facts["frames"] = item["input_features"].shape[1]
-        media.append(facts)
-    return {**output.payload, "media": media}
 
 
 def reply_hidden_states(request: StageRequest, output: StageOutput) -> Payload | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from segue.media.image import decode_image
 from segue.media.limits import MediaLimits
 from segue.media.video import Video, decode_video
 from segue.messages.request import MediaPart
-from segue.models.omni.qwen2_5_omni.chat import Chat
+from segue.models.shared.omni.chat import Chat
 
 VIDEO_FPS = 2.0
 """Frames per second sampled from a video: the processor's own default."""
@@ -27,6 +28,12 @@ _LEAST_FRAMES = 500
 """Below about 100 mel frames the matmul rounds in another order than in a long recording."""
 _STEEPEST = 200
 """The library's resizing (`smart_resize`) refuses images with a larger aspect ratio."""
+
+
+Pixels = np.ndarray[Any, Any]
+"""[height, width, 3] uint8."""
+Decoded = np.ndarray[Any, Any] | Video
+"""`Pixels` of an image, `Samples` of a recording, or a clip."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,7 @@ class Expanded:
 
 
 class MediaReader:
-    """Reads media parts for one checkpoint."""
+    """Reads the media of prompts for one checkpoint."""
 
     def __init__(self, chat: Chat, limits: MediaLimits) -> None:
         self._chat = chat
@@ -54,32 +61,67 @@ class MediaReader:
             "video": _digest(processor.video_processor.to_dict()),
         }
         extractor = processor.feature_extractor
-        self._rate, self._hop, self._window = extractor.sampling_rate, extractor.hop_length, extractor.n_fft
+        self.rate, self.hop, self.window = extractor.sampling_rate, extractor.hop_length, extractor.n_fft
         self._longest = extractor.n_samples
 
-    def read(self, part: MediaPart, *, with_audio: bool) -> Expanded:
-        """Decode a part and process it. `with_audio`: include a video's audio track if it has one.
+    def read(self, parts: Sequence[MediaPart], *, with_audio: bool) -> list[Expanded]:
+        """Decode the media of a prompt and process them. `with_audio`: include a video's audio track if it has one.
 
         Raises `InvalidRequest` for unreadable data, `TooLarge` over a limit.
         """
-        if part.kind == "image":
-            return self._image(part)
-        if part.kind == "audio":
-            return self._audio(part, decode_audio(part, self._rate, self._limits))
-        return self._video(
-            part, decode_video(part, VIDEO_FPS, self._limits, audio_rate=self._rate if with_audio else None)
-        )
+        return [self._read(part, with_audio=with_audio) for part in parts]
 
-    def _image(self, part: MediaPart) -> Expanded:
-        pixels = decode_image(part, self._limits)
-        _check_aspect(part, pixels.shape[0], pixels.shape[1])
-        made = self._chat.expand(self._chat.placeholder("image"), images=[Image.fromarray(pixels)])
-        entry = {
+    def decoded(self, part: MediaPart, *, with_audio: bool) -> Decoded:
+        """Decode one part; raises as `read`."""
+        if part.kind == "image":
+            pixels = decode_image(part, self._limits)
+            _check_aspect(part, pixels.shape[0], pixels.shape[1])
+            return pixels
+        if part.kind == "audio":
+            return decode_audio(part, self.rate, self._limits)
+        video = decode_video(part, VIDEO_FPS, self._limits, audio_rate=self.rate if with_audio else None)
+        _check_aspect(part, video.frames.shape[1], video.frames.shape[2])
+        return video
+
+    def image_entry(self, pixels: Pixels, values: torch.Tensor, grid: torch.Tensor) -> Payload:
+        """The payload of an image and the processor's results for it."""
+        return {
             "kind": "image",
             "hash": self._hash("image", pixels),
-            "pixel_values": made["pixel_values"],
-            "grid_thw": made["image_grid_thw"][0].tolist(),
+            "pixel_values": values,
+            "grid_thw": grid.tolist(),
         }
+
+    def video_entry(self, video: Video, values: torch.Tensor, grid: torch.Tensor, second_per_grid: float) -> Payload:
+        """The payload of a clip and the processor's results for it, without its audio track."""
+        return {
+            "kind": "video",
+            "hash": self._hash("video", video.frames, video.fps),
+            "pixel_values": values,
+            "grid_thw": grid.tolist(),
+            "second_per_grid": second_per_grid,
+        }
+
+    def audio_entry(self, samples: Samples, features: torch.Tensor, mask: torch.Tensor, **facts: int) -> Payload:
+        """The payload of a recording and the processor's results for it: [mel, frames], [frames]. `facts`: further
+        entries, on which its rows depend."""
+        frames = int(mask.sum())
+        return {
+            "kind": "audio",
+            "hash": self._hash("audio", samples, *facts.values()),
+            "input_features": features[:, :frames].contiguous(),
+            **facts,
+        }
+
+    def _read(self, part: MediaPart, *, with_audio: bool) -> Expanded:
+        medium = self.decoded(part, with_audio=with_audio)
+        if isinstance(medium, Video):
+            return self._video(medium)
+        return self._image(medium) if part.kind == "image" else self._audio(part, medium)
+
+    def _image(self, pixels: Pixels) -> Expanded:
+        made = self._chat.expand(self._chat.placeholder("image"), images=[Image.fromarray(pixels)])
+        entry = self.image_entry(pixels, made["pixel_values"], made["image_grid_thw"][0])
         return Expanded(made["input_ids"][0].tolist(), [entry])
 
     def _audio(self, part: MediaPart, samples: Samples) -> Expanded:
@@ -87,48 +129,36 @@ class MediaReader:
         made = self._chat.expand(text, audio=[samples], audio_kwargs=self._audio_kwargs(samples))
         ids = made["input_ids"][0].tolist()
         if not ids:
-            raise refuse(part, f"{len(samples)} samples are too short; send at least {4 * self._hop / self._rate:g} s")
-        return Expanded(ids, [self._audio_entry(samples, made)])
+            raise refuse(part, f"{len(samples)} samples are too short; send at least {4 * self.hop / self.rate:g} s")
+        return Expanded(ids, [self.audio_entry(samples, made["input_features"][0], made["feature_attention_mask"][0])])
 
-    def _video(self, part: MediaPart, video: Video) -> Expanded:
-        _check_aspect(part, video.frames.shape[1], video.frames.shape[2])
+    def _video(self, video: Video) -> Expanded:
         media: dict[str, Any] = {
             "videos": [video.frames],
             "videos_kwargs": {"fps": video.fps, "input_data_format": "channels_last"},
         }
-        bos, eos = self._chat.processor.vision_bos_token, self._chat.processor.vision_eos_token
-        # the library finds the audio track's position between the two
-        text = f"{bos}{self._chat.placeholder('video')}{eos}"
+        text = self._chat.video_text()
         if video.audio is None:
             made = self._chat.expand(text, **media)
         else:
             media |= {"audio": [video.audio], "audio_kwargs": self._audio_kwargs(video.audio)}
             made = self._chat.expand_video_with_audio(text, **media)
-        entry = {
-            "kind": "video",
-            "hash": self._hash("video", video.frames, video.fps),
-            "pixel_values": made["pixel_values_videos"],
-            "grid_thw": made["video_grid_thw"][0].tolist(),
-            "second_per_grid": float(made["video_second_per_grid"][0]),
-        }
-        entries = [entry] if video.audio is None else [entry, self._audio_entry(video.audio, made)]
+        entries = [
+            self.video_entry(
+                video, made["pixel_values_videos"], made["video_grid_thw"][0], float(made["video_second_per_grid"][0])
+            )
+        ]
+        if video.audio is not None:
+            entries.append(self.audio_entry(video.audio, made["input_features"][0], made["feature_attention_mask"][0]))
         return Expanded(made["input_ids"][0].tolist()[1:-1], entries)
-
-    def _audio_entry(self, samples: Samples, made: dict[str, torch.Tensor]) -> Payload:
-        frames = int(made["feature_attention_mask"][0].sum())
-        return {
-            "kind": "audio",
-            "hash": self._hash("audio", samples),
-            "input_features": made["input_features"][0, :, :frames].contiguous(),
-        }
 
     def _audio_kwargs(self, samples: Samples) -> dict[str, Any]:
         """Pad with silence to a little more than the recording, not to the five minutes of the published processors
         (0.64 s of work): frames within the mask see the same samples, and the spectra of the padding are never
         computed."""
-        hops = math.ceil(len(samples) / self._hop) + math.ceil(self._window / self._hop)
+        hops = math.ceil(len(samples) / self.hop) + math.ceil(self.window / self.hop)
         hops = max(hops, _LEAST_FRAMES)
-        return {"max_length": min(hops * self._hop, self._longest), "sampling_rate": self._rate}
+        return {"max_length": min(hops * self.hop, self._longest), "sampling_rate": self.rate}
 
     def _hash(self, kind: str, array: np.ndarray[Any, Any], *settings: float) -> bytes:
         """A hash that is equal for equal decoded media processed with equal settings."""

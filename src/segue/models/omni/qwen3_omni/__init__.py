@@ -1,0 +1,4 @@
+"""Qwen3-Omni: encoder, thinker, talker and vocoder. Read `graph`, then `stages`.
+
+Doors: `family`.
+"""

@@ -1,0 +1,25 @@
+"""The stage graph of Qwen3-Omni; read this first. No torch here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from segue.graph.stage_graph import StageGraph
+
+
+def graph(config: dict[str, Any]) -> StageGraph:
+    """The stages of a checkpoint, from its `config.json`.
+
+    The talker starts on the thinker's first tokens, the vocoder on the talker's first codes. A checkpoint with
+    `enable_audio_output: false` (Thinking, Captioner) contains neither talker nor vocoder.
+    """
+    g = StageGraph("qwen3_omni")
+    g.stage("encoder", "module", takes={"image", "audio", "video"}, fuse_with="thinker")
+    g.stage("thinker", "autoregressive", takes={"text"}, gives={"text"})
+    g.edge("encoder", "thinker")  # a chunk per image, clip or recording
+    if config.get("enable_audio_output", True):
+        g.stage("talker", "autoregressive")
+        g.stage("vocoder", "module", gives={"audio"})
+        g.edge("thinker", "talker")  # a chunk per step of the thinker
+        g.edge("talker", "vocoder")  # a chunk per step of the talker
+    return g

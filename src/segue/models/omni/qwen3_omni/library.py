@@ -1,0 +1,46 @@
+"""The parts of transformers that this family uses. Import them from here: torchvision may need its shim first."""
+
+# ruff: noqa: E402
+from segue.kernels.torchvision_shim import ensure_torchvision
+
+ensure_torchvision()  # a torchvision that fails to import makes the import of transformers fail
+
+from transformers import (
+    DynamicCache,
+    Qwen3OmniMoeConfig,
+    Qwen3OmniMoeForConditionalGeneration,
+    Qwen3OmniMoeProcessor,
+    Qwen3OmniMoeTalkerForConditionalGeneration,
+    Qwen3OmniMoeThinkerConfig,
+    Qwen3OmniMoeThinkerForConditionalGeneration,
+)
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
+    Qwen3OmniMoeAudioEncoder,
+    Qwen3OmniMoeCausalConvNet,
+    Qwen3OmniMoeCausalTransConvNet,
+    Qwen3OmniMoeCode2Wav,
+    Qwen3OmniMoeCode2WavDecoderBlock,
+    Qwen3OmniMoeCode2WavDecoderResidualUnit,
+    Qwen3OmniMoeConvNeXtBlock,
+    Qwen3OmniMoePreTrainedModelForConditionalGeneration,
+    Qwen3OmniMoeVisionEncoder,
+)
+
+__all__ = [
+    "DynamicCache",
+    "Qwen3OmniMoeAudioEncoder",
+    "Qwen3OmniMoeCausalConvNet",
+    "Qwen3OmniMoeCausalTransConvNet",
+    "Qwen3OmniMoeCode2Wav",
+    "Qwen3OmniMoeCode2WavDecoderBlock",
+    "Qwen3OmniMoeCode2WavDecoderResidualUnit",
+    "Qwen3OmniMoeConfig",
+    "Qwen3OmniMoeConvNeXtBlock",
+    "Qwen3OmniMoeForConditionalGeneration",
+    "Qwen3OmniMoePreTrainedModelForConditionalGeneration",
+    "Qwen3OmniMoeProcessor",
+    "Qwen3OmniMoeTalkerForConditionalGeneration",
+    "Qwen3OmniMoeThinkerConfig",
+    "Qwen3OmniMoeThinkerForConditionalGeneration",
+    "Qwen3OmniMoeVisionEncoder",
+]

@@ -1,0 +1,164 @@
+"""Load each stage's part of a Qwen3-Omni checkpoint.
+
+Names in published checkpoints (Qwen/Qwen3-Omni-30B-A3B-Instruct, -Thinking, -Captioner): `thinker.model.*` (decoder,
+experts one by one), `thinker.lm_head`, `thinker.visual.*`, `thinker.audio_tower.*`, `talker.*`, `code2wav.*`. The
+library's loader reads the thinker, because it joins the experts; the encoders are read tensor by tensor.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import nn
+
+from segue.engines.contract import LoadContext
+from segue.messages.errors import ConfigError
+from segue.models.omni.qwen3_omni.library import (
+    Qwen3OmniMoeAudioEncoder,
+    Qwen3OmniMoeCode2Wav,
+    Qwen3OmniMoeConfig,
+    Qwen3OmniMoeTalkerForConditionalGeneration,
+    Qwen3OmniMoeThinkerConfig,
+    Qwen3OmniMoeThinkerForConditionalGeneration,
+    Qwen3OmniMoeVisionEncoder,
+)
+from segue.models.shared.checkpoint import pretrained
+from segue.models.shared.checkpoint.checkpoint import Checkpoint, load_module
+from segue.models.shared.library import AutoModelForMultimodalLM
+
+EMBEDDING = ("thinker.model.embed_tokens.weight", "thinker.model.language_model.embed_tokens.weight")
+
+
+class Encoders(nn.Module):
+    """The thinker's vision and audio encoders."""
+
+    def __init__(self, config: Qwen3OmniMoeThinkerConfig) -> None:
+        super().__init__()
+        self.visual = Qwen3OmniMoeVisionEncoder(config.vision_config)
+        self.audio_tower = Qwen3OmniMoeAudioEncoder(config.audio_config)
+
+
+def load_config(ctx: LoadContext) -> Qwen3OmniMoeConfig:
+    """The checkpoint's config. Raises `ConfigError` naming the file."""
+    with _errors_only("transformers.modeling_rope_utils"):  # it warns of keys of the talker's published config
+        config = pretrained.load_config(ctx)
+    if not isinstance(config, Qwen3OmniMoeConfig):
+        raise ConfigError(
+            f"{ctx.model_dir / 'config.json'}: model_type is {config.model_type!r}; "
+            f"Qwen3-Omni's is {Qwen3OmniMoeConfig.model_type!r}",
+            field="model",
+        )
+    return config
+
+
+def load_thinker(ctx: LoadContext, config: Qwen3OmniMoeConfig) -> Qwen3OmniMoeThinkerForConditionalGeneration:
+    """The library's thinker, encoders included. Raises `ConfigError`."""
+    with _errors_only("transformers.modeling_utils"):  # it reports the talker's tensors as unexpected
+        model = pretrained.load_model(ctx, config.thinker_config, AutoModelForMultimodalLM)
+    return cast(Qwen3OmniMoeThinkerForConditionalGeneration, model)
+
+
+def load_encoders(ctx: LoadContext, config: Qwen3OmniMoeConfig) -> Encoders:
+    """The encoders alone. Raises `ConfigError` with the missing tensor."""
+    return load_module(
+        ctx,
+        lambda: Encoders(config.thinker_config),
+        lambda name: (f"thinker.{name}", f"thinker.model.{name}"),
+        checkpoint=_checkpoint(ctx),
+        seed=zlib.crc32(b"encoder"),
+    )
+
+
+def load_code2wav(ctx: LoadContext, config: Qwen3OmniMoeConfig) -> Qwen3OmniMoeCode2Wav:
+    """The vocoder, always in float32. Raises `ConfigError` with the missing tensor."""
+    return load_module(
+        ctx,
+        lambda: Qwen3OmniMoeCode2Wav(config.code2wav_config),
+        lambda name: (f"code2wav.{name}",),
+        checkpoint=_checkpoint(ctx),
+        dtype=torch.float32,
+        seed=zlib.crc32(b"vocoder"),
+    )
+
+
+def load_talker(ctx: LoadContext, config: Qwen3OmniMoeConfig) -> Qwen3OmniMoeTalkerForConditionalGeneration:
+    """The talker and its code predictor. Raises `ConfigError` with the missing tensor."""
+    with _errors_only("transformers.modeling_rope_utils"):
+        return load_module(
+            ctx,
+            lambda: Qwen3OmniMoeTalkerForConditionalGeneration(config.talker_config),
+            lambda name: (f"talker.{name}",),
+            checkpoint=None if ctx.load_format == "dummy" else _OfExperts(ctx.model_dir),
+            seed=zlib.crc32(b"talker"),
+        )
+
+
+def load_text_rows(ctx: LoadContext, config: Qwen3OmniMoeConfig, ids: Sequence[int]) -> torch.Tensor:
+    """Rows of the thinker's embedding, [len(ids), hidden] of `ctx.dtype` on `ctx.device`; reads only these rows."""
+    text = config.thinker_config.text_config
+    for token in ids:
+        if not 0 <= token < text.vocab_size:
+            raise ConfigError(
+                f"{ctx.model_dir / 'config.json'}: names text token {token}, but the thinker has {text.vocab_size}",
+                field="model",
+            )
+    checkpoint = _checkpoint(ctx)
+    if checkpoint is None:
+        generator = torch.Generator().manual_seed(zlib.crc32(b"rows"))
+        rows = torch.randn(len(ids), text.hidden_size, generator=generator) * text.hidden_size**-0.5
+    else:
+        rows = checkpoint.read(checkpoint.find(EMBEDDING), rows=ids)
+    return rows.to(device=ctx.device, dtype=ctx.dtype)
+
+
+class _OfExperts(Checkpoint):
+    """Joins experts, which checkpoints store one by one, as the library's modules have them."""
+
+    def find(self, candidates: Sequence[str]) -> str:
+        name = candidates[0]
+        return name if self._experts(name) else super().find(candidates)
+
+    def read(self, name: str, rows: Sequence[int] | None = None) -> torch.Tensor:
+        experts = self._experts(name)
+        if not experts:
+            return super().read(name, rows)
+        return torch.stack([torch.cat([super(_OfExperts, self).read(part) for part in parts]) for parts in experts])
+
+    def path_of(self, name: str) -> Path:
+        experts = self._experts(name)
+        return super().path_of(experts[0][0] if experts else name)
+
+    def _experts(self, name: str) -> list[list[str]]:
+        """The tensors of each expert, in the order of their rows; empty for other tensors."""
+        prefix, _, last = name.rpartition(".")
+        halves = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last, ())
+        found: list[list[str]] = []
+        while halves and all(f"{prefix}.{len(found)}.{half}.weight" in self for half in halves):
+            found.append([f"{prefix}.{len(found)}.{half}.weight" for half in halves])
+        return found
+
+
+def _checkpoint(ctx: LoadContext) -> Checkpoint | None:
+    """The checkpoint's tensors, or None for random weights."""
+    return None if ctx.load_format == "dummy" else Checkpoint(ctx.model_dir)
+
+
+@contextmanager
+def _errors_only(name: str) -> Iterator[None]:
+    """Suppress one logger's warnings. (Its level is left alone: the library does more at a higher one.)"""
+    logger = logging.getLogger(name)
+
+    def severe(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR
+
+    logger.addFilter(severe)
+    try:
+        yield
+    finally:
+        logger.removeFilter(severe)

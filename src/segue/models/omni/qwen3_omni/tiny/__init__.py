@@ -1,0 +1,1 @@
+"""`segue tiny qwen3-omni`: makes a small checkpoint in the published layout."""

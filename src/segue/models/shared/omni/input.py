@@ -1,0 +1,196 @@
+"""The input stage of an omni model: a request → prompt ids and media tensors, using the family's processor.
+
+The library's processor runs on each medium separately, with its placeholder as text: this returns the medium's tensors
+and the ids that replace its placeholder in the tokenized chat. The result equals one processor call over everything
+(special tokens split the text before tokenization), but without padding and with each medium separate. The
+family's `stages` documents the payload.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+
+from segue.engines.contract import LoadContext, Payload, StageRequest
+from segue.engines.module.contract import Result, Work
+from segue.graph.parts import TOKENS
+from segue.media.limits import MediaLimits
+from segue.messages.errors import ConfigError, InvalidRequest, NotFound, nearest, wrong
+from segue.messages.request import MediaPart, Message, Request, TextPart
+from segue.models.registry import read_config
+from segue.models.shared.input_stage import InputStage
+from segue.models.shared.library import ProcessorMixin
+from segue.models.shared.omni.chat import KINDS, Chat, load_chat
+from segue.models.shared.omni.medium import Expanded, MediaReader
+from segue.models.shared.text.prompt import (
+    check_length,
+    check_text,
+    checked_ids,
+    client_tokens,
+    given_as,
+    own_tokens_only,
+    tokenized,
+    truncated,
+)
+
+_ROLES = ("system", "user", "assistant", "tool")
+_TEXT_STAGE = "thinker"
+
+
+class OmniInput(InputStage):
+    """Prepares one request per call.
+
+    Options: `limits`, a dict of `MediaLimits` fields.
+    """
+
+    def __init__(
+        self,
+        ctx: LoadContext,
+        processor_class: type[ProcessorMixin],
+        placeholders: Mapping[str, str],
+        voices: frozenset[str],
+        reader: type[MediaReader] = MediaReader,
+    ) -> None:
+        """`placeholders`: by kind, for checkpoints without a processor. Raises `ConfigError`."""
+        config = read_config(ctx.model_dir)
+        try:
+            text = config["thinker_config"]["text_config"]
+            self._vocab = int(text["vocab_size"])
+        except KeyError as error:
+            raise ConfigError(f"config.json of {str(ctx.model_dir)!r} has no {error}", field="model") from error
+        self._longest = ctx.max_model_len or int(text.get("max_position_embeddings", 32768))
+        self._limits = MediaLimits.from_options(ctx.options.get("limits", {}))
+        self.budget = self._limits.budget
+        self._chat: Chat | None = load_chat(ctx.model_dir, processor_class, placeholders)
+        self._reader = reader(self._chat, self._limits) if self._chat is not None else None
+        self._voices = voices
+
+    def warm_up(self) -> None:
+        """Process one short text."""
+        if self._chat is not None:
+            self.process(Request(request_id="warm-up", messages=[Message("user", [TextPart("Good morning!")])]))
+
+    def begin(self, request: StageRequest) -> tuple[None, list[Work]]:
+        # one bucket per request: no request waits until the media of another are decoded
+        return None, [Work(request.request_id, request.request, bucket=request.request_id, last=True)]
+
+    @torch.inference_mode()
+    def run(self, works: list[Work]) -> list[Result]:
+        return super().run(works)
+
+    def process(self, request: Request) -> Payload:
+        """The payload of one request. Raises `InvalidRequest` with the field, its value and the accepted values."""
+        if request.voice is not None and request.voice not in self._voices:
+            raise NotFound(f"no voice {request.voice!r}{nearest(request.voice, self._voices)}", field="voice")
+        audio = request.options.get("use_audio_in_video", False)
+        if not isinstance(audio, bool):
+            raise wrong("options.use_audio_in_video", audio, "true or false")
+        media: list[Expanded] = []
+        form = given_as(request)
+        match form:
+            case "messages":
+                ids, media = self._templated(request, with_audio=audio)
+            case "prompt":
+                ids = self._tokenized(request)
+            case _:
+                ids = checked_ids(request.prompt_token_ids or [], self._vocab)
+        ids = truncated(ids, request, _TEXT_STAGE, self._longest, media=bool(media))
+        if not own_tokens_only(request):
+            self._check_length(ids, media, form)
+        seen = TOKENS in request.modalities
+        entries = [entry for medium in media for entry in medium.entries]
+        return {
+            "token_ids": torch.tensor(ids, dtype=torch.long),
+            "media": entries,
+            "use_audio_in_video": any(len(medium.entries) > 1 for medium in media),
+            **(client_tokens(ids, self._chat.tokenizer if self._chat is not None else None) if seen else {}),
+        }
+
+    def _tokenized(self, request: Request) -> list[int]:
+        """The ids of a bare prompt: no template, no media."""
+        if self._chat is not None:
+            self._check_text(TextPart(request.prompt or ""), "prompt")
+        return tokenized(self._chat.tokenizer if self._chat is not None else None, request, self._longest, _TEXT_STAGE)
+
+    def _templated(self, request: Request, *, with_audio: bool) -> tuple[list[int], list[Expanded]]:
+        """The conversation's ids, with every placeholder repeated to its medium's length, and the media in order."""
+        if self._chat is None or self._reader is None:
+            raise InvalidRequest(
+                "this checkpoint has no tokenizer; send prompt_token_ids in place of messages", field="messages"
+            )
+        parts = self._checked(request.messages)
+        media = self._reader.read(parts, with_audio=with_audio)
+        _check_audio(parts, media)
+        waiting = {
+            kind: iter([medium for medium, part in zip(media, parts, strict=True) if part.kind == kind])
+            for kind in KINDS
+        }
+        kinds = {self._chat.placeholder_id(kind): kind for kind in KINDS}
+        ids: list[int] = []
+        order: list[Expanded] = []
+        text = self._chat.text(request.messages, request.chat)
+        check_text(text, self._chat.tokenizer, request, self._longest, _TEXT_STAGE, "messages")
+        for token in self._chat.ids(text):
+            if (kind := kinds.get(token)) is None:
+                ids.append(token)
+                continue
+            medium = next(waiting[kind], None)
+            if medium is None:
+                raise InvalidRequest(f"the chat template asks for more {kind} parts than there are", field="messages")
+            ids.extend(medium.ids)
+            order.append(medium)
+        if len(order) != len(media):
+            raise InvalidRequest("the chat template has no place for some of the media parts", field="messages")
+        return ids, order
+
+    def _checked(self, messages: list[Message]) -> list[MediaPart]:
+        """All media of the messages, in order. Raises for content that must not reach the template."""
+        assert self._chat is not None
+        media: list[MediaPart] = []
+        for number, message in enumerate(messages):
+            if message.role not in _ROLES:
+                field = f"messages[{number}].role"
+                raise InvalidRequest(f"{field} is {message.role!r}{nearest(message.role, _ROLES)}", field=field)
+            for index, part in enumerate(message.content):
+                field = f"messages[{number}].content[{index}]"
+                if isinstance(part, MediaPart):
+                    if self._chat.processor is None:
+                        raise InvalidRequest(f"{field}: this checkpoint takes text, no {part.kind}", field=field)
+                    media.append(part)
+                else:
+                    self._check_text(part, field)
+        self._limits.check_items(len(media), "messages")
+        return media
+
+    def _check_text(self, part: TextPart, field: str) -> None:
+        assert self._chat is not None
+        for kind in KINDS:
+            if (placeholder := self._chat.placeholder(kind)) in part.text:
+                raise InvalidRequest(
+                    f"{field}: the text holds {placeholder!r}, which stands for {kind}; send a part of that kind",
+                    field=field,
+                )
+
+    def _check_length(self, ids: list[int], media: list[Expanded], field: str) -> None:
+        taken = Counter[str]()
+        for medium in media:
+            taken[medium.entries[0]["kind"]] += len(medium.ids)
+        shares = ", ".join(f"{count} of them {kind}" for kind, count in taken.items())
+        check_length(len(ids), self._longest, field, f" ({shares})" if shares else "")
+
+
+def _check_audio(parts: list[MediaPart], media: list[Expanded]) -> None:
+    """All videos of a prompt must have audio tracks or none: the model has one flag for the whole prompt."""
+    videos = [
+        (part, len(medium.entries) > 1) for part, medium in zip(parts, media, strict=True) if part.kind == "video"
+    ]
+    if any(heard for _, heard in videos):
+        for part, heard in videos:
+            if not heard:
+                raise InvalidRequest(
+                    f"{part.field or 'video'}: has no audio track while another video has; with use_audio_in_video "
+                    "either all have one or none",
+                    field=part.field or None,
+                )

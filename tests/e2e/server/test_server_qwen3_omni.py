@@ -1,0 +1,123 @@
+"""Qwen3-Omni over HTTP: replies to every kind of input, and their speech, are the library's."""
+
+from __future__ import annotations
+
+import base64
+import io
+import wave
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from server_process import ASSETS, served, tiny
+
+from segue.media.parts import messages_from
+from segue.media.sources import PYTHON_POLICY
+from segue.messages.reference import Question
+from segue.messages.request import Request
+from segue.messages.sampling import SamplingParams
+from segue.models.omni.qwen3_omni.reference import Reference, load
+from segue.models.shared.reference import Library
+
+TOKENS = 16
+CODES = 60
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny(tmp_path_factory.mktemp("qwen3-omni") / "tiny", "qwen3-omni")
+
+
+@pytest.fixture(scope="module")
+def http(checkpoint: Path) -> Iterator[httpx.Client]:
+    with served(checkpoint, "--log-level", "warning") as server, server.client() as http:
+        yield http
+
+
+@pytest.fixture(scope="module")
+def library(checkpoint: Path) -> Reference:
+    return load(Library(checkpoint, "cpu", torch.float32))
+
+
+def _url(name: str, mime: str) -> str:
+    return f"data:{mime};base64,{base64.b64encode((ASSETS / name).read_bytes()).decode()}"
+
+
+PARTS: dict[str, dict[str, Any]] = {
+    "image": {"type": "image_url", "image_url": {"url": _url("photo.jpg", "image/jpeg")}},
+    "audio": {
+        "type": "input_audio",
+        "input_audio": {"data": base64.b64encode((ASSETS / "speech.wav").read_bytes()).decode(), "format": "wav"},
+    },
+    "video": {"type": "video_url", "video_url": {"url": _url("video.mp4", "video/mp4")}},
+}
+
+
+@pytest.mark.parametrize(("kinds", "with_audio"), [((), False), (("image", "audio"), False), (("video",), True)])
+def test_replies_are_the_librarys(
+    http: httpx.Client, library: Reference, kinds: tuple[str, ...], with_audio: bool
+) -> None:
+    text = {"type": "text", "text": "What is this?"}
+    options = {"use_audio_in_video": with_audio}
+    answer = http.post(
+        "/v1/chat/completions",
+        json={
+            "model": "tiny",
+            "messages": [{"role": "user", "content": [*(PARTS[kind] for kind in kinds), text]}],
+            "modalities": ["text"],
+            "temperature": 0,
+            "max_tokens": TOKENS,
+            "return_token_ids": True,
+            "options": options,
+        },
+    )
+    assert answer.status_code == 200, answer.text
+    body = answer.json()
+    reply = body["choices"][0]["token_ids"]
+    files = {"image": "photo.jpg", "audio": "speech.wav", "video": "video.mp4"}
+    asked = messages_from(
+        [{"role": "user", "content": [*({"type": kind, kind: ASSETS / files[kind]} for kind in kinds), text]}],
+        PYTHON_POLICY,
+    )
+    sampling = {"thinker": SamplingParams(temperature=0.0, max_tokens=TOKENS)}
+    request = Request(request_id="r", messages=asked, options=options, sampling=sampling)
+    truth = library.answer(Question(index=0, request=request, token_ids={"thinker": reply}))
+    assert body["usage"]["prompt_tokens"] == len(truth.prompt_token_ids)
+    assert truth.followed[0].best == reply
+
+
+def test_speech_is_the_librarys(http: httpx.Client, library: Reference) -> None:
+    """Of an image and a question: the waveform of one call over the codes that the library gives."""
+    text = {"type": "text", "text": "What is this?"}
+    sampling = {
+        "thinker": {"temperature": 0, "max_tokens": TOKENS},
+        "talker": {"temperature": 0, "max_tokens": CODES},
+    }
+    answer = http.post(
+        "/v1/chat/completions",
+        json={
+            "model": "tiny",
+            "messages": [{"role": "user", "content": [PARTS["image"], text]}],
+            "modalities": ["text", "audio"],
+            "audio": {"voice": "Aiden", "format": "wav"},
+            "sampling": sampling,
+            "return_token_ids": True,
+        },
+    )
+    assert answer.status_code == 200, answer.text
+    choice = answer.json()["choices"][0]
+    with wave.open(io.BytesIO(base64.b64decode(choice["message"]["audio"]["data"]))) as file:
+        rate = file.getframerate()
+        samples = np.frombuffer(file.readframes(file.getnframes()), "<i2") / 32768
+    content = [{"type": "image", "image": ASSETS / "photo.jpg"}, text]
+    [message] = messages_from([{"role": "user", "content": content}], PYTHON_POLICY)
+    reply, expected = library.spoken(message.content, voice="Aiden", tokens=TOKENS, codes=CODES)
+    assert choice["token_ids"] == reply
+    assert rate == 24000
+    assert len(samples) == len(expected)
+    assert 0.02 < float(np.sqrt(np.mean(np.square(expected)))) < 0.5
+    assert float(np.abs(expected - samples).max()) < 2e-4

@@ -1,0 +1,192 @@
+"""The streaming vocoder: in any split, alone or batched, what one call of the library's Code2Wav gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from qwen3_omni_family import context, library_model, stage_request
+
+from segue.engines.contract import StageOutput
+from segue.engines.module.engine import ModuleConfig, ModuleEngine
+from segue.messages.errors import ConfigError, StageFailed
+from segue.models.omni.qwen3_omni.vocoder.vocoder import GROUPS, Code2Wav
+
+WITHIN = 1e-4
+FRAMES = (1, 2, 3, 7, 21, 80, 160)
+"""Lengths of utterances: the attention looks back 72 frames in each of two layers."""
+
+
+@pytest.fixture(scope="module")
+def vocoder(tiny_dir: Path) -> Code2Wav:
+    return Code2Wav(context(tiny_dir, "vocoder"))
+
+
+def codes_of(frames: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 64, (frames, 4), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def whole(tiny_dir: Path, codes: torch.Tensor) -> torch.Tensor:
+    """One call over all codes."""
+    wave: torch.Tensor = library_model(tiny_dir).code2wav(codes.T[None])[0, 0]
+    return wave
+
+
+class Requests:
+    """Utterances through the vocoder in its engine."""
+
+    def __init__(self, vocoder: Code2Wav, **config: int) -> None:
+        self.engine = ModuleEngine(vocoder, ModuleConfig(**config))
+        self.samples: dict[str, list[torch.Tensor]] = {}
+        self.done: set[str] = set()
+
+    def add(self, name: str) -> None:
+        self.samples[name] = []
+        self.engine.add(stage_request("vocoder", request_id=name, upstreams={"talker"}))
+
+    def feed(self, name: str, codes: torch.Tensor, start: int, *, final: bool = False) -> None:
+        self.engine.feed(name, "talker", {"codes": codes, "start": start}, final=final)
+
+    def run(self) -> None:
+        while self.engine.has_work():
+            for output in self.engine.step():
+                self._take(output)
+
+    def wave(self, name: str) -> torch.Tensor:
+        assert name in self.done
+        return torch.cat(self.samples[name])
+
+    def _take(self, output: StageOutput) -> None:
+        if output.error is not None:
+            raise output.error
+        assert output.payload is not None
+        assert output.payload["start"] == sum(len(part) for part in self.samples[output.request_id])
+        assert output.payload["sample_rate"] == 24000
+        self.samples[output.request_id].append(output.payload["samples"])
+        if output.finished:
+            self.done.add(output.request_id)
+
+
+@pytest.mark.parametrize("frames", FRAMES)
+def test_every_sample_is_there_and_is_the_librarys(tiny_dir: Path, vocoder: Code2Wav, frames: int) -> None:
+    codes = codes_of(frames)
+    requests = Requests(vocoder)
+    requests.add("r")
+    for index, row in enumerate(codes):
+        requests.feed("r", row[None], index, final=index == frames - 1)
+        requests.run()
+    wave, expected = requests.wave("r"), whole(tiny_dir, codes)
+    assert len(wave) == 1920 * frames - 555
+    torch.testing.assert_close(wave, expected, atol=WITHIN, rtol=0)
+    if frames > 2:
+        assert 0.02 < float(expected.square().mean().sqrt()) < 0.5
+
+
+@settings(max_examples=8)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(0, 3))
+def test_the_split_changes_no_sample(vocoder: Code2Wav, sizes: list[int], seed: int) -> None:
+    codes = codes_of(sum(sizes), seed)
+    waves = []
+    for split in (sizes, [sum(sizes)]):
+        requests = Requests(vocoder)
+        requests.add("r")
+        at = 0
+        for index, size in enumerate(split):
+            requests.feed("r", codes[at : at + size], at, final=index == len(split) - 1)
+            requests.run()
+            at += size
+        waves.append(requests.wave("r"))
+    assert torch.equal(*waves)
+
+
+def test_in_a_batch_of_utterances_at_different_places(tiny_dir: Path, vocoder: Code2Wav) -> None:
+    """Each joins when the one before it is some frames ahead."""
+    asked = {f"r{seed}": codes_of(20 + 31 * seed, seed) for seed in range(4)}
+    requests = Requests(vocoder, max_batch=4)
+    at = dict.fromkeys(asked, 0)
+    for turn in range(200):
+        for index, (name, codes) in enumerate(asked.items()):
+            if turn < 3 * index or at[name] == len(codes):
+                continue
+            if name not in requests.samples:
+                requests.add(name)
+            stop = min(at[name] + 5, len(codes))
+            requests.feed(name, codes[at[name] : stop], at[name], final=stop == len(codes))
+            at[name] = stop
+        requests.run()
+    assert requests.engine.stats()["calls_total"] < sum(len(parts) for parts in requests.samples.values())
+    for name, codes in asked.items():
+        torch.testing.assert_close(requests.wave(name), whole(tiny_dir, codes), atol=WITHIN, rtol=0)
+
+
+def test_a_code_reaches_all_frames_of_the_windows_and_none_before(tiny_dir: Path, vocoder: Code2Wav) -> None:
+    """Two layers that look back 71 frames each: what is kept reaches as far as the network does."""
+    codes = codes_of(160)
+    changed = codes.clone()
+    changed[5, 2] = (changed[5, 2] + 1) % 64
+    waves = []
+    for asked in (codes, changed):
+        requests = Requests(vocoder)
+        requests.add("r")
+        requests.feed("r", asked, 0, final=True)
+        requests.run()
+        waves.append(requests.wave("r"))
+    off = (waves[0] - waves[1]).abs()
+    border = 1920 * 5 - 555
+    assert float(off[:border].max()) == 0
+    assert float(off[border : border + 1920].max()) > 0.1
+    assert float(off[1920 * 120 : 1920 * 140].max()) > WITHIN, "through both layers"
+
+
+def test_frames_that_come_again_are_dropped(tiny_dir: Path, vocoder: Code2Wav) -> None:
+    codes = codes_of(21)
+    requests = Requests(vocoder)
+    requests.add("r")
+    requests.feed("r", codes[:9], 0)
+    requests.run()
+    requests.feed("r", codes[:13], 0)  # the talker was started again
+    requests.feed("r", codes[13:], 13, final=True)
+    requests.run()
+    torch.testing.assert_close(requests.wave("r"), whole(tiny_dir, codes), atol=WITHIN, rtol=0)
+
+
+def test_an_utterance_without_a_frame_has_no_samples(vocoder: Code2Wav) -> None:
+    requests = Requests(vocoder)
+    requests.add("r")
+    requests.feed("r", codes_of(0), 0, final=True)
+    requests.run()
+    assert len(requests.wave("r")) == 0
+
+
+@pytest.mark.parametrize(
+    ("codes", "start", "message"),
+    [
+        (codes_of(2), 3, "frames 0 to 2 of request 'r' never came"),
+        (torch.full((1, 4), 64), 0, "code 64 is outside the codebook, which has codes 0 to 63"),
+        (torch.zeros(2, 3, dtype=torch.long), 0, r"frames of \[3\] codes came; the vocoder takes 4"),
+    ],
+)
+def test_wrong_codes_are_named(vocoder: Code2Wav, codes: torch.Tensor, start: int, message: str) -> None:
+    state, _ = vocoder.begin(stage_request("vocoder", upstreams={"talker"}))
+    with pytest.raises(StageFailed, match=message):
+        vocoder.feed(state, "talker", {"codes": codes, "start": start}, final=False)
+
+
+def test_what_a_request_holds_does_not_grow(vocoder: Code2Wav) -> None:
+    held = []
+    for frames in (sum(GROUPS), sum(GROUPS) + 20 * GROUPS[-1]):
+        state, _ = vocoder.begin(stage_request("vocoder", upstreams={"talker"}))
+        for work in vocoder.feed(state, "talker", {"codes": codes_of(frames), "start": 0}, final=False):
+            vocoder.run([work])
+        assert state.past is not None
+        held.append(sum(kept.untyped_storage().nbytes() for kept in state.past) + state.codes.nbytes)
+    assert held[0] == held[1]
+
+
+def test_an_unknown_option_is_named(tiny_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="the vocoder has no option 'look_ahead'"):
+        Code2Wav(context(tiny_dir, "vocoder", options={"look_ahead": 1}))
