@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from segue.engines.contract import LoadContext, Payload, StageOutput, StageRequest
+from segue.engines.autoregressive.contract import AutoregressiveContext
+from segue.engines.contract import Payload, StageOutput, StageRequest
 from segue.media.limits import MediaLimits
 from segue.media.video import Video, decode_video
 from segue.messages.request import ArrayInfo, MediaPart, Message, Request, TextPart
@@ -36,8 +37,8 @@ FPS = 2.0
 ASSETS = Path(__file__).parents[4] / "assets"
 
 
-def context(model_dir: Path, stage: str, **more: Any) -> LoadContext:
-    return LoadContext(model_dir, stage, torch.device("cpu"), torch.float32, **more)
+def context(model_dir: Path, stage: str, **more: Any) -> AutoregressiveContext:
+    return AutoregressiveContext(model_dir, stage, torch.device("cpu"), torch.float32, **more)
 
 
 def stage_request(stage: str, *, upstreams: set[str], **more: Any) -> StageRequest:

@@ -36,7 +36,6 @@ FAMILY = Family(
     graph=graph,
     stages_module="segue.models.omni.qwen3_omni.stages",
     reference_module="segue.models.omni.qwen3_omni.reference",
-    voices=voices,
     options=frozenset({"use_audio_in_video"}),
     tiny_module="segue.models.omni.qwen3_omni.tiny.presets",
     tiny_names=("qwen3-omni",),

@@ -87,6 +87,7 @@ class Talker:
             self._begin, self._end, self._pad = self._text(rows).split(1)
         self._positions = positions_of(config.thinker_config)
         self._voices: dict[str, int] = dict(talker.speaker_id or {})
+        self.voices = voice_names(self._voices)
         attention = net.model.layers[0].self_attn
         self.kv = KVSpec(len(net.model.layers), text.num_key_value_heads, attention.head_dim, ctx.dtype)
         self.weight_bytes: int = held_bytes(net)
@@ -103,11 +104,11 @@ class Talker:
 
     def begin(self, request: StageRequest) -> _State:
         """Raises `NotFound` for an unknown voice, `InvalidRequest` if the request forbids every code."""
-        names = voice_names(self._voices)
-        voice = request.request.voice or names[0]
+        voice = request.request.voice or self.voices[0]
         if voice.lower() not in self._voices:
             raise NotFound(
-                f"voice is {voice!r}{nearest(voice, names)}; this model speaks with: {', '.join(sorted(names))}",
+                f"voice is {voice!r}{nearest(voice, self.voices)}; "
+                f"this model speaks with: {', '.join(sorted(self.voices))}",
                 field="voice",
             )
         sampling = request.sampling

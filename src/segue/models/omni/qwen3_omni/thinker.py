@@ -14,8 +14,8 @@ from typing import cast
 import torch
 from torch import nn
 
-from segue.engines.autoregressive.contract import Fed, FlatBatch, KVSpec
-from segue.engines.contract import LoadContext, Payload, StageRequest
+from segue.engines.autoregressive.contract import AutoregressiveContext, Fed, FlatBatch, KVSpec
+from segue.engines.contract import Payload, StageRequest
 from segue.messages.errors import ConfigError
 from segue.messages.sampling import SamplingParams
 from segue.models.omni.qwen3_omni.library import Qwen3OmniMoeConfig
@@ -64,8 +64,8 @@ def _media_rows(batch: FlatBatch) -> torch.Tensor | None:
     return media if media.any() else None
 
 
-MAX_NEW_TOKENS = 1024
-"""`thinker_max_new_tokens` of the reference's `generate`."""
+GENERATE = SamplingParams(max_tokens=1024)
+"""What the reference's `generate` passes to the thinker: `thinker_max_new_tokens`."""
 _INNER = "model"
 """The module of the library's thinker that contains encoders and decoder."""
 
@@ -77,7 +77,7 @@ class Thinker:
     conditioned = False
     recordable = True
 
-    def __init__(self, ctx: LoadContext) -> None:
+    def __init__(self, ctx: AutoregressiveContext) -> None:
         """Raises `ConfigError` for an unreadable checkpoint."""
         config = load_config(ctx)
         thinker = config.thinker_config
@@ -95,7 +95,7 @@ class Thinker:
         self.weight_bytes: int = self._decoder.weight_bytes
         # the reference passes this end token to the thinker, whatever the thinker's own config says
         self.end_token_ids = frozenset({config.im_end_token_id})
-        self.default_sampling: SamplingParams = default_sampling(generation_in(thinker, ctx.model_dir), MAX_NEW_TOKENS)
+        self.default_sampling: SamplingParams = default_sampling(generation_in(thinker, ctx.model_dir), GENERATE)
 
     def begin(self, request: StageRequest) -> Arrived:
         return Arrived(from_encoder="encoder" in request.upstreams)
