@@ -38,7 +38,7 @@ _END_GAIN = 1.5
 
 _END_OF_SPEECH_GAIN = 1.4
 """The same for the talker's end token."""
-_AFTER_TEXT = 1.2
+_AFTER_TEXT = 2.0
 """Weight of "the text is over" in the talker's end token."""
 
 
@@ -85,7 +85,7 @@ def make_weights(config: dict[str, Any], speakable: list[int], newline: int, see
     keep[: config["code2wav_config"]["codebook_size"]] = 1.0
     keep[talker["codec_eos_token_id"]] = _END_OF_SPEECH_GAIN
     weights["talker.codec_head.weight"] *= keep
-    _mark_end_of_text(weights, config["tts_pad_token_id"], talker["codec_eos_token_id"])
+    _mark_end_of_text(weights, config["tts_pad_token_id"], talker["codec_bos_id"], talker["codec_eos_token_id"])
     return weights
 
 
@@ -100,28 +100,31 @@ def _say_something(weights: dict[str, torch.Tensor], newline: int, end: int) -> 
     weights["thinker.lm_head.weight"][end, 1] = -8.0
 
 
-def _mark_end_of_text(weights: dict[str, torch.Tensor], pad: int, end: int) -> None:
-    """Make the talker end soon after its text: channel 0 carries "the text is over" from the pad's embedding (the
-    talker's input from then on) through the text projection to the end token's logit; nothing else writes it."""
+def _mark_end_of_text(weights: dict[str, torch.Tensor], pad: int, begin: int, end: int) -> None:
+    """Make the talker end soon after its text, and not before it: channel 0 carries "the text is over" from the pad's
+    embedding (the talker's input from then on) through the text projection to the end token's logit, channel 1 "no
+    code yet" from the codec's first token; nothing else writes them."""
     weights["thinker.model.embed_tokens.weight"][:, 0] = 0.0
     weights["thinker.model.embed_tokens.weight"][pad, 0] = 4.0
     first, second = (weights[f"talker.text_projection.linear_fc{layer}.weight"] for layer in (1, 2))
     first[0] = 0.0
     first[:, 0] = 0.0
     first[0, 0] = 1.0
-    second[0] = 0.0
+    second[:2] = 0.0
     second[0, 0] = 1.0
     weights["talker.text_projection.linear_fc1.bias"][0] = 0.0
-    weights["talker.hidden_projection.linear_fc2.weight"][0] = 0.0
+    weights["talker.hidden_projection.linear_fc2.weight"][:2] = 0.0
     for name in ("text", "hidden"):
-        weights[f"talker.{name}_projection.linear_fc2.bias"][0] = 0.0
+        weights[f"talker.{name}_projection.linear_fc2.bias"][:2] = 0.0
     for name, weight in weights.items():
         if re.search(r"^talker\.(model|code_predictor\.model)\.codec_embedding(\.\d+)?\.weight$", name):
-            weight[:, 0] = 0.0
+            weight[:, :2] = 0.0
         if re.search(r"^talker\.model\.layers\.\d+\..*(o_proj|down_proj)\.weight$", name):
-            weight[0] = 0.0
-    weights["talker.codec_head.weight"][:, 0] = 0.0
+            weight[:2] = 0.0
+    weights["talker.model.codec_embedding.weight"][begin, 1] = 4.0
+    weights["talker.codec_head.weight"][:, :2] = 0.0
     weights["talker.codec_head.weight"][end, 0] = _AFTER_TEXT
+    weights["talker.codec_head.weight"][end, 1] = -8.0
 
 
 def _scaled(name: str, noise: torch.Tensor) -> torch.Tensor:
