@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from segue.bench.harness.hardware import settle
+from segue.bench.harness.device import settle
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.contract import LoadContext, StageRequest

@@ -8,21 +8,41 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from segue.bench.harness.channel import Channel, serve
-from segue.bench.text.baseline import Answer, Loaded, Options, Policy
+import msgspec
+
+from segue.bench.harness.process import Generate, serve_batches
 from segue.bench.text.workload import TextRequest
 
 BLOCK, CACHE_TOKENS = 32, 65536
 
 
-def main(argv: list[str]) -> int:
-    return serve(argv, Options, Policy, TextRequest, _run)
+class Options(msgspec.Struct, kw_only=True):
+    """Options for loading the model; the process receives them as JSON in `argv`."""
+
+    model_dir: str
+    dtype: str
+    threads: int
 
 
-def _run(channel: Channel[Policy, TextRequest], options: Options) -> None:
+class Loaded(msgspec.Struct, tag=True):
+    """The model is loaded."""
+
+
+class Answer(msgspec.Struct, tag=True, kw_only=True):
+    """One request's answer; times are time.monotonic(), one clock for all processes of a machine."""
+
+    index: int
+    token_ids: list[int]
+    times: list[float]
+    """Time of each token in the process."""
+
+
+def load(options: Options) -> tuple[Loaded, Callable[[str], Generate[TextRequest]]]:
+    """Load the model; ways of serving are `one`, `static` (both `generate`) and `continuous`."""
     import torch
 
     from segue.kernels import ensure_torchvision
@@ -35,17 +55,13 @@ def _run(channel: Channel[Policy, TextRequest], options: Options) -> None:
     logging.set_verbosity_error()
     torch.set_num_threads(options.threads)
     model = AutoModelForCausalLM.from_pretrained(options.model_dir, dtype=dtype_of(options.dtype)).eval()
-    channel.send(Loaded())
     continuous = _Continuous(model)
-    policy = Policy("one", 1, 0.0)
-    while (message := channel.take()) is not None:
-        if isinstance(message, Policy):
-            policy = message
-            model.set_attn_implementation("sdpa")  # otherwise `generate_batch` uses flash attention if it is installed
-            continue
-        requests = channel.gather(message.request, policy.most, policy.gather)
-        for answer in continuous(requests) if policy.way == "continuous" else _generate(model, requests):
-            channel.send(answer)
+
+    def begin(way: str) -> Generate[TextRequest]:
+        model.set_attn_implementation("sdpa")  # otherwise `generate_batch` uses flash attention if it is installed
+        return continuous if way == "continuous" else partial(_generate, model)
+
+    return Loaded(), begin
 
 
 class _Clock:
@@ -138,4 +154,4 @@ def _in_order(outputs: dict[str, Any]) -> list[Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(serve_batches(sys.argv[1:], Options, TextRequest, load))
