@@ -129,7 +129,7 @@ async def _closed(
 ) -> None:
     """`previews`: number of previews per image that Segue sends; `diffusers` has none."""
     name = f"{_clients(size, clients)}, {CLOSED}{f', {previews} previews' if previews else ''}"
-    drivers = [sides.segue, sides.one, *([sides.batch] if clients > 1 else [])]
+    drivers: list[ImageDriver] = [sides.segue, sides.one, *([sides.batch] if clients > 1 else [])]
     count = bench.requests if clients > 1 else max(2, bench.requests // 2)
     sides.segue.previews = previews
     try:
@@ -142,7 +142,7 @@ async def _cached(bench: DiffusionBench, sides: Sides, result: DiffusionResult, 
     """Step caches against Segue's own exact images; their share of the ceiling counts the whole network's
     operations."""
     name = f"{_clients(size, clients)}, {CACHED}, step caches"
-    drivers = [sides.segue, *(cached(sides.segue, *one) for one in bench.step_cache), sides.one]
+    drivers: list[ImageDriver] = [sides.segue, *(cached(sides.segue, *one) for one in bench.step_cache), sides.one]
     await _scenario(bench, sides, result, drivers, name, CACHED, size, bench.requests, closed(clients), clients)
 
 
@@ -153,7 +153,7 @@ async def _open(bench: DiffusionBench, sides: Sides, result: DiffusionResult, si
     rate = bench.load * alone.sides[ONE].steps_per_second / OPEN.mean
     name = f"{size} x {size}, {rate:.3g} arrivals/s ({bench.load:.0%} of what diffusers can do), {OPEN}"
     load = arriving(poisson(rate, bench.arrivals, bench.seed))
-    drivers = [sides.segue, sides.one]
+    drivers: list[ImageDriver] = [sides.segue, sides.one]
     await _scenario(bench, sides, result, drivers, name, OPEN, size, bench.arrivals, load, rate=rate)
 
 
