@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from segue.bench.harness.checkpoint import make_preset, make_shape, overlay
 from segue.bench.main import main, parser
+from segue.bench.omni.checkpoint import make_preset, make_shape, overlay
 from segue.bench.omni.workload import Suppressed
 from segue.cli.main import main as segue
 

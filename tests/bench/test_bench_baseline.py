@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from segue.bench.harness.checkpoint import make_preset
 from segue.bench.harness.load import closed, turn
-from segue.bench.omni.baseline import BaselineDriver, BaselineProcess, Options
+from segue.bench.omni.baseline import Options, baseline, baseline_process
+from segue.bench.omni.checkpoint import make_preset
 from segue.bench.omni.outcome import Outcome
 from segue.bench.omni.workload import BenchRequest, Suppressed
 from segue.messages.errors import StageFailed
@@ -40,12 +40,12 @@ def test_both_ways_of_serving_do_the_work_asked_for(tmp_path: Path) -> None:
     ]
 
     async def serve() -> tuple[list[Outcome], list[Outcome]]:
-        process = BaselineProcess(options(model, suppressed))
+        process = baseline_process(options(model, suppressed))
         try:
             loaded = await process.start()
             assert loaded.threads == 1
-            one = BaselineDriver("one", process, 1e-4)
-            static = BaselineDriver("static", process, 1e-4, gather=240)  # none is served before the last is there
+            one = baseline("one", process, 1e-4)
+            static = baseline("static", process, 1e-4, gather=240)  # none is served before the last is there
             async with turn(one, 3):
                 alone = await closed(3)(one, requests)
             async with turn(static, 3):
@@ -74,7 +74,7 @@ def test_both_ways_of_serving_do_the_work_asked_for(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_what_the_process_cannot_load_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     async def start() -> None:
-        process = BaselineProcess(options(tmp_path / "none", Suppressed((), (), ())))
+        process = baseline_process(options(tmp_path / "none", Suppressed((), (), ())))
         try:
             await process.start()
         finally:

@@ -14,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from segue.bench import figures as pages
-from segue.bench.diffusion.diffusion import DiffusionBench, Sides, levels
+from segue.bench.diffusion.arguments import DiffusionBench
+from segue.bench.diffusion.diffusion import Sides, levels, references
+from segue.bench.diffusion.reference import Answer, Loaded
 from segue.bench.diffusion.report import markdown, plot
 from segue.bench.diffusion.results import (
     DiffusionResult,
@@ -22,8 +24,6 @@ from segue.bench.diffusion.results import (
     DiffusionSettings,
     side_of,
 )
-from segue.bench.diffusion.sides import BATCH, ONE, ReferenceDriver
-from segue.bench.diffusion.wire import Answer, Loaded
 from segue.bench.diffusion.workload import (
     CLOSED,
     OPEN,
@@ -36,8 +36,7 @@ from segue.bench.diffusion.workload import (
 )
 from segue.bench.harness.hardware import Machine
 from segue.bench.harness.load import LoadSlice
-from segue.bench.harness.load_results import measure
-from segue.bench.harness.result_file import write_result
+from segue.bench.harness.results import measure, write_result
 from segue.bench.main import parser
 from segue.cli.main import main as segue
 
@@ -171,29 +170,21 @@ def test_a_run_that_is_stopped_leaves_the_levels_it_has_done(
 ) -> None:
     path = tmp_path / "diffusion.json"
     bench = DiffusionBench(
-        model_dir=tmp_path,
+        model=tmp_path,
         sizes=[8],
         concurrency=[1, 2],
         requests=4,
         rounds=1,
         load=0.5,
         arrivals=2,
-        guidance=4.0,
-        most_difference=255,
-        step_caches=[],
-        threads=1,
-        dtype="float32",
-        seed=0,
-        config={},
         keep=lambda so_far: write_result(so_far, path),
         say=lambda line: None,
     )
     segue = process = Painter(most=1 + 2 + 2 + 4)  # warming up and measured, of one client and of two
-    sides = Sides(segue, ReferenceDriver(ONE, process), ReferenceDriver(BATCH, process), process)
+    sides = Sides(segue, *references(process), Loaded(versions={}, flops={8: 1e9}, ceiling=1e11))
     empty = msgspec.structs.replace(some_result(), finished="", scenarios=[])
-    loaded = Loaded(versions={}, flops={8: 1e9}, ceiling=1e11)
     with pytest.raises(ExceptionGroup) as caught:
-        asyncio.run(measure(empty, levels(bench, sides, empty, loaded), bench.keep))
+        asyncio.run(measure(empty, levels(bench, sides, empty), bench.keep))
     assert caught.group_contains(RuntimeError, match="it broke")
     assert pages.main([str(path)]) == 0
     printed = capsys.readouterr().out

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from segue.bench.gpu_check import Step, check, steps
-from segue.bench.harness.result_file import read_values
+from segue.bench.harness.results import read_values
 from segue.bench.main import main, parser
 from segue.graph.machine.hardware import detect_hardware
 

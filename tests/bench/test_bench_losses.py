@@ -13,14 +13,23 @@ import torch
 from diffusers.quantizers.gguf.utils import GGUFParameter, dequantize_gguf_tensor
 from safetensors.torch import load_file
 
-from segue.bench.diffusion.loss_files import RANK, rank_of, write_gguf, write_untrained_lora
-from segue.bench.diffusion.loss_sides import FewSteps, Ways, faster_sides
-from segue.bench.diffusion.losses import TOGETHER, LossResult, LossSide, loss, markdown, measured
+from segue.bench.diffusion.files import RANK, rank_of, write_gguf, write_untrained_lora
+from segue.bench.diffusion.losses import (
+    TOGETHER,
+    FewSteps,
+    LossResult,
+    LossSide,
+    Ways,
+    faster_sides,
+    loss,
+    markdown,
+    measured,
+)
 from segue.bench.diffusion.sides import SegueDriver
 from segue.bench.diffusion.workload import ImageOutcome, ImageRequest, Mix, images
 from segue.bench.figures import full
 from segue.bench.harness.hardware import Machine
-from segue.bench.harness.result_file import write_result
+from segue.bench.harness.results import write_result
 from segue.bench.main import parser
 from segue.engines.diffusion.contract import DenoiserContext
 from segue.messages.errors import InvalidRequest

@@ -53,13 +53,11 @@ def test_a_turn_counts_what_its_side_computes_and_what_others_do(workers: list[s
     async def turns() -> Watch:
         watch = Watch({mine: "worker"}, [mine, other])
         for _ in range(2):
-            watch.begin()
-            await asyncio.to_thread(work, workers[0])
-            await watch.end()
+            async with watch.watching():
+                await asyncio.to_thread(work, workers[0])
             work(workers[0])  # between the turns
-        watch.begin()
-        await asyncio.to_thread(work, workers[1])
-        await watch.end()
+        async with watch.watching():
+            await asyncio.to_thread(work, workers[1])
         return watch
 
     usage = asyncio.run(turns()).usage

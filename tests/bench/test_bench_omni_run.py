@@ -10,8 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from segue.bench.harness.checkpoint import make_preset
-from segue.bench.omni.omni import OmniBench, _deployment, run
+from segue.bench.omni.arguments import OmniBench
+from segue.bench.omni.checkpoint import make_preset
+from segue.bench.omni.omni import _deployment, run
 from segue.bench.omni.report import markdown
 from segue.bench.omni.results import Result
 from segue.graph.deployment.deployment import Hardware
@@ -26,17 +27,12 @@ def test_a_short_run_measures_every_side(tmp_path: Path) -> None:
     said: list[str] = []
     kept: list[Result] = []
     bench = OmniBench(
-        model_dir=make_preset(tmp_path, "tiny"),
+        model=make_preset(tmp_path, "tiny"),
         assets=ASSETS,
         concurrency=[2],
         requests=2,
         rounds=1,
         warmup=1,
-        baselines=["one", "static"],
-        dtype="float32",
-        device="cpu",
-        load_format="auto",
-        seed=0,
         threads=1,
         keep=kept.append,
         say=said.append,
@@ -66,23 +62,10 @@ def test_a_short_run_measures_every_side(tmp_path: Path) -> None:
 
 def test_a_baseline_on_the_same_gpu_finds_memory(tmp_path: Path) -> None:
     """Segue's caches are as large as the load needs, not as large as the GPU."""
-    bench = OmniBench(
-        model_dir=tmp_path,
-        assets=ASSETS,
-        concurrency=[1, 32],
-        requests=1,
-        rounds=1,
-        warmup=1,
-        baselines=["one"],
-        dtype="bfloat16",
-        device="cuda",
-        load_format="dummy",
-        seed=0,
-        keep=lambda so_far: None,
-    )
+    bench = OmniBench(model=tmp_path, concurrency=[1, 32], baseline=["one"], device="cuda", load_format="dummy")
     gpu = Hardware(16, 128 << 30, (80 << 30,))
     plan = load_plan(omni_graph({}), _deployment(bench), hardware=gpu)
     assert [plan.stages[name].kv_blocks for name in ("thinker", "talker")] == [4096, 4096]
     assert {plan.stages[name].devices[0] for name in ("encoder", "thinker", "talker", "vocoder")} == {"cuda:0"}
-    alone = load_plan(omni_graph({}), _deployment(replace(bench, baselines=[])), hardware=gpu)
+    alone = load_plan(omni_graph({}), _deployment(replace(bench, baseline=[])), hardware=gpu)
     assert alone.stages["thinker"].kv_blocks is None, "it may have all"

@@ -14,15 +14,22 @@ from bench_fakes import outcome, request
 from segue.bench import figures as pages
 from segue.bench.comparisons import comparison_table, of_omni
 from segue.bench.harness.hardware import Machine, machine
-from segue.bench.harness.load_report import result_path, write_report
-from segue.bench.harness.load_results import measure
 from segue.bench.harness.meters import SideUsage
-from segue.bench.harness.result_file import read_values, result_of, write_result
-from segue.bench.harness.stats import METRICS, HistogramFigures, agreement, figures, ratio
+from segue.bench.harness.report import result_path, write_report
+from segue.bench.harness.results import measure, read_values, result_of, write_result
+from segue.bench.harness.stats import HistogramFigures
 from segue.bench.omni.outcome import OmniSlice
-from segue.bench.omni.profile import baseline_stages
 from segue.bench.omni.report import markdown, plot, typical
-from segue.bench.omni.results import LevelResult, Result, Settings, StageFigures
+from segue.bench.omni.results import (
+    LevelResult,
+    Result,
+    Settings,
+    StageFigures,
+    agreement,
+    baseline_stages,
+    figures,
+    ratios,
+)
 from segue.messages.errors import ConfigError
 
 BASELINE = "transformers one at a time"
@@ -40,7 +47,7 @@ def level(concurrency: int) -> LevelResult:
     return LevelResult(
         concurrency=concurrency,
         sides={"segue": figures([mine]), BASELINE: figures([theirs])},
-        ratios={BASELINE: {name: ratio([mine], [theirs], of) for name, of in METRICS.items()}},
+        ratios={BASELINE: ratios([mine], [theirs])},
         agreement={BASELINE: agreement(mine.outcomes, theirs.outcomes)},
         stages={"segue": {"thinker": thinker}, BASELINE: baseline_stages([theirs])},
         hops={"thinker->talker": HistogramFigures(9, 0.0005, 0.0004, 0.002)},

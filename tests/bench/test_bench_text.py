@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 
 from segue.bench import figures as pages
 from segue.bench.harness.hardware import Machine
-from segue.bench.harness.load import closed
-from segue.bench.harness.load_results import measure
-from segue.bench.harness.result_file import read_values, result_of, write_result
+from segue.bench.harness.load import closed, poisson
+from segue.bench.harness.results import measure, read_values, result_of, write_result
 from segue.bench.harness.stats import summary
 from segue.bench.main import parser
+from segue.bench.text.arguments import TextBench
 from segue.bench.text.report import markdown, plot
 from segue.bench.text.results import Scenario, TextResult, TextSettings, keeps, side_of
-from segue.bench.text.text import Sides, TextBench, levels
+from segue.bench.text.text import Sides, levels
 from segue.bench.text.workload import (
     Shape,
     TextOutcome,
@@ -31,7 +31,6 @@ from segue.bench.text.workload import (
     TextSlice,
     WrongLength,
     intrude,
-    poisson,
     requests,
 )
 
@@ -191,21 +190,12 @@ def test_a_run_that_is_stopped_leaves_the_levels_it_has_done(
         kept.append(result_of(read_values(path), TextResult, path))
 
     bench = TextBench(
-        model_dir=tmp_path,
-        out=tmp_path,
+        model=tmp_path,
         shapes=[Shape(4, 2)],
         concurrency=[1, 2],
-        waves=1,
         rounds=1,
-        baselines=["one"],
-        vllm=None,
-        vllm_cache_gib=1,
-        vllm_dtype="float32",
+        baseline=["one"],
         quantized=["int8"],
-        preload=None,
-        threads=1,
-        dtype="float32",
-        seed=0,
         rates=[1000.0],
         arrivals=2,
         objective=(2.0, 0.2),

@@ -2,5 +2,5 @@
 package per workload (`text`, `omni`, `diffusion`, `steps`), shared code in `harness`, and figures for the documentation
 from the results in `bench/results`.
 
-Doors: `main`, `harness.channel`, `harness.child`, `harness.hardware`.
+Doors: `main`, `harness.hardware`, `harness.process`.
 """

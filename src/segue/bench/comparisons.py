@@ -13,7 +13,7 @@ from statistics import fmean, median
 
 from segue.bench.diffusion.results import DiffusionResult
 from segue.bench.harness.hardware import Machine
-from segue.bench.harness.load_report import table
+from segue.bench.harness.report import table
 from segue.bench.omni.results import LevelResult, Result
 from segue.bench.text.results import TextResult
 

@@ -16,7 +16,7 @@ from segue.bench.comparisons import Measured, comparison_table, of_diffusion, of
 from segue.bench.diffusion import losses
 from segue.bench.diffusion import report as diffusion_report
 from segue.bench.diffusion.results import DiffusionResult
-from segue.bench.harness.result_file import read_values, result_of
+from segue.bench.harness.results import read_values, result_of
 from segue.bench.hop import HopResult, hop_table
 from segue.bench.omni import report
 from segue.bench.omni.results import Result

@@ -18,16 +18,15 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 
 from segue.bench.harness.arguments import progress
-from segue.bench.harness.child import python_path
 from segue.bench.harness.hardware import Machine, machine
-from segue.bench.harness.load_report import table
-from segue.bench.harness.result_file import VERSION, write_result
+from segue.bench.harness.process import python_path
+from segue.bench.harness.report import table
+from segue.bench.harness.results import VERSION, now, write_result
 from segue.cli.parser import Parser
 from segue.graph.machine.hardware import detect_hardware
 
@@ -171,9 +170,7 @@ def check(chosen: Sequence[Step], out: Path, seconds: float) -> GpuReport:
     """Run the steps and write `report.md`, `report.json` and the whole output of each step into `out`."""
     out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    report = GpuReport(
-        machine=machine(), driver=_driver(), began=datetime.now(UTC).isoformat("T", "seconds"), steps=[*chosen], ran=[]
-    )
+    report = GpuReport(machine=machine(), driver=_driver(), began=now(), steps=[*chosen], ran=[])
     for step in chosen:
         left = seconds - (time.monotonic() - began)
         progress(f"{step.name}: {step.what}")

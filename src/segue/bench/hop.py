@@ -24,17 +24,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
-from segue.bench.harness.child import python_path
 from segue.bench.harness.hardware import Machine, machine
-from segue.bench.harness.load_report import table
-from segue.bench.harness.result_file import VERSION, write_result
+from segue.bench.harness.process import python_path
+from segue.bench.harness.report import Columns, table_of
+from segue.bench.harness.results import VERSION, now, write_result
 from segue.cli.parser import Parser
 from segue.connectors.shm import SharedMemoryConnector
 
@@ -154,19 +153,20 @@ def report(size: int, seconds: dict[str, list[float]], found: Machine) -> HopRes
         ratios = [value / copy for value, copy in zip(values, seconds["memcpy"], strict=True)]
         p90 = statistics.quantiles(values, n=10)[-1]
         rows[name] = HopRow(statistics.median(values) * 1e3, p90 * 1e3, statistics.median(ratios))
-    finished = datetime.now(UTC).isoformat(timespec="seconds")
-    return HopResult(finished=finished, machine=found, bytes=size, rounds=len(seconds["memcpy"]), rows=rows)
+    return HopResult(finished=now(), machine=found, bytes=size, rounds=len(seconds["memcpy"]), rows=rows)
 
 
 def hop_table(result: HopResult) -> str:
     """The machine, and a Markdown table."""
     machine = result.machine
-    head = [f"{result.bytes / 2**20:g} MiB, one thread a side", "median, ms", "p90, ms", "of one memcpy"]
-    rows = [
-        [name, f"{row.median_ms:.2f}", f"{row.p90_ms:.2f}", f"{row.copies:.2f}×"] for name, row in result.rows.items()
-    ]
+    columns: Columns[tuple[str, HopRow]] = {
+        f"{result.bytes / 2**20:g} MiB, one thread a side": lambda row: row[0],
+        "median, ms": lambda row: f"{row[1].median_ms:.2f}",
+        "p90, ms": lambda row: f"{row[1].p90_ms:.2f}",
+        "of one memcpy": lambda row: f"{row[1].copies:.2f}×",
+    }
     where = f"{machine.cores} cores of {machine.cpu}; {result.finished[:10]}, commit {machine.commit}; "
-    return f"{where}{result.rounds} rounds, interleaved.\n\n{table(head, rows)}"
+    return f"{where}{result.rounds} rounds, interleaved.\n\n{table_of(result.rows.items(), columns)}"
 
 
 def main(arguments: list[str] | None = None) -> None:

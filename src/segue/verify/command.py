@@ -12,8 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from segue.bench.harness.child import ChildProcess
 from segue.bench.harness.hardware import machine
+from segue.bench.harness.process import ChildProcess
 from segue.graph.deployment.deployment import Hardware
 from segue.graph.machine.hardware import detect_hardware
 from segue.messages.errors import ConfigError, SegueError

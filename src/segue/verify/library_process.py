@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from segue.bench.harness.channel import Channel, Work, serve
+from segue.bench.harness.process import Channel, Work, serve
 from segue.messages.reference import LibraryAnswer, Question
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from segue.bench.harness.checkpoint import make_preset, make_shape
+from segue.bench.omni.checkpoint import make_preset, make_shape
 from segue.cli.main import main
 from segue.messages.errors import ConfigError
 from segue.models.shared.diffusion.shapes import write_shape as write_image_shape

@@ -3,58 +3,117 @@ images."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 
-from segue.bench.diffusion.loss_sides import FewSteps, Ways, faster_sides
-from segue.bench.diffusion.sides import SEGUE, ImageDriver, SegueDriver
+from segue.bench.diffusion.arguments import DiffusionBench
+from segue.bench.diffusion.files import rank_of, write_gguf, write_untrained_lora
+from segue.bench.diffusion.sides import (
+    SEGUE,
+    ChangedDriver,
+    ImageDriver,
+    SegueDriver,
+    cached,
+    deployment,
+)
 from segue.bench.diffusion.workload import (
     CACHED,
     ImageOutcome,
     ImageRequest,
+    ImageSlice,
     Mix,
     images,
     largest_difference,
     mean_difference,
 )
 from segue.bench.harness.hardware import Machine, machine
-from segue.bench.harness.load import LoadSlice, ask, closed, in_turn
-from segue.bench.harness.load_report import table
-from segue.bench.harness.result_file import VERSION
+from segue.bench.harness.load import ask, by_side, closed, in_turn, outcomes_of, serving
+from segue.bench.harness.report import Columns, page, table_of
+from segue.bench.harness.results import VERSION, now
 from segue.bench.harness.stats import mean
 from segue.messages.errors import ConfigError, InvalidRequest
 from segue.models.registry import read_config
 
 TOGETHER = f"{SEGUE}, four at a time"
 """Exact images in other batches: shows the effect of rounding alone on the same requests."""
+CACHES = (("first_block", 0.1), ("first_block", 1.0), ("teacache", None), ("taylorseer", None))
+"""Step caches measured by default."""
+QUANTIZATIONS = ("int8", "int4", "fp8")
+GGUF_TYPES = ("Q8_0", "Q4_0")
+INTERVAL = (0.2, 0.8)
+"""Interval of the steps, as shares, within which guidance applies."""
+_ADAPTER = "few"
 _BATCH = 4
 _WARM = Mix((4,), (1,))
 
 
-@dataclass(frozen=True, kw_only=True)
-class LossBench:
-    """Settings of a run."""
+@dataclass(frozen=True, slots=True)
+class FewSteps:
+    """A LoRA adapter trained for few steps without guidance."""
 
-    model_dir: Path
-    size: int
-    requests: int
-    """Requests per round, one after the other."""
-    rounds: int
-    guidance: float
-    step_caches: Sequence[tuple[str, float | None]]
-    few_steps: FewSteps
-    dtype: str
-    seed: int
-    config: Mapping[str, Any]
-    say: Callable[[str], None] = print
+    steps: int
+    adapter: Path | None
+    """None: an untrained one, to measure its speed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """The optimisations to measure; none is started."""
+
+    same: list[ImageDriver]
+    """Run on the exact Segue with changed requests."""
+    own: list[ImageDriver]
+    """Run with separate weights each."""
+    refused: list[str]
+    """Those that cannot be measured, with the reason."""
+
+
+def faster_sides(
+    exact: SegueDriver, caches: Sequence[tuple[str, float | None]], guidance: float, few: FewSteps, files: Path
+) -> Ways:
+    """All lossy optimisations. `files`: a directory to write to."""
+    network = exact.model_dir / ("transformer" if "transformer" in read_config(exact.model_dir) else "unet")
+    distilled = bool(read_config(network).get("guidance_embeds"))
+    same: list[ImageDriver] = [cached(exact, *cache) for cache in caches]
+    if guidance > 1 and not distilled:
+        interval = f"guidance_interval {INTERVAL[0]:g}-{INTERVAL[1]:g}"
+        same.append(ChangedDriver(interval, exact, guidance_interval=INTERVAL))
+    # on a GPU bfloat16 is the dtype already
+    kinds = QUANTIZATIONS if torch.cuda.is_available() else ("bfloat16", *QUANTIZATIONS)
+    own: list[ImageDriver] = [exact.with_denoiser(kind, {"quantization": kind}) for kind in kinds]
+    refused = []
+    if find_spec("gguf") is None:
+        refused.append(f"{SEGUE}, GGUF: needs the package gguf")
+    else:
+        for kind in GGUF_TYPES:
+            file = files / f"{kind}.gguf"
+            write_gguf(network, file, kind)
+            own.append(exact.with_denoiser(f"GGUF {kind}", {"gguf": str(file)}))
+    adapter = few.adapter
+    if adapter is None:
+        adapter = files / "untrained.safetensors"
+        write_untrained_lora(network, adapter)
+    trained = "" if few.adapter is not None else "untrained "
+    # a distilled network's guidance scale is its input, and stays
+    none: dict[str, Any] = {"true_cfg_scale": 1.0} if exact.true_cfg else {"guidance_scale": 0.0}
+    own.append(
+        exact.with_denoiser(
+            f"{few.steps} steps with {trained}LoRA",
+            {"lora": {"adapters": {_ADAPTER: str(adapter)}, "max_rank": max(1, rank_of(adapter))}},
+            adapter=_ADAPTER,
+            num_inference_steps=few.steps,
+            **({} if distilled else none),
+        )
+    )
+    return Ways(same, own, refused)
 
 
 class LossSide(msgspec.Struct, kw_only=True):
@@ -94,41 +153,35 @@ class LossResult(msgspec.Struct, kw_only=True):
     """Optimisations that the model does not support, with the reason."""
 
 
-async def run(bench: LossBench) -> LossResult:
+async def run(bench: DiffusionBench) -> LossResult:
     """Start a Segue, measure all optimisations against it, stop it."""
     found, pipeline = machine(), read_config(bench.model_dir)["_class_name"]
-    exact = SegueDriver(bench.model_dir, pipeline, bench.dtype, bench.config)
-    warm, asked = requests_of(bench)
-    async with AsyncExitStack() as stack:
-        files = Path(stack.enter_context(TemporaryDirectory()))
-        stack.push_async_callback(exact.stop)
-        await exact.start()
-        await ask(exact, warm)
-        ways = faster_sides(exact, bench.step_caches, bench.guidance, bench.few_steps, files)
-        sides, refused = await measured(exact, ways, warm, asked, bench.say)
-    return LossResult(
-        finished=datetime.now(UTC).isoformat(timespec="seconds"),
+    exact = SegueDriver(bench.model_dir, pipeline, bench.dtype, deployment(bench.config))
+    size, count = bench.sizes[0], bench.requests
+    [warm] = images(_WARM, size, 10**6, 1, bench.guidance, bench.seed)
+    rounds = [images(CACHED, size, one * count, count, bench.guidance, bench.seed) for one in range(bench.rounds)]
+    few = FewSteps(bench.few_steps, bench.few_steps_lora and bench.few_steps_lora.resolve())
+    with TemporaryDirectory() as files:
+        async with serving([exact], bench.say):
+            await ask(exact, warm)
+            ways = faster_sides(exact, bench.step_cache or CACHES, bench.guidance, few, Path(files))
+            sides, refused = await measured(exact, ways, warm, rounds, bench.say)
+    result = LossResult(
+        finished=now(),
         machine=found,
         model=bench.model_dir.name,
         pipeline=pipeline,
         dtype=bench.dtype,
-        size=bench.size,
+        size=size,
         steps=str(CACHED),
-        images=bench.requests * bench.rounds,
+        images=count * bench.rounds,
         guidance=bench.guidance,
         seed=bench.seed,
         sides=sides,
         refused=refused,
     )
-
-
-def requests_of(bench: LossBench) -> tuple[ImageRequest, list[list[ImageRequest]]]:
-    """One request to warm a side up, and those of each round."""
-    [warm] = images(_WARM, bench.size, 10**6, 1, bench.guidance, bench.seed)
-    count = bench.requests
-    return warm, [
-        images(CACHED, bench.size, number * count, count, bench.guidance, bench.seed) for number in range(bench.rounds)
-    ]
+    bench.keep(result)
+    return result
 
 
 async def measured(
@@ -147,8 +200,8 @@ async def measured(
     made: dict[str, LossSide] = {}
 
     async def beside(faster: Sequence[ImageDriver]) -> list[ImageOutcome]:
-        slices = await in_turn([exact, *faster], asked, closed(1), 1, say, _told)
-        outcomes = {driver.name: _outcomes(slices, driver.name) for driver in (exact, *faster)}
+        slices = by_side(await in_turn([exact, *faster], asked, closed(1), 1, say, _told))
+        outcomes = {name: outcomes_of(own) for name, own in slices.items()}
         for name, theirs in outcomes.items():
             made.setdefault(name, loss(theirs, outcomes[exact.name]))
         return outcomes[exact.name]
@@ -171,7 +224,7 @@ async def measured(
         finally:
             await way.stop()
     together = await in_turn([exact], asked, closed(_BATCH), _BATCH, lambda line: None, _told)
-    made[TOGETHER] = loss(_outcomes(together, exact.name), alone)
+    made[TOGETHER] = loss(outcomes_of(together), alone)
     return made, refused
 
 
@@ -191,31 +244,28 @@ def loss(outcomes: Sequence[ImageOutcome], exact: Sequence[ImageOutcome]) -> Los
 
 def markdown(result: LossResult) -> str:
     """The whole result, as a table."""
-    rows = [
+    columns: Columns[tuple[str, LossSide]] = {
+        "side": lambda row: row[0],
+        "seconds per image": lambda row: f"{row[1].seconds:.2f}",
+        "speed": lambda row: "" if row[0] == TOGETHER else f"{row[1].speed:.2f}×",
+        "PSNR (dB)": lambda row: _decibels(row[1].psnr),
+        "of the worst image (dB)": lambda row: _decibels(row[1].lowest_psnr),
+        "difference, mean / largest": lambda row: f"{row[1].mean_difference:.4f} / {row[1].largest_difference:.4f}",
+    }
+    return page(
         [
-            side,
-            f"{figures.seconds:.2f}",
-            "" if side == TOGETHER else f"{figures.speed:.2f}×",
-            "equal" if figures.psnr is None else f"{figures.psnr:.1f}",
-            "equal" if figures.lowest_psnr is None else f"{figures.lowest_psnr:.1f}",
-            f"{figures.mean_difference:.4f} / {figures.largest_difference:.4f}",
+            f"## Losses: {result.pipeline} ({result.model}), {result.dtype}, {result.finished[:10]}",
+            f"{result.machine.cores} cores of {result.machine.cpu}. {result.images} images of {result.size} x "
+            f"{result.size}, {result.steps}, guidance {result.guidance:g}, seed {result.seed}; one client but for the "
+            "last side.",
+            table_of(result.sides.items(), columns),
+            *(f"Not measured: {line}" for line in result.refused),
         ]
-        for side, figures in result.sides.items()
-    ]
-    head = ["side", "seconds per image", "speed", "PSNR (dB)", "of the worst image (dB)"]
-    parts = [
-        f"## Losses: {result.pipeline} ({result.model}), {result.dtype}, {result.finished[:10]}",
-        f"{result.machine.cores} cores of {result.machine.cpu}. {result.images} images of {result.size} x "
-        f"{result.size}, {result.steps}, guidance {result.guidance:g}, seed {result.seed}; one client but for the last "
-        "side.",
-        table([*head, "difference, mean / largest"], rows),
-        *(f"Not measured: {line}" for line in result.refused),
-    ]
-    return "\n\n".join(parts) + "\n"
+    )
 
 
-def _outcomes(slices: Sequence[LoadSlice[ImageOutcome]], side: str) -> list[ImageOutcome]:
-    return [one for taken in slices if taken.side == side for one in taken.outcomes]
+def _decibels(value: float | None) -> str:
+    return "equal" if value is None else f"{value:.1f}"
 
 
 def _squared(mine: ImageOutcome, theirs: ImageOutcome) -> float:
@@ -228,5 +278,5 @@ def _psnr(squared: float) -> float | None:
     return None if squared == 0 else float(-10 * np.log10(squared))
 
 
-def _told(taken: LoadSlice[ImageOutcome]) -> str:
+def _told(taken: ImageSlice) -> str:
     return f"mean JCT {mean([one.jct for one in taken.outcomes]):.2f} s"

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from typing import Any
 
-from segue.bench.diffusion.wire import Answer, Loaded, Options, Policy
+import msgspec
+
 from segue.bench.diffusion.workload import ImageRequest
-from segue.bench.harness.channel import Channel, serve
+from segue.bench.harness.process import Generate, serve_batches
 
 SQUARE = 2048
 """Rows and columns of the matmul that measures the machine's ceiling."""
@@ -21,11 +22,37 @@ REPEATS = 5
 TRUE_CFG = "true_cfg_scale"
 
 
-def main(argv: list[str]) -> int:
-    return serve(argv, Options, Policy, ImageRequest, _run)
+class Options(msgspec.Struct, kw_only=True):
+    """Options for loading the pipeline; the process receives them as JSON in `argv`."""
+
+    model_dir: str
+    dtype: str
+    threads: int
+    sizes: list[int]
+    """Sizes of images in pixels, for which the operations of one network call are counted."""
 
 
-def _run(channel: Channel[Policy, ImageRequest], options: Options) -> None:
+class Loaded(msgspec.Struct, tag=True):
+    """The pipeline is loaded."""
+
+    versions: dict[str, str]
+    flops: dict[int, float]
+    """By size: floating-point operations of one call of the network for one row."""
+    ceiling: float
+    """Operations per second of a matmul of two large matrices, with the same number of threads."""
+
+
+class Answer(msgspec.Struct, tag=True, kw_only=True):
+    """One image."""
+
+    index: int
+    image: bytes
+    network: float = 0.0
+    """Seconds of the network's calls for it: its share of calls with several images."""
+
+
+def load(options: Options) -> tuple[Loaded, Callable[[str], Generate[ImageRequest]]]:
+    """Load the pipeline; both ways of serving are the same call, in which requests of equal numbers of steps share."""
     import torch
 
     from segue.kernels import ensure_torchvision
@@ -40,17 +67,13 @@ def _run(channel: Channel[Policy, ImageRequest], options: Options) -> None:
     pipeline.set_progress_bar_config(disable=True)
     flops = {size: _flops(pipeline, size) for size in options.sizes}
     versions = {name: version(name) for name in ("torch", "transformers", "diffusers")}
-    channel.send(Loaded(versions, flops, _ceiling(dtype)))
     watch = _Watch(_network(pipeline))
-    policy = Policy(1, 0.0)
-    while (message := channel.take()) is not None:
-        if isinstance(message, Policy):
-            policy = message
-            continue
-        waiting = channel.gather(message.request, policy.most, policy.gather)
-        for steps in dict.fromkeys(one.steps for one in waiting):
-            for answer in _generate(pipeline, [one for one in waiting if one.steps == steps], watch):
-                channel.send(answer)
+
+    def generate(requests: Sequence[ImageRequest]) -> Iterator[Answer]:
+        for steps in dict.fromkeys(one.steps for one in requests):
+            yield from _generate(pipeline, [one for one in requests if one.steps == steps], watch)
+
+    return Loaded(versions, flops, _ceiling(dtype)), lambda way: generate
 
 
 class _Watch:
@@ -151,4 +174,4 @@ def _ceiling(dtype: Any) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(serve_batches(sys.argv[1:], Options, ImageRequest, load))

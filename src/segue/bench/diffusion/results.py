@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from segue.bench.diffusion.workload import ImageOutcome, largest_difference, mean_difference
-from segue.bench.harness.load import LoadSlice
-from segue.bench.harness.load_results import LoadResult
+from segue.bench.diffusion.workload import ImageOutcome, ImageSlice, largest_difference, mean_difference
+from segue.bench.harness.load import outcomes_of
+from segue.bench.harness.results import LoadResult
 from segue.bench.harness.stats import Summary, mean, summary
 
 
@@ -76,16 +76,15 @@ class DiffusionResult(LoadResult, kw_only=True):
 
 
 def side_of(
-    slices: Sequence[LoadSlice[ImageOutcome]],
-    first: Sequence[LoadSlice[ImageOutcome]],
+    slices: Sequence[ImageSlice],
+    first: Sequence[ImageSlice],
     ideal: float,
     pss_bytes: int,
     denoising: float | None = None,
 ) -> DiffusionSide:
     """The figures of one side from its slices. `first`: slices of the side it is compared with; `ideal`: seconds per
     step at the ceiling; `denoising`: seconds of the denoiser's steps, if the outcomes do not contain them."""
-    outcomes = [one for taken in slices for one in taken.outcomes]
-    theirs = [one for taken in first for one in taken.outcomes]
+    outcomes, theirs = outcomes_of(slices), outcomes_of(first)
     wall = sum(taken.wall for taken in slices)
     steps = sum(one.steps for one in outcomes)
     denoising = denoising or sum(one.network for one in outcomes)

@@ -1,4 +1,4 @@
-"""The sides of `segue bench diffusion`: Segue, and one process of `diffusers` that serves in two ways."""
+"""Segue as the sides of `segue bench diffusion`."""
 
 from __future__ import annotations
 
@@ -10,47 +10,60 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import yaml
 
 from segue.bench.diffusion.reference import TRUE_CFG, guided
-from segue.bench.diffusion.wire import Answer, Loaded, Options, Policy
 from segue.bench.diffusion.workload import ImageOutcome, ImageRequest
 from segue.bench.harness.async_omni import AsyncOmniDriver
-from segue.bench.harness.child import ChildDriver, ChildProcess
 from segue.bench.harness.load import LoadDriver
-from segue.bench.omni.profile import snapshot
+from segue.bench.harness.stats import snapshot
 from segue.messages.deltas import Finished, ImageDelta
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.request import Request
 
-GATHER_SECONDS = 0.05
-SEGUE, ONE, BATCH = "segue", "diffusers one at a time", "diffusers lists of prompts"
-
+SEGUE = "segue"
 _DENOISING = ("denoiser", "step_seconds")
 
 ImageDriver = LoadDriver[ImageRequest, ImageOutcome]
+
+
+def deployment(file: Path | None) -> Mapping[str, Any]:
+    """The contents of a deployment file; empty without one."""
+    found: Mapping[str, Any] = {} if file is None else yaml.safe_load(file.read_text())
+    return found
 
 
 class SegueDriver(AsyncOmniDriver):
     """Sends requests to a running Segue."""
 
     def __init__(
-        self, model_dir: Path, pipeline: str, dtype: str, config: Mapping[str, Any], name: str = SEGUE
+        self,
+        model_dir: Path,
+        pipeline: str,
+        dtype: str,
+        config: Mapping[str, Any],
+        name: str = SEGUE,
+        adapter: str | None = None,
+        **changes: Any,
     ) -> None:
-        """`pipeline`: the class that `model_index.json` names."""
+        """`pipeline`: the class that `model_index.json` names; `config`: Segue's deployment; `adapter`: LoRA adapter of
+        every request; `changes`: fields of its `DiffusionParams`."""
         super().__init__(name, model_dir, dtype=dtype, config=config)
         self.model_dir = model_dir
-        self._made = (model_dir, pipeline, dtype, config)
+        self._made = (model_dir, pipeline, dtype)
+        self._config = config
+        self._adapter = adapter
+        self._changes = changes
         self.true_cfg = TRUE_CFG in guided(pipeline, 1.0)
         """Whether the guidance parameter is `true_cfg_scale`; else it is `guidance_scale`."""
         self.previews = 0
         """Number of previews that every further request asks for."""
 
-    def with_denoiser(self, name: str, keys: Mapping[str, Any]) -> SegueDriver:
-        """A driver of another Segue whose denoiser is deployed with these keys."""
-        model_dir, pipeline, dtype, config = self._made
-        stages = dict(config.get("stages", {}))
+    def with_denoiser(self, name: str, keys: Mapping[str, Any], **more: Any) -> SegueDriver:
+        """A driver of another Segue whose denoiser is deployed with these keys. `more`: adapter and changes."""
+        stages = dict(self._config.get("stages", {}))
         stages["denoiser"] = {**stages.get("denoiser", {}), **keys}
-        return SegueDriver(model_dir, pipeline, dtype, {**config, "stages": stages}, name=f"{SEGUE}, {name}")
+        return SegueDriver(*self._made, {**self._config, "stages": stages}, name=f"{SEGUE}, {name}", **more)
 
     def denoising(self) -> float:
         """Seconds of the denoiser's steps so far; the stage reports them when it becomes idle."""
@@ -58,13 +71,13 @@ class SegueDriver(AsyncOmniDriver):
         return 0.0 if steps is None else steps.sum
 
     async def run(self, request: ImageRequest) -> ImageOutcome:
-        return await self.make(self.asked(request), request)
+        return await self.make(request)
 
-    async def make(self, asked: Request, request: ImageRequest) -> ImageOutcome:
-        """Send `asked`, Segue's form of the benchmark's `request`, and return its outcome."""
+    async def make(self, request: ImageRequest, **changes: Any) -> ImageOutcome:
+        """Send the request with further changes, and return its outcome."""
         sent = time.monotonic()
         preview, image = None, b""
-        async with aclosing(self._omni.stream(asked)) as deltas:
+        async with aclosing(self._omni.stream(self._asked(request, changes))) as deltas:
             async for delta in deltas:
                 if isinstance(delta, ImageDelta):
                     preview = preview or time.monotonic() - sent
@@ -77,27 +90,29 @@ class SegueDriver(AsyncOmniDriver):
                     )
         raise AssertionError("a stream ends with Finished or an error")
 
-    def asked(self, request: ImageRequest) -> Request:
+    def _asked(self, request: ImageRequest, changes: Mapping[str, Any]) -> Request:
         """Segue's form of a request."""
+        params = DiffusionParams(
+            negative_prompt=request.negative_prompt,
+            height=request.size,
+            width=request.size,
+            num_inference_steps=request.steps,
+            partial_images=self.previews,
+            true_cfg_scale=request.guidance if self.true_cfg else None,
+            guidance_scale=None if self.true_cfg else request.guidance,
+        )
         return Request(
             request_id=uuid.uuid4().hex,
             prompt=request.prompt,
             modalities=["image"],
             seed=request.seed,
-            diffusion=DiffusionParams(
-                negative_prompt=request.negative_prompt,
-                height=request.size,
-                width=request.size,
-                num_inference_steps=request.steps,
-                partial_images=self.previews,
-                true_cfg_scale=request.guidance if self.true_cfg else None,
-                guidance_scale=None if self.true_cfg else request.guidance,
-            ),
+            adapter=self._adapter,
+            diffusion=msgspec.structs.replace(params, **self._changes, **changes),
         )
 
 
 class ChangedDriver:
-    """The same Segue with changed requests."""
+    """The same Segue with changed requests; the other driver starts and stops it."""
 
     def __init__(self, name: str, segue: SegueDriver, **changes: Any) -> None:
         """`changes`: fields of `DiffusionParams`."""
@@ -109,61 +124,19 @@ class ChangedDriver:
     def startup(self) -> float:
         return self._segue.startup
 
-    async def start(self) -> None:
-        """Nothing to do: the other driver started Segue."""
+    async def _nothing(self, together: int = 0) -> None:
+        """The other driver does it."""
 
-    async def take_over(self, together: int) -> None:
-        """Delegates to Segue."""
-
-    async def hand_over(self) -> None:
-        """Delegates to Segue."""
-
-    async def stop(self) -> None:
-        """Nothing to do: the other driver stops Segue."""
+    start = take_over = hand_over = stop = _nothing
 
     def processes(self) -> dict[int, str]:
         return self._segue.processes()
 
     async def run(self, request: ImageRequest) -> ImageOutcome:
-        return await self._segue.make(changed(self._segue.asked(request), **self._changes), request)
-
-
-def changed(asked: Request, **changes: Any) -> Request:
-    """A copy of the request with other `DiffusionParams` fields."""
-    assert asked.diffusion is not None
-    return msgspec.structs.replace(asked, diffusion=msgspec.structs.replace(asked.diffusion, **changes))
+        return await self._segue.make(request, **self._changes)
 
 
 def cached(segue: SegueDriver, step_cache: str, threshold: float | None) -> ChangedDriver:
     """The same Segue with a step cache."""
     name = step_cache + ("" if threshold is None else f" {threshold:g}")
     return ChangedDriver(name, segue, step_cache=step_cache, step_cache_threshold=threshold)
-
-
-class ReferenceProcess(ChildProcess[ImageRequest, Loaded, Answer]):
-    """A process of `segue.bench.diffusion.reference`."""
-
-    def __init__(self, options: Options, environment: Mapping[str, str]) -> None:
-        super().__init__("diffusers", "segue.bench.diffusion.reference", options, Loaded, Answer, environment)
-
-
-class ReferenceDriver(ChildDriver[ReferenceProcess]):
-    """One way of serving with the process; its name is `ONE` or `BATCH`."""
-
-    async def take_over(self, together: int) -> None:
-        """Set the process's way of serving; a list is as long as the number of clients."""
-        most = together if self.name == BATCH else 1
-        await self.process.send(Policy(most, GATHER_SECONDS if most > 1 else 0.0))
-
-    async def run(self, request: ImageRequest) -> ImageOutcome:
-        sent = time.monotonic()
-        answer = await self.process.ask(request)
-        jct = time.monotonic() - sent
-        return ImageOutcome(
-            index=request.index,
-            steps=request.steps,
-            jct=jct,
-            first_preview=jct,
-            image=answer.image,
-            network=answer.network,
-        )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+
+from segue.bench.harness.load import LoadSlice
 
 _COLOURS = ("red", "green", "blue", "golden", "grey", "white")
 _THINGS = ("bicycle", "lighthouse", "kettle", "violin", "harbour", "cat", "orchard", "bridge")
@@ -51,6 +53,9 @@ class ImageOutcome(msgspec.Struct, kw_only=True):
                 f"request {request.index}: {len(values)} values came, or all alike; asked for "
                 f"was an image of {request.size} x {request.size}"
             )
+
+
+ImageSlice = LoadSlice[ImageOutcome]
 
 
 class WrongImage(Exception):
@@ -100,17 +105,14 @@ def images(mix: Mix, size: int, start: int, count: int, guidance: float, seed: i
 def largest_difference(mine: Sequence[ImageOutcome], theirs: Sequence[ImageOutcome]) -> float:
     """Largest difference between images of equal requests, in [0, 1]; images are rounded to 8 bits, so the smallest
     difference is 1/255."""
-    differences = [
-        np.abs(np.frombuffer(a.image, np.uint8).astype(int) - np.frombuffer(b.image, np.uint8)).max()
-        for a, b in zip(mine, theirs, strict=True)
-    ]
-    return max(map(float, differences)) / 255
+    return max(float(one.max()) for one in _differences(mine, theirs)) / 255
 
 
 def mean_difference(mine: Sequence[ImageOutcome], theirs: Sequence[ImageOutcome]) -> float:
     """Mean difference between the values of equal requests, in [0, 1]."""
-    differences = [
-        np.abs(np.frombuffer(a.image, np.uint8).astype(int) - np.frombuffer(b.image, np.uint8)).mean()
-        for a, b in zip(mine, theirs, strict=True)
-    ]
-    return float(np.mean(differences)) / 255
+    return float(np.mean([one.mean() for one in _differences(mine, theirs)])) / 255
+
+
+def _differences(mine: Sequence[ImageOutcome], theirs: Sequence[ImageOutcome]) -> Iterator[np.ndarray]:
+    for a, b in zip(mine, theirs, strict=True):
+        yield np.abs(np.frombuffer(a.image, np.uint8).astype(int) - np.frombuffer(b.image, np.uint8))

@@ -1,6 +1,6 @@
-"""Code shared by all benchmarks: arguments, checkpoints, sides as processes, load clients, meters, statistics, and the
-format of result files and reports.
+"""The one harness of all benchmarks: options and their commands, sides and their processes, load, meters, statistics,
+result files and reports.
 
-Doors: `arguments`, `async_omni`, `channel`, `checkpoint`, `child`, `hardware`, `load`, `load_report`, `load_results`,
-`meters`, `one_loaded`, `result_file`, `stats`.
+Doors: `arguments`, `async_omni`, `device`, `hardware`, `library`, `load`, `meters`, `process`, `report`, `results`,
+`stats`.
 """

@@ -1,5 +1,4 @@
-"""Describe the machine of a benchmark, and measure a device's ceilings: bytes per second of a copy, operations per
-second of a matmul."""
+"""Describe the machine of a benchmark."""
 
 from __future__ import annotations
 
@@ -7,62 +6,13 @@ import os
 import platform
 import shutil
 import subprocess
-import time
-from collections.abc import Callable
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
-import torch
 
 from segue.graph.deployment.deployment import Hardware
 from segue.graph.machine.hardware import detect_hardware
-
-REPEATS = 10
-
-
-class Ceilings(msgspec.Struct, kw_only=True):
-    """The ceilings of one device in one dtype."""
-
-    bytes_per_second: float
-    """Bytes read and written by a copy within its memory."""
-    flops: float
-    """Operations per second of a matmul of random square matrices."""
-
-
-def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Measure the ceilings; takes a moment, and a few gigabytes of a GPU."""
-    large = device.type == "cuda"
-    source = torch.ones(1 << (32 if large else 26), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    copied = best(partial(target.copy_, source), device)
-    del source, target
-    side = 8192 if large else 512
-    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    multiplied = best(lambda: torch.mm(a, b), device)
-    size = 1 << (32 if large else 26)
-    return Ceilings(bytes_per_second=2 * size / copied, flops=2 * side**3 / multiplied)
-
-
-def best(run: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
-    """Seconds of the fastest of some calls, after one that is not counted."""
-    run()
-    times = []
-    for _ in range(repeats):
-        settle(device)
-        began = time.perf_counter()
-        run()
-        settle(device)
-        times.append(time.perf_counter() - began)
-    return min(times)
-
-
-def settle(device: torch.device) -> None:
-    """Wait until the device has finished all its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
 
 PACKAGES = ("segue", "torch", "transformers", "numpy", "msgspec", "pyzmq")
 

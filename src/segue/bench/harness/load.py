@@ -1,4 +1,4 @@
-"""Clients of a benchmark: a closed loop, arrivals at fixed times, and turns of the sides.
+"""Sides of a benchmark and their clients: a closed loop, arrivals of a Poisson process, and turns of the sides.
 
 The sides take turns within one run: each round sends the same requests to every side, one side after the other (A B C,
 A B C, …), so that a slow minute of the machine affects all of them, and every request yields a pair.
@@ -7,9 +7,11 @@ A B C, …), so that a slow minute of the machine affects all of them, and every
 from __future__ import annotations
 
 import asyncio
+import random
+import signal
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -129,6 +131,29 @@ def arriving(times: Sequence[float]) -> Load:
     return load
 
 
+def poisson(rate: float, count: int, seed: int) -> list[float]:
+    """`count` arrivals of a Poisson process with `rate` per second: seconds from the start."""
+    draw, now, times = random.Random(f"{seed}/arrivals"), 0.0, []
+    for _ in range(count):
+        now += draw.expovariate(rate)
+        times.append(now)
+    return times
+
+
+@asynccontextmanager
+async def serving(drivers: Sequence[LoadDriver[Any, Any]], say: Callable[[str], None]) -> AsyncIterator[None]:
+    """A context within which the sides serve; they are stopped also when this program is terminated."""
+    work = asyncio.current_task()
+    assert work is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, work.cancel)
+    async with AsyncExitStack() as stack:
+        for driver in drivers:
+            say(f"starting {driver.name}")
+            stack.push_async_callback(driver.stop)
+            await driver.start()
+        yield
+
+
 @asynccontextmanager
 async def turn(driver: LoadDriver[Any, Any], together: int) -> AsyncIterator[None]:
     """A context within which only this side works."""
@@ -137,6 +162,15 @@ async def turn(driver: LoadDriver[Any, Any], together: int) -> AsyncIterator[Non
         yield
     finally:
         await driver.hand_over()
+
+
+async def warm_up(
+    drivers: Sequence[LoadDriver[RequestT, OutcomeT]], requests: Sequence[RequestT], load: Load, together: int
+) -> None:
+    """Send requests that do not count to every side, in turn."""
+    for driver in drivers:
+        async with turn(driver, together):
+            await load(driver, requests)
 
 
 Turn = Callable[[LoadDriver[Any, Any], int], AbstractAsyncContextManager[None]]
@@ -166,3 +200,13 @@ async def in_turn(
             say(f"  round {number + 1}/{len(rounds)}, {driver.name}: {speed(taken)}")
             slices.append(taken)
     return slices
+
+
+def by_side(slices: Sequence[LoadSlice[OutcomeT]]) -> dict[str, list[LoadSlice[OutcomeT]]]:
+    """The slices of each side, in the order of a round."""
+    names = dict.fromkeys(taken.side for taken in slices)
+    return {name: [taken for taken in slices if taken.side == name] for name in names}
+
+
+def outcomes_of(slices: Sequence[LoadSlice[OutcomeT]]) -> list[OutcomeT]:
+    return [outcome for taken in slices for outcome in taken.outcomes]

@@ -11,8 +11,8 @@ import asyncio
 import os
 import shutil
 import subprocess
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager, suppress
 
 import msgspec
 import psutil
@@ -73,28 +73,25 @@ class Watch:
         self._names = names
         self._others = frozenset(others) - names.keys() - {os.getpid()}
         self.usage = SideUsage()
-        self._before: dict[int, float] = {}
-        self._sampler: asyncio.Task[None] | None = None
 
-    def begin(self) -> None:
-        """Begin the side's turn."""
-        self._before = cpu_seconds([*self._names, *self._others])
-        self._sampler = asyncio.create_task(self._sample())
-
-    async def end(self) -> None:
-        """End the side's turn."""
-        assert self._sampler is not None, "end() without begin()"
-        self._sampler.cancel()
-        await asyncio.gather(self._sampler, return_exceptions=True)
-        used = cpu_seconds([*self._names, *self._others])
-        for pid, value in used.items():
-            spent = value - self._before.get(pid, value)
-            if pid in self._others:
-                self.usage.others_cpu_seconds += spent
-            else:
-                name = self._names[pid]
-                self.usage.cpu_seconds[name] = self.usage.cpu_seconds.get(name, 0.0) + spent
-        await self._measure()
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """A context around one turn of the side."""
+        before = cpu_seconds([*self._names, *self._others])
+        sampler = asyncio.create_task(self._sample())
+        try:
+            yield
+        finally:
+            sampler.cancel()
+            await asyncio.gather(sampler, return_exceptions=True)
+            for pid, value in cpu_seconds([*self._names, *self._others]).items():
+                spent = value - before.get(pid, value)
+                if pid in self._others:
+                    self.usage.others_cpu_seconds += spent
+                else:
+                    name = self._names[pid]
+                    self.usage.cpu_seconds[name] = self.usage.cpu_seconds.get(name, 0.0) + spent
+            await self._measure()
 
     async def _sample(self) -> None:
         while True:

@@ -1,26 +1,19 @@
-"""Compute figures from outcomes: percentiles, ratios with their uncertainty, throughput, histograms of workers.
+"""Statistics: summaries of values, ratios with their uncertainty, histograms of workers.
 
-Times are aggregated over all requests of a side and concurrency, all rounds together. A ratio divides Segue's mean by
-the baseline's; its interval is a paired bootstrap: requests are drawn with replacement, and each drawn request brings
-its figure of both sides. `by_round` has the ratio of each round alone, so that drift is visible.
+A ratio divides Segue's mean by a rival's; its interval is a paired bootstrap: requests are drawn with replacement, and
+each drawn request brings its figure of both sides. `by_round` has the ratio of each round alone, so that drift is
+visible.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from segue.bench.omni.outcome import OmniSlice, Outcome
-from segue.messages.stats import Histogram
+from segue.messages.stats import Histogram, WorkerStats
 
-METRICS: dict[str, Callable[[Outcome], float]] = {
-    "jct": lambda outcome: outcome.jct,
-    "ttft": lambda outcome: outcome.ttft,
-    "ttfa": lambda outcome: outcome.ttfa,
-    "rtf": lambda outcome: outcome.rtf,
-}
 RESAMPLES = 2000
 
 
@@ -42,19 +35,6 @@ class Ratio(msgspec.Struct):
     high: float
     """95% interval."""
     by_round: list[float]
-
-
-class SideFigures(msgspec.Struct, kw_only=True):
-    """One side at one concurrency."""
-
-    requests: int
-    wall: float
-    """Seconds in which this side worked, all rounds together."""
-    metrics: dict[str, Summary]
-    throughput: dict[str, float]
-    """Per second of wall time: `requests`, `reply_tokens`, `codes`, `audio_seconds`."""
-    by_kind: dict[str, float]
-    """Mean JCT of text, image, audio and video requests."""
 
 
 class HistogramFigures(msgspec.Struct):
@@ -85,34 +65,8 @@ def summary(values: Sequence[float]) -> Summary:
     return Summary(mean(values), percentile(values, 0.5), percentile(values, 0.99), max(values))
 
 
-def figures(slices: Sequence[OmniSlice]) -> SideFigures:
-    """The figures of one side's slices."""
-    outcomes = [outcome for taken in slices for outcome in taken.outcomes]
-    wall = sum(taken.wall for taken in slices)
-    made = {
-        "requests": float(len(outcomes)),
-        "reply_tokens": float(sum(len(outcome.text_ids) for outcome in outcomes)),
-        "codes": float(sum(outcome.codes for outcome in outcomes)),
-        "audio_seconds": sum(outcome.audio_seconds for outcome in outcomes),
-    }
-    kinds = sorted({outcome.kind for outcome in outcomes})
-    return SideFigures(
-        requests=len(outcomes),
-        wall=wall,
-        metrics={name: summary([of(outcome) for outcome in outcomes]) for name, of in METRICS.items()},
-        throughput={name: count / wall for name, count in made.items()},
-        by_kind={kind: mean([o.jct for o in outcomes if o.kind == kind]) for kind in kinds},
-    )
-
-
-def ratio(
-    mine: Sequence[OmniSlice], theirs: Sequence[OmniSlice], of: Callable[[Outcome], float], seed: int = 0
-) -> Ratio:
-    """The ratio of mine to theirs; both must have the same requests in the same rounds."""
-    rounds = [
-        [(of(a), of(b)) for a, b in zip(left.outcomes, right.outcomes, strict=True)]
-        for left, right in zip(mine, theirs, strict=True)
-    ]
+def ratio(rounds: Sequence[Sequence[tuple[float, float]]], seed: int = 0) -> Ratio:
+    """The ratio of mine to theirs, from the pairs of every round."""
     pairs = [pair for pairs in rounds for pair in pairs]
     draw = random.Random(seed)
     resampled = [_of_means(draw.choices(pairs, k=len(pairs))) for _ in range(RESAMPLES)]
@@ -126,19 +80,6 @@ def ratio(
 
 def _of_means(pairs: Sequence[tuple[float, float]]) -> float:
     return sum(a for a, _ in pairs) / sum(b for _, b in pairs)
-
-
-def agreement(mine: Iterable[Outcome], theirs: Iterable[Outcome]) -> dict[str, float]:
-    """Share of requests whose `reply` tokens and whose `codes` are equal on both sides.
-
-    Not a correctness test (those are in tests/): with float32 and greedy decoding it should be 1; a lower value is a
-    sign of a problem.
-    """
-    pairs = list(zip(mine, theirs, strict=True))
-    return {
-        "reply": mean([float(a.text_ids == b.text_ids) for a, b in pairs]),
-        "codes": mean([float(a.code_ids == b.code_ids) for a, b in pairs]),
-    }
 
 
 # --- histograms of workers
@@ -175,3 +116,22 @@ def _quantile(histogram: Histogram, q: float) -> float:
             return lower + (bound - lower) * (wanted - before) / count
         lower, before = bound, before + count
     return histogram.bounds[-1]
+
+
+Snapshot = dict[tuple[str, str], Histogram]
+"""(stage or edge, name) → histogram since the workers' start."""
+
+
+def snapshot(stats: Iterable[WorkerStats]) -> Snapshot:
+    """All histograms of all stages and edges, summed over replicas."""
+    found: dict[tuple[str, str], list[Histogram]] = {}
+    for worker in stats:
+        for owner, values in ((worker.stage, worker.values), *worker.edges.items()):
+            for name, value in values.items():
+                if isinstance(value, Histogram):
+                    found.setdefault((owner, name), []).append(value)
+    return {key: together(histograms) for key, histograms in found.items()}
+
+
+def added(now: Snapshot, before: Snapshot) -> Snapshot:
+    return {key: since(histogram, before.get(key)) for key, histogram in now.items()}

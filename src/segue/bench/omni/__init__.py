@@ -1,4 +1,4 @@
 """`segue bench omni`: text, image, audio and video in, text and speech out: Qwen2.5-Omni, compared with `transformers`.
 
-Doors: `omni`, `outcome`, `profile`, `report`, `results`.
+Doors: `arguments`, `report`, `results`.
 """

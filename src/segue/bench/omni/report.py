@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from segue.bench.harness.load_report import drawn, table
+from segue.bench.harness.meters import SideUsage
+from segue.bench.harness.report import Columns, drawn, host, page, table, table_of, three
+from segue.bench.harness.stats import HistogramFigures
 from segue.bench.omni.outcome import Outcome
-from segue.bench.omni.results import LevelResult, Result
+from segue.bench.omni.results import LevelResult, Result, SideFigures, StageFigures
 
 MIB = 2**20
-BASELINE = "transformers"
 # one colour per stage, the same in every image
 STAGE_COLOURS = {
     "queue": "#d9d9d9",
@@ -24,11 +25,11 @@ STAGE_COLOURS = {
 
 def markdown(result: Result) -> str:
     """The whole result, as tables."""
-    parts = [f"## {title(result)}", hardware(result), result.unfinished]
+    parts = [f"## {title(result)}", conditions(result), *result.unfinished]
     for level in result.levels:
         parts += [f"### Concurrency {level.concurrency}", latency_table(level), ratio_table(level)]
         parts += [stage_table(level), hop_table(level), usage_table(level)]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return page(parts)
 
 
 def title(result: Result) -> str:
@@ -36,41 +37,31 @@ def title(result: Result) -> str:
     return f"{settings.model}, {settings.dtype} on {settings.device}, {result.finished[:10]}"
 
 
-def hardware(result: Result) -> str:
+def conditions(result: Result) -> str:
     """One paragraph: machine, versions, threads, size of the run."""
-    machine, settings = result.machine, result.settings
-    packages = ", ".join(f"{name} {version}" for name, version in machine.packages.items())
+    settings = result.settings
     threads = "; ".join(
         f"{side}: {', '.join(f'{name} {count}' for name, count in workers.items())}"
         for side, workers in settings.threads.items()
     )
-    gpus = f", {'; '.join(machine.gpus)}" if machine.gpus else ""
-    load = ", ".join(f"{value:.1f}" for value in machine.load_average)
     return (
-        f"{machine.cores} cores of {machine.cpu}, {machine.memory_bytes / 2**30:.0f} GiB{gpus}; {machine.system}, "
-        f"Python {machine.python}, {packages}. CPU threads: {threads}. Load average at the start: {load}. "
+        f"{host(result.machine, result.machine.packages)} CPU threads: {threads}. "
         f"{settings.rounds} rounds of {settings.requests} requests per side after {settings.warmup} to warm up; "
         f"seed {settings.seed}, weights {'random' if settings.load_format == 'dummy' else 'of the checkpoint'}."
     )
 
 
 def latency_table(level: LevelResult) -> str:
-    head = ["side", "JCT mean / p50 / p99 (s)", "TTFT (s)", "TTFA mean / p50 / p99 (s)", "RTF", "req/s", "audio s/s"]
-    rows = []
-    for name, side in level.sides.items():
-        jct, ttfa = side.metrics["jct"], side.metrics["ttfa"]
-        rows.append(
-            [
-                name,
-                f"{jct.mean:.2f} / {jct.p50:.2f} / {jct.p99:.2f}",
-                f"{side.metrics['ttft'].mean:.2f}",
-                f"{ttfa.mean:.2f} / {ttfa.p50:.2f} / {ttfa.p99:.2f}",
-                f"{side.metrics['rtf'].mean:.2f}",
-                f"{side.throughput['requests']:.3f}",
-                f"{side.throughput['audio_seconds']:.2f}",
-            ]
-        )
-    return table(head, rows)
+    columns: Columns[tuple[str, SideFigures]] = {
+        "side": lambda row: row[0],
+        "JCT mean / p50 / p99 (s)": lambda row: three(row[1].metrics["jct"]),
+        "TTFT (s)": lambda row: f"{row[1].metrics['ttft'].mean:.2f}",
+        "TTFA mean / p50 / p99 (s)": lambda row: three(row[1].metrics["ttfa"]),
+        "RTF": lambda row: f"{row[1].metrics['rtf'].mean:.2f}",
+        "req/s": lambda row: f"{row[1].throughput['requests']:.3f}",
+        "audio s/s": lambda row: f"{row[1].throughput['audio_seconds']:.2f}",
+    }
+    return table_of(level.sides.items(), columns)
 
 
 def ratio_table(level: LevelResult) -> str:
@@ -88,37 +79,44 @@ def ratio_table(level: LevelResult) -> str:
 
 
 def stage_table(level: LevelResult) -> str:
-    rows = []
-    for side, stages in level.stages.items():
-        for stage, figures in stages.items():
-            steps, batch = figures.steps, figures.batch
-            rows.append(
-                [
-                    side,
-                    stage,
-                    f"{figures.per_busy_second:.1f} {figures.unit}/s",
-                    f"{figures.utilisation:.0%}",
-                    "" if steps is None else f"{steps.count} × {1000 * steps.mean:.1f} ms (p99 {1000 * steps.p99:.0f})",
-                    "" if batch is None else f"{batch.mean:.1f}",
-                ]
-            )
-    return table(["side", "stage", "while busy", "busy", "steps", "batch"], rows)
+    columns: Columns[tuple[str, str, StageFigures]] = {
+        "side": lambda row: row[0],
+        "stage": lambda row: row[1],
+        "while busy": lambda row: f"{row[2].per_busy_second:.1f} {row[2].unit}/s",
+        "busy": lambda row: f"{row[2].utilisation:.0%}",
+        "steps": lambda row: "" if row[2].steps is None else _steps(row[2].steps),
+        "batch": lambda row: "" if row[2].batch is None else f"{row[2].batch.mean:.1f}",
+    }
+    return table_of(
+        [(side, stage, figures) for side, stages in level.stages.items() for stage, figures in stages.items()], columns
+    )
+
+
+def _steps(steps: HistogramFigures) -> str:
+    return f"{steps.count} × {1000 * steps.mean:.1f} ms (p99 {1000 * steps.p99:.0f})"
 
 
 def hop_table(level: LevelResult) -> str:
-    rows = [
-        [edge, str(hop.count), f"{1000 * hop.mean:.2f}", f"{1000 * hop.p50:.2f}", f"{1000 * hop.p99:.2f}"]
-        for edge, hop in level.hops.items()
-    ]
-    return table(["edge", "chunks", "mean (ms)", "p50 (ms)", "p99 (ms)"], rows) if rows else ""
+    columns: Columns[tuple[str, HistogramFigures]] = {
+        "edge": lambda row: row[0],
+        "chunks": lambda row: str(row[1].count),
+        "mean (ms)": lambda row: f"{1000 * row[1].mean:.2f}",
+        "p50 (ms)": lambda row: f"{1000 * row[1].p50:.2f}",
+        "p99 (ms)": lambda row: f"{1000 * row[1].p99:.2f}",
+    }
+    return table_of(level.hops.items(), columns) if level.hops else ""
 
 
 def usage_table(level: LevelResult) -> str:
-    rows = []
-    for side, usage in level.usage.items():
-        spent = ", ".join(f"{name} {seconds:.1f}" for name, seconds in usage.cpu_seconds.items())
-        rows.append([side, f"{usage.peak_pss_bytes / MIB:.0f} MiB", spent, f"{usage.others_cpu_seconds:.1f}"])
-    return table(["side", "peak memory (PSS)", "CPU seconds by process", "CPU seconds of the others meanwhile"], rows)
+    columns: Columns[tuple[str, SideUsage]] = {
+        "side": lambda row: row[0],
+        "peak memory (PSS)": lambda row: f"{row[1].peak_pss_bytes / MIB:.0f} MiB",
+        "CPU seconds by process": lambda row: ", ".join(
+            f"{who} {took:.1f}" for who, took in row[1].cpu_seconds.items()
+        ),
+        "CPU seconds of the others meanwhile": lambda row: f"{row[1].others_cpu_seconds:.1f}",
+    }
+    return table_of(level.usage.items(), columns)
 
 
 def plot(result: Result, path: Path) -> None:

@@ -1,67 +1,83 @@
-"""The arguments of `segue bench steps`."""
+"""The options of `segue bench steps`, `denoise` and `attention`."""
 
 from __future__ import annotations
 
-import argparse
-import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from segue.bench.harness.arguments import add_device, add_out, check_installed, counts, progress, some_of
-from segue.cli.parser import Parser, count
+from segue.bench.harness.arguments import DeviceBench, counts, execute, option, some_of
+from segue.cli.parser import count
 from segue.messages.errors import ConfigError
 
-SHAPES = ("qwen2.5-7b", "qwen3-30b-a3b", "tiny", "tiny-moe")
 SIDES = ("segue", "static", "continuous")
+SHAPES = ("qwen2.5-7b", "qwen3-30b-a3b", "tiny", "tiny-moe")
+DENOISE_SIDES = ("segue", "segue-compiled", "eager", "compiled", "fp8", "first-block", "taylorseer")
+DENOISE_SHAPES = ("qwen-image", "wan2.2-ti2v-5b", "tiny-image", "tiny-video")
+BACKENDS = ("triton", "torch", "flashinfer")
 
 
-def add_steps(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Add the sub-command and its arguments."""
-    steps = commands.add_parser("steps", help="decode steps and prefill against the device's ceilings and transformers")
-    model = steps.add_mutually_exclusive_group()
-    model.add_argument("--model", type=Path, help="directory with a config.json; weights are random in any case")
-    model.add_argument("--shape", choices=SHAPES, default="qwen2.5-7b", help="a published shape (default: qwen2.5-7b)")
-    steps.add_argument("--cache", type=Path, default=Path("out"), help="where shapes are written (default: out)")
-    add_device(steps)
-    steps.add_argument("--batches", type=counts, default=[1, 32, 128], help="sequences (default: 1,32,128)")
-    steps.add_argument("--prompt", type=count, default=512, help="tokens before the decode steps (default: 512)")
-    steps.add_argument("--output", type=count, default=64, help="tokens of each sequence (default: 64)")
-    steps.add_argument("--prefills", type=counts, default=[2048, 8192], help="prompts in tokens (default: 2048,8192)")
-    steps.add_argument("--sides", type=some_of(SIDES), default=list(SIDES), help="of segue,static,continuous")
-    steps.add_argument("--repeats", type=count, default=3)
-    steps.add_argument("--seconds", type=count, default=540, help="nothing new is begun after so long (default: 540)")
-    steps.add_argument("--seed", type=int, default=0)
-    add_out(steps)
-    steps.set_defaults(run=_steps)
+@dataclass(frozen=True, kw_only=True)
+class StepsBench(DeviceBench):
+    """Settings of `segue bench steps`."""
+
+    model: Path | None = option(
+        None, "directory with a config.json; weights are random in any case", type=Path, exclusive=True
+    )
+    shape: str = option("qwen2.5-7b", "a published shape (default: qwen2.5-7b)", choices=SHAPES, exclusive=True)
+    cache: Path = option(Path("out"), "where shapes are written (default: out)", type=Path)
+    batches: Sequence[int] = option([1, 32, 128], "sequences (default: 1,32,128)", type=counts)
+    prompt: int = option(512, "tokens before the decode steps (default: 512)", type=count)
+    output: int = option(64, "tokens of each sequence (default: 64)", type=count)
+    prefills: Sequence[int] = option([2048, 8192], "prompts in tokens (default: 2048,8192)", type=counts)
+    sides: Sequence[str] = option(list(SIDES), "of segue,static,continuous", type=some_of(SIDES))
+    repeats: int = option(3, type=count)
+    seconds: int = option(540, "nothing new is begun after so long (default: 540)", type=count)
+    seed: int = option(0, type=int)
 
 
-def _steps(arguments: argparse.Namespace) -> int:
-    check_installed(["matplotlib"])
-    if arguments.output < 2:
-        raise ConfigError(f"output is {arguments.output}; it must be at least 2: the first token comes from prefill")
-    # slow imports (torch, matplotlib) that --help must not need
-    from segue.bench.harness.load_report import result_path, write_report
-    from segue.bench.harness.result_file import write_result
+def start_steps(bench: StepsBench) -> int:
+    if bench.output < 2:
+        raise ConfigError(f"output is {bench.output}; it must be at least 2: the first token comes from prefill")
+    # with torch and matplotlib: not for --help
     from segue.bench.steps.report import markdown, plot
-    from segue.bench.steps.steps import StepsBench, run
+    from segue.bench.steps.steps import run
     from segue.models.text.causal_lm.shapes import write_shape
 
-    directory = arguments.model or write_shape(arguments.cache, arguments.shape)
-    path = result_path(arguments.out, f"steps-{directory.name}")
-    bench = StepsBench(
-        model_dir=directory.resolve(),
-        device=arguments.device,
-        dtype=arguments.dtype,
-        batches=list(dict.fromkeys(arguments.batches)),
-        prompt=arguments.prompt,
-        output=arguments.output,
-        prefills=list(dict.fromkeys(arguments.prefills)),
-        sides=arguments.sides,
-        repeats=arguments.repeats,
-        seconds=arguments.seconds,
-        seed=arguments.seed,
-        keep=lambda so_far: write_result(so_far, path),
-        say=progress,
-    )
-    result = asyncio.run(run(bench))
-    write_report(result, path, markdown, plot)
-    return 1 if result.failures else 0
+    directory = (bench.model or write_shape(bench.cache, bench.shape)).resolve()
+    return execute(bench, f"steps-{directory.name}", lambda ready: run(ready, directory), markdown, plot)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenoiseBench(DeviceBench):
+    """Settings of `segue bench denoise`."""
+
+    shape: str = option("qwen-image", "(default: qwen-image)", choices=DENOISE_SHAPES)
+    cache: Path = option(Path("out"), "where shapes are written (default: out)", type=Path)
+    height: int | None = option(None, "pixels (default: the shape's own)", type=count)
+    width: int | None = option(None, "pixels (default: the shape's own)", type=count)
+    frames: int | None = option(None, "of a video (default: the shape's own)", type=count)
+    steps: int = option(50, "of every request (default: 50)", type=count)
+    clients: Sequence[int] = option([1, 4], "requests at once (default: 1,4)", type=counts)
+    sides: Sequence[str] = option(list(DENOISE_SIDES), f"of {','.join(DENOISE_SIDES)}", type=some_of(DENOISE_SIDES))
+    seconds: int = option(480, "nothing new is begun after so long (default: 480)", type=count)
+
+
+def start_denoise(bench: DenoiseBench) -> int:
+    from segue.bench.steps.denoise import markdown, run  # with torch: not for --help
+
+    return execute(bench, f"denoise-{bench.shape}", run, markdown)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionBench(DeviceBench):
+    """Settings of `segue bench attention`."""
+
+    backends: Sequence[str] = option(["triton", "torch"], type=some_of(BACKENDS, "backend"))
+    shorter: int = option(1, "divide all lengths by this (default: 1)", type=count)
+
+
+def start_attention(bench: AttentionBench) -> int:
+    from segue.bench.steps.attention import run  # with torch: not for --help
+
+    return run(bench)

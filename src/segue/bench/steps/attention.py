@@ -6,18 +6,22 @@ no sequence reads data that another one brought into the device's cache.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import msgspec
+import torch
 
-from segue.bench.harness.arguments import add_device, add_out, progress, some_of
-from segue.cli.parser import Parser, count
+from segue.bench.harness.device import best
+from segue.bench.steps.arguments import AttentionBench
+from segue.engines.autoregressive.contract import KVSpec
+from segue.kernels.attention.backends import attention_backend
+from segue.kernels.attention.interface import AttentionOptions
+from segue.kernels.attention.paged_attention import TORCH
+from segue.kernels.attention.paged_step import Part, paged_step
+from segue.parallel.orders import dtype_of
 
-BACKENDS = ("triton", "torch", "flashinfer")
 HEADS, KV_HEADS, WIDTH, BLOCK = 28, 4, 128, 16
 LEVELS = {
     f"{count} x {length}": (length,) * count
@@ -36,26 +40,17 @@ class Measured(msgspec.Struct, kw_only=True):
     failure: str | None = None
 
 
-def add_attention(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Add the sub-command and its arguments."""
-    command = commands.add_parser("attention", help="attention of one decode step by itself, by backend and batch")
-    add_device(command)
-    command.add_argument("--backends", type=some_of(BACKENDS, "backend"), default=["triton", "torch"])
-    command.add_argument("--shorter", type=count, default=1, help="divide all lengths by this (default: 1)")
-    add_out(command)
-    command.set_defaults(run=_attention)
-
-
-def _attention(arguments: argparse.Namespace) -> int:
+def run(bench: AttentionBench) -> int:
+    """Measure all levels, and write them. Returns the exit status."""
     rows = []
     for level, lengths in LEVELS.items():
-        shorter = tuple(max(1, length // arguments.shorter) for length in lengths)
-        for backend in arguments.backends:
-            rows.append(measure(backend, level, shorter, arguments.device, arguments.dtype))
+        shorter = tuple(max(1, length // bench.shorter) for length in lengths)
+        for backend in bench.backends:
+            rows.append(measure(backend, level, shorter, bench.device, bench.dtype))
             one = rows[-1]
             rate = f"{one.gigabytes_per_second:.0f} GB/s" if one.gigabytes_per_second is not None else one.failure
-            progress(f"{level:>24}  {backend:<10} {rate}")
-    path: Path = arguments.out / "attention.json"
+            bench.say(f"{level:>24}  {backend:<10} {rate}")
+    path = bench.out / "attention.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps([msgspec.to_builtins(one) for one in rows], indent=1) + "\n")
     print(f"written: {path}")
@@ -64,16 +59,6 @@ def _attention(arguments: argparse.Namespace) -> int:
 
 def measure(name: str, level: str, lengths: Sequence[int], device_name: str, dtype_name: str) -> Measured:
     """Measure one level; a failure is reported in place of the figure."""
-    import torch
-
-    from segue.bench.harness.hardware import best
-    from segue.engines.autoregressive.contract import KVSpec
-    from segue.kernels.attention.backends import attention_backend
-    from segue.kernels.attention.interface import AttentionOptions
-    from segue.kernels.attention.paged_attention import TORCH
-    from segue.kernels.attention.paged_step import Part, paged_step
-    from segue.parallel.orders import dtype_of
-
     device, dtype = torch.device(device_name), dtype_of(dtype_name)
     try:
         backend = attention_backend(name, device, BLOCK)

@@ -3,18 +3,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import msgspec
 import torch
 
-from segue.bench.harness.hardware import Ceilings, ceilings, machine
-from segue.bench.harness.load_report import table
-from segue.bench.harness.load_results import Level, measure
-from segue.bench.harness.one_loaded import DeviceResult, OneLoaded, failure_lines, name_of
+from segue.bench.harness.device import (
+    Ceilings,
+    DeviceResult,
+    OneLoaded,
+    ceilings,
+    device_page,
+    name_of,
+)
+from segue.bench.harness.hardware import machine
+from segue.bench.harness.report import Columns, table_of, versions
+from segue.bench.harness.results import Level, measure
+from segue.bench.steps.arguments import DenoiseBench
 from segue.bench.steps.denoise_sides import LibrarySide, Painted, SegueSide, Side, row_flops
+from segue.models.shared.diffusion.shapes import SHAPES, write_shape
+from segue.parallel.orders import dtype_of
 
 EXACT = "segue"
 _BRANCHES = 2
@@ -68,22 +78,9 @@ class DenoiseResult(DeviceResult, kw_only=True):
     denoised: list[Denoised] = msgspec.field(default_factory=list)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DenoiseBench:
-    """Settings of a run."""
-
-    painted: Painted
-    sides: Sequence[str]
-    clients: Sequence[int]
-    seconds: float
-    """No level starts after this time."""
-    keep: Callable[[DenoiseResult], None]
-    say: Callable[[str], None] = print
-
-
 class _Run:
-    def __init__(self, bench: DenoiseBench, result: DenoiseResult, one: OneLoaded[Side]) -> None:
-        self.bench = bench
+    def __init__(self, painted: Painted, result: DenoiseResult, one: OneLoaded[Side]) -> None:
+        self.painted = painted
         self.result = result
         self.one = one
         self.exact: list[torch.Tensor] = []
@@ -93,14 +90,14 @@ class _Run:
         name, make = SIDES[way]
 
         def made() -> Side:
-            side = make(self.bench.painted)
+            side = make(self.painted)
             side.run(1, _WARM)
             return side
 
         self.one.level(name, f"{name}, {clients} at once", made, lambda side: self._measured(name, side, clients))
 
     def _measured(self, name: str, side: Side, clients: int) -> str:
-        painted, result = self.bench.painted, self.result
+        painted, result = self.painted, self.result
         if clients > 1 and isinstance(side, SegueSide):
             side.run(clients, 1)  # warm up calls with this number of rows
         wall, latents = side.run(clients, painted.steps)
@@ -130,46 +127,50 @@ class _Run:
 
 async def run(bench: DenoiseBench) -> DenoiseResult:
     """Measure all levels; failures are recorded in the result."""
-    painted, device = bench.painted, name_of(bench.painted.device)
+    shape = SHAPES[bench.shape]
+    given = {"height": bench.height, "width": bench.width, "num_frames": bench.frames}
+    painted = Painted(
+        directory=write_shape(bench.cache, bench.shape).resolve(),
+        shape=shape,
+        request={**shape.request, **{name: value for name, value in given.items() if value is not None}},
+        device=torch.device(bench.device),
+        dtype=dtype_of(bench.dtype),
+        steps=bench.steps,
+        together=max(bench.clients),
+    )
+    device = name_of(painted.device)
     bench.say("the device's ceilings")
     result = DenoiseResult(
         machine=machine(),
         model=painted.directory.name,
         device=device,
-        dtype=str(painted.dtype).removeprefix("torch."),
+        dtype=bench.dtype,
         request=painted.request,
         steps=painted.steps,
         row_flops=row_flops(painted),
         ceilings=ceilings(painted.device, painted.dtype),
     )
-    taken = _Run(bench, result, OneLoaded(result, painted.device, bench.seconds, bench.say))
+    taken = _Run(painted, result, OneLoaded(result, painted.device, bench.seconds, bench.say))
     levels: list[Level] = [partial(taken.level, way, clients) for way in bench.sides for clients in bench.clients]
-    await measure(result, levels, bench.keep)
-    return result
+    return await measure(result, levels, bench.keep)
 
 
 def markdown(result: DenoiseResult) -> str:
     """Title, ceiling, one row per level, and failures."""
     size = ", ".join(f"{name} {value}" for name, value in result.request.items())
-    versions = ", ".join(f"{name} {version}" for name, version in result.machine.packages.items())
-    parts = [
-        f"## {result.model}, {result.dtype}, {result.device}, {result.finished[:10]}",
+    columns: Columns[Denoised] = {
+        "side": lambda one: one.side,
+        "clients": lambda one: str(one.clients),
+        "all (s)": lambda one: f"{one.wall:.1f}",
+        "steps/s": lambda one: f"{one.steps_per_second:.2f}",
+        "TFLOP/s": lambda one: f"{one.flops / 1e12:.1f}",
+        "of the ceiling": lambda one: f"{one.of_ceiling:.0%}",
+        "error": lambda one: "" if one.error is None else f"{one.error:.1e}",
+    }
+    return device_page(
+        result,
+        f"{result.model}, {result.dtype}, {result.device}",
         f"{size}; {result.steps} steps; a call takes {result.row_flops / 1e12:.1f} TFLOP per row, a matmul reaches "
-        f"{result.ceilings.flops / 1e12:.1f} TFLOP/s; random weights; {versions}.",
-    ]
-    if result.unfinished:
-        parts.append(result.unfinished)
-    rows = [
-        [
-            one.side,
-            str(one.clients),
-            f"{one.wall:.1f}",
-            f"{one.steps_per_second:.2f}",
-            f"{one.flops / 1e12:.1f}",
-            f"{one.of_ceiling:.0%}",
-            "" if one.error is None else f"{one.error:.1e}",
-        ]
-        for one in result.denoised
-    ]
-    parts.append(table(["side", "clients", "all (s)", "steps/s", "TFLOP/s", "of the ceiling", "error"], rows))
-    return "\n\n".join([*parts, *failure_lines(result)])
+        f"{result.ceilings.flops / 1e12:.1f} TFLOP/s; random weights; {versions(result.machine.packages)}.",
+        table_of(result.denoised, columns),
+    )

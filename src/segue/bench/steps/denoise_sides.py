@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from segue.bench.harness.hardware import settle
+from segue.bench.harness.device import settle
 from segue.engines.contract import StageRequest
 from segue.engines.diffusion.contract import DenoiserContext, Row
 from segue.engines.diffusion.engine import DiffusionConfig, DiffusionEngine

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from segue.bench.harness.hardware import Ceilings
-from segue.bench.harness.load_report import drawn, table
-from segue.bench.harness.one_loaded import DeviceResult, failure_lines
+from segue.bench.harness.device import Ceilings, DeviceResult, device_page
+from segue.bench.harness.report import Columns, drawn, table_of, versions
 from segue.bench.steps.work import Work
 
 
@@ -68,34 +67,30 @@ class StepsResult(DeviceResult, kw_only=True):
 def markdown(result: StepsResult) -> str:
     """Title, ceilings, decode steps, prefill, and failures."""
     settings, can = result.settings, result.ceilings
-    versions = ", ".join(f"{name} {version}" for name, version in result.machine.packages.items())
-    parts = [
-        f"## {settings.model}, {settings.dtype}, {settings.device}, {result.finished[:10]}",
+    decodes: Columns[Decode] = {
+        "side": lambda one: one.side,
+        "sequences": lambda one: str(one.batch),
+        "decode step (ms)": lambda one: f"{1e3 * one.step:.2f}",
+        "bound (ms)": lambda one: f"{1e3 * one.bound:.2f}",
+        "of bound": lambda one: f"{one.step / one.bound:.2f}×",
+        "tokens/s": lambda one: f"{one.tokens_per_second:.0f}",
+        "recorded": lambda one: "" if one.recorded is None else f"{one.recorded:.0%}",
+    }
+    prefills: Columns[Prefill] = {
+        "side": lambda one: one.side,
+        "prompt": lambda one: str(one.tokens),
+        "prefill (ms)": lambda one: f"{1e3 * one.seconds:.1f}",
+        "of the ceiling": lambda one: f"{one.of_ceiling:.0%}",
+    }
+    return device_page(
+        result,
+        f"{settings.model}, {settings.dtype}, {settings.device}",
         f"A copy moves {can.bytes_per_second / 1e12:.2f} TB/s, a matmul reaches {can.flops / 1e12:.1f} TFLOP/s. "
         f"{settings.prompt} tokens before the decode steps, {settings.output} tokens each; random weights; "
-        f"{settings.repeats} repeats; {versions}.",
-    ]
-    if result.unfinished:
-        parts.append(result.unfinished)
-    decodes = [
-        [
-            one.side,
-            str(one.batch),
-            f"{1e3 * one.step:.2f}",
-            f"{1e3 * one.bound:.2f}",
-            f"{one.step / one.bound:.2f}×",
-            f"{one.tokens_per_second:.0f}",
-            "" if one.recorded is None else f"{one.recorded:.0%}",
-        ]
-        for one in result.decodes
-    ]
-    columns = ["side", "sequences", "decode step (ms)", "bound (ms)", "of bound", "tokens/s", "recorded"]
-    parts.append(table(columns, decodes))
-    prefills = [
-        [one.side, str(one.tokens), f"{1e3 * one.seconds:.1f}", f"{one.of_ceiling:.0%}"] for one in result.prefills
-    ]
-    parts.append(table(["side", "prompt", "prefill (ms)", "of the ceiling"], prefills))
-    return "\n\n".join([*parts, *failure_lines(result)])
+        f"{settings.repeats} repeats; {versions(result.machine.packages)}.",
+        table_of(result.decodes, decodes),
+        table_of(result.prefills, prefills),
+    )
 
 
 def plot(result: StepsResult, path: Path) -> None:

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from segue.bench.harness.hardware import settle
+from segue.bench.harness.device import settle
+from segue.bench.harness.library import Continuous, answers, generate, padded
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.contract import AutoregressiveContext
 from segue.engines.autoregressive.engine import AutoregressiveEngine
@@ -24,8 +25,8 @@ from segue.models.shared.checkpoint.pretrained import load_config, load_model
 SEGUE, STATIC, CONTINUOUS = "segue", "transformers generate", "transformers generate_batch"
 _STAGE = "llm"
 _TOKENS_PER_STEP = {"cpu": 512, "cuda": 8192}
-_KV_BLOCK, _BLOCK = 16, 32
-"""Tokens per KV block: Segue's default, and the library's setting."""
+_KV_BLOCK = 16
+"""Tokens per KV block: Segue's default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,70 +144,35 @@ class LibrarySide:
         self._model = load_model(context, load_config(context))
         self._model.generation_config.eos_token_id = None
         self._device = model.device
-        self._continuous = continuous
-        self._blocks = model.batch * -(-model.longest // _BLOCK) + model.batch
-        self._sized = (0, 0)
-        """Number of requests and tokens for which the library's manager was created."""
+        blocks = model.batch * -(-model.longest // Continuous.BLOCK) + model.batch
+        self._continuous = Continuous(self._model, blocks) if continuous else None
 
     def run(self, prompts: Sequence[Sequence[int]], tokens: int) -> Timed:
-        run = self._batched if self._continuous else self._generate
         settle(self._device)
-        return run(prompts, tokens)
+        if self._continuous is None:
+            return self._generate(prompts, tokens)
+        return self._batched(self._continuous, prompts, tokens)
 
     def _generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> Timed:
-        clock: list[float] = []
-        ids = torch.tensor(prompts, device=self._device)
-        began = time.perf_counter()
-        with torch.inference_mode():
-            made = self._model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=tokens,
-                min_new_tokens=tokens,
-                pad_token_id=0,
-                streamer=_Clock(clock),
-            )
+        ids, mask = padded(prompts, self._device)
         settle(self._device)
-        wall = time.perf_counter() - began
+        began = time.monotonic()
+        made, times = generate(self._model, ids, mask, tokens)
+        settle(self._device)
+        wall = time.monotonic() - began
         if made.shape[1] != ids.shape[1] + tokens:
             raise RuntimeError(f"generate gave {made.shape[1] - ids.shape[1]} tokens, not {tokens}")
-        first = clock[1] - began  # the streamer receives the prompts first
+        first = times[0] - began
         return Timed(first, (wall - first) / (tokens - 1) if tokens > 1 else 0.0, wall)
 
-    def _batched(self, prompts: Sequence[Sequence[int]], tokens: int) -> Timed:
-        """Runs without `inference_mode`, which the library does not support here."""
-        from transformers import ContinuousBatchingConfig, GenerationConfig
-
-        if self._sized != (len(prompts), tokens):
-            self._model.destroy_cached_continuous_batching_manager()
-            self._sized = (len(prompts), tokens)
+    def _batched(self, continuous: Continuous, prompts: Sequence[Sequence[int]], tokens: int) -> Timed:
         began = time.perf_counter()
-        outputs = self._model.generate_batch(
-            inputs=[list(prompt) for prompt in prompts],
-            generation_config=GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0),
-            continuous_batching_config=ContinuousBatchingConfig(block_size=_BLOCK, num_blocks=self._blocks),
-            record_timestamps=True,
-            persistent_manager=True,
-        )
+        outputs = continuous.run(prompts, tokens, size=(len(prompts), tokens))
         settle(self._device)
         wall = time.perf_counter() - began
-        wrong = [len(one.generated_tokens) for one in outputs.values() if len(one.generated_tokens) != tokens]
-        if wrong or len(outputs) != len(prompts):
-            raise RuntimeError(f"generate_batch gave {wrong or len(outputs)}, not {tokens} for each")
-        times = [one.timestamps or [began] for one in outputs.values()]
-        first, last = max(mine[0] for mine in times), max(mine[-1] for mine in times)
+        found = answers(outputs, prompts)
+        wrong = [len(ids) for ids, _ in found if len(ids) != tokens]
+        if wrong:
+            raise RuntimeError(f"generate_batch gave {wrong}, not {tokens} for each")
+        first, last = max(times[0] for _, times in found), max(times[-1] for _, times in found)
         return Timed(first - began, (last - first) / (tokens - 1) if tokens > 1 else 0.0, wall)
-
-
-class _Clock:
-    """A streamer that records the time of each call."""
-
-    def __init__(self, times: list[float]) -> None:
-        self._times = times
-
-    def put(self, value: object) -> None:
-        self._times.append(time.perf_counter())
-
-    def end(self) -> None:
-        """Nothing to flush."""

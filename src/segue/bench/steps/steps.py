@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,9 +12,10 @@ from statistics import median
 
 import torch
 
-from segue.bench.harness.hardware import ceilings, machine
-from segue.bench.harness.load_results import Level, measure
-from segue.bench.harness.one_loaded import OneLoaded, name_of
+from segue.bench.harness.device import OneLoaded, ceilings, name_of
+from segue.bench.harness.hardware import machine
+from segue.bench.harness.results import Level, measure
+from segue.bench.steps.arguments import StepsBench
 from segue.bench.steps.report import Decode, Prefill, StepsResult, StepsSettings
 from segue.bench.steps.sides import CONTINUOUS, SEGUE, STATIC, LibrarySide, Model, SegueSide, Side
 from segue.bench.steps.work import work_of
@@ -25,43 +26,10 @@ _WARM = 4
 """Tokens of the warm-up load before every level."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepsBench:
-    """Settings of a run."""
-
-    model_dir: Path
-    device: str
-    dtype: str
-    batches: Sequence[int]
-    prompt: int
-    output: int
-    prefills: Sequence[int]
-    """Prompt lengths in tokens."""
-    sides: Sequence[str]
-    """Any of `segue`, `static`, `continuous`."""
-    repeats: int
-    seconds: float
-    """No level starts after this time."""
-    seed: int
-    keep: Callable[[StepsResult], None]
-    """Receives the result so far after every level."""
-    say: Callable[[str], None] = print
-
-    @property
-    def model(self) -> Model:
-        longest = max(self.prompt + self.output, *(tokens + 1 for tokens in self.prefills), self.prompt + _WARM)
-        return Model(
-            directory=self.model_dir,
-            device=torch.device(self.device),
-            dtype=dtype_of(self.dtype),
-            batch=max(self.batches),
-            longest=longest,
-        )
-
-
 @dataclass
 class _Run:
     bench: StepsBench
+    model: Model
     result: StepsResult
     sides: OneLoaded[Side]
     vocabulary: int
@@ -75,15 +43,21 @@ MAKERS: dict[str, tuple[str, Callable[[Model], Side]]] = {
 """By command-line name: the sides' names, and how they are loaded."""
 
 
-async def run(bench: StepsBench) -> StepsResult:
-    """Measure all levels; failures are recorded in the result."""
-    model = bench.model
+async def run(bench: StepsBench, directory: Path) -> StepsResult:
+    """Measure all levels on a model's directory; failures are recorded in the result."""
+    model = Model(
+        directory=directory,
+        device=torch.device(bench.device),
+        dtype=dtype_of(bench.dtype),
+        batch=max(bench.batches),
+        longest=max(bench.prompt + max(bench.output, _WARM), *(tokens + 1 for tokens in bench.prefills)),
+    )
     device = name_of(model.device)
     bench.say("the device's ceilings")
     result = StepsResult(
         machine=machine(),
         settings=StepsSettings(
-            model=bench.model_dir.name,
+            model=directory.name,
             device=device,
             dtype=bench.dtype,
             prompt=bench.prompt,
@@ -92,23 +66,22 @@ async def run(bench: StepsBench) -> StepsResult:
             seed=bench.seed,
         ),
         ceilings=ceilings(model.device, model.dtype),
-        work=work_of(bench.model_dir, model.dtype.itemsize),
+        work=work_of(directory, model.dtype.itemsize),
     )
     sides: OneLoaded[Side] = OneLoaded(result, model.device, bench.seconds, bench.say)
-    one = _Run(bench, result, sides, int(read_config(bench.model_dir)["vocab_size"]))
+    one = _Run(bench, model, result, sides, int(read_config(directory)["vocab_size"]))
     levels: list[Level] = []
     for way in bench.sides:
         levels += [partial(_level, one, way, batch, "decode", _decode) for batch in bench.batches]
         if way != "continuous":  # for one prompt its time is mostly its own start-up
             levels += [partial(_level, one, way, tokens, "prefill", _prefill) for tokens in bench.prefills]
-    await measure(result, levels, bench.keep)
-    return result
+    return await measure(result, levels, bench.keep)
 
 
 async def _level(one: _Run, way: str, number: int, kind: str, measured: Callable[[_Run, str, Side, int], str]) -> None:
     name, make = MAKERS[way]
     what = f"{name}, {kind} {number}"
-    one.sides.level(name, what, lambda: make(one.bench.model), lambda side: measured(one, name, side, number))
+    one.sides.level(name, what, lambda: make(one.model), lambda side: measured(one, name, side, number))
 
 
 def _prompts(one: _Run, count: int, tokens: int, salt: int) -> list[list[int]]:

@@ -167,20 +167,6 @@ def segue_command(model: Path, dtype: str, deployment: Path) -> list[str]:
     return [*command, "--dtype", dtype, "--config", str(deployment), "--host", "127.0.0.1"]
 
 
-def segue_deployment(
-    *, threads: int, max_batch: int, max_model_len: int, prefix_caching: bool, quantization: str = "none"
-) -> dict[str, Any]:
-    """The deployment: settings of the benchmark for the language model, defaults otherwise."""
-    stage = {
-        "threads": threads,
-        "max_batch": max_batch,
-        "max_model_len": max_model_len,
-        "prefix_caching": prefix_caching,
-        "quantization": quantization,
-    }
-    return {"stages": {"llm": stage}}
-
-
 def vllm_command(python: Path, model: Path, dtype: str, *, max_batch: int, max_model_len: int) -> list[str]:
     options = ["--dtype", dtype, "--no-enable-prefix-caching", "--generation-config", "vllm", "--host", "127.0.0.1"]
     sizes = ["--max-num-seqs", str(max_batch), "--max-model-len", str(max_model_len)]

@@ -5,73 +5,71 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from segue.bench.harness.load_report import drawn, head, table
-from segue.bench.harness.stats import Summary
-from segue.bench.text.results import Scenario, TextResult
+from segue.bench.harness.report import (
+    Columns,
+    bars,
+    drawn,
+    host,
+    page,
+    startup_table,
+    table,
+    table_of,
+    three,
+)
+from segue.bench.text.results import Scenario, TextResult, TextSide
 
 
 def markdown(result: TextResult) -> str:
     """The whole result, as tables."""
     settings = result.settings
     packages = result.machine.packages | ({"vllm": settings.vllm} if settings.vllm else {})
-    run = f"{settings.threads} threads per side, preloaded: {settings.preload or 'nothing'}."
-    parts = head(result, f"{settings.model}, {settings.dtype}", packages, run, settings.rounds, settings.seed)
+    parts = [
+        f"## {settings.model}, {settings.dtype}, {result.finished[:10]}",
+        f"{host(result.machine, packages)} {settings.threads} threads per side, preloaded: "
+        f"{settings.preload or 'nothing'}. {settings.rounds} rounds, sides in turn; seed {settings.seed}.",
+        *result.unfinished,
+        startup_table(result.startup),
+    ]
     for scenario in result.scenarios:
         parts += [f"### {scenario.name}", scenario_table(scenario)]
     if result.intrusion:
-        rows = [[side, _ms(gaps)] for side, gaps in result.intrusion.items()]
         parts.append(f"### While a prompt of {result.intrusion_prompt} tokens is read")
-        parts.append(table(["side", "ITL of running answers, mean / p50 / p99 (ms)"], rows))
+        gaps = [[side, three(gaps, 0, 1000)] for side, gaps in result.intrusion.items()]
+        parts.append(table(["side", "ITL of running answers, mean / p50 / p99 (ms)"], gaps))
     if result.crowds:
         sides = list(dict.fromkeys(side for case in result.crowds.values() for side in case))
         rows = [[case, *(f"{walls[side]:.2f}" for side in sides)] for case, walls in result.crowds.items()]
         parts += ["### A crowd at once: seconds until the last answer", table(["prompts", *sides], rows)]
-    return "\n\n".join(parts) + "\n"
+    return page(parts)
 
 
 def scenario_table(scenario: Scenario) -> str:
-    columns = ["side", "tokens/s", "Segue over it", "TTFT", "TPOT", "ITL"]
-    columns = [*columns[:3], *(f"{name} mean / p50 / p99 (ms)" for name in columns[3:]), "same tokens"]
+    columns: Columns[tuple[str, TextSide]] = {
+        "side": lambda row: row[0],
+        "tokens/s": lambda row: f"{row[1].tokens_per_second:.1f}",
+        "Segue over it": lambda row: f"{scenario.ratios[row[0]]:.2f}×" if row[0] in scenario.ratios else "",
+        "TTFT mean / p50 / p99 (ms)": lambda row: three(row[1].ttft, 0, 1000),
+        "TPOT mean / p50 / p99 (ms)": lambda row: three(row[1].tpot, 0, 1000),
+        "ITL mean / p50 / p99 (ms)": lambda row: "" if row[1].itl is None else three(row[1].itl, 0, 1000),
+        "same tokens": lambda row: f"{row[1].same_tokens:.0%}",
+    }
     if scenario.objective:
-        columns.append(f"requests/s within {scenario.objective[0]:g} s, {1000 * scenario.objective[1]:g} ms")
-    rows = []
-    for side, figures in scenario.sides.items():
-        ratio = scenario.ratios.get(side)
-        row = [side, f"{figures.tokens_per_second:.1f}", "" if ratio is None else f"{ratio:.2f}×", _ms(figures.ttft)]
-        row += [_ms(figures.tpot), "" if figures.itl is None else _ms(figures.itl), f"{figures.same_tokens:.0%}"]
-        if figures.goodput is not None and figures.kept is not None:
-            row.append(f"{figures.goodput:.2f} ({figures.kept:.0%})")
-        rows.append(row)
-    return table(columns, rows)
-
-
-def _ms(summary: Summary) -> str:
-    return " / ".join(f"{1000 * value:.0f}" for value in (summary.mean, summary.p50, summary.p99))
+        ttft, tpot = scenario.objective
+        kept = f"requests/s within {ttft:g} s, {1000 * tpot:g} ms"
+        columns = {**columns, kept: lambda row: f"{row[1].goodput:.2f} ({row[1].kept:.0%})"}
+    return table_of(scenario.sides.items(), columns)
 
 
 def plot(result: TextResult, path: Path) -> None:
     """Left: output tokens per second of every side in every scenario. Right: the crowds."""
     title = f"{result.settings.model}, {result.settings.dtype}, {result.finished[:10]}"
-    with drawn(path, title, (15, 1.5 + 0.7 * max(6, len(result.scenarios))), columns=2) as [[bars, crowds]]:
-        _bars(bars, result.scenarios)
-        _crowds(crowds, result.crowds)
-
-
-def _bars(axes: Any, scenarios: list[Scenario]) -> None:
-    sides = list(dict.fromkeys(side for scenario in scenarios for side in scenario.sides))
-    height = 0.8 / max(1, len(sides))
-    for number, side in enumerate(sides):
-        own = [
-            (place + number * height, scenario.sides[side].tokens_per_second)
-            for place, scenario in enumerate(scenarios)
-            if side in scenario.sides
-        ]
-        drawn = axes.barh([place for place, _ in own], [speed for _, speed in own], height, label=side)
-        axes.bar_label(drawn, fmt="%.1f", fontsize=7)
-    axes.set_yticks([place + 0.4 - height / 2 for place in range(len(scenarios))], [one.name for one in scenarios])
-    axes.invert_yaxis()
-    axes.set_xlabel("output tokens per second")
-    axes.legend(fontsize=8)
+    with drawn(path, title, (15, 1.5 + 0.7 * max(6, len(result.scenarios))), columns=2) as [[left, right]]:
+        speeds = {
+            one.name: {side: figures.tokens_per_second for side, figures in one.sides.items()}
+            for one in result.scenarios
+        }
+        bars(left, speeds, "output tokens per second", 1)
+        _crowds(right, result.crowds)
 
 
 def _crowds(axes: Any, crowds: dict[str, dict[str, float]]) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from segue.bench.harness.load_results import LoadResult
+from segue.bench.harness.load import outcomes_of
+from segue.bench.harness.results import LoadResult
 from segue.bench.harness.stats import Summary, summary
 from segue.bench.text.workload import TextOutcome, TextSlice
 
@@ -86,18 +87,16 @@ def side_of(
     slices: Sequence[TextSlice], first: Sequence[TextSlice], objective: Sequence[float], pss_bytes: int = 0
 ) -> TextSide:
     """The figures of one side from its slices; `first`: slices of the side it is compared with."""
-    outcomes = [outcome for taken in slices for outcome in taken.outcomes]
+    outcomes = outcomes_of(slices)
     wall = sum(taken.wall for taken in slices)
-    speeds = [sum(len(one.times) for one in taken.outcomes) / taken.wall for taken in slices]
     gaps = [gap for outcome in outcomes for gap in outcome.itls]
-    theirs = [outcome for taken in first for outcome in taken.outcomes]
-    same = [a.token_ids == b.token_ids for a, b in zip(outcomes, theirs, strict=True)]
+    same = [a.token_ids == b.token_ids for a, b in zip(outcomes, outcomes_of(first), strict=True)]
     kept = [keeps(outcome, objective) for outcome in outcomes] if objective else []
     return TextSide(
         requests=len(outcomes),
         wall=wall,
         tokens_per_second=sum(len(outcome.times) for outcome in outcomes) / wall,
-        by_round=speeds,
+        by_round=[speed(taken) for taken in slices],
         ttft=summary([outcome.ttft for outcome in outcomes]),
         tpot=summary([outcome.tpot for outcome in outcomes]),
         itl=summary(gaps) if gaps else None,
@@ -107,6 +106,11 @@ def side_of(
         pss_bytes=pss_bytes,
         same_tokens=sum(same) / len(same),
     )
+
+
+def speed(taken: TextSlice) -> float:
+    """Output tokens per second."""
+    return sum(len(outcome.times) for outcome in taken.outcomes) / taken.wall
 
 
 def keeps(outcome: TextOutcome, objective: Sequence[float]) -> bool:

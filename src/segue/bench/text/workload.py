@@ -98,27 +98,12 @@ def _ids(seed: str, count: int, vocab: int) -> list[int]:
     return random.Random(seed).choices(range(min(FIRST_ID, vocab // 2), max(vocab - LAST_IDS, vocab // 2 + 1)), k=count)
 
 
-def poisson(rate: float, count: int, seed: int) -> list[float]:
-    """`count` arrivals of a Poisson process with `rate` per second: seconds from the start."""
-    draw, now, times = random.Random(f"{seed}/arrivals"), 0.0, []
-    for _ in range(count):
-        now += draw.expovariate(rate)
-        times.append(now)
-    return times
-
-
 class WrongLength(Exception):
     """An answer does not match its request."""
 
 
 TextDriver = LoadDriver[TextRequest, TextOutcome]
 TextSlice = LoadSlice[TextOutcome]
-
-
-def told(taken: TextSlice) -> str:
-    """Format output tokens per second."""
-    tokens = sum(len(outcome.times) for outcome in taken.outcomes)
-    return f"{tokens / taken.wall:.1f} tokens/s"
 
 
 async def intrude(driver: TextDriver, decoding: Sequence[TextRequest], long: TextRequest) -> list[float]:

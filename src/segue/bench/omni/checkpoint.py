@@ -1,5 +1,4 @@
-"""Provide the checkpoint of a benchmark: an existing one, a frozen preset made if absent, or a published shape without
-weights. Weights of presets can be stored in bfloat16, like those of published models."""
+"""The checkpoints of `segue bench omni`: a frozen preset made if absent, or a published shape without weights."""
 
 from __future__ import annotations
 
@@ -9,23 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from segue.models.omni.qwen2_5_omni.tiny import presets as tiny
 from segue.models.shared.tiny.made import filled
-
-
-def keep_in_bfloat16(directory: Path) -> None:
-    """Round the weights of all files below a checkpoint's directory to bfloat16, and store them so."""
-    for path in sorted(directory.rglob("*.safetensors")):
-        tensors = {
-            name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
-            for name, tensor in load_file(path).items()
-        }
-        save_file(tensors, path, metadata={"format": "pt"})
-
-
-SIZES = tiny.SIZES
 
 # the entries of Qwen/Qwen2.5-Omni-7B's config.json that determine compute. Token ids stay those of the tiny
 # checkpoints, whose tokenizer is used with it

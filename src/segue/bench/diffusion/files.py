@@ -1,4 +1,5 @@
-"""Write files that some lossy optimisations need: quantised weights, and a LoRA adapter for few steps."""
+"""Write files of weights: in bfloat16, and those that some lossy optimisations need (GGUF, and a LoRA adapter for few
+steps)."""
 
 from __future__ import annotations
 
@@ -7,11 +8,21 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 ADAPTED = ("to_q", "to_k", "to_v", "to_out.0")
 """Layers that LoRA trainers choose by default."""
 RANK = 16
+
+
+def keep_in_bfloat16(directory: Path) -> None:
+    """Round the weights of all files below a checkpoint's directory to bfloat16, and store them so."""
+    for path in sorted(directory.rglob("*.safetensors")):
+        tensors = {
+            name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+            for name, tensor in load_file(path).items()
+        }
+        save_file(tensors, path, metadata={"format": "pt"})
 
 
 def write_gguf(network: Path, file: Path, kind: str) -> None:
