@@ -176,7 +176,8 @@ def schemathesis(url: str) -> None:
     command += ["--max-examples", "20", "--request-timeout", "60", "--seed", "1", "--phases", "fuzzing"]
     # adapters and jobs outlive a request
     command += ["--exclude-path-regex", "lora|/v1/videos", "--generation-database", "none"]
-    subprocess.run(command, check=True)
+    with tempfile.TemporaryDirectory() as folder:  # it keeps files where it runs
+        subprocess.run(command, check=True, cwd=folder)
 
 
 if __name__ == "__main__":
