@@ -1,6 +1,6 @@
-"""Decides which sequences compute how many tokens in the next step. `schedule` decides and changes nothing, `scheduler`
-applies the decision to queues and blocks, `jobs` defines the types that both use, `policies` the order of requests, and
-`bidirectional` the spans of a prompt that a step must not split.
+"""Decides which sequences compute how many tokens in the next step. `schedule` decides and changes nothing, with
+`admission` for waiting sequences; `scheduler` applies the decision to queues and blocks. `jobs` defines the types that
+these use, `policies` the order of requests, and `bidirectional` the spans of a prompt that a step must not split.
 
 Doors: `jobs`, `policies`, `scheduler`, `bidirectional`.
 """

@@ -3,7 +3,7 @@
 One rule covers prefill, chunked prefill, decode, recomputation and speculation: a sequence has `length` known tokens,
 `computed` of them are in the KV cache, the inputs of `ready` of them are available, and `drafts` draft tokens may
 follow: it wants `ready + drafts - computed` tokens. `continue_running` serves running sequences first, in order of rank
-(priority, then arrival). `admit_waiting` then admits waiting ones, by rank too, or in fair shares between tenants
+(priority, then arrival). `admission` then admits waiting ones, by rank too, or in fair shares between tenants
 (`policies`), and looks their prompts up in the prefix cache. Drafts come last: they get the remaining budget and free
 blocks, and no sequence is preempted for them. If some sequences decode, prefills share `prefill_chunk` tokens of the
 step, so a long prompt delays the next token of others by at most one chunk.
@@ -24,15 +24,14 @@ by less than their own length."""
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
-from segue.engines.autoregressive.cache.blocks import BlockPool, common, find_hit, visible
-from segue.engines.autoregressive.cache.states import Snapshots, keep_for, places
-from segue.engines.autoregressive.schedule.bidirectional import around, fitting, whole
+from segue.engines.autoregressive.cache.blocks import BlockPool
+from segue.engines.autoregressive.cache.states import Snapshots, places
+from segue.engines.autoregressive.schedule.admission import admission_of, admit_waiting
+from segue.engines.autoregressive.schedule.bidirectional import fitting, whole
 from segue.engines.autoregressive.schedule.jobs import Decision, Job, Ledger, Limits, Run, missing
 from segue.engines.autoregressive.schedule.policies import Accounts
 
@@ -128,156 +127,6 @@ def _victim(running: Seq[Job], job: Job, settled: set[int]) -> Job | None:
     return None
 
 
-_ENOUGH = sys.maxsize
-
-
-def admit_waiting(
-    running: Seq[Job],
-    waiting: Seq[Job],
-    runs: list[Run],
-    ledger: Ledger,
-    limits: Limits,
-    pool: BlockPool,
-    preempted: list[Job],
-    accounts: Accounts | None,
-    launched: Seq[Run],
-    slots: int | None,
-    snapshots: Snapshots | None,
-) -> list[Run]:
-    """Runs of waiting sequences that fit as a whole; paused running ones are preempted for them. If states are kept for
-    reuse, entries of `runs` are changed to keep the states that waiting sequences need."""
-    admitted: list[Run] = []
-    if not waiting:
-        return admitted
-    prefill = limits.prefill(any(run.job.decoding for run in runs))
-    prefill -= sum(run.tokens for run in runs if not run.job.decoding)
-    budget = min(limits.max_tokens - sum(run.tokens for run in runs), prefill)
-    room = limits.max_batch - sum(job.width for job in running if not job.paused)
-    # a running sequence holds a slot and reserves the slots of its forks
-    seats = _ENOUGH if slots is None else slots - sum(job.width - 1 for job in running)
-    planned = {id(run.job): run.allocate for run in runs}
-    groups = len(limits.windows)
-    # blocks that running prefills will still need: not available to others
-    promised = sum(
-        missing(limits, job, [len(table.blocks) + planned.get(id(job), 0) for table in job.tables])
-        for job in running
-        if not job.paused
-    )
-    paused = [job for job in running if job.paused and job.tables]
-    last: Job | None = None  # admitted last
-    order = waiting if accounts is None else accounts.order(waiting, lambda job: job is last)
-    for job in order:
-        if budget <= 0 or room <= 0:
-            break
-        if not job.runnable:
-            continue
-        if job.width > room:
-            break
-        # at least one token is always computed, because the logits of the last one are needed
-        chain = [] if job.fresh else job.hashes[: (job.ready - 1) // limits.block_size]
-        length, hit = _hit(job, chain, pool, limits, snapshots)
-        coming = alike = _in_flight(job, chain, length, [*launched, *runs, *admitted], limits)
-        if snapshots is not None and alike > length:
-            coming = _kept(job, chain, length, launched, (runs, admitted), limits)
-        if coming > length:
-            # another sequence computes its next block in this step: it waits, and its blocks stay reserved
-            needed = missing(limits, job, visible(limits.windows, coming, limits.block_size))
-            if needed + promised > ledger.available and not paused:
-                break
-            promised += needed
-            room -= job.width
-            continue
-        found = [block for blocks in hit for block in blocks]
-        needed = missing(limits, job, [len(blocks) for blocks in hit])
-        while paused and (needed + ledger.unused(found) + promised > ledger.available or job.width > seats):
-            victim = paused.pop().together
-            seats += sum(other.width for other in victim)
-            paused = [other for other in paused if other not in victim]
-            preempted += victim
-            for other in victim:
-                ledger.drop(other.blocks)
-        spare = ledger.available - ledger.unused(found) - promised
-        if needed > spare or job.width > seats:
-            break
-        start = length * limits.block_size
-        tokens = whole(job.spans, start, min(job.ready - start, budget))
-        tokens = fitting(job.spans, start, min(tokens, (length + spare // groups) * limits.block_size - start))
-        new = limits.blocks(start + tokens) - length
-        ledger.share(found)
-        ledger.take(groups * new)
-        promised += missing(limits, job, [len(blocks) + new for blocks in hit])
-        budget -= tokens
-        room -= job.width
-        seats -= job.width
-        run = Run(job, start, tokens, new, hit)
-        if snapshots is not None:
-            wanted = max(alike, snapshots.met(chain)) * limits.block_size
-            keep = places(job, run.start, run.stop, wanted, limits.block_size)
-            run = replace(run, wanted=wanted, keep=keep)
-        admitted.append(run)
-        last = job
-    return admitted
-
-
-def _hit(
-    job: Job, chain: Seq[bytes], pool: BlockPool, limits: Limits, snapshots: Snapshots | None
-) -> tuple[int, tuple[tuple[int, ...], ...]]:
-    """`find_hit`, limited to prefixes that have a state, if one is needed, and that split no span."""
-    while True:
-        length, hit = find_hit(pool, chain, limits.windows, limits.block_size)
-        usable = _uncut(job, length, limits)
-        if snapshots is not None:
-            usable = snapshots.longest(chain[:usable])
-        if usable == length:
-            return length, hit
-        chain = chain[:usable]
-
-
-def _uncut(job: Job, length: int, limits: Limits) -> int:
-    """How many of its first `length` blocks it can continue from without splitting a span."""
-    place = length * limits.block_size
-    while (before := around(job.bidirectional, place)[0]) < place:
-        place = before // limits.block_size * limits.block_size
-    return place // limits.block_size
-
-
-def _in_flight(job: Job, chain: Seq[bytes], length: int, runs: Seq[Run], limits: Limits) -> int:
-    """How many blocks of its chain will exist after the runs that now compute block `length` of it.
-
-    It waits only for sequences of higher rank that run in this step or in the step in flight: they make progress, so
-    the wait ends. A sequence that is paused, preempted or passed over is not in `runs`; its block is then computed a
-    second time.
-    """
-    return max((blocks for _, blocks in _alike(job, chain, length, runs, limits)), default=length)
-
-
-def _alike(job: Job, chain: Seq[bytes], length: int, runs: Seq[Run], limits: Limits) -> Iterator[tuple[int, int]]:
-    """Indices of the runs that now compute block `length` of its chain, and how many blocks of the chain each will
-    have."""
-    if length == len(chain):
-        return
-    for place, run in enumerate(runs):
-        theirs = run.job.hashes
-        ahead = run.start < (length + 1) * limits.block_size <= len(theirs) * limits.block_size
-        if ahead and run.job.rank < job.rank and theirs[length] == chain[length]:
-            yield place, _uncut(job, common(theirs, chain), limits)
-
-
-def _kept(
-    job: Job, chain: Seq[bytes], length: int, launched: Seq[Run], deciding: Seq[list[Run]], limits: Limits
-) -> int:
-    """`_in_flight`, limited to kept states. Runs not yet dispatched are changed to keep theirs at the common prefix."""
-    size = limits.block_size
-    borders = [length * size]
-    for place, blocks in _alike(job, chain, length, launched, limits):
-        borders += [border for border in launched[place].job.held if border <= blocks * size]
-    for runs in deciding:
-        for place, blocks in _alike(job, chain, length, runs, limits):
-            runs[place] = keep_for(runs[place], blocks * size)
-            borders += [border for border in runs[place].keep if border <= blocks * size]
-    return max(borders) // size
-
-
 def schedule(
     running: Seq[Job],
     waiting: Seq[Job],
@@ -298,10 +147,11 @@ def schedule(
     if snapshots is not None:
         size = limits.block_size
         runs = [replace(run, keep=places(run.job, run.start, run.stop, run.job.wanted, size)) for run in runs]
-    if not preempted:
-        runs += admit_waiting(
-            running, waiting, runs, ledger, limits, pool, preempted, accounts, launched, slots, snapshots
-        )
+    if not preempted and waiting:
+        admission = admission_of(running, runs, ledger, limits, pool, launched, slots, snapshots)
+        admit_waiting(admission, waiting, accounts)
+        runs = admission.runs + admission.admitted
+        preempted = admission.preempted
     if not preempted and any(run.job.drafts for run in runs):
         runs = _add_drafts(running, runs, ledger, limits, keeps=snapshots is not None)
     return Decision(tuple(preempted), tuple(runs))
