@@ -28,7 +28,7 @@ def card_of(
         text_stage=text_stage if writes else None,
         sampling_stages=[stage.name for stage in graph.stages.values() if kind_of(stage.engine).samples],
         stages=list(graph.topological()),
-        voices=[],
+        voices=None if "audio" in graph.gives else [],
         options=family.options,
         open_options=family.open_options,
         max_model_len=None,

@@ -324,8 +324,8 @@ class AsyncOmni:
         }
 
     def check(self, request: Request) -> None:
-        """Check all that can be checked before anything is loaded, including output sizes. Raises `InvalidRequest` or
-        `NotFound`; the input stage may still refuse a request that passes."""
+        """Check all that can be checked before anything is loaded, including output sizes, but not voices. Raises
+        `InvalidRequest` or `NotFound`; the input stage may still refuse a request that passes."""
         self._check(request)
         asked = request.diffusion
         if asked is None or self._sizes is None:
@@ -358,8 +358,9 @@ class AsyncOmni:
             if option not in self.card.options and not self._open_options:
                 hint = nearest(option, self.card.options)
                 raise InvalidRequest(f"{self.card.name} has no option {option!r}{hint}", field=f"options.{option}")
-        if request.voice is not None and request.voice not in self.card.voices:
-            hint = nearest(request.voice, self.card.voices)
+        voices = self.card.voices
+        if request.voice is not None and voices is not None and request.voice not in voices:
+            hint = nearest(request.voice, voices)
             raise NotFound(f"{self.card.name} has no voice {request.voice!r}{hint}", field="voice")
 
     def _mark_thoughts(self, request: Request) -> None:

@@ -50,8 +50,8 @@ class ModelCard(msgspec.Struct):
     sampling_stages: list[str]
     """The stages that `sampling` may name."""
     stages: list[str]
-    voices: list[str]
-    """The default first; empty if the model has none."""
+    voices: list[str] | None
+    """The default first; empty if the model has none; None until its worker has told them."""
     options: frozenset[str]
     """Request options of the family."""
     max_model_len: int | None

@@ -89,7 +89,7 @@ def build(
         kind = worker_kind(plan.engine)
         facts[plan.name] = kind.facts(model)
         if isinstance(model, HasVoices):
-            facts[plan.name].voices = list(model.voices)
+            facts[plan.name] = msgspec.structs.replace(facts[plan.name], voices=_voices(model, plan))
         transfers = {
             edge.target: _of(stages_module.TRANSFERS, (edge.source, edge.target), family, "TRANSFERS")
             for edge in edges
@@ -119,6 +119,12 @@ def _of(entries: Mapping[K, V], key: K, family: Family, name: str) -> V:
             f"has {', '.join(map(repr, entries)) or 'nothing'}"
         )
     return entries[key]
+
+
+def _voices(model: HasVoices, plan: StagePlan) -> list[str]:
+    if callable(model.voices) or not all(isinstance(name, str) for name in model.voices):
+        raise ConfigError(f"stage {plan.name!r}: voices of its stage model must be a sequence of names")
+    return list(model.voices)
 
 
 def _model(factory: StageModelFactory, context: LoadContext, plan: StagePlan, ranks: Ranks | None) -> StageModel:

@@ -160,7 +160,10 @@ def cut(name: str, size: int) -> Callable[[Path], None]:
 
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "a missing shard": (remove("model-00002-of-00003.safetensors"), "'model-00002-of-00003.safetensors', which is not"),
-    "an empty shard": (cut("model-00003-of-00003.safetensors", 0), "model-00003-of-00003.safetensors: cannot read"),
+    "an empty shard": (
+        cut("model-00003-of-00003.safetensors", 0),
+        "model-00003-of-00003.safetensors: the weights cannot be loaded",
+    ),
     "a broken config": (write("config.json", b"{nope"), "config.json: not JSON"),
     "a config of another model": (write("config.json", b'{"architectures": ["Bert"]}'), "no family serves"),
     "half a config": (

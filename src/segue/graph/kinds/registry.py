@@ -15,17 +15,24 @@ from segue.graph.kinds.diffusion import DIFFUSION
 from segue.graph.kinds.kind import EngineKind
 from segue.graph.kinds.module import MODULE
 from segue.graph.plugins import plugins
+from segue.messages.errors import ConfigError
 
 
 @cache
 def kinds() -> Mapping[str, EngineKind[Any]]:
-    """Return all known kinds by name: the built-in ones, then those of installed packages."""
+    """Return all known kinds by name: the built-in ones, then those of installed packages. Raises `ConfigError` for a
+    name that two have."""
     built_in: tuple[EngineKind[Any], ...] = (
         AUTOREGRESSIVE,
         DIFFUSION,
         MODULE,
     )
-    return {kind.name: kind for kind in (*built_in, *plugins("segue.engines", EngineKind))}
+    known = {kind.name: kind for kind in built_in}
+    for kind in plugins("segue.engines", EngineKind):
+        if kind.name in known:
+            raise ConfigError(f"two engine kinds are called {kind.name!r}; the package must give its own another name")
+        known[kind.name] = kind
+    return known
 
 
 def kind_of(engine: str) -> EngineKind[Any]:

@@ -39,9 +39,9 @@ def add_models(app: FastAPI, service: Service, settings: ServerSettings) -> None
     @app.get("/v1/audio/voices")
     async def voices() -> Response:
         card = service.card
-        default = card.voices[0] if card.voices else None
+        voices = card.voices or []
         formats = list(AUDIO_FORMATS) if "audio" in card.gives else []
-        return json_response({"voices": card.voices, "default": default, "formats": formats})
+        return json_response({"voices": voices, "default": next(iter(voices), None), "formats": formats})
 
 
 def _adapter(name: str, parent: str, card: ModelCard) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def _object(name: str, card: ModelCard) -> dict[str, Any]:
         "gives": sorted(card.gives),
         "stages": card.stages,
         "sampling_stages": card.sampling_stages,
-        "voices": card.voices,
+        "voices": card.voices or [],
         "options": sorted(card.options),
         "max_model_len": card.max_model_len,
     }

@@ -57,10 +57,14 @@ class Advance:
         greedy = np.array([sampler.temperature == 0.0 for sampler in samplers])
         given = [hidden, tokens, *upload_all([numbers, greedy], self._device)]
         count = len(tokens)
+        run = self._run if self._graphs is None else self._graphs
         if self._padded:
-            size = next((size for size in self._sizes if size >= count), count)
-            given = [_padded(tensor, size) for tensor in given]
-        codes, finite = (self._run if self._graphs is None else self._graphs)(*given)
+            size = next((size for size in self._sizes if size >= count), None)
+            if size is None:  # the copies of a prompt draw at once, however many: too rare a size to capture
+                run = self._run
+            else:
+                given = [_padded(tensor, size) for tensor in given]
+        codes, finite = run(*given)
         return torch.cat([tokens[:, None], codes[:count]], dim=1), finite[:count]
 
     @torch.inference_mode()

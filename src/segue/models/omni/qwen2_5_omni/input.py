@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
 from segue.engines.contract import LoadContext
 from segue.models.omni.qwen2_5_omni.family import SPEAKERS
 from segue.models.omni.qwen2_5_omni.library import Qwen2_5OmniProcessor
+from segue.models.omni.qwen2_5_omni.loading import read_speakers
 from segue.models.shared.omni.input import OmniInput
 
 _PLACEHOLDERS = {"image": "<|IMAGE|>", "audio": "<|AUDIO|>", "video": "<|VIDEO|>"}
@@ -17,5 +16,5 @@ class InputProcessor(OmniInput):
 
     def __init__(self, ctx: LoadContext) -> None:
         speakers = ctx.model_dir / SPEAKERS
-        voices = frozenset(torch.load(speakers, weights_only=True)) if speakers.is_file() else frozenset[str]()
+        voices = frozenset(read_speakers(speakers)) if speakers.is_file() else frozenset[str]()
         super().__init__(ctx, Qwen2_5OmniProcessor, _PLACEHOLDERS, voices)

@@ -13,6 +13,8 @@ import zlib
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -138,8 +140,19 @@ def load_text_rows(ctx: LoadContext, config: Qwen2_5OmniConfig, ids: Sequence[in
     return rows.to(device=ctx.device, dtype=ctx.dtype)
 
 
+def read_speakers(path: Path) -> dict[str, Any]:
+    """What `spk_dict.pt` has for each voice, on the CPU; only tensors are unpickled. Raises `ConfigError`."""
+    try:
+        entries = torch.load(path, weights_only=True, map_location="cpu")
+    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        raise ConfigError(f"{path}: cannot be read: {type(error).__name__}") from error
+    if not isinstance(entries, dict):
+        raise ConfigError(f"{path}: has a {type(entries).__name__}; it must be a dict of voices")
+    return entries
+
+
 def load_speakers(ctx: LoadContext, config: Qwen2_5OmniConfig) -> dict[str, Speaker]:
-    """The voices of the checkpoint's `spk_dict.pt` (on the CPU), the default first; only tensors are unpickled.
+    """The voices of the checkpoint's `spk_dict.pt` (on the CPU), the default first.
 
     With random weights and no such file, returns one random voice of the right shape.
     """
@@ -148,13 +161,13 @@ def load_speakers(ctx: LoadContext, config: Qwen2_5OmniConfig) -> dict[str, Spea
         return {DEFAULT_VOICE: _random_speaker(config)}
     if not path.is_file():
         raise ConfigError(f"{path}: not there; a checkpoint that speaks has its voices in it")
+    entries = read_speakers(path)
     try:
-        entries = torch.load(path, weights_only=True, map_location="cpu")
         speakers = {
             str(name): Speaker(int(entry["bos_token"]), entry["cond"].float(), entry["ref_mel"].float())
             for name, entry in entries.items()
         }
-    except (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError, pickle.UnpicklingError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{path}: not a dict of voices (bos_token, cond, ref_mel): {error!r}") from error
     if not speakers:
         raise ConfigError(f"{path}: names no voice")

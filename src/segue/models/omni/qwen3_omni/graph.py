@@ -18,7 +18,7 @@ def graph(config: dict[str, Any]) -> StageGraph:
     g.stage("thinker", "autoregressive", takes={"text"}, gives={"text"})
     g.edge("encoder", "thinker")  # a chunk per image, clip or recording
     if config.get("enable_audio_output", True):
-        g.stage("talker", "autoregressive")
+        g.stage("talker", "autoregressive", without={"lora", "speculation"})
         g.stage("vocoder", "module", gives={"audio"})
         g.edge("thinker", "talker")  # a chunk per step of the thinker
         g.edge("talker", "vocoder")  # a chunk per step of the talker

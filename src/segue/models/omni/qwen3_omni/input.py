@@ -35,15 +35,22 @@ class Reader(MediaReader):
 
     def __init__(self, chat: Chat, limits: MediaLimits) -> None:
         super().__init__(chat, limits)
-        self._piece = 0 if chat.processor is None else 2 * chat.processor.n_window
+        # processors of older versions do not name it; 50 is their default
+        self._piece = 0 if chat.processor is None else 2 * getattr(chat.processor, "n_window", 50)
 
     def read(self, parts: Sequence[MediaPart], *, with_audio: bool) -> list[Expanded]:
         """As `MediaReader.read`. Raises `InvalidRequest`, too, for videos of different rates."""
         if not parts:
             return []
         media = [self.decoded(part, with_audio=with_audio) for part in parts]
-        made = self._made(parts, media)
         sounds = _sounds(media, parts)
+        if sounds and max(map(len, sounds)) <= self.window // 2:  # the spectrum mirrors half a window at each end
+            raise InvalidRequest(
+                f"the longest audio of the prompt has {max(map(len, sounds))} samples at {self.rate} Hz; at least "
+                f"{self.window // 2 + 1} are needed",
+                field="messages",
+            )
+        made = self._made(parts, media)
         longest = max((len(sound) for sound in sounds), default=0)
         width = min(longest // self.hop, self._piece)
         audio = iter(

@@ -98,14 +98,15 @@ class Prompts:
         if not arrived.media:
             return Prompt(token_ids=ids.tolist(), modality_tokens={"text": len(ids)})
         places = self._places(ids, arrived)
-        embeds = self._embed(ids.to(self._device))
+        # on the host: the engine does not account device memory that a request holds beyond its KV
+        embeds = self._embed(ids.to(self._device)).cpu()
         layers = max(rows.shape[1] for _, _, rows in arrived.rows) - 1
         deep = embeds.new_zeros(len(ids), layers, embeds.shape[1])
         seen = torch.zeros(len(ids), dtype=torch.bool)
         for kind, where in places.items():
             own = torch.cat([rows for of, _, rows in arrived.rows if of == kind]).to(embeds)
-            embeds[where.to(self._device)] = own[:, 0]
-            deep[where.to(self._device), : own.shape[1] - 1] = own[:, 1:]
+            embeds[where] = own[:, 0]
+            deep[where, : own.shape[1] - 1] = own[:, 1:]
             seen |= where if own.shape[1] > 1 else False
         counts = {kind: int(where.sum()) for kind, where in places.items()}
         positions, delta = None, 0
@@ -114,13 +115,13 @@ class Prompts:
             positions = positions.to(self._device)
         return Prompt(
             token_ids=ids.tolist(),
-            embeds=embeds.cpu(),  # the engine does not account device memory that a request holds beyond its KV
+            embeds=embeds,
             positions=positions,
             position_delta=delta,
             identity=self._identity(ids, arrived),
             modality_tokens={"text": len(ids) - sum(counts.values()), **counts},
             extras={ROWS: torch.stack(list(places.values())).any(0), FACTS: arrived.media}
-            | ({MEDIA: seen, DEEP: deep[seen.to(self._device)].cpu()} if layers else {}),
+            | ({MEDIA: seen, DEEP: deep[seen]} if layers else {}),
         )
 
     def _check_ids(self, ids: torch.Tensor) -> None:

@@ -5,6 +5,9 @@ T tokens of the thinker's prompt, E width of the talker, G codes per row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from segue.engines.autoregressive.contract import Draws
@@ -27,6 +30,23 @@ def user_tokens(ids: torch.Tensor, config: Qwen3OmniMoeConfig) -> torch.Tensor:
     if not user.any():
         raise _unspoken("user")
     return user
+
+
+def media_in(
+    media: Sequence[dict[str, Any]], ids: torch.Tensor, heard: torch.Tensor, config: Qwen3OmniMoeConfig
+) -> list[dict[str, Any]]:
+    """The media, in order, that begin in the tokens `heard` [T] bool of the prompt `ids` [T]."""
+    thinker = config.thinker_config
+    begins = {
+        "vision": heard[ids == thinker.vision_start_token_id].tolist(),
+        "audio": heard[ids == thinker.audio_start_token_id].tolist(),
+    }
+    found = []
+    for medium in media:
+        begun = begins["audio" if medium["kind"] == "audio" else "vision"]
+        if not begun or begun.pop(0):  # ids of the caller's own may lack the tokens before media
+            found.append(medium)
+    return found
 
 
 def assistant_turn(ids: torch.Tensor, config: Qwen3OmniMoeConfig) -> int:

@@ -16,7 +16,7 @@ thinker. Tensors are on any device; integers in lists are plain.
          "second_per_grid": float},         # seconds from one temporal patch to the next
         {"kind": "audio", "hash": bytes,
          "input_features": float [mel, frames],   # padding already cut off
-         "silence": int, "width": int},     # `segue.models.omni.qwen3_omni.input.Reader.facts`
+         "silence": int, "width": int},     # `segue.models.shared.omni.medium.MediaReader.audio_entry`
       ],
       "use_audio_in_video": bool,
     }

@@ -31,7 +31,7 @@ from segue.messages.sampling import SamplingParams
 from segue.models.omni.qwen3_omni.family import voice_names
 from segue.models.omni.qwen3_omni.loading import load_config, load_talker, load_text_rows
 from segue.models.omni.qwen3_omni.prompt import positions_of
-from segue.models.omni.qwen3_omni.speech import CodePredictor, assistant_turn, user_tokens
+from segue.models.omni.qwen3_omni.speech import CodePredictor, assistant_turn, media_in, user_tokens
 from segue.models.shared.checkpoint.checkpoint import held_bytes
 from segue.models.shared.library import PAGED
 from segue.models.shared.omni.positions import facts_of
@@ -161,9 +161,9 @@ class Talker:
     def embed(self, token_ids: torch.Tensor, conditioning: torch.Tensor | None) -> torch.Tensor:
         """[n, G] rows of codes, [n, E] rows of the reply → [n, E]."""
         codes = token_ids if token_ids.ndim == 2 else token_ids[:, None]
-        embeds = self._model.codec_embedding(codes[:, 0])
-        for group in range(1, codes.shape[1]):
-            embeds = embeds + self._predictor.embed(group, codes[:, group])
+        rows = [self._model.codec_embedding(codes[:, 0])]
+        rows += [self._predictor.embed(group, codes[:, group]) for group in range(1, codes.shape[1])]
+        embeds = torch.stack(rows, dim=1).sum(1)  # as in the library: rounded once
         return embeds if conditioning is None else embeds + conditioning
 
     @torch.inference_mode()
@@ -231,18 +231,18 @@ class Talker:
         assistant[3:] += self._model.codec_embedding(torch.tensor(specials, device=self.device))
         length = len(embeds) + len(assistant)
         positions, delta = None, 0
-        if state.facts["media"]:
+        if heard := media_in(state.facts["media"], ids, user, self._config):
             pads = torch.full((len(assistant),), self._config.tts_pad_token_id)
             # the library does not tell the talker of audio in videos
             positions, delta = self._positions(
                 torch.cat([ids[user], pads]),
-                [facts_of(item) for item in state.facts["media"]],
+                [facts_of(item) for item in heard],
                 use_audio_in_video=False,
             )
             positions = positions.to(self.device)
         return Prompt(
             token_ids=[talker.codec_pad_id] * length,  # never drawn, so that no penalty refers to it
-            embeds=torch.cat([embeds, assistant]),
+            embeds=torch.cat([embeds, assistant]).cpu(),  # device memory belongs to keys and values
             positions=positions,
             position_delta=delta,
             identity=(),  # these rows belong to this request alone, so no prefix is shared

@@ -329,7 +329,8 @@ def _modalities(wanted: list[str] | None, card: ModelCard) -> list[str]:
 def _audio(body: ChatBody, card: ModelCard) -> tuple[str | None, str]:
     """Voice and format. The default format of a stream is raw PCM: every piece can be played as it comes."""
     audio = body.audio or AudioOptions()
-    if audio.voice is not None and audio.voice not in card.voices:
+    # while the model is loading, its voices are not known yet: then the input stage checks
+    if audio.voice is not None and card.voices is not None and audio.voice not in card.voices:
         hint = nearest(audio.voice, card.voices) if card.voices else ": this model has no voices"
         raise NotFound(f"audio.voice is {shown(audio.voice)}, which is not known{hint}", field="audio.voice")
     if audio.format is None:

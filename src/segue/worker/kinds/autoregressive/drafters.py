@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from segue.engines.autoregressive.contract import AutoregressiveContext, AutoregressiveModel, KVSpec
+from segue.engines.autoregressive.contract import AutoregressiveContext, AutoregressiveModel, KVSpec, YieldsRows
 from segue.engines.autoregressive.speculation.cache import keeping
 from segue.engines.autoregressive.speculation.contract import ChainHead
 from segue.engines.autoregressive.speculation.drafter import Drafter
@@ -55,12 +55,13 @@ class LoadedDrafter:
 def load_drafter(
     stage: AutoregressivePlan, target: AutoregressiveModel, context: AutoregressiveContext
 ) -> LoadedDrafter | None:
-    """Load the stage's drafter; None if it has none, or if another stage drives it, which rules out drafting.
+    """Load the stage's drafter; None if it has none, or if drafting is ruled out: another stage drives it, or it yields
+    rows of codes.
 
     Raises `ConfigError` naming the key under `stages.<name>.speculation`.
     """
     plan = stage.speculation
-    if plan is None or target.conditioned:
+    if plan is None or target.conditioned or isinstance(target, YieldsRows):
         return None
     if stage.tensor_parallel > 1 and plan.method not in _DIVIDED:
         raise ConfigError(

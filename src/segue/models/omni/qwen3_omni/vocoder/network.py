@@ -63,12 +63,13 @@ class _Carry:
             shape = list(x.shape)
             shape[dim] = size
             x = torch.cat([x.new_zeros(shape), x], dim=dim)
-        self._kept.append(x.narrow(dim, x.shape[dim] - size, size).clone())  # a view would keep all of `x` alive
+        self._kept.append(x.narrow(dim, x.shape[dim] - size, size))
         return x
 
     def pasts(self) -> list[Past]:
         """Per utterance, for its next piece."""
-        return [list(own) for own in zip(*(kept.unbind() for kept in self._kept), strict=True)]
+        # views would keep the past of the whole batch alive
+        return [[part.clone() for part in own] for own in zip(*(kept.unbind() for kept in self._kept), strict=True)]
 
 
 class _Ring:

@@ -1,0 +1,253 @@
+"""Admits waiting sequences to a step that is being decided. Pure, as `schedule` is.
+
+In the order of admission, each waiting sequence is looked up in the prefix cache (`Prefix`), and then
+
+- skipped, if a running one computes its next block in this step: equal prompts are computed once. It keeps a claim to
+  its other blocks.
+- admitted, if all blocks of its prompt fit beside those that others will still need. Paused sequences are preempted for
+  it.
+
+The first one that does not fit ends the admission: smaller ones behind it never overtake it forever."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+
+from segue.engines.autoregressive.cache.blocks import BlockPool, common, find_hit, visible
+from segue.engines.autoregressive.cache.states import Snapshots, keep_for, places
+from segue.engines.autoregressive.schedule.bidirectional import around, fitting, whole
+from segue.engines.autoregressive.schedule.jobs import Job, Ledger, Limits, Run, missing
+from segue.engines.autoregressive.schedule.policies import Accounts
+
+_ENOUGH = sys.maxsize
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What exists of a waiting sequence's prompt."""
+
+    chain: Seq[bytes]
+    """Hashes of the blocks that may be taken from others."""
+    length: int
+    """Blocks that are cached."""
+    hit: tuple[tuple[int, ...], ...]
+    """These blocks, per group: the visible ones."""
+    coming: int
+    """Blocks that will exist after the runs that now compute block `length`; `length` if there is no such run."""
+    alike: int
+    """The same, whether or not a state is kept there."""
+
+    @property
+    def found(self) -> list[int]:
+        """The cached blocks, over all groups."""
+        return [block for blocks in self.hit for block in blocks]
+
+
+@dataclass(slots=True)
+class Admission:
+    """What is left of a step for waiting sequences, and the rules by which they get it."""
+
+    ledger: Ledger
+    limits: Limits
+    pool: BlockPool
+    snapshots: Snapshots | None
+    launched: Seq[Run]
+    runs: list[Run]
+    """Of running sequences. If states are reused, they are changed to keep the states that waiting sequences need."""
+    tokens: int
+    room: int
+    """Sequences that the step can still take."""
+    slots: int
+    """Free slots for states, less those reserved for forks."""
+    promised: int
+    """Blocks that running prefills, and skipped sequences, will still need: not available to others."""
+    paused: list[Job]
+    """Running sequences that may be preempted, the last first."""
+    admitted: list[Run] = field(default_factory=list)
+    preempted: list[Job] = field(default_factory=list)
+
+    @property
+    def full(self) -> bool:
+        return self.tokens <= 0 or self.room <= 0
+
+    def look_up(self, job: Job) -> Prefix:
+        """Find a sequence's prompt in the cache, and in the runs of this step and of the one in flight."""
+        # at least one token is always computed, because the logits of the last one are needed
+        chain = [] if job.fresh else job.hashes[: (job.ready - 1) // self.limits.block_size]
+        length, hit = _hit(job, chain, self.pool, self.limits, self.snapshots)
+        alike = _in_flight(job, chain, length, [*self.launched, *self.runs, *self.admitted], self.limits)
+        coming = alike
+        if self.snapshots is not None and alike > length:
+            coming = _kept(job, chain, length, self.launched, (self.runs, self.admitted), self.limits)
+        return Prefix(chain, length, hit, coming, alike)
+
+    def skip(self, job: Job, prefix: Prefix) -> bool:
+        """Let a sequence wait for the blocks that are coming, with a claim to the others. False if these do not fit."""
+        needed = missing(self.limits, job, visible(self.limits.windows, prefix.coming, self.limits.block_size))
+        if needed + self.promised > self.ledger.available and not self.paused:
+            return False
+        self.promised += needed
+        self.room -= job.width
+        return True
+
+    def admit(self, job: Job, prefix: Prefix) -> bool:
+        """Admit a sequence with as many tokens as fit. False, and nothing but preemptions, if its prompt does not."""
+        self._preempt_for(job, prefix)
+        if not self._fits(job, prefix):
+            return False
+        limits, start = self.limits, prefix.length * self.limits.block_size
+        spare = self._spare(prefix) // len(limits.windows)
+        tokens = whole(job.spans, start, min(job.ready - start, self.tokens))
+        tokens = fitting(job.spans, start, min(tokens, (prefix.length + spare) * limits.block_size - start))
+        new = limits.blocks(start + tokens) - prefix.length
+        self.ledger.share(prefix.found)
+        self.ledger.take(len(limits.windows) * new)
+        self.promised += missing(limits, job, [len(blocks) + new for blocks in prefix.hit])
+        self.tokens -= tokens
+        self.room -= job.width
+        self.slots -= job.width
+        self.admitted.append(self._with_states(Run(job, start, tokens, new, prefix.hit), prefix))
+        return True
+
+    def _fits(self, job: Job, prefix: Prefix) -> bool:
+        needed = missing(self.limits, job, [len(blocks) for blocks in prefix.hit])
+        return needed <= self._spare(prefix) and job.width <= self.slots
+
+    def _spare(self, prefix: Prefix) -> int:
+        """Blocks that are free for a sequence besides the cached ones, which it shares."""
+        return self.ledger.available - self.ledger.unused(prefix.found) - self.promised
+
+    def _preempt_for(self, job: Job, prefix: Prefix) -> None:
+        """Preempt paused sequences until this one fits, or none is left."""
+        while self.paused and not self._fits(job, prefix):
+            victims = self.paused.pop().together
+            self.slots += sum(victim.width for victim in victims)
+            self.paused = [other for other in self.paused if other not in victims]
+            self.preempted += victims
+            for victim in victims:
+                self.ledger.drop(victim.blocks)
+
+    def _with_states(self, run: Run, prefix: Prefix) -> Run:
+        """The run, with the places at which it keeps its state for sequences of the same prefix."""
+        if self.snapshots is None:
+            return run
+        wanted = max(prefix.alike, self.snapshots.met(prefix.chain)) * self.limits.block_size
+        keep = places(run.job, run.start, run.stop, wanted, self.limits.block_size)
+        return replace(run, wanted=wanted, keep=keep)
+
+
+def admit_waiting(admission: Admission, waiting: Seq[Job], accounts: Accounts | None) -> None:
+    """Admit waiting sequences by rank, or in fair shares between tenants (`accounts`)."""
+    last: Job | None = None  # admitted last
+    order = waiting if accounts is None else accounts.order(waiting, lambda job: job is last)
+    for job in order:
+        if admission.full:
+            return
+        if not job.runnable:
+            continue
+        if job.width > admission.room:
+            return
+        prefix = admission.look_up(job)
+        if prefix.coming > prefix.length:
+            if not admission.skip(job, prefix):
+                return
+        elif admission.admit(job, prefix):
+            last = job
+        else:
+            return
+
+
+def admission_of(
+    running: Seq[Job],
+    runs: list[Run],
+    ledger: Ledger,
+    limits: Limits,
+    pool: BlockPool,
+    launched: Seq[Run],
+    slots: int | None,
+    snapshots: Snapshots | None,
+) -> Admission:
+    """What a step has left beside the runs of running sequences. Arguments as of `schedule`."""
+    prefill = limits.prefill(any(run.job.decoding for run in runs))
+    prefill -= sum(run.tokens for run in runs if not run.job.decoding)
+    planned = {id(run.job): run.allocate for run in runs}
+    return Admission(
+        ledger,
+        limits,
+        pool,
+        snapshots,
+        launched,
+        runs,
+        tokens=min(limits.max_tokens - sum(run.tokens for run in runs), prefill),
+        room=limits.max_batch - sum(job.width for job in running if not job.paused),
+        # a running sequence holds a slot and reserves the slots of its forks
+        slots=_ENOUGH if slots is None else slots - sum(job.width - 1 for job in running),
+        promised=sum(
+            missing(limits, job, [len(table.blocks) + planned.get(id(job), 0) for table in job.tables])
+            for job in running
+            if not job.paused
+        ),
+        paused=[job for job in running if job.paused and job.tables],
+    )
+
+
+def _hit(
+    job: Job, chain: Seq[bytes], pool: BlockPool, limits: Limits, snapshots: Snapshots | None
+) -> tuple[int, tuple[tuple[int, ...], ...]]:
+    """`find_hit`, limited to prefixes that have a state, if one is needed, and that split no span."""
+    while True:
+        length, hit = find_hit(pool, chain, limits.windows, limits.block_size)
+        usable = _uncut(job, length, limits)
+        if snapshots is not None:
+            usable = snapshots.longest(chain[:usable])
+        if usable == length:
+            return length, hit
+        chain = chain[:usable]
+
+
+def _uncut(job: Job, length: int, limits: Limits) -> int:
+    """How many of its first `length` blocks it can continue from without splitting a span."""
+    place = length * limits.block_size
+    while (before := around(job.bidirectional, place)[0]) < place:
+        place = before // limits.block_size * limits.block_size
+    return place // limits.block_size
+
+
+def _in_flight(job: Job, chain: Seq[bytes], length: int, runs: Seq[Run], limits: Limits) -> int:
+    """How many blocks of its chain will exist after the runs that now compute block `length` of it.
+
+    It waits only for sequences of higher rank that run in this step or in the step in flight: they make progress, so
+    the wait ends. A sequence that is paused, preempted or passed over is not in `runs`; its block is then computed a
+    second time.
+    """
+    return max((blocks for _, blocks in _alike(job, chain, length, runs, limits)), default=length)
+
+
+def _alike(job: Job, chain: Seq[bytes], length: int, runs: Seq[Run], limits: Limits) -> Iterator[tuple[int, int]]:
+    """Indices of the runs that now compute block `length` of its chain, and how many blocks of the chain each will
+    have."""
+    if length == len(chain):
+        return
+    for place, run in enumerate(runs):
+        theirs = run.job.hashes
+        ahead = run.start < (length + 1) * limits.block_size <= len(theirs) * limits.block_size
+        if ahead and run.job.rank < job.rank and theirs[length] == chain[length]:
+            yield place, _uncut(job, common(theirs, chain), limits)
+
+
+def _kept(
+    job: Job, chain: Seq[bytes], length: int, launched: Seq[Run], deciding: Seq[list[Run]], limits: Limits
+) -> int:
+    """`_in_flight`, limited to kept states. Runs not yet dispatched are changed to keep theirs at the common prefix."""
+    size = limits.block_size
+    borders = [length * size]
+    for place, blocks in _alike(job, chain, length, launched, limits):
+        borders += [border for border in launched[place].job.held if border <= blocks * size]
+    for runs in deciding:
+        for place, blocks in _alike(job, chain, length, runs, limits):
+            runs[place] = keep_for(runs[place], blocks * size)
+            borders += [border for border in runs[place].keep if border <= blocks * size]
+    return max(borders) // size
