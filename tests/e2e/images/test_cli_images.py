@@ -128,6 +128,7 @@ def test_a_video_is_written(tmp_path: Path) -> None:
     assert np.stack(shown).shape == (5, 32, 64, 3)
 
 
+@pytest.mark.nightly
 def test_a_part_of_an_image_is_made_anew_with_an_adapter(qwen_image_dir: Path, tmp_path: Path) -> None:
     """A mask that is white, and one that is transparent, open the same part; the adapter changes what is made there."""
     noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)

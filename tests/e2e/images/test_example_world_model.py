@@ -99,6 +99,7 @@ def test_actions_over_http(model: Path, tmp_path: Path) -> None:
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "options.actions")
 
 
+@pytest.mark.nightly
 def test_a_weight_that_is_missing_is_named(model: Path, tmp_path: Path) -> None:
     broken = shutil.copytree(model, tmp_path / "broken")
     path = broken / "transformer" / "model.safetensors"

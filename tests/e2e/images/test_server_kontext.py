@@ -42,6 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield server
 
 
+@pytest.mark.nightly
 def test_a_mask_keeps_the_rest(client: openai.OpenAI) -> None:
     """The two prompts differ where the mask opens the image, and only there, but for the VAE."""
     made = []

@@ -49,6 +49,7 @@ def running(directory: Path) -> Iterator[tuple[asyncio.AbstractEventLoop, AsyncO
     loop.close()
 
 
+@pytest.mark.nightly
 def test_its_own_arguments_and_its_own_images(
     directory: Path, running: tuple[asyncio.AbstractEventLoop, AsyncOmni]
 ) -> None:

@@ -37,6 +37,7 @@ def system(model: Path) -> Iterator[System]:
     system.close()
 
 
+@pytest.mark.nightly
 def test_from_python(system: System, expected: Found) -> None:
     outputs = system.ask(*({"prompt": text} for text in TEXTS))
     for output, (label, scores) in zip(outputs, expected, strict=True):

@@ -47,6 +47,7 @@ def request(text: str) -> dict[str, Any]:
     return {"prompt": QUERY, "options": {"text_pair": text}}
 
 
+@pytest.mark.nightly
 def test_from_python(system: System, expected: list[float]) -> None:
     outputs = system.ask(*map(request, TEXTS))
     assert [output.score for output in outputs] == pytest.approx(expected, abs=1e-6)

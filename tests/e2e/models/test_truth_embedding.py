@@ -55,6 +55,7 @@ def check(outputs: list[Any], expected: list[np.ndarray]) -> None:
         assert output.usage.completion_tokens == 0
 
 
+@pytest.mark.nightly
 def test_from_python(system: System, expected: list[np.ndarray]) -> None:
     outputs = system.ask(*TEXTS)
     check(outputs, expected)
@@ -96,6 +97,7 @@ def test_over_http(model: Path, expected: list[np.ndarray]) -> None:
             client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": "Hello"}])
 
 
+@pytest.mark.nightly
 def test_scores_over_http(model: Path, expected: list[np.ndarray]) -> None:
     with served(model) as server, server.client() as http:
         answer = http.post("/v1/rerank", json={"model": NAME, "query": TEXTS[0], "documents": TEXTS[1:]}).json()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from truth_system import BY_NAME, System, Truth
 
 from segue.messages.sampling import SamplingParams
@@ -13,6 +14,7 @@ from segue.models.omni.multimodal_lm.tiny import presets as tiny
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 
 
+@pytest.mark.nightly
 def test_the_same_tokens(tmp_path: Path, assets: Path) -> None:
     tiny.make("qwen2.5-vl", tmp_path)
     contents: list[list[dict[str, Any]]] = [

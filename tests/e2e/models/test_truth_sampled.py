@@ -57,7 +57,7 @@ def draws(monkeypatch: pytest.MonkeyPatch, truth: Truth) -> Draws:
     ],
     ids=["defaults", "top-k and top-p", "min-p and penalty"],
 )
-@pytest.mark.parametrize("name", ["text", "image"])
+@pytest.mark.parametrize("name", ["text", pytest.param("image", marks=pytest.mark.nightly)])
 def test_sampled_as_transformers_would(
     system: System,
     truth: Truth,

@@ -19,6 +19,7 @@ def test_alone(system: System, truth: Truth, assets: Path, case: Case) -> None:
     assert ("encoder" in spans(output)) == bool(case.kinds)
 
 
+@pytest.mark.nightly
 def test_together(system: System, truth: Truth, assets: Path) -> None:
     assert system.pid("encoder") != system.pid("thinker")
     cases = [*CASES, LONG]

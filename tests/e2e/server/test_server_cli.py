@@ -152,7 +152,7 @@ def test_a_reader_that_has_had_enough(model: Path) -> None:
     [
         ("graph", ""),
         ("graph --mermaid", "1"),
-        ("tiny qwen3", "1"),
+        pytest.param("tiny qwen3", "1", marks=pytest.mark.nightly),
         ("bench hop", ""),
         ("--help", ""),
         ("--help", "1"),
@@ -173,6 +173,7 @@ def test_an_output_that_takes_nothing(model: Path, tmp_path: Path, command: str,
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.nightly
 def test_a_standard_error_that_takes_nothing(model: Path) -> None:
     """As where the log lies on a full disk: what it would have said is lost, and nothing else."""
     line = [sys.executable, "-m", "segue.cli", "generate", str(model), "hi", "--max-tokens", "4", "--seed", "1"]

@@ -43,7 +43,9 @@ def assert_gone(family: list[psutil.Process], directory: Path) -> None:
     assert not directory.exists()
 
 
-@pytest.mark.parametrize(("number", "to_group"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
+@pytest.mark.parametrize(
+    ("number", "to_group"), [pytest.param(signal.SIGTERM, False, marks=pytest.mark.nightly), (signal.SIGINT, True)]
+)
 def test_a_signal_lets_running_requests_end(server: Served, number: int, to_group: bool) -> None:
     family, directory = server.family(), server.runtime_dir()
     with ThreadPoolExecutor(4) as pool:
