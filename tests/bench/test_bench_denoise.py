@@ -42,11 +42,13 @@ def test_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "| diffusers | 2 |" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")  # the libraries say much when they are first imported
 def test_videos(tmp_path: Path) -> None:
     check(bench(tmp_path, "tiny-video", "segue,eager"), 2)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("name", "billions"), [("qwen-image", 20.43), ("wan2.2-ti2v-5b", 5.0)])
 def test_published_shapes_have_their_weights(tmp_path: Path, name: str, billions: float) -> None:
     directory = write_shape(tmp_path, name)

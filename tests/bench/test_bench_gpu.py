@@ -50,6 +50,7 @@ def step(name: str, script: str, minutes: float = 1.0) -> Step:
     return Step(name=name, what=f"does {name}", command=[sys.executable, "-c", script], minutes=minutes, expected="")
 
 
+@pytest.mark.nightly
 def test_it_goes_on_after_what_fails_and_writes_one_report(tmp_path: Path) -> None:
     chosen = [
         step("bad", "print('a clue'); raise SystemExit(3)"),

@@ -22,6 +22,7 @@ from segue.models.omni.qwen2_5_omni.graph import graph as omni_graph
 ASSETS = Path(__file__).parents[2] / "assets"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_short_run_measures_every_side(tmp_path: Path) -> None:
     said: list[str] = []

@@ -26,6 +26,7 @@ def verdicts(report: dict[str, Any]) -> dict[tuple[str, str], str]:
     return {(row["stage"], row["question"]): row["verdict"] for row in report["rows"]}
 
 
+@pytest.mark.nightly
 def test_speech(tiny_dir: Path, tmp_path: Path) -> None:
     """Tokens, codes and samples of everything that the model takes; neither a path nor a home is told."""
     shown, report = verify(str(tiny_dir), "--quick", str(tmp_path / "report.json"), expected=0)

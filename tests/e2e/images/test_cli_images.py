@@ -115,6 +115,7 @@ def test_arguments_are_read(arguments: list[str], says: str, capsys: pytest.Capt
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_a_video_is_written(tmp_path: Path) -> None:
     model = tiny(tmp_path / "wan", "wan")
     to = tmp_path / "out.mp4"

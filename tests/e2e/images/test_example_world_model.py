@@ -67,6 +67,7 @@ def expected(model: Path, asked: list[list[float]], seed: int) -> np.ndarray:
     return sample(world, frames, scheduler, told, height=32, width=48, steps=steps, seed=seed).numpy()
 
 
+@pytest.mark.nightly
 def test_requests_of_many_lengths_at_once(model: Path) -> None:
     """Each gets the video that it gets alone, and other actions give another one."""
     asked = [actions(0, 5), actions(1, 5), actions(2, 9), actions(3, 5)]
@@ -111,6 +112,7 @@ def test_a_weight_that_is_missing_is_named(model: Path, tmp_path: Path) -> None:
     assert "no tensor 'time.bias' in the checkpoint" in done.stderr
 
 
+@pytest.mark.nightly
 def test_a_key_that_only_diffusers_has(model: Path, tmp_path: Path) -> None:
     (tmp_path / "deployment.yaml").write_text("stages: {denoiser: {attention: native}}")
     config = ["--config", str(tmp_path / "deployment.yaml")]
@@ -118,6 +120,7 @@ def test_a_key_that_only_diffusers_has(model: Path, tmp_path: Path) -> None:
     assert "attention is set, but World is not a diffusers model" in done.stderr
 
 
+@pytest.mark.nightly
 def test_from_the_command_line(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.mp4"
     asked = f"actions={actions(0, 5)}"
@@ -142,6 +145,7 @@ def test_a_package_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
         assert said in done.stderr
 
 
+@pytest.mark.nightly
 def test_a_stage_without_an_adapter_is_named(model: Path, tmp_path: Path) -> None:
     """Of a package that forgot one."""
     package = shutil.copytree(EXAMPLE / "segue_world", tmp_path / "segue_world")

@@ -38,6 +38,7 @@ def edited(client: openai.OpenAI, images: list[bytes]) -> np.ndarray:
         return np.asarray(image).astype(int)
 
 
+@pytest.mark.nightly
 def test_each_image_counts(client: openai.OpenAI) -> None:
     one, two = edited(client, [png(0)]), edited(client, [png(0), png(1)])
     assert one.shape == (64, 64, 3)

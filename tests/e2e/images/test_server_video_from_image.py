@@ -37,6 +37,7 @@ def made(client: openai.OpenAI, **more: Any) -> np.ndarray:
         return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
 
 
+@pytest.mark.nightly
 def test_from_text_and_from_an_image(client: openai.OpenAI, tmp_path: Path) -> None:
     """The frame that is given is the first of the video, for what the VAE makes of it."""
     Image.fromarray(np.linspace(0, 255, 64 * 96 * 3).astype(np.uint8).reshape(64, 96, 3)).save(tmp_path / "first.png")

@@ -42,9 +42,9 @@ def truth(qwen_image_dir: Path) -> RequestOutput:
     scope="module",
     params=[
         {"cfg_parallel": 2},
-        {"sequence_parallel": 2},
+        pytest.param({"sequence_parallel": 2}, marks=pytest.mark.nightly),
         {"cfg_parallel": 2, "sequence_parallel": 2, "sequence_mode": "ring"},
-        {"tensor_parallel": 2},
+        pytest.param({"tensor_parallel": 2}, marks=pytest.mark.nightly),
     ],
     ids=["branches", "ulysses", "branches and ring", "weights"],
 )
@@ -93,6 +93,7 @@ def test_killed_at_work(running: System, truth: RequestOutput, who: str) -> None
     assert running.follower("denoiser").is_running()
 
 
+@pytest.mark.nightly
 def test_memory_of_one_process_is_over(running: System, truth: RequestOutput) -> None:
     """Its allocator refuses to map what a large image takes. What its heap has free decides whether that is seen
     before the processes wait for each other: then it is the failure of that request, and of no process; or in between:

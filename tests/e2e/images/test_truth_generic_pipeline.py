@@ -81,6 +81,7 @@ def test_cancelled(running: tuple[asyncio.AbstractEventLoop, AsyncOmni]) -> None
     assert not omni.orchestrator.requests
 
 
+@pytest.mark.nightly
 def test_over_http(directory: Path) -> None:
     """Its own arguments in `pipeline_arguments`; those that it does not have are named."""
     asked: dict[str, Any] = {"model": NAME, "prompt": "a small boat", "size": "64x64"}

@@ -97,6 +97,7 @@ def test_deleting_frees_every_stage(server: Served) -> None:
         assert http.delete(f"{URL}/{video['id']}").json()["deleted"]
 
 
+@pytest.mark.nightly
 def test_a_killed_server_goes_on_where_it_was(model: Path, tmp_path: Path) -> None:
     """What was done is served; what was not is made again, and is what it would have been."""
     with served(model, "--video-dir", str(tmp_path)) as server, server.client() as http:

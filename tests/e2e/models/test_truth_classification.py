@@ -46,6 +46,7 @@ def test_from_python(system: System, expected: Found) -> None:
         assert output.classes.tolist() == pytest.approx(scores, abs=1e-5)
 
 
+@pytest.mark.nightly
 def test_over_http(model: Path, expected: Found) -> None:
     shown = segue("graph", str(model))
     assert "classifier" in shown.stdout

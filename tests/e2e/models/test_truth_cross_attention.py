@@ -65,6 +65,7 @@ def running(tmp_path_factory: pytest.TempPathFactory, assets: Path) -> Iterator[
     system.close()
 
 
+@pytest.mark.nightly
 def test_streamed_and_whole_and_after_a_kill(running: tuple[System, Library]) -> None:
     system, library = running
     expected = [library.answer(*question) for question in QUESTIONS]

@@ -68,6 +68,7 @@ def test_a_killed_worker_changes_nothing(system: System, expected: list[float]) 
     assert all(output.metrics.attempts == 2 for output in outputs)
 
 
+@pytest.mark.nightly
 def test_over_http(model: Path, expected: list[float]) -> None:
     with served(model) as server, server.client() as http:
         scored = http.post("/v1/score", json={"model": NAME, "text_1": QUERY, "text_2": TEXTS}).json()

@@ -58,6 +58,7 @@ def prompt(adapter: str | None) -> dict[str, Any]:
     return {"prompt_token_ids": PROMPT, "sampling": sampling, "adapter": adapter}
 
 
+@pytest.mark.nightly
 def test_loaded_on_both_and_there_again_after_one_was_killed(system: System, files: Files) -> None:
     system.run(system.omni.load_lora("second", files.paths["second"]))
 

@@ -34,6 +34,7 @@ def test_the_same_tokens(tmp_path: Path, assets: Path) -> None:
     assert answers[0][0] != answers[0][1]
 
 
+@pytest.mark.nightly
 def test_a_model_that_speaks(tiny_dir: Path, truth: Truth, assets: Path) -> None:
     """Tokens, codes and samples are the library's; the default for drafts is the thinker's alone."""
     divided = {"encoder": {"fuse_with": None}, "thinker": {"tensor_parallel": 2}, "talker": {"tensor_parallel": 2}}

@@ -100,6 +100,7 @@ def test_files_that_are_wrong(client: openai.OpenAI, speech: bytes) -> None:
         assert refused.value.param == "file"
 
 
+@pytest.mark.nightly
 def test_the_command_line_prints_the_text(checkpoint: Path, assets: Path, samples: Any) -> None:
     done = segue("generate", str(checkpoint), "--audio", str(assets / "speech.wav"))
     assert done.returncode == 0, done.stderr

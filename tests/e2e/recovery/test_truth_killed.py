@@ -148,7 +148,7 @@ def test_all_workers_at_once(system: System, truth: Truth, assets: Path) -> None
     truth.check(output, case)
 
 
-@pytest.mark.parametrize("stage", ["thinker", "talker"])
+@pytest.mark.parametrize("stage", ["thinker", pytest.param("talker", marks=pytest.mark.nightly)])
 def test_sampled_is_the_same_alone_in_a_batch_and_after_a_kill(system: System, assets: Path, stage: str) -> None:
     prompt = LONG.prompt(assets, sampling=SAMPLED)
     [alone] = system.ask(prompt)

@@ -13,6 +13,7 @@ from segue.messages.deltas import AudioDelta, Delta
 DEPLOYMENT = {"stages": {"talker": {"replicas": 2}, "vocoder": {"replicas": 2}}}
 
 
+@pytest.mark.nightly
 def test_many_at_once_over_both(system: System, truth: Truth, assets: Path) -> None:
     system.run(system.all_ready())
     cases = [*CASES, LONG, LONG_MIXED]

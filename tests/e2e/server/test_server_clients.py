@@ -60,7 +60,7 @@ def total(metrics: Metrics, name: str) -> float:
 LONG = {"max_tokens": 4000, "ignore_eos": True}
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_a_client_that_leaves_while_its_request_runs(server: Served, stream: bool) -> None:
     with server.nobody_finishes():
         sock = post(server, body(stream=stream, **LONG))
@@ -125,6 +125,7 @@ def test_a_slow_reader_holds_up_nobody(server: Served, http: httpx.Client) -> No
     server.until_empty()
 
 
+@pytest.mark.nightly
 def test_more_clients_than_there_is_room_for(server: Served, http: httpx.Client) -> None:
     right = ids_of(http.post(CHAT, json=body(return_token_ids=True)))
 

@@ -52,7 +52,11 @@ def under_load(pool: ThreadPoolExecutor, server: Served) -> list[Future[dict[str
     return answers
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "stage",
+    # recovery of each stage is tested without a server too (tests/e2e/recovery)
+    [pytest.param(stage, marks=[] if stage in ("input", "talker") else pytest.mark.nightly) for stage in STAGES],
+)
 def test_a_killed_worker(server: Served, right: dict[str, list[int]], stage: str) -> None:
     with ThreadPoolExecutor(6) as pool:
         for _ in range(2):
@@ -82,6 +86,7 @@ def test_health_says_that_a_stage_is_down(server: Served) -> None:
     assert server.health()["stages"]["talker"]["state"] == "ready"
 
 
+@pytest.mark.nightly
 def test_a_killed_fork_server(server: Served, right: dict[str, list[int]]) -> None:
     with ThreadPoolExecutor(6) as pool:
         answers = under_load(pool, server)
@@ -109,6 +114,7 @@ def test_a_stopped_worker_and_a_deadline(server: Served, right: dict[str, list[i
     server.until_empty()
 
 
+@pytest.mark.nightly
 def test_a_worker_that_hangs_is_replaced(tiny_dir: Path, tmp_path: Path) -> None:
     config = tmp_path / "deployment.yaml"
     # a worker that a busy machine keeps waiting for so long is replaced, too: that must not use up the retries

@@ -63,6 +63,7 @@ def test_a_signal_lets_running_requests_end(server: Served, number: int, to_grou
     assert "Traceback" not in server.log()
 
 
+@pytest.mark.nightly
 def test_what_does_not_end_in_time_is_told_so(model: Path, tmp_path: Path) -> None:
     """Whole answers and streams alike; and nothing of it is a mistake in the log."""
     config = tmp_path / "short.yaml"
@@ -80,6 +81,7 @@ def test_what_does_not_end_in_time_is_told_so(model: Path, tmp_path: Path) -> No
         assert "Traceback" not in server.log()
 
 
+@pytest.mark.nightly
 def test_responses_in_the_background_end_with_the_server(model: Path, tmp_path: Path) -> None:
     """Who listens hears of it; for those that nobody listens to, it does not wait."""
     config = tmp_path / "short.yaml"
@@ -135,6 +137,7 @@ def test_a_signal_while_it_starts(model: Path) -> None:
         server.close()
 
 
+@pytest.mark.nightly
 def test_the_log_of_a_start_has_a_line_per_worker(server: Served) -> None:
     stages = server.health()["stages"]
     inputs = len(stages["input"]["replicas"])
@@ -178,7 +181,13 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", BROKEN)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[] if case in ("a missing shard", "no voices") else pytest.mark.nightly)
+        for case in BROKEN
+    ],
+)
 def test_a_broken_checkpoint_is_one_line_and_an_exit(model: Path, tmp_path: Path, case: str) -> None:
     broken, text = BROKEN[case]
     copy = tmp_path / "model"
@@ -225,6 +234,7 @@ def test_no_model_there() -> None:
     assert done.stderr == "segue: error: no checkpoint at '/nowhere': that is not a directory\n"
 
 
+@pytest.mark.nightly
 def test_every_line_of_the_log_is_an_object(model: Path) -> None:
     """Those of a worker, too: what a stage raised, with its traceback."""
     with served(model, "--log-format", "json") as server:

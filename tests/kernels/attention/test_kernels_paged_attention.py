@@ -69,6 +69,7 @@ def test_equals_the_reference_on_a_gpu(form):
     compare("cuda", [(0, 7), (3, 1), (30, 1), (9, 5)], (6, 2), form, 0)
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @settings(max_examples=40, deadline=None)
 @given(

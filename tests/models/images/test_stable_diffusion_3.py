@@ -101,7 +101,13 @@ LARGE_3_5 = published("stable-diffusion-3.5-large", "transformer")
 MEDIUM_3_5 = {**MEDIUM, "pos_embed_max_size": 384, "dual_attention_layers": list(range(13)), "qk_norm": "rms_norm"}
 
 
-@pytest.mark.parametrize(("transformer", "billions"), [(MEDIUM, 2.03), (MEDIUM_3_5, 2.24), (LARGE_3_5, 8.06)])
+@pytest.mark.parametrize(
+    ("transformer", "billions"),
+    [
+        (MEDIUM, 2.03),
+        *(pytest.param(*each, marks=pytest.mark.nightly) for each in ((MEDIUM_3_5, 2.24), (LARGE_3_5, 8.06))),
+    ],
+)
 def test_published_shapes(tmp_path: Path, transformer: dict[str, Any], billions: float) -> None:
     configs = {
         "transformer": transformer,

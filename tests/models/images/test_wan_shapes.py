@@ -105,7 +105,9 @@ def given(texts: torch.Tensor, images: torch.Tensor | None, looks: torch.Tensor 
     return made
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if "5B" in name else pytest.mark.nightly) for name in CHECKPOINTS]
+)
 def test_published_shapes(tmp_path: Path, name: str) -> None:
     said = CHECKPOINTS[name]
     write(tmp_path, said)

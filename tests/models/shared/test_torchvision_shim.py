@@ -27,6 +27,7 @@ def test_processors_import_after_the_shim() -> None:
     assert in_fresh_process(code) == "(3, 4, 4)"
 
 
+@pytest.mark.nightly
 def test_calling_again_changes_nothing() -> None:
     """Nor is a name defined twice, which torch refuses; before torchvision is imported and after."""
     code = (
@@ -39,6 +40,7 @@ def test_calling_again_changes_nothing() -> None:
     assert in_fresh_process(code) == "True True True"
 
 
+@pytest.mark.nightly
 def test_names_defined_elsewhere_are_left_alone() -> None:
     if not ensure_torchvision():
         pytest.skip("torchvision is whole here, and ends a process that defines its operators")

@@ -67,6 +67,7 @@ def written(out: Any) -> list[int]:
     return ids[:-1] if ids[-1:] == [END] else ids
 
 
+@pytest.mark.nightly
 def test_ten_recordings_beside_each_other(
     omni: Omni, clips: dict[str, Samples], expected: dict[str, list[int]], library: Library
 ) -> None:

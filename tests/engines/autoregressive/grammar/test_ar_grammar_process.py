@@ -121,6 +121,7 @@ def test_a_vocabulary_each(kept):
         assert not GrammarMatcher(compile("regex", "z")).accept_token(words.index(b"y"))
 
 
+@pytest.mark.nightly
 def test_what_ends_its_home_is_compiled_again_but_once():
     with home(deadly=3) as (compilers, processes):
         compile = compiler(compilers, 60.0)

@@ -300,6 +300,7 @@ def hybrid() -> SeenWords:
     return SeenWords(model, tuple(11 if kind == "sliding_attention" else None for kind in kinds))
 
 
+@pytest.mark.nightly
 @settings(MIXED, max_examples=40)
 @given(house=HOUSES, wanted=st.lists(cases(), min_size=1, max_size=8), plain=st.booleans())
 def test_each_gets_what_it_gets_alone(full, house, wanted, plain):

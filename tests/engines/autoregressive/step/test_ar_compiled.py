@@ -31,6 +31,7 @@ def test_without_a_compiler_it_runs_as_it_is(monkeypatch: pytest.MonkeyPatch, ca
     assert "no C++ compiler" in caplog.text
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch's own compiler
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 def test_tokens_of_compiled_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_in_batches(adapter, alone, which):
     assert serve(driver(adapter), which) == {index: alone[index] for index in which}
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 16, 40])
+@pytest.mark.parametrize("tokens", [pytest.param(1, marks=pytest.mark.nightly), 7, 16, 40])
 def test_in_chunks_beside_others(adapter, alone, tokens):
     assert serve(driver(adapter, max_tokens_per_step=tokens), range(6)) == alone
 

@@ -362,6 +362,7 @@ def test_each_gets_what_it_gets_alone(full, house, wanted):
     serve_and_compare(full, house, wanted)
 
 
+@pytest.mark.nightly
 @settings(MIXED, max_examples=40)
 @given(house=HOUSES, wanted=st.lists(cases(), min_size=1, max_size=8))
 def test_with_windows(hybrid, house, wanted):

@@ -148,6 +148,7 @@ def test_small_is_frozen() -> None:
     assert 140e6 < parameters < 170e6
 
 
+@pytest.mark.nightly
 def test_replies_differ_and_end_by_themselves(replies: list[Reply], reference: Reference) -> None:
     end = reference.model.thinker.generation_config.eos_token_id
     assert len({tuple(reply.token_ids) for reply in replies}) == len(PROMPTS)

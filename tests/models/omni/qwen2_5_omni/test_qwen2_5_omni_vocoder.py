@@ -128,7 +128,7 @@ def apart(one: Tensor, other: Tensor) -> float:
     return (one - other).abs().max().item()
 
 
-@pytest.mark.parametrize("look_ahead", [1, 2, 3, "all"])
+@pytest.mark.parametrize("look_ahead", [1, *(pytest.param(n, marks=pytest.mark.nightly) for n in (2, 3)), "all"])
 def test_streamed_audio_is_the_librarys_within_the_stated_error(stage: Stage, look_ahead: int | str) -> None:
     codes = some_codes(180)
     whole = stage.whole(codes)
