@@ -28,6 +28,7 @@ from segue.graph.deployment.deployment import Hardware, Limits
 from segue.graph.deployment.loader import load_plan
 from segue.graph.deployment.written import LIMIT_KEYS, TOP_KEYS, stage_keys
 from segue.graph.kinds.autoregressive import AUTOREGRESSIVE
+from segue.graph.kinds.module import MODULE
 from segue.graph.kinds.registry import kinds
 from segue.graph.plan.wiring import KINDS
 from segue.graph.render import as_text
@@ -189,7 +190,7 @@ def test_every_key_of_a_deployment_is_documented() -> None:
     of_stages = [*stage_keys(), "input_connectors", "output_connectors", "stage_id", "stage_name"]
     assert sorted(listed["### A stage"]) == sorted(of_stages)
     assert sorted(listed["### Limits"]) == sorted(LIMIT_KEYS)
-    assert listed["### An edge"] == ["from", "to", "connector", "budget"]
+    assert listed["### An edge"] == ["from", "to", "connector", "budget", "start"]
     assert listed["### A connector"][:2] == ["name", "extra"]
     worked_out = {"name", "engine", "memory_bytes", "sequence_ring"}
     planned = {field.name for kind in kinds().values() for field in fields(kind.plan)}
@@ -232,10 +233,11 @@ def test_documented_defaults_are_the_defaults(graph: StageGraph) -> None:
     assert (plan.max_batch, load_plan(graph, hardware=TWO_GPUS).stages["vocoder"].max_batch) == (64, 16)
 
 
-def test_keys_for_autoregressive_stages_stand_apart(graph: StageGraph) -> None:
+def test_keys_of_one_kind_of_stage_stand_apart(graph: StageGraph) -> None:
     text = (DOCS / "deployment.md").read_text()
-    section = text.partition("For autoregressive stages only:")[2].partition("###")[0]
-    assert set(AUTOREGRESSIVE.keys) <= set(names(section))
+    module, _, section = text.partition("For module stages")[2].partition("For autoregressive stages only:")
+    assert set(MODULE.keys) <= set(names(module))
+    assert set(AUTOREGRESSIVE.keys) <= set(names(section.partition("###")[0]))
     with pytest.raises(ConfigError, match="autoregressive"):
         load_plan(graph, {"stages": {"vocoder": {"block_size": 16}}}, hardware=TWO_GPUS)
 

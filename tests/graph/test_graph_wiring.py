@@ -90,7 +90,7 @@ def test_numbers_are_places_in_the_graph(plan: Lay) -> None:
 def test_an_edge_and_a_stage_may_say_their_part(plan: Lay) -> None:
     laid = plan(
         {
-            "edges": [{"from": "thinker", "to": "talker", "budget": 4096}],
+            "edges": [{"from": "thinker", "to": "talker", "budget": 4096, "start": 3}],
             "stages": {"talker": {"input_connectors": {"from_stage_thinker": "mine"}}},
             "runtime": {
                 "connectors": {"mine": {"name": "SharedMemoryConnector"}, "shm": {"name": "SharedMemoryConnector"}}
@@ -98,8 +98,19 @@ def test_an_edge_and_a_stage_may_say_their_part(plan: Lay) -> None:
         }
     )
     edge = laid.edge("thinker", "talker")
-    assert (edge.connector, edge.budget) == ("mine", 4096)
-    assert laid.edge("talker", "vocoder").connector == "shm"
+    assert (edge.connector, edge.budget, edge.start) == ("mine", 4096, 3)
+    assert (laid.edge("talker", "vocoder").connector, laid.edge("talker", "vocoder").start) == ("shm", 1)
+
+
+def test_the_start_of_an_edge_cannot_keep_another_from_going_on(laptop: Hardware) -> None:
+    graph = StageGraph("diamond")
+    for name in ("a", "b", "c", "d"):
+        graph.stage(name, "module", takes={"text"} if name == "a" else set(), gives={"text"} if name == "d" else set())
+    for source, target in ("ab", "bc", "cd", "ad"):
+        graph.edge(source, target)
+    for source, target in ("ab", "bc", "cd", "ad"):
+        with pytest.raises(ConfigError, match=f"edge {source} -> {target} cannot have a start: 'd' also gets chunks"):
+            load_plan(graph, {"edges": [{"from": source, "to": target, "start": 2}]}, hardware=laptop)
 
 
 def test_a_named_connector_in_process(plan: Lay) -> None:

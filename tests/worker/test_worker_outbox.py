@@ -90,6 +90,25 @@ def test_over_the_budget_a_flow_waits_until_something_is_consumed(tmp_path: Path
     assert not box.blocked("r", "a")
 
 
+@pytest.mark.parametrize("final", [False, True])
+def test_the_first_chunks_wait_for_each_other_or_for_the_end(tmp_path: Path, final: bool) -> None:
+    slots = Slots(100)
+    wire = Wire(slots)
+    box = Outbox(
+        {EDGE: Channel(slots, None, 1 << 20, retain=True, start=3)}, RetainedStore(1 << 20, str(tmp_path)), wire.send
+    )
+    box.open("r", SOURCE, TARGET)
+    box.push("r", "a", "b", {"n": 0}, final=False)
+    assert box.resend("r", "a", Peer("b", "b.0-2", "ipc://b2", 2))  # nothing was sent: it waits for the new one, too
+    box.push("r", "a", "b", {"n": 1}, final=final)
+    assert len(wire.chunks) == (2 if final else 0)
+    assert not box.blocked("r", "a")  # the stage has to go on
+    if not final:
+        box.push("r", "a", "b", {"n": 2}, final=False)
+        box.push("r", "a", "b", {"n": 3}, final=False)
+        assert [wire.take()[:2] for _ in range(4)] == [(0, 0), (1, 1), (2, 2), (3, 3)]
+
+
 def test_one_chunk_always_goes_where_the_downstream_has_nothing(tmp_path: Path) -> None:
     box, wire = outbox(tmp_path, budget=8)
     other = Peer("b", "b.1-1", "ipc://b1", 1)

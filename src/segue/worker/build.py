@@ -196,7 +196,7 @@ def _connect(
         if edge.source in mine:
             fused = edge.kind == "inproc"
             channels[edge.source, edge.target] = Channel(
-                made[key], None if fused else inline, edge.budget, retain=not fused
+                made[key], None if fused else inline, edge.budget, retain=not fused, start=edge.start
             )
         if edge.target in mine:
             inbound[edge.source, edge.target] = made[key]

@@ -1,8 +1,9 @@
 """Send the streams that leave a worker, count unconsumed bytes, and keep payloads that may have to be resent.
 
 A flow is one edge of one request. Its chunks wait in `pending` while the edge's byte budget is used up or the connector
-has no space; the stage's engine then pauses the request. One chunk is always sent if the downstream stage has nothing
-left of this flow: it may wait for this very chunk (no deadlock with any budget).
+has no space; the stage's engine then pauses the request. They also wait for `Channel.start` of them to be there.
+One chunk is always sent if the downstream stage has nothing left of this flow: it may wait for this very chunk (no
+deadlock with any budget).
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class Channel:
     """Bytes in flight on this edge, over all requests."""
     retain: bool
     """Keep payloads for a restart of the downstream stage; not if both stages are in one process."""
+    start: int = 1
+    """Chunks of a request that must be there before any is sent; the end of its stream counts as enough."""
     in_flight: int = 0
 
 
@@ -42,6 +45,8 @@ class _Flow:
     unconsumed: deque[tuple[int, int]] = field(default_factory=deque)
     """(seq, bytes) of chunks that are sent and not yet consumed."""
     next_seq: int = 0
+    started: bool = False
+    """Chunks no longer wait for others."""
 
     @property
     def key(self) -> Key:
@@ -143,6 +148,10 @@ class Outbox:
         self.retained.close()
 
     def _pump(self, flow: _Flow) -> None:
+        if not flow.started:
+            if len(flow.pending) < flow.channel.start and not (flow.pending and flow.pending[-1][1]):
+                return
+            flow.started = True
         self._send_pending(flow)
         if flow.pending:
             self._stuck.add(flow.key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from threading import Event
 from typing import Any
 
 import pytest
@@ -62,7 +63,8 @@ class Echo:
             number = self.made[state]
             self.made[state] += 1
             ordered, bucket, cost = entry.get("ordered", True), entry.get("bucket"), entry.get("cost", 1)
-            works.append(Work(state, {"number": number, **entry}, bucket, cost, ordered=ordered))
+            played_at = entry.get("played_at")
+            works.append(Work(state, {"number": number, **entry}, bucket, cost, ordered=ordered, played_at=played_at))
         if final and works:
             works[-1].last = True
         return works
@@ -377,3 +379,89 @@ def test_warming_up_is_the_adapters_and_counts_as_no_call() -> None:
     assert adapter.calls == [[]]
     assert engine.stats() == before
     assert not engine.has_work()
+
+
+# --- audio that somebody listens to ----------------------------------------------------------------------------------
+
+
+class Clock:
+    """Time that tests move."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def listened(clock: Clock, names: str, *seconds: float, **limits: int) -> tuple[ModuleEngine, Echo]:
+    """An engine with streams whose pieces begin at these seconds."""
+    model = Echo()
+    engine = ModuleEngine(model, ModuleConfig(**limits), clock=clock)
+    for name in names:
+        engine.add(request(name))
+        engine.feed(name, "up", {"items": [{"played_at": at} for at in seconds]}, final=False)
+    return engine, model
+
+
+def test_a_first_piece_goes_before_those_of_listeners_who_still_have_some() -> None:
+    clock = Clock()
+    engine, model = listened(clock, "ab", 0.0, 1.0, 2.0)
+    engine.step()
+    assert model.calls == [["a", "b"]]
+    engine.add(request("c"))
+    engine.feed("c", "up", {"items": [{"played_at": 0.0}, {"played_at": 1.0}]}, final=False)
+    clock.now = 0.5
+    engine.step()
+    assert model.calls[1:] == [["c"]]  # without the pieces that a and b need in half a second
+    while engine.has_work():
+        engine.step()
+    assert model.calls[2:] == [["a", "b", "c"], ["a", "b"]]
+
+
+def test_pieces_are_in_the_order_in_which_listeners_need_them() -> None:
+    clock = Clock()
+    engine, model = listened(clock, "a", 0.0, 4.0, 8.0, max_batch=1)
+    engine.step()  # a plays since 0
+    clock.now = 3.0
+    engine.add(request("b"))
+    engine.feed("b", "up", {"items": [{"played_at": 0.0}, {"played_at": 2.0}]}, final=False)
+    while engine.has_work():
+        engine.step()
+    assert model.calls == [["a"], ["b"], ["a"], ["b"], ["a"]]  # needed at: b at once, a 4, b 5, a 8
+
+
+def test_first_pieces_share_a_call_up_to_a_number_of_their_own() -> None:
+    clock = Clock()
+    engine, model = listened(clock, "abc", 0.0, 1.0, max_batch=3, max_first=1)
+    while engine.has_work():
+        engine.step()
+    assert model.calls == [["a"], ["b"], ["c"], ["a", "b", "c"]]
+
+
+def test_a_call_waits_for_a_number_of_items_but_not_for_long() -> None:
+    clock, woken = Clock(), Event()
+    model = Echo()
+    engine = ModuleEngine(model, ModuleConfig(max_batch=3, min_batch=3, batch_wait=0.01), woken.set, clock)
+    for name in "ab":
+        engine.add(request(name))
+        engine.feed(name, "up", {"items": [{}]}, final=False)
+    assert not engine.has_work()
+    assert engine.step() == []
+    assert woken.wait(60)  # by a clock of its own: the loop looks again
+    assert not engine.has_work()
+    clock.now = 0.01
+    assert engine.has_work()
+    engine.step()
+    for name in "abc":
+        if name == "c":
+            engine.add(request(name))
+        engine.feed(name, "up", {"items": [{}]}, final=False)
+    engine.step()
+    assert model.calls == [["a", "b"], ["a", "b", "c"]]
+    engine.feed("a", "up", {"items": [{"played_at": 0.0}]}, final=False)
+    assert engine.has_work()  # a listener waits for nobody
+
+
+def test_more_than_the_largest_batch_cannot_be_waited_for() -> None:
+    with pytest.raises(ConfigError, match="min_batch is 3; it must be from 1 to max_batch, 2"):
+        ModuleConfig(max_batch=2, min_batch=3)

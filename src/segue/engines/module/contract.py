@@ -24,6 +24,8 @@ class Work:
     """The request is finished after this item."""
     ordered: bool = True
     """It needs state left by the request's earlier items, so it never shares a call with them."""
+    played_at: float | None = None
+    """Seconds of the request's audio before this item, 0 for its first one. None: nobody plays its output."""
 
 
 @dataclass(slots=True)

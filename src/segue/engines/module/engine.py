@@ -1,7 +1,10 @@
-"""The module engine: batched one-shot calls (encoders, decoders, processors, vocoders), by priority, then by age.
+"""The module engine: batched one-shot calls (encoders, decoders, processors, vocoders), by priority, then by urgency.
 
 A request is a queue of `Work` items made by its stage model. One step takes the first runnable item (lowest priority
-number, then oldest), fills the call with the next items of the same bucket, runs it, and emits one output per item.
+number, then most urgent), fills the call with the next items of the same bucket, runs it, and emits one output per
+item. Items whose output nobody plays, and the first of those that are played, are urgent: the oldest goes first. The
+others of an audio stream follow in the order in which their listeners need them, if each plays without a pause from its
+first output on; a call with a first item has none of these, so that no first audio waits for theirs.
 Items of one request run and are emitted in the order they were made; `Work.ordered` ones, which need the state that
 their predecessors left (a streaming vocoder), are never in a call with them.
 
@@ -12,8 +15,11 @@ no last item fails, so that no client waits forever."""
 from __future__ import annotations
 
 import itertools
+import math
+import threading
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from segue.engines.contract import Payload, StageOutput, StageRequest
@@ -31,19 +37,40 @@ class ModuleConfig:
     """Items per call."""
     max_cost: int | None = None
     """Sum of `Work.cost` per call; an item that costs more runs alone. None: no limit."""
+    max_first: int | None = None
+    """Items per call if each is the first of an audio stream. On a CPU a call of two takes nearly as long as two calls:
+    with 1, the first listener does not wait for the second's. None: `max_batch`."""
+    min_batch: int = 1
+    """Items that a call waits for, unless it is the first of an audio stream."""
+    batch_wait: float = 0.05
+    """Most seconds that an item waits for `min_batch`."""
 
     def __post_init__(self) -> None:
-        for name, value in (("max_batch", self.max_batch), ("max_cost", self.max_cost)):
+        for name, value in (("max_batch", self.max_batch), ("max_cost", self.max_cost), ("max_first", self.max_first)):
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1", field=name)
+        if not 1 <= self.min_batch <= self.max_batch:
+            raise ConfigError(
+                f"min_batch is {self.min_batch}; it must be from 1 to max_batch, {self.max_batch}", field="min_batch"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    """An item that is ready."""
+
+    age: int
+    """Number of items made before it, over all requests."""
+    since: float
+    work: Work
 
 
 @dataclass(slots=True)
 class _Entry(Entry):
     """One request in the engine."""
 
-    queue: deque[tuple[int, Work]] = field(default_factory=deque)
-    """(age, item): ready items in the order they must run."""
+    queue: deque[_Queued] = field(default_factory=deque)
+    """Ready items in the order they must run."""
     complete: bool = False
     """Its last item has been made."""
     made: int = 0
@@ -51,14 +78,26 @@ class _Entry(Entry):
     """Number of items made and run so far."""
     unused: deque[int] = field(default_factory=deque)
     """For each waiting chunk that made items: `made` after it."""
+    playing_since: float | None = None
+    """When its first item that is played was emitted."""
 
 
 class ModuleEngine:
     """`segue.engines.contract.Engine` over a `ModuleModel`."""
 
-    def __init__(self, model: ModuleModel, config: ModuleConfig | None = None) -> None:
+    def __init__(
+        self,
+        model: ModuleModel,
+        config: ModuleConfig | None = None,
+        wake: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`wake` is called from another thread when an item has waited long enough for others to join its call."""
         self._model = model
         self._config = config or ModuleConfig()
+        self._wake = wake
+        self._clock = clock
+        self._timer: threading.Timer | None = None
         self._entries: Entries[_Entry] = Entries(model.end)
         self._ages = itertools.count()
         self._last_batch = 0
@@ -109,11 +148,11 @@ class ModuleEngine:
         return len(entry.unused)
 
     def has_work(self) -> bool:
-        return self._entries.any_failed or any(entry.queue and not entry.paused for entry in self._entries.values())
+        return self._entries.any_failed or self._waits() == 0
 
     def step(self) -> list[StageOutput]:
         outputs = self._entries.take_failed()
-        batch = self.schedule()
+        batch = [] if self._waits() else self.schedule()
         for work in batch:
             entry = self._entries[work.request_id]
             entry.queue.popleft()
@@ -137,33 +176,54 @@ class ModuleEngine:
     def schedule(self) -> list[Work]:
         """Choose the items of the next call; changes nothing.
 
-        The first item by (priority, age) is always in it, so within a priority no bucket and no request starves: an
-        item waits for no more calls than there were items before it.
+        The first item by (priority, urgency) is always in it, so within a priority no bucket and no request starves: an
+        item waits for no more calls than there were items before it, first ones of audio streams, and items of streams
+        that are behind their playback.
         """
+        now = self._clock()
         ready = sorted(
             (
-                (entry.request.priority, age, work)
+                (entry.request.priority, *_urgency(entry, item, now), item.work)
                 for entry in self._entries.values()
                 if not entry.paused
-                for age, work in _ready(entry.queue)
+                for item in _ready(entry.queue)
             ),
-            key=lambda item: item[:2],
+            key=lambda item: item[:-1],
         )
         batch: list[Work] = []
+        limit = self._config.max_batch
         passed: set[str] = set()
         """Requests with a skipped item: their later items must not overtake it."""
         cost = 0
-        for _, _, work in ready:
-            if len(batch) == self._config.max_batch:
+        for *_, work in ready:
+            if len(batch) == limit:
                 break
             if work.request_id in passed:
                 continue
-            if batch and (work.bucket != batch[0].bucket or self._too_dear(cost + work.cost)):
+            if not batch and _is_first(work):
+                limit = self._config.max_first or limit
+            if batch and (not _together(batch[0], work) or self._too_dear(cost + work.cost)):
                 passed.add(work.request_id)
                 continue
             batch.append(work)
             cost += work.cost
         return batch
+
+    def _waits(self) -> float | None:
+        """Seconds for which the next call waits for more items; None: there are none at all."""
+        ready = [item for entry in self._entries.values() if not entry.paused for item in _ready(entry.queue)]
+        if not ready:
+            return None
+        if len(ready) >= self._config.min_batch or any(_is_first(item.work) for item in ready):
+            return 0
+        left = min(item.since for item in ready) + self._config.batch_wait - self._clock()
+        if left <= 0:
+            return 0
+        if self._timer is None or self._timer.finished.is_set():
+            self._timer = threading.Timer(left, self._wake)
+            self._timer.daemon = True
+            self._timer.start()
+        return left
 
     def _too_dear(self, cost: int) -> bool:
         return self._config.max_cost is not None and cost > self._config.max_cost
@@ -172,7 +232,7 @@ class ModuleEngine:
         for work in works:
             assert work.request_id == request_id, "a stage model made work for another request"
             assert not entry.complete, "a stage model made work after the last item"
-            entry.queue.append((next(self._ages), work))
+            entry.queue.append(_Queued(next(self._ages), self._clock(), work))
             entry.made += 1
             entry.complete = work.last
         if not entry.open_upstreams and not entry.complete:
@@ -205,6 +265,8 @@ class ModuleEngine:
     def _emit(self, work: Work, result: Result) -> StageOutput:
         if result.error is not None:
             return self._entries.fail(work.request_id, result.error)
+        if _is_first(work):
+            self._entries[work.request_id].playing_since = self._clock()
         if work.last:
             self._entries.leave(work.request_id)
         return StageOutput(
@@ -218,9 +280,27 @@ class ModuleEngine:
         )
 
 
-def _ready(queue: deque[tuple[int, Work]]) -> Iterator[tuple[int, Work]]:
+def _is_first(work: Work) -> bool:
+    """Whether it is the first item of an audio stream."""
+    return work.played_at == 0
+
+
+def _together(first: Work, work: Work) -> bool:
+    """Whether both may share a call."""
+    return work.bucket == first.bucket and _is_first(work) == _is_first(first)
+
+
+def _urgency(entry: _Entry, item: _Queued, now: float) -> tuple[float, int]:
+    """Sorts items of one priority: (when a listener needs it, age). -inf: as soon as possible."""
+    if not item.work.played_at:
+        return -math.inf, item.age
+    began = now if entry.playing_since is None else entry.playing_since
+    return began + item.work.played_at, item.age
+
+
+def _ready(queue: deque[_Queued]) -> Iterator[_Queued]:
     """Items of a request that may share a call: its first, and those after it that do not need its state."""
     for index, item in enumerate(queue):
-        if index and item[1].ordered:
+        if index and item.work.ordered:
             return
         yield item

@@ -110,6 +110,8 @@ class EdgePlan:
     worker's CUDA device, for tensors that need not pass through the host)."""
     budget: int = 64 * MiB
     """Bytes that may be sent and not yet consumed."""
+    start: int = 1
+    """Chunks of a request that must be there before any is sent."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,7 @@ class Wire:
     target: str
     connector: str | None
     budget: int | None
+    start: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +177,7 @@ def _check_engine(graph: StageGraph, name: str, section: Section) -> None:
 
 def _edges(graph: StageGraph, top: Section) -> Iterator[Wire]:
     for path, entry in top.entries("edges"):
-        section = Section(path, entry, ("from", "to", "connector", "budget"))
+        section = Section(path, entry, ("from", "to", "connector", "budget", "start"))
         ends = []
         for key in ("from", "to"):
             _, value = section.find(key)
@@ -186,7 +187,7 @@ def _edges(graph: StageGraph, top: Section) -> Iterator[Wire]:
         _check_edge(graph, path, ends[0], ends[1])
         connector = _connector_name(*section.find("connector"))
         where = section.at("connector") if connector else path
-        yield Wire(where, ends[0], ends[1], connector, section.size("budget", None))
+        yield Wire(where, ends[0], ends[1], connector, section.size("budget", None), section.integer("start", None))
 
 
 def _wiring(graph: StageGraph, stage: str, section: Section) -> Iterator[Wire]:
@@ -199,7 +200,7 @@ def _wiring(graph: StageGraph, stage: str, section: Section) -> Iterator[Wire]:
             other = stage_of(graph, path, name.removeprefix(prefix))
             source, target = (other, stage) if prefix == "from_stage_" else (stage, other)
             _check_edge(graph, path, source, target)
-            yield Wire(path, source, target, _connector_name(path, value), None)
+            yield Wire(path, source, target, _connector_name(path, value), None, None)
 
 
 def _check_edge(graph: StageGraph, path: str, source: str, target: str) -> None:

@@ -10,7 +10,7 @@ from typing import NoReturn
 from segue.graph.deployment.deployment import ConnectorKind, EdgePlan, MiB
 from segue.graph.deployment.section import Section, as_mapping, wrong
 from segue.graph.deployment.written import Wire
-from segue.graph.stage_graph import StageGraph
+from segue.graph.stage_graph import INPUT, Edge, StageGraph
 from segue.messages.errors import ConfigError, nearest
 
 KINDS: dict[str, ConnectorKind] = {"SharedMemoryConnector": "shm", "InProcessConnector": "inproc"}
@@ -84,12 +84,16 @@ def plan_edges(
         kind: ConnectorKind = "inproc" if fused else "shm"
         wire = chosen.get((edge.source, edge.target))
         path, name, budget = f"edge {edge.source} -> {edge.target}", connectors.automatic[kind], _BUDGET
+        start = 1
         if wire is not None:
             path, name, budget = wire.path, wire.connector or name, wire.budget or budget
+            start = wire.start or start
+            if start > 1:
+                _check_start(graph, edge, path)
         definition = connectors.of(path, name)
         if definition.kind != kind:
             _refuse(edge.source, edge.target, path, name, fused)
-        plans.append(EdgePlan(edge.source, edge.target, name, kind, definition.extra, budget))
+        plans.append(EdgePlan(edge.source, edge.target, name, kind, definition.extra, budget, start))
     return tuple(plans)
 
 
@@ -138,8 +142,24 @@ def _merge(wires: Sequence[Wire]) -> dict[tuple[str, str], Wire]:
                 field=wire.path,
             )
         named = other if other.connector else wire
-        merged[ends] = Wire(named.path, *ends, named.connector, other.budget or wire.budget)
+        merged[ends] = Wire(named.path, *ends, named.connector, other.budget or wire.budget, other.start or wire.start)
     return merged
+
+
+def _check_start(graph: StageGraph, edge: Edge, path: str) -> None:
+    """Raise `ConfigError` for an edge whose chunks other edges could have to wait for: a stage that waits for its first
+    chunk consumes nothing, so theirs might never come."""
+    after = {edge.target}
+    for name in graph.topological():
+        if name in after:
+            after.update(graph.downstreams(name))
+    for other in graph.edges:
+        if other.target in after and other.source not in {*after, INPUT} and other != edge:
+            raise ConfigError(
+                f"edge {edge.source} -> {edge.target} cannot have a start: {other.target!r} also gets chunks from "
+                f"{other.source!r}, which could wait for it for ever",
+                field=path,
+            )
 
 
 def _refuse(source: str, target: str, path: str, name: str, fused: bool) -> NoReturn:

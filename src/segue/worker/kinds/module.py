@@ -21,7 +21,13 @@ def _build(plan: ModulePlan, model: StageModel, context: LoadContext, host: Host
             f"stage {plan.name!r}: compile is true, but the model has no decoder to compile",
             field=f"stages.{plan.name}.compile",
         )
-    return ModuleEngine(model, ModuleConfig(max_batch=plan.max_batch))
+    config = ModuleConfig(
+        max_batch=plan.max_batch,
+        max_first=1 if context.device.type == "cpu" else None,
+        min_batch=plan.min_batch,
+        batch_wait=plan.batch_wait,
+    )
+    return ModuleEngine(model, config, host.wake)
 
 
 KIND = WorkerKind(contract=ModuleModel, context=_context, build=_build)

@@ -120,6 +120,7 @@ class Token2Wav:
         self._flow = FlowDecoder(dit)
         self._bigvgan = BigVGAN(model.code2wav_bigvgan_model)
         self._codes_per_block = dit.block_size // dit.repeats
+        self._seconds_per_block = dit.block_size * self._bigvgan.samples_per_frame / SAMPLE_RATE
         self._conditions: dict[str, Voice] = {}
 
     def warm_up(self) -> None:
@@ -155,7 +156,8 @@ class Token2Wav:
         works = []
         while not state.complete and (piece := self._plan(state, final)) is not None:
             cost = max(1, -(-len(piece.codes) // self._codes_per_block))
-            works.append(Work(state.request_id, piece, cost=cost, last=piece.last))
+            played_at = piece.first_block * self._seconds_per_block
+            works.append(Work(state.request_id, piece, cost=cost, last=piece.last, played_at=played_at))
         return works
 
     def run(self, works: list[Work]) -> list[Result]:

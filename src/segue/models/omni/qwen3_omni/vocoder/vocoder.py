@@ -22,8 +22,9 @@ from segue.models.omni.qwen3_omni.loading import load_code2wav, load_config
 from segue.models.omni.qwen3_omni.vocoder import network
 
 SAMPLE_RATE = 24000
+FRAME_SECONDS = 0.08
 GROUPS = (2, 2, 4, 4, 8)
-"""Frames (80 ms each) of an utterance's first, second, … piece; the last entry repeats. Later pieces grow, as each
+"""Frames of an utterance's first, second, … piece; the last entry repeats. Later pieces grow, as each
 costs a call of every layer."""
 
 
@@ -131,9 +132,10 @@ class Code2Wav:
         piece = _Piece(state, state.codes[:count].T.contiguous(), state.planned)
         state.codes = state.codes[count:]
         bucket = (count, state.planned == 0)
+        played_at = state.planned * FRAME_SECONDS
         state.planned += count
         state.pieces += 1
-        return Work(state.request_id, piece, bucket=bucket, cost=max(1, count))
+        return Work(state.request_id, piece, bucket=bucket, cost=max(1, count), played_at=played_at)
 
     def _decode(self, pieces: list[_Piece]) -> None:
         asked = [network.Piece(piece.codes, piece.first, piece.utterance.past) for piece in pieces]
