@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,14 +21,21 @@ from segue.engines.autoregressive.parallel.follower import follow
 from segue.engines.autoregressive.parallel.ranks import Leader
 from segue.graph.deployment.options import LoraPlan
 from segue.models.omni.multimodal_lm.llm import LLM as MediaLLM
-from segue.models.omni.qwen2_5_omni.talker import Talker
-from segue.models.omni.qwen2_5_omni.thinker import Thinker
+from segue.models.omni.qwen2_5_omni import talker, thinker
+from segue.models.omni.qwen3_omni import talker as talker3
+from segue.models.omni.qwen3_omni import thinker as thinker3
 from segue.models.text.causal_lm.llm import LLM
 from segue.parallel.group import Group
 from segue.parallel.orders import Crew
 
 CPU = torch.device("cpu")
-STAGES = {"thinker": Thinker, "talker": Talker}
+STAGES: dict[tuple[str, str], Any] = {
+    ("qwen2_5_omni", "thinker"): thinker.Thinker,
+    ("qwen2_5_omni", "talker"): talker.Talker,
+    ("qwen3_omni_moe", "thinker"): thinker3.Thinker,
+    ("qwen3_omni_moe", "talker"): talker3.Talker,
+}
+"""(model type, stage) → the stage model."""
 
 
 def rank(
@@ -38,8 +46,8 @@ def rank(
     quantization: str = "none",
     lora: dict[str, str] | None = None,
     stage: str = "llm",
-) -> tuple[LLM | MediaLLM | Thinker | Talker, Group]:
-    """This rank's part of a checkpoint: a causal LM, or one that sees or hears, or a stage of Qwen2.5-Omni. `lora`:
+) -> tuple[Any, Group]:
+    """This rank's part of a checkpoint: a causal LM, or one that sees or hears, or a stage of an omni model. `lora`:
     directories of adapters by name."""
     group = Group(number, 2, meeting, CPU)
     context = AutoregressiveContext(
@@ -52,9 +60,9 @@ def rank(
         quantization=quantization,
         lora=None if lora is None else LoraPlan(lora),
     )
-    if stage in STAGES:
-        return STAGES[stage](context), group
     config = json.loads((directory / "config.json").read_text())
+    if (kind := (config["model_type"], stage)) in STAGES:
+        return STAGES[kind](context), group
     return (MediaLLM if {"vision_config", "audio_config"} & config.keys() else LLM)(context), group
 
 

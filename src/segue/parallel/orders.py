@@ -125,7 +125,7 @@ class Sequences(msgspec.Struct, array_like=True):
 
 
 class Forward(msgspec.Struct, tag=True, array_like=True):
-    """`forward`; ids and positions [1 + axes, tokens] follow, then the embeddings [tokens, width]."""
+    """`forward`; ids and positions [1 + axes, tokens] follow, then the embeddings [tokens, width], then `others`."""
 
     tokens: int
     axes: int
@@ -142,6 +142,8 @@ class Forward(msgspec.Struct, tag=True, array_like=True):
     """Run in tiles of 16 rows (`segue.kernels.attention.invariant_attention`)."""
     states: tuple[int, list[Stretch]] | None = None
     """(state store, stretches for `state_step`), for a decoder with state."""
+    others: list[tuple[str, tuple[int, ...], str]] = []
+    """(name, shape, dtype) of what a `ReadsOthers` reads."""
 
 
 class Logits(msgspec.Struct, tag=True, array_like=True):

@@ -171,6 +171,8 @@ class FlatBatch:
     """Per request: its prompt, and the range [start, stop) of its sequence that is in this batch."""
     states: StateStep | None = None
     """The states of its sequences, for decoders with state (`KVSpec.states`); None if `attention` is None."""
+    others: dict[str, torch.Tensor] | None = None
+    """What the first of several ranks sent (`ReadsOthers.others`); its own batches have `prompts` instead."""
 
 
 class Vocabulary(Protocol):
@@ -207,6 +209,15 @@ class Recordable(Protocol):
     batch. On a CPU, decode steps are then replayed from a captured graph (`decode_graphs`)."""
 
     recordable: bool
+
+
+@runtime_checkable
+class ReadsOthers(Protocol):
+    """A stage model whose `forward` reads tensors of prompts (`Prompt.extras`) besides the embeddings. The first of
+    several ranks sends them to the others, which have no prompts."""
+
+    def others(self, batch: FlatBatch) -> dict[str, torch.Tensor]:
+        """Those of a batch, by name; empty if there are none."""
 
 
 @dataclass(slots=True)

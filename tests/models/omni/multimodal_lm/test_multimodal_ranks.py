@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
-from multimodal_family import Run, Stages, answer, cases_of, context, processed
+from multimodal_family import Run, Stages, answer, cases_of, processed
 from rank_process import Second
 
-from segue.messages.errors import ConfigError
 from segue.models.omni.multimodal_lm.llm import LLM
 from segue.models.omni.multimodal_lm.tiny import presets as tiny
 from selection import daily
@@ -33,12 +32,3 @@ def test_two_equal_one(family: str, tmp_path: Path, second: Second) -> None:
         assert run(cases) == expected
         assert run(cases) == expected
         assert all(run.cached.values())
-
-
-def test_deep_features_are_refused(tmp_path: Path) -> None:
-    directory = tmp_path / "qwen3-vl"
-    tiny.make("qwen3-vl", directory)
-    group: Any = object()  # it is refused before anything is loaded
-    with pytest.raises(ConfigError, match="features for the first layers") as caught:
-        LLM(context(directory, "llm", group=group))
-    assert caught.value.field == "tensor_parallel"

@@ -29,6 +29,7 @@ from segue.models.omni.qwen3_omni.thinker import Thinker
 # after the family, which mends torchvision
 from segue.engines.autoregressive.config import AutoregressiveConfig  # isort: skip
 from segue.engines.autoregressive.engine import AutoregressiveEngine  # isort: skip
+from segue.engines.autoregressive.speculation.speculation import Speculation  # isort: skip
 
 TOKENS = 24
 CODES = 60
@@ -298,21 +299,25 @@ class Spoken:
 class Speech:
     """Thinker and talker in their engines, the other stages beside them; every output goes on at once."""
 
-    def __init__(self, stages: Stages, talker: Talker, **config: Any) -> None:
+    def __init__(self, stages: Stages, talker: Talker, speculation: Speculation | None = None, **config: Any) -> None:
         self.stages = stages
         settings = AutoregressiveConfig(**{"num_blocks": 400, **config})
-        self.thinker = AutoregressiveEngine(stages.thinker, settings)
+        self.thinker = AutoregressiveEngine(stages.thinker, settings, speculation=speculation)
         self.talker = AutoregressiveEngine(talker, settings)
         self._model = talker
         self._requests: dict[tuple[str, str], StageRequest] = {}
 
     def __call__(
-        self, cases: list[Case], voice: str | None = None, resume: dict[str, list[list[int]]] | None = None
+        self,
+        cases: list[Case],
+        voice: str | None = None,
+        resume: dict[str, list[list[int]]] | None = None,
+        adapter: str | None = None,
     ) -> dict[str, Spoken]:
-        """`resume`: rows of each request that the talker had made before."""
+        """`resume`: rows of each request that the talker had made before. `adapter`: of the thinker."""
         spoken = {case.name: Spoken() for case in cases}
         for case in cases:
-            self._add(case, voice, (resume or {}).get(case.name, []))
+            self._add(case, voice, (resume or {}).get(case.name, []), adapter)
         engines = {"thinker": self.thinker, "talker": self.talker}
         while any(engine.has_work() for engine in engines.values()):
             for stage, engine in engines.items():
@@ -322,7 +327,7 @@ class Speech:
                     self._take(stage, output, spoken[output.request_id])
         return spoken
 
-    def _add(self, case: Case, voice: str | None, resume: list[list[int]]) -> None:
+    def _add(self, case: Case, voice: str | None, resume: list[list[int]], adapter: str | None) -> None:
         payload = self.stages.input.process(request_of(case))
         name, media = case.name, bool(payload["media"])
         greedy = SamplingParams(temperature=0.0)
@@ -333,7 +338,7 @@ class Speech:
             self._requests[name, stage] = StageRequest(
                 request_id=name,
                 stage=stage,
-                request=Request(request_id=name, voice=voice),
+                request=Request(request_id=name, voice=voice, adapter=adapter),
                 sampling=sampling,
                 seed=0,
                 upstreams=frozenset(upstreams),

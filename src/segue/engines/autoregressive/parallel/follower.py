@@ -130,7 +130,8 @@ class _Follower:
             (None if identity is None else Prompt(token_ids=[], adapter=self.loras[identity]), start, stop)
             for identity, (start, stop) in zip(order.adapters, order.spans, strict=True)
         ]
-        batch = FlatBatch(numbers[0], None, numbers[1:], self.step(order), list(prompts), self.states(order))
+        others = {name: self.received(shape, dtype_of(dtype)) for name, shape, dtype in order.others}
+        batch = FlatBatch(numbers[0], None, numbers[1:], self.step(order), list(prompts), self.states(order), others)
         with library_attention() if order.store is None else nullcontext():
             self.hidden, _ = self.model.forward(embeds, batch)
 

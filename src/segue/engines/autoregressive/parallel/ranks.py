@@ -22,6 +22,7 @@ from segue.engines.autoregressive.contract import (
     FlatBatch,
     LoraHost,
     Prompt,
+    ReadsOthers,
     TakesLora,
     YieldsRows,
 )
@@ -183,10 +184,15 @@ class Leader(Wrapped):
         """[tokens, hidden] → (final hidden states, captured rows or None)."""
         with self._together():
             known = embeds is self._embedded
-            self._tell(_forward_order(embeds, batch, known=known))
+            order = _forward_order(embeds, batch, known=known)
+            others = self.inner.others(batch) if isinstance(self.inner, ReadsOthers) else {}
+            order.others = [(name, tuple(one.shape), dtype_name(one.dtype)) for name, one in others.items()]
+            self._tell(order)
             self._group.broadcast(torch.cat([batch.token_ids[None], batch.positions]))
             if not known:
                 self._group.broadcast(embeds.contiguous())
+            for one in others.values():
+                self._group.broadcast(one.to(embeds.device).contiguous())
             self._hidden, captured = self.inner.forward(embeds, batch)
         return self._hidden, captured
 

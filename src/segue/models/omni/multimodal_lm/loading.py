@@ -145,17 +145,10 @@ def _tables_of_nothing() -> Iterator[None]:
 
 
 def _check_ranks(ctx: LoadContext) -> None:
-    model = empty_model(ctx)
     if layers_across(load_config(ctx)):
         raise ConfigError(
-            f"{type(model).__name__} cannot be run tensor parallel: its layers attend to image rows, which only "
-            "the first rank has; leave tensor_parallel out",
-            field="tensor_parallel",
-        )
-    if taken_by(decoder_of(model).forward, dict.fromkeys(DEEP_ARGUMENTS)):
-        raise ConfigError(
-            f"{type(model).__name__} cannot be run tensor parallel: its media have features for the first layers as "
-            "well, which only the first rank has; leave tensor_parallel out",
+            f"{type(empty_model(ctx)).__name__} cannot be run tensor parallel: its layers attend to image rows, which "
+            "only the first rank has; leave tensor_parallel out",
             field="tensor_parallel",
         )
 

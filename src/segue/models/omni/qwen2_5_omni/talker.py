@@ -88,7 +88,7 @@ class Talker:
             fused=ctx.fused and ctx.group is None,
             rows=lambda ids: self.embed(ids, None),
             head="codec_head",
-            beside_ids={"thinker_reply_part": no_rows},
+            of_ids=lambda ids: {"input_ids": ids[None], "thinker_reply_part": no_rows},
         )
         self.library_decoder = self._decoder.model
         project = self._net.thinker_to_talker_proj

@@ -37,6 +37,7 @@ FAMILY = Family(
     stages_module="segue.models.omni.qwen3_omni.stages",
     reference_module="segue.models.omni.qwen3_omni.reference",
     options=frozenset({"use_audio_in_video"}),
+    stage_keys=frozenset({"lora", "quantization"}),
     tiny_module="segue.models.omni.qwen3_omni.tiny.presets",
     tiny_names=("qwen3-omni",),
 )

@@ -15,10 +15,10 @@ def graph(config: dict[str, Any]) -> StageGraph:
     """
     g = StageGraph("qwen3_omni")
     g.stage("encoder", "module", takes={"image", "audio", "video"}, fuse_with="thinker")
-    g.stage("thinker", "autoregressive", takes={"text"}, gives={"text"})
+    g.stage("thinker", "autoregressive", takes={"text"}, gives={"text"}, divisible=True)
     g.edge("encoder", "thinker")  # a chunk per image, clip or recording
     if config.get("enable_audio_output", True):
-        g.stage("talker", "autoregressive", without={"lora", "speculation"})
+        g.stage("talker", "autoregressive", divisible=True, without={"lora", "speculation"})
         g.stage("vocoder", "module", gives={"audio"})
         g.edge("thinker", "talker")  # a chunk per step of the thinker
         g.edge("talker", "vocoder")  # a chunk per step of the talker

@@ -7,12 +7,17 @@ ensure_torchvision()  # a torchvision that fails to import makes the import of t
 
 from transformers import (
     DynamicCache,
+    PreTrainedModel,
     Qwen3OmniMoeConfig,
     Qwen3OmniMoeForConditionalGeneration,
     Qwen3OmniMoeProcessor,
     Qwen3OmniMoeTalkerForConditionalGeneration,
     Qwen3OmniMoeThinkerConfig,
     Qwen3OmniMoeThinkerForConditionalGeneration,
+)
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
 )
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     Qwen3OmniMoeAudioEncoder,
@@ -28,6 +33,7 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
 
 __all__ = [
     "DynamicCache",
+    "PreTrainedModel",
     "Qwen3OmniMoeAudioEncoder",
     "Qwen3OmniMoeCausalConvNet",
     "Qwen3OmniMoeCausalTransConvNet",
@@ -43,4 +49,6 @@ __all__ = [
     "Qwen3OmniMoeThinkerConfig",
     "Qwen3OmniMoeThinkerForConditionalGeneration",
     "Qwen3OmniMoeVisionEncoder",
+    "get_checkpoint_conversion_mapping",
+    "register_checkpoint_conversion_mapping",
 ]

@@ -11,7 +11,7 @@ import logging
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from copy import deepcopy
 from typing import cast
 
 import torch
@@ -20,6 +20,7 @@ from torch import nn
 from segue.engines.contract import LoadContext
 from segue.messages.errors import ConfigError
 from segue.models.omni.qwen3_omni.library import (
+    PreTrainedModel,
     Qwen3OmniMoeAudioEncoder,
     Qwen3OmniMoeCode2Wav,
     Qwen3OmniMoeConfig,
@@ -27,10 +28,12 @@ from segue.models.omni.qwen3_omni.library import (
     Qwen3OmniMoeThinkerConfig,
     Qwen3OmniMoeThinkerForConditionalGeneration,
     Qwen3OmniMoeVisionEncoder,
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
 )
 from segue.models.shared.checkpoint import pretrained
 from segue.models.shared.checkpoint.checkpoint import Checkpoint, load_module
-from segue.models.shared.library import AutoModelForMultimodalLM
+from segue.models.shared.checkpoint.pretrained import load_part
 
 EMBEDDING = ("thinker.model.embed_tokens.weight", "thinker.model.language_model.embed_tokens.weight")
 
@@ -57,11 +60,16 @@ def load_config(ctx: LoadContext) -> Qwen3OmniMoeConfig:
     return config
 
 
-def load_thinker(ctx: LoadContext, config: Qwen3OmniMoeConfig) -> Qwen3OmniMoeThinkerForConditionalGeneration:
-    """The library's thinker, encoders included. Raises `ConfigError`."""
-    with _errors_only("transformers.modeling_utils"):  # it reports the talker's tensors as unexpected
-        model = pretrained.load_model(ctx, config.thinker_config, AutoModelForMultimodalLM)
-    return cast(Qwen3OmniMoeThinkerForConditionalGeneration, model)
+def load_thinker(ctx: LoadContext, config: Qwen3OmniMoeConfig) -> PreTrainedModel:
+    """The library's thinker without its encoders. Raises `ConfigError`."""
+    part = deepcopy(config.thinker_config)
+    part.vision_config.depth = part.audio_config.encoder_layers = 0  # so their layers are not read
+    part.vision_config.deepstack_visual_indexes = []
+    thinker = load_part(ctx, config, part, Qwen3OmniMoeThinkerForConditionalGeneration, "thinker.")
+    for encoder in ("visual", "audio_tower"):
+        for holder in (thinker, thinker.model):  # it is `model` in newer versions
+            holder._modules.pop(encoder, None)
+    return thinker
 
 
 def load_encoders(ctx: LoadContext, config: Qwen3OmniMoeConfig) -> Encoders:
@@ -88,15 +96,18 @@ def load_code2wav(ctx: LoadContext, config: Qwen3OmniMoeConfig) -> Qwen3OmniMoeC
 
 
 def load_talker(ctx: LoadContext, config: Qwen3OmniMoeConfig) -> Qwen3OmniMoeTalkerForConditionalGeneration:
-    """The talker and its code predictor. Raises `ConfigError` with the missing tensor."""
-    with _errors_only("transformers.modeling_rope_utils"):
-        return load_module(
-            ctx,
-            lambda: Qwen3OmniMoeTalkerForConditionalGeneration(config.talker_config),
-            lambda name: (f"talker.{name}",),
-            checkpoint=None if ctx.load_format == "dummy" else _OfExperts(ctx.model_dir),
-            seed=zlib.crc32(b"talker"),
-        )
+    """The talker and its code predictor, which every rank has whole. Raises `ConfigError`."""
+    _join_experts(config)
+    plan: dict[str, str] = config.talker_config.text_config.base_model_tp_plan or {}
+    model = load_part(
+        ctx,
+        config,
+        config.talker_config,
+        Qwen3OmniMoeTalkerForConditionalGeneration,
+        "talker.",
+        plan={f"model.{name}": style for name, style in plan.items()},
+    )
+    return cast(Qwen3OmniMoeTalkerForConditionalGeneration, model)
 
 
 def load_text_rows(ctx: LoadContext, config: Qwen3OmniMoeConfig, ids: Sequence[int]) -> torch.Tensor:
@@ -117,31 +128,12 @@ def load_text_rows(ctx: LoadContext, config: Qwen3OmniMoeConfig, ids: Sequence[i
     return rows.to(device=ctx.device, dtype=ctx.dtype)
 
 
-class _OfExperts(Checkpoint):
-    """Joins experts, which checkpoints store one by one, as the library's modules have them."""
-
-    def find(self, candidates: Sequence[str]) -> str:
-        name = candidates[0]
-        return name if self._experts(name) else super().find(candidates)
-
-    def read(self, name: str, rows: Sequence[int] | None = None) -> torch.Tensor:
-        experts = self._experts(name)
-        if not experts:
-            return super().read(name, rows)
-        return torch.stack([torch.cat([super(_OfExperts, self).read(part) for part in parts]) for parts in experts])
-
-    def path_of(self, name: str) -> Path:
-        experts = self._experts(name)
-        return super().path_of(experts[0][0] if experts else name)
-
-    def _experts(self, name: str) -> list[list[str]]:
-        """The tensors of each expert, in the order of their rows; empty for other tensors."""
-        prefix, _, last = name.rpartition(".")
-        halves = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last, ())
-        found: list[list[str]] = []
-        while halves and all(f"{prefix}.{len(found)}.{half}.weight" in self for half in halves):
-            found.append([f"{prefix}.{len(found)}.{half}.weight" for half in halves])
-        return found
+def _join_experts(config: Qwen3OmniMoeConfig) -> None:
+    """Let the library join a talker's experts, which checkpoints store one by one; by itself it joins the thinker's."""
+    kind = config.talker_config.model_type
+    if get_checkpoint_conversion_mapping(kind) is None:
+        known = get_checkpoint_conversion_mapping(config.thinker_config.model_type)
+        register_checkpoint_conversion_mapping(kind, known)
 
 
 def _checkpoint(ctx: LoadContext) -> Checkpoint | None:

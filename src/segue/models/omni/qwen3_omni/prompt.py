@@ -13,6 +13,7 @@ import torch
 
 from segue.engines.autoregressive.contract import Prompt
 from segue.engines.contract import Payload
+from segue.kernels.linear.lora import Lora
 from segue.messages.errors import InvalidRequest, StageFailed
 from segue.models.omni.qwen3_omni.library import (
     Qwen3OmniMoePreTrainedModelForConditionalGeneration,
@@ -46,6 +47,7 @@ class Arrived:
 
     from_encoder: bool
     """The request visits the encoder stage: wait for its rows."""
+    adapter: Lora | None = None
     token_ids: torch.Tensor | None = None
     media: list[MediumFacts] = field(default_factory=list)
     use_audio_in_video: bool = False

@@ -22,10 +22,8 @@ from dataclasses import dataclass, field
 import msgspec
 import torch
 
-from segue.engines.autoregressive.contract import Draws, Fed, FlatBatch, KVSpec, Prompt
-from segue.engines.contract import LoadContext, Payload, StageRequest
-from segue.kernels.linear.experts import PACKED_EXPERTS, pack_experts
-from segue.kernels.linear.linear import DECODE_ROWS, pack_linears
+from segue.engines.autoregressive.contract import AutoregressiveContext, Draws, Fed, FlatBatch, KVSpec, Prompt
+from segue.engines.contract import Payload, StageRequest
 from segue.messages.errors import InvalidRequest, NotFound, StageFailed, nearest
 from segue.messages.sampling import SamplingParams
 from segue.models.omni.qwen3_omni.family import voice_names
@@ -33,7 +31,7 @@ from segue.models.omni.qwen3_omni.loading import load_config, load_talker, load_
 from segue.models.omni.qwen3_omni.prompt import positions_of
 from segue.models.omni.qwen3_omni.speech import CodePredictor, assistant_turn, media_in, user_tokens
 from segue.models.shared.checkpoint.checkpoint import held_bytes
-from segue.models.shared.library import PAGED
+from segue.models.shared.decoder.decoder import PagedDecoder
 from segue.models.shared.omni.positions import facts_of
 
 _NEVER = -1e30  # finite, because engines treat an infinite logit as a broken forward
@@ -66,17 +64,23 @@ class Talker:
     recordable = True
     vocabulary = None
 
-    def __init__(self, ctx: LoadContext) -> None:
+    def __init__(self, ctx: AutoregressiveContext) -> None:
         config = load_config(ctx)
         talker, text = config.talker_config, config.talker_config.text_config
         net = load_talker(ctx, config)
-        net.model.set_attn_implementation(PAGED)
-        pack_linears(net, DECODE_ROWS)
-        if pack_experts(net.model, DECODE_ROWS):
-            net.model.set_experts_implementation(PACKED_EXPERTS)
         self._config = config
         self.net = net
-        self._model, self._head = net.model, net.codec_head
+        self._model = net.model
+        self._decoder = PagedDecoder(
+            net,
+            net.model,
+            quantization=ctx.quantization,
+            fused=ctx.fused and ctx.group is None,
+            rows=net.model.codec_embedding,
+            head="codec_head",
+            of_ids=self._of_ids,
+        )
+        self.library_decoder = self._decoder.model
         self._text, self._hidden = net.text_projection, net.hidden_projection
         self._predictor = CodePredictor(net)
         self.groups: int = talker.num_code_groups
@@ -88,9 +92,9 @@ class Talker:
         self._positions = positions_of(config.thinker_config)
         self._voices: dict[str, int] = dict(talker.speaker_id or {})
         self.voices = voice_names(self._voices)
-        attention = net.model.layers[0].self_attn
-        self.kv = KVSpec(len(net.model.layers), text.num_key_value_heads, attention.head_dim, ctx.dtype)
-        self.weight_bytes: int = held_bytes(net)
+        self.kv: KVSpec = self._decoder.kv
+        own = torch.nn.ModuleList([net.code_predictor, self._text, self._hidden])
+        self.weight_bytes: int = self._decoder.weight_bytes + held_bytes(own)
         self.vocab_size: int = text.vocab_size
         self.max_model_len: int = min(ctx.max_model_len or text.max_position_embeddings, text.max_position_embeddings)
         self.end_token_ids = frozenset({talker.codec_eos_token_id})
@@ -169,15 +173,12 @@ class Talker:
     @torch.inference_mode()
     def forward(self, embeds: torch.Tensor, batch: FlatBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[tokens, E] → (hidden states after the final norm [tokens, E], None)."""
-        hidden = self._model(
-            inputs_embeds=embeds[None], position_ids=batch.positions[:, None], use_cache=False, paged=batch.attention
-        ).last_hidden_state[0]
-        return hidden, None
+        return self._decoder.forward(embeds, batch), None
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, E] → [rows, vocab] float32, without the ids that are neither codes nor the end token."""
-        return self._head(hidden).float().index_fill_(1, self._unspoken, _NEVER)
+        return self._decoder.logits(hidden).index_fill_(1, self._unspoken, _NEVER)
 
     @torch.inference_mode()
     def advance(self, hidden: torch.Tensor, ids: torch.Tensor, draws: Draws) -> torch.Tensor:
@@ -186,6 +187,11 @@ class Talker:
 
     def decode_text(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         raise StageFailed("the talker makes codes, not text")
+
+    def _of_ids(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Arguments of the library's forward for codes 0 [n], at consecutive positions."""
+        positions = torch.arange(len(ids), device=ids.device).expand(self.axes, 1, -1)
+        return {"inputs_embeds": self._model.codec_embedding(ids)[None], "position_ids": positions}
 
     def _new_rows(self, state: _State, payload: Payload) -> torch.Tensor | None:
         """The rows of a chunk that were not taken before, [k, H] or None; marks them as taken."""

@@ -22,8 +22,9 @@ from segue.models.omni.qwen3_omni.library import Qwen3OmniMoeConfig
 from segue.models.omni.qwen3_omni.loading import load_config, load_thinker
 from segue.models.omni.qwen3_omni.prompt import ROWS, Arrived, Prompts
 from segue.models.shared.decoder.decoder import PagedDecoder
-from segue.models.shared.decoder.deep_features import deep_features
+from segue.models.shared.decoder.deep_features import deep_features, deep_rows
 from segue.models.shared.decoder.generation import context_length, default_sampling, generation_in
+from segue.models.shared.lora import named_adapter, with_adapter
 from segue.models.shared.text.tokenizer import decode, load_tokenizer, vocabulary_of
 
 
@@ -66,8 +67,6 @@ def _media_rows(batch: FlatBatch) -> torch.Tensor | None:
 
 GENERATE = SamplingParams(max_tokens=1024)
 """What the reference's `generate` passes to the thinker: `thinker_max_new_tokens`."""
-_INNER = "model"
-"""The module of the library's thinker that contains encoders and decoder."""
 
 
 class Thinker:
@@ -82,7 +81,16 @@ class Thinker:
         config = load_config(ctx)
         thinker = config.thinker_config
         self.max_model_len: int = context_length(thinker.text_config, ctx.max_model_len)
-        self._decoder = PagedDecoder(load_thinker(ctx, config), inner=_INNER, fused=ctx.fused)
+        self._decoder = PagedDecoder(
+            load_thinker(ctx, config),
+            inner="model",
+            head="lm_head",
+            quantization=ctx.quantization,
+            lora=ctx.lora,
+            fused=ctx.fused and ctx.group is None,
+        )
+        self.lora = self._decoder.lora
+        self.library_decoder = self._decoder.model
         self._heard = _Layer(self._decoder.model, config) if config.enable_audio_output else None
         self._tokenizer = load_tokenizer(ctx.model_dir)
         self.vocabulary = vocabulary_of(self._tokenizer)
@@ -98,7 +106,9 @@ class Thinker:
         self.default_sampling: SamplingParams = default_sampling(generation_in(thinker, ctx.model_dir), GENERATE)
 
     def begin(self, request: StageRequest) -> Arrived:
-        return Arrived(from_encoder="encoder" in request.upstreams)
+        """Raises `NotFound` for an unknown LoRA adapter."""
+        adapter = named_adapter(self.lora, request.request.adapter)
+        return Arrived(from_encoder="encoder" in request.upstreams, adapter=adapter)
 
     def feed(self, state: Arrived, upstream: str, payload: Payload, *, final: bool) -> Fed:
         """Collect the prompt's facts from the input stage and the media rows from the encoder; return the prompt once
@@ -107,11 +117,15 @@ class Thinker:
         if not state.ready:
             return Fed()
         prompt, state.rows = self._prompt(state), []  # the rows may be on the device: drop them here
-        return Fed(prompt=prompt)
+        return Fed(prompt=prompt if state.adapter is None else with_adapter(prompt, state.adapter))
 
     def embed(self, token_ids: torch.Tensor, conditioning: torch.Tensor | None) -> torch.Tensor:
         """[n] → [n, H]."""
         return self._decoder.embed(token_ids)
+
+    def others(self, batch: FlatBatch) -> dict[str, torch.Tensor]:
+        """The deep features of a batch."""
+        return deep_rows(batch)
 
     @torch.inference_mode()
     def forward(self, embeds: torch.Tensor, batch: FlatBatch) -> tuple[torch.Tensor, torch.Tensor | None]:

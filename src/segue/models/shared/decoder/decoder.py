@@ -14,7 +14,6 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -116,7 +115,6 @@ def _plain_linear(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]
     return None
 
 
-NO_INPUTS: Mapping[str, torch.Tensor] = MappingProxyType({})
 HEARD = "encoder_hidden_states"
 """The argument by which decoders of encoder-decoder models take the encoder states: [1, rows, H]."""
 
@@ -158,15 +156,15 @@ class PagedDecoder:
         across: frozenset[int] = frozenset(),
         heard: torch.Tensor | None = None,
         head: str | None = None,
-        beside_ids: Mapping[str, torch.Tensor] = NO_INPUTS,
+        of_ids: Callable[[torch.Tensor], dict[str, torch.Tensor]] | None = None,
     ) -> None:
         """`fused`: run layers with the same input as one matmul (`segue.kernels.linear.fused_linear`), unless there are
         LoRA adapters. `read_as`: as in `takes_ids_again`. `rows`: embeds ids [n], if the embedding alone does not.
         `across`: the cross-attention layers, which are skipped if a batch has no media; their inputs go to `forward` as
         `others`. `heard`: for an encoder-decoder model, encoder states [1, n, H] that the load check's short text
         attends to. `head`: the dotted name of the layer that maps final hidden states to logits, if it is a single
-        one: needed if the model's own forward of embeddings does more than run decoder and head. `beside_ids`:
-        arguments that its forward of ids requires in the load check.
+        one: needed if the model's own forward of embeddings does more than run decoder and head. `of_ids`: the
+        arguments of its forward for a text of ids [n] in the load check, if they are not the ids alone.
 
         Raises `ConfigError` with the model and the reason if the model cannot be served.
         """
@@ -176,7 +174,7 @@ class PagedDecoder:
         config = model.config.get_text_config(decoder=True)
         stateful = keeps_states(config)
         layers = attending(config) if stateful else frozenset(range(config.num_hidden_layers)) - across
-        self._heard, self._beside_ids = heard, beside_ids
+        self._heard, self._of_ids = heard, of_ids
         if layers:
             check_interface(model, decoder, stateful=stateful or heard is not None)
             decoder.set_attn_implementation(PAGED)  # type: ignore[operator]
@@ -302,7 +300,9 @@ class PagedDecoder:
     def _whole(self, model: PreTrainedModel, *, counted: bool) -> tuple[torch.Tensor, int]:
         """(logits [tokens, vocab] of the short text, calls of attention)."""
         with attention_calls(None, counted=counted) as calls:
-            return model(**self._given("input_ids", self._probe()), use_cache=False).logits[0].float(), calls.made
+            ids = self._probe()
+            given = self._given("input_ids", ids) if self._of_ids is None else self._of_ids(ids)
+            return model(**given, use_cache=False).logits[0].float(), calls.made
 
     @torch.inference_mode()
     def _compare(self, theirs: torch.Tensor) -> None:
@@ -322,7 +322,7 @@ class PagedDecoder:
     def _given(self, name: str, text: torch.Tensor) -> dict[str, Any]:
         """Arguments of the model's own forward for a text: [tokens] ids, or [tokens, H] rows."""
         if self._heard is None:
-            return {name: text[None], **(self._beside_ids if name == "input_ids" else {})}
+            return {name: text[None]}
         return {f"decoder_{name}": text[None], "encoder_outputs": (self._heard,)}
 
     def _probe(self) -> torch.Tensor:
