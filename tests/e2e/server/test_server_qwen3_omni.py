@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import base64
 import io
+import os
+import signal
 import wave
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from server_process import ASSETS, served, tiny
+from server_process import ASSETS, Metrics, Served, served, tiny
 
 from segue.media.parts import messages_from
 from segue.media.sources import PYTHON_POLICY
@@ -33,8 +36,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def http(checkpoint: Path) -> Iterator[httpx.Client]:
-    with served(checkpoint, "--log-level", "warning") as server, server.client() as http:
+def server(checkpoint: Path) -> Iterator[Served]:
+    with served(checkpoint, "--log-level", "warning") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def http(server: Served) -> Iterator[httpx.Client]:
+    with server.client() as http:
         yield http
 
 
@@ -45,6 +54,13 @@ def library(checkpoint: Path) -> Reference:
 
 def _url(name: str, mime: str) -> str:
     return f"data:{mime};base64,{base64.b64encode((ASSETS / name).read_bytes()).decode()}"
+
+
+def samples_of(data: str) -> np.ndarray:
+    """The samples of a WAV file in base64."""
+    with wave.open(io.BytesIO(base64.b64decode(data))) as file:
+        assert file.getframerate() == 24000
+        return np.frombuffer(file.readframes(file.getnframes()), "<i2") / 32768
 
 
 PARTS: dict[str, dict[str, Any]] = {
@@ -110,14 +126,51 @@ def test_speech_is_the_librarys(http: httpx.Client, library: Reference) -> None:
     )
     assert answer.status_code == 200, answer.text
     choice = answer.json()["choices"][0]
-    with wave.open(io.BytesIO(base64.b64decode(choice["message"]["audio"]["data"]))) as file:
-        rate = file.getframerate()
-        samples = np.frombuffer(file.readframes(file.getnframes()), "<i2") / 32768
+    samples = samples_of(choice["message"]["audio"]["data"])
     content = [{"type": "image", "image": ASSETS / "photo.jpg"}, text]
     [message] = messages_from([{"role": "user", "content": content}], PYTHON_POLICY)
     reply, expected = library.spoken(message.content, voice="Aiden", tokens=TOKENS, codes=CODES)
     assert choice["token_ids"] == reply
-    assert rate == 24000
     assert len(samples) == len(expected)
     assert 0.02 < float(np.sqrt(np.mean(np.square(expected)))) < 0.5
     assert float(np.abs(expected - samples).max()) < 2e-4
+
+
+def speak(server: Served, seed: int) -> tuple[list[int], np.ndarray]:
+    """(reply, samples) of a sampled answer."""
+    with server.client() as http:
+        answer = http.post(
+            "/v1/chat/completions",
+            json={
+                "model": "tiny",
+                "messages": [{"role": "user", "content": [PARTS["image"], {"type": "text", "text": "What is this?"}]}],
+                "modalities": ["text", "audio"],
+                "audio": {"format": "wav"},
+                "seed": seed,
+                "sampling": {"thinker": {"max_tokens": 30}, "talker": {"max_tokens": 120}},
+                "return_token_ids": True,
+            },
+        )
+    assert answer.status_code == 200, answer.text
+    choice = answer.json()["choices"][0]
+    return choice["token_ids"], samples_of(choice["message"]["audio"]["data"])
+
+
+@pytest.mark.parametrize("stage", ["thinker", "talker", "vocoder"])
+def test_sampled_speech_is_the_same_after_a_kill(server: Served, stage: str) -> None:
+    """Every sample of it, but for rounding: draws of all codes of a row depend on the request alone."""
+    alone = [speak(server, seed) for seed in range(3)]
+    assert len({len(samples) for _, samples in alone}) == 3
+
+    def working(metrics: Metrics) -> bool:
+        return sum(metrics["segue_requests"].values()) > 0
+
+    with ThreadPoolExecutor(3) as pool:
+        answers = [pool.submit(speak, server, seed) for seed in range(3)]
+        server.until(lambda metrics: working(metrics) or all(answer.done() for answer in answers))
+        os.kill(server.pid(stage), signal.SIGKILL)
+        for answer, (reply, samples) in zip(answers, alone, strict=True):
+            again, said = answer.result()
+            assert again == reply
+            np.testing.assert_allclose(said, samples, rtol=0, atol=2e-4)
+    assert server.health()["stages"][stage]["replicas"][0]["restarts"] >= 1
