@@ -26,6 +26,7 @@ from segue.messages.sampling import SamplingParams
 from segue.messages.stats import Histogram
 from segue.models.omni.qwen2_5_omni.reference import Reference, Reply
 from segue.models.shared.library import AutoModelForCausalLM
+from segue.models.shared.omni.chat import audio_of_videos
 from segue.orchestrator.omni import AsyncOmni
 from segue.orchestrator.outputs import Collector, RequestOutput
 
@@ -113,7 +114,7 @@ class Truth:
         if heard:
             media["audio"] = heard
         if case.with_audio:
-            media |= {"load_audio_from_video": True, "audio_from_video_indices": origin}
+            media |= audio_of_videos(origin)
         return self.reference.inputs(case.text, *case.kinds, **media)
 
     def of(self, case: Case) -> Reply:

@@ -21,6 +21,7 @@ from segue.messages.sampling import FALLBACK, SamplingParams
 from segue.models.omni.qwen2_5_omni.encoder import Encoder
 from segue.models.omni.qwen2_5_omni.library import Qwen2_5OmniForConditionalGeneration
 from segue.models.omni.qwen2_5_omni.stages import TRANSFERS
+from segue.models.shared.omni.chat import audio_of_videos
 
 # after the family, which mends torchvision
 from segue.engines.autoregressive.config import AutoregressiveConfig  # isort: skip
@@ -61,6 +62,11 @@ def published_name(name: str) -> str:
     """The name in a published checkpoint of a tensor of today's whole model."""
     name = name.replace("thinker.model.language_model.", "thinker.model.")
     return re.sub(r"^thinker\.model\.(visual|audio_tower)\.", r"thinker.\1.", name)
+
+
+def decoder_in(thinker: Any) -> Any:
+    """The decoder of the library's thinker: in older versions it is `model` itself."""
+    return getattr(thinker.model, "language_model", thinker.model)
 
 
 PREFIXES = {"encoder": "thinker.", "thinker": "thinker.", "talker": "talker.", "vocoder": "token2wav."}
@@ -127,7 +133,7 @@ def processed(model_dir: Path, case: Case) -> dict[str, Any]:
     """What the library's processor makes of a case: the reference's input. Not to be changed."""
     with_audio: dict[str, Any] = {}
     if case.use_audio_in_video:
-        with_audio = {"load_audio_from_video": True, "audio_from_video_indices": list(range(len(case.audio)))}
+        with_audio = audio_of_videos(range(len(case.audio)))
     text = f"<|im_start|>user\n{case.text}<|im_end|>\n<|im_start|>assistant\n"
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "__array__ implementation", DeprecationWarning)  # the library's, numpy 2

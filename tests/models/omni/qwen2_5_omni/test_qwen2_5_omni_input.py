@@ -20,6 +20,7 @@ from segue.messages.errors import ConfigError, InvalidRequest, NotFound, TooLarg
 from segue.messages.request import ArrayInfo, ChatOptions, MediaPart, Message, Part, Request, TextPart
 from segue.messages.sampling import SamplingParams
 from segue.models.omni.qwen2_5_omni.input import InputProcessor
+from segue.models.shared.omni.chat import audio_of_videos
 
 if TYPE_CHECKING:
     from segue.models.omni.qwen2_5_omni.reference import Reference
@@ -120,8 +121,7 @@ def test_video_with_its_audio(stage: InputProcessor, reference: Reference, clip:
         "video",
         videos=[video.frames],
         audio=[video.audio],
-        load_audio_from_video=True,
-        audio_from_video_indices=[0],
+        **audio_of_videos([0]),
     )
     assert_same(payload, plain)
     assert payload["use_audio_in_video"] is True
@@ -144,8 +144,7 @@ def test_everything_at_once(
         images=[Image.open(assets / "photo.jpg"), Image.fromarray(red)],
         videos=[video.frames],
         audio=[samples, video.audio],
-        load_audio_from_video=True,
-        audio_from_video_indices=[None, 0],
+        **audio_of_videos([None, 0]),
     )
     payload = stage.process(asked(*parts, options={"use_audio_in_video": True}))
     assert_same(payload, plain)

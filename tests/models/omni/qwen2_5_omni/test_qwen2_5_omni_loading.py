@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from qwen2_5_omni_family import context, published_of
+from qwen2_5_omni_family import context, decoder_in, published_of
 from safetensors.torch import load_file, save_file
 
 from segue.messages.errors import ConfigError
@@ -88,7 +88,7 @@ def test_buffers_are_those_of_the_library(tiny_dir: Path) -> None:
     config = load_config(ctx)
     theirs = Qwen2_5OmniForConditionalGeneration.from_pretrained(tiny_dir)
     pairs = {
-        "thinker": (load_thinker(ctx, config).model.language_model, theirs.thinker.model.language_model),
+        "thinker": (decoder_in(load_thinker(ctx, config)), decoder_in(theirs.thinker)),
         "encoder": (load_encoders(ctx, config).audio_tower, theirs.thinker.model.audio_tower),
         "vision": (load_encoders(ctx, config).visual, theirs.thinker.model.visual),
         "vocoder": (load_token2wav(ctx, config), theirs.token2wav),
@@ -147,7 +147,7 @@ def test_a_tied_head_is_the_embedding(copy: Path, whole: dict[str, torch.Tensor]
     single_file(copy, {name: tensor for name, tensor in whole.items() if name != "thinker.lm_head.weight"})
     ctx = context(copy, "thinker")
     thinker = load_thinker(ctx, load_config(ctx))
-    assert thinker.lm_head.weight is thinker.model.language_model.embed_tokens.weight
+    assert thinker.lm_head.weight is decoder_in(thinker).embed_tokens.weight
 
 
 @pytest.mark.parametrize("stage", LOADERS)
@@ -201,7 +201,7 @@ def test_a_missing_tensor_is_named(copy: Path, whole: dict[str, torch.Tensor]) -
     lost = "thinker.model.layers.1.mlp.up_proj.weight"
     single_file(copy, {name: tensor for name, tensor in whole.items() if name != lost})
     ctx = context(copy, "thinker")
-    with pytest.raises(ConfigError, match=r"1 tensors .* the first is 'model\.language_model\.layers\.1\.mlp\.up_proj"):
+    with pytest.raises(ConfigError, match=r"1 tensors .* the first is .model\.(language_model\.)?layers\.1\.mlp\.up_proj"):
         load_thinker(ctx, load_config(ctx))
     load_talker(ctx, load_config(ctx))  # the loss is nothing to the talker
 

@@ -42,6 +42,7 @@ from segue.models.omni.qwen2_5_omni.probe import generate_drops_mask
 from segue.models.omni.qwen2_5_omni.stages import TRANSFERS
 from segue.models.omni.qwen2_5_omni.talker import Talker
 from segue.models.omni.qwen2_5_omni.thinker import Thinker
+from segue.models.shared.omni.chat import audio_of_videos
 
 if TYPE_CHECKING:
     from conftest import Reference
@@ -215,14 +216,12 @@ def test_real_files_from_the_request_to_the_codes(
             sources.append(None)
         else:
             clip = decode_video(part, 2.0, limits, audio_rate=16000)
-            media |= {"videos": [clip.frames], "load_audio_from_video": True}
+            media["videos"] = [clip.frames]
             heard.append(clip.audio)
             sources.append(0)
     if heard:
         media["audio"] = heard
-    if "video" in kinds:
-        media["audio_from_video_indices"] = sources
-    inputs = reference.inputs("What is this?", *kinds, **media)
+    inputs = reference.inputs("What is this?", *kinds, **media, **audio_of_videos(sources))
     theirs = reference.generate(
         inputs, max_tokens=THINKER_TOKENS, max_codes=TALKER_TOKENS, use_audio_in_video="video" in kinds
     )

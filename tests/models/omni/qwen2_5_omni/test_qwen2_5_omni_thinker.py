@@ -13,6 +13,7 @@ from qwen2_5_omni_family import (
     THINKER_TOKENS,
     Case,
     context,
+    decoder_in,
     encoded,
     input_payload,
     library_model,
@@ -179,7 +180,7 @@ def test_embeddings_and_positions_are_the_librarys(
         seen.setdefault("embeds", kwargs["inputs_embeds"][0].clone())
         seen.setdefault("positions", kwargs["position_ids"][-3:, 0].clone())
 
-    with model.model.language_model.register_forward_pre_hook(note, with_kwargs=True):
+    with decoder_in(model).register_forward_pre_hook(note, with_kwargs=True):
         model.generate(**inputs, max_new_tokens=1, use_audio_in_video=case.use_audio_in_video)
     prompt = prompt_of(tiny_dir, thinker, encoder, case)
     embeds = prompt.embeds if prompt.embeds is not None else thinker.embed(torch.tensor(prompt.token_ids), None)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from qwen2_5_omni_family import decoder_in
 from safetensors import safe_open
 
 from segue.media.audio import decode_audio
@@ -237,7 +238,7 @@ def nudged(weight: torch.Tensor, *where: int) -> Iterator[None]:
 
 def test_a_single_weight_changes_the_answer(reference: Reference, replies: list[Reply]) -> None:
     model, inputs = reference.model, reference.inputs(PROMPTS[2])
-    layer = model.thinker.model.language_model.layers[0]
+    layer = decoder_in(model.thinker).layers[0]
     options = {"max_tokens": 150, "max_codes": 400, "noise_seed": 1}
     assert reference.generate(inputs, **options).token_ids == replies[2].token_ids
     with nudged(layer.self_attn.o_proj.weight, 5, 7):

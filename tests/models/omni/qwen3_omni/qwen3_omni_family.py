@@ -25,6 +25,7 @@ from segue.models.omni.qwen3_omni.reference import speaking
 from segue.models.omni.qwen3_omni.stages import TRANSFERS
 from segue.models.omni.qwen3_omni.talker import Talker
 from segue.models.omni.qwen3_omni.thinker import Thinker
+from segue.models.shared.omni.chat import audio_of_videos
 
 # after the family, which mends torchvision
 from segue.engines.autoregressive.config import AutoregressiveConfig  # isort: skip
@@ -155,7 +156,7 @@ def processed(model_dir: Path, case: Case) -> dict[str, Any]:
     if case.of("clip"):
         assert case.use_audio_in_video
         clips, sounds = [clip().frames], [clip().audio]
-        more = {"load_audio_from_video": True, "audio_from_video_indices": [0]}
+        more = audio_of_videos([0])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "__array__ implementation", DeprecationWarning)  # the library's, numpy 2
         made = processor(model_dir)(

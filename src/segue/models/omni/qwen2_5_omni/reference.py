@@ -14,6 +14,7 @@ from segue.messages.reference import LibraryAnswer, Question
 from segue.messages.request import MediaPart, TextPart
 from segue.models.omni.qwen2_5_omni.family import DEFAULT_VOICE
 from segue.models.omni.qwen2_5_omni.library import Qwen2_5OmniForConditionalGeneration, Qwen2_5OmniProcessor
+from segue.models.shared.omni.chat import audio_of_videos
 from segue.models.shared.reference import Follow, Library, clip_of, image_of, most_tokens, processors, samples_of
 
 FPS = 2.0
@@ -100,10 +101,8 @@ class Reference:
                     media["audio"].append(clip.audio)
                     origins.append(len(media["videos"]))
                 media["videos"].append(clip.frames)
-        more = {"load_audio_from_video": True, "audio_from_video_indices": origins} if with_audio else {}
-        return self.process(
-            self.prompt([{"role": "user", "content": content}]), **{k: v for k, v in media.items() if v}, **more
-        )
+        given = {kind: items for kind, items in media.items() if items} | audio_of_videos(origins)
+        return self.process(self.prompt([{"role": "user", "content": content}]), **given)
 
     def _default_voice(self) -> str:
         """`generate` knows one name; a checkpoint may have others."""

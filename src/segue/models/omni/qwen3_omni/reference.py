@@ -15,6 +15,7 @@ from segue.messages.reference import LibraryAnswer, Question
 from segue.messages.request import MediaPart, TextPart
 from segue.models.omni.qwen3_omni.family import DEFAULT_VOICE
 from segue.models.omni.qwen3_omni.library import Qwen3OmniMoeForConditionalGeneration, Qwen3OmniMoeProcessor
+from segue.models.shared.omni.chat import audio_of_videos
 from segue.models.shared.reference import Follow, Library, clip_of, image_of, most_tokens, processors, samples_of
 
 FPS = 2.0
@@ -115,8 +116,7 @@ class Reference:
                     media["audio"].append(clip.audio)
                     origins.append(len(media["videos"]))
                 media["videos"].append(clip.frames)
-        heard = any(origin is not None for origin in origins)
-        more: dict[str, Any] = {"load_audio_from_video": True, "audio_from_video_indices": origins} if heard else {}
+        more = audio_of_videos(origins)
         prompt = self.processor.apply_chat_template(
             [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
         )

@@ -97,8 +97,15 @@ class Chat:
         with warnings.catch_warnings():
             # the library builds a numpy range from torch numbers, and numpy 2 warns
             warnings.filterwarnings("ignore", "__array__ implementation doesn't accept a copy", DeprecationWarning)
-            more = {"audio_from_video_indices": list(origins)} if _INDEXED else {}
-            return self.expand(text, **media, **_AUDIO_OF_VIDEO, **more)
+            return self.expand(text, **media, **audio_of_videos(origins))
+
+
+def audio_of_videos(origins: Sequence[int | None]) -> dict[str, Any]:
+    """Arguments of the installed library's processor for recordings among which are audio tracks of videos. `origins`:
+    for each recording, the index of its video, or None."""
+    if not any(origin is not None for origin in origins):
+        return {}
+    return {**_AUDIO_OF_VIDEO, **({"audio_from_video_indices": list(origins)} if _INDEXED else {})}
 
 
 def load_chat(model_dir: Path, processor_class: type[ProcessorMixin], placeholders: Mapping[str, str]) -> Chat | None:
