@@ -259,7 +259,11 @@ class Sequence:
         length = len(prompt.token_ids)
         if not length:
             raise InvalidRequest("the prompt is empty; send at least one token", field="messages")
-        if length + 1 > longest:
+        if prompt.reply:
+            _check_reply(prompt, longest)
+            # whatever part of it an earlier attempt has emitted
+            self.request = replace(self.request, resume=list(prompt.reply))
+        elif length + 1 > longest:
             raise TooLong(
                 f"the prompt has {length} tokens; with one for the reply that is more than the {longest} this "
                 f"deployment can hold for a request at stage {self.request.stage!r}",
@@ -271,7 +275,7 @@ class Sequence:
         self.job.bidirectional = tuple(prompt.bidirectional)
         self._positions = None if prompt.positions is None else prompt.positions.cpu().numpy()
         self.most = longest - length
-        if self.request.sampling.max_tokens is not None:
+        if self.request.sampling.max_tokens is not None and not prompt.reply:
             self.most = min(self.most, self.request.sampling.max_tokens)
         self.shareable = self.shareable and (prompt.identity is None or bool(prompt.identity))
         model, request = self.model, self.request
@@ -416,6 +420,16 @@ class Sequence:
             positions = positions.copy()
             positions[:, : self.prompt_length - start] = known[:, start:]
         return positions
+
+
+def _check_reply(prompt: Prompt, longest: int) -> None:
+    """Raise `TooLong` for a given reply that does not fit."""
+    if len(prompt.token_ids) + len(prompt.reply) > longest:
+        raise TooLong(
+            f"the prompt has {len(prompt.token_ids)} tokens and the reply it asks for {len(prompt.reply)}; together "
+            f"they may have at most {longest}",
+            field="messages",
+        )
 
 
 def _check_prompt(prompt: Prompt, axes: int, stage: str) -> None:
