@@ -1,9 +1,8 @@
-"""An omni model says a given text: transformers' talker, where the thinker is made to write that text, says the same."""
+"""An omni model says a given text: so does transformers' talker where the thinker is made to write that text."""
 
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest

@@ -502,6 +502,18 @@ class TranscriptEvent(TypedDict):
     usage: NotRequired[Duration]
 
 
+class SpeechUsage(TypedDict):
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+
+
+class SpeechEvent(TypedDict):
+    type: str
+    audio: NotRequired[str]
+    usage: NotRequired[SpeechUsage]
+
+
 class VideoJob(TypedDict):
     id: str
     object: Literal["video"]

@@ -14,6 +14,7 @@ from segue.server.anthropic.request import CountBody, MessagesBody
 from segue.server.http.errors import MESSAGES, json_response
 from segue.server.http.middleware import OPEN
 from segue.server.openai.audio.request import TranscriptionBody, TranslationBody
+from segue.server.openai.audio.speech_request import SpeechBody
 from segue.server.openai.chat.request import ChatBody
 from segue.server.openai.completions.request import CompletionBody
 from segue.server.openai.embeddings import EmbeddingsBody
@@ -108,6 +109,7 @@ POST: dict[str, Post] = {
     "/v1/images/edits": Post(
         "Images made from others, whole or streamed.", EditBody, answers.ImagesAnswer, answers.ImageEvent
     ),
+    "/v1/audio/speech": Post("The speech of a text, streamed.", SpeechBody, "audio/mpeg", answers.SpeechEvent),
     "/v1/audio/transcriptions": Post(
         "The text of a recording, whole or streamed.",
         TranscriptionBody,
