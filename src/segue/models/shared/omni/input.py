@@ -123,6 +123,7 @@ class OmniInput(InputStage):
         """The ids of a text to say; special tokens in it are plain text."""
         if self._chat is None:
             raise InvalidRequest("this checkpoint has no tokenizer, so it cannot say a text", field=f"options.{SAY}")
+        self._check_text(TextPart(text), "messages")
         check_text(text, self._chat.tokenizer, request, self._longest, _TEXT_STAGE, "messages")
         return list(self._chat.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
 
