@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ DEPLOYMENT = {"stages": {name: {"max_tokens_per_step": 16} for name in ("thinker
 """The text itself is computed in several steps."""
 TEXT = "The sea is calm today; the <|im_end|> hills behind it are green, and no one is there to see them."
 CODES = 120
+PHOTO = Path(__file__).parents[3] / "assets" / "photo.jpg"
 
 
 def prompt(text: str = TEXT, **changes: Any) -> dict[str, Any]:
@@ -137,6 +139,7 @@ def test_a_long_text_is_said_to_its_end(system: System) -> None:
         ({"options": {"say": "yes"}}, "options.say"),
         ({"messages": [{"role": "assistant", "content": "hm"}]}, "last of the messages"),
         ({"messages": [{"role": "user", "content": " "}]}, "empty"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "image": PHOTO}, "hm"]}]}, "no media"),
         ({"sampling": {"thinker": SamplingParams(max_tokens=5)}}, "sampling.thinker has max_tokens"),
     ],
 )

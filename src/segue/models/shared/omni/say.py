@@ -35,14 +35,20 @@ def says(config: dict[str, Any], model_dir: Path) -> TextToSpeech | None:
 def text_to_say(request: Request, stage: str) -> str | None:
     """The text that the request wants said; None if it wants a reply. `stage`: the one that writes the reply.
 
-    Raises `InvalidRequest` if the option is no bool, the last message is not a user's text, or the stage's sampling is
-    set, which would have no effect.
+    Raises `InvalidRequest` if the option is no bool, the last message is not a user's text, the prompt is to end in
+    another way, or the stage's sampling is set, which would have no effect.
     """
     asked = request.options.get(SAY, False)
     if not isinstance(asked, bool):
         raise wrong(f"options.{SAY}", asked, "true or false")
     if not asked:
         return None
+    if request.chat.continue_final_message or not request.chat.add_generation_prompt:
+        raise InvalidRequest(
+            f"options.{SAY} is true, so the text begins a reply: leave out continue_final_message and "
+            "add_generation_prompt",
+            field=f"options.{SAY}",
+        )
     last = request.messages[-1] if request.messages else None
     if last is None or last.role != "user" or not all(isinstance(part, TextPart) for part in last.content):
         raise InvalidRequest(
