@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -245,9 +246,23 @@ class Sequence:
             self._unused.append(self.conditioning.count)
         if fed.tail is not None:
             self.conditioning.tail = fed.tail
+        if fed.prompt is not None and fed.prompt.reply:
+            self._give(fed.prompt, longest)
         if fed.prompt is not None:
             self._begin(fed.prompt, longest)
         self.refresh(block_size)
+
+    def _give(self, prompt: Prompt, longest: int) -> None:
+        """Take the reply of a prompt as that of an earlier attempt, whatever part of it one had emitted. Raises
+        `TooLong`."""
+        if len(prompt.token_ids) + len(prompt.reply) > longest:
+            raise TooLong(
+                f"the prompt has {len(prompt.token_ids)} tokens and the reply it asks for {len(prompt.reply)}; "
+                f"together they may have at most {longest}",
+                field="messages",
+            )
+        unbounded = msgspec.structs.replace(self.request.sampling, max_tokens=None)
+        self.request = replace(self.request, resume=list(prompt.reply), sampling=unbounded)
 
     def backlog(self) -> int:
         """Number of chunks with unused rows; a row is used once the token after its own has been generated."""
@@ -259,11 +274,7 @@ class Sequence:
         length = len(prompt.token_ids)
         if not length:
             raise InvalidRequest("the prompt is empty; send at least one token", field="messages")
-        if prompt.reply:
-            _check_reply(prompt, longest)
-            # whatever part of it an earlier attempt has emitted
-            self.request = replace(self.request, resume=list(prompt.reply))
-        elif length + 1 > longest:
+        if length + 1 > longest:
             raise TooLong(
                 f"the prompt has {length} tokens; with one for the reply that is more than the {longest} this "
                 f"deployment can hold for a request at stage {self.request.stage!r}",
@@ -275,7 +286,7 @@ class Sequence:
         self.job.bidirectional = tuple(prompt.bidirectional)
         self._positions = None if prompt.positions is None else prompt.positions.cpu().numpy()
         self.most = longest - length
-        if self.request.sampling.max_tokens is not None and not prompt.reply:
+        if self.request.sampling.max_tokens is not None:
             self.most = min(self.most, self.request.sampling.max_tokens)
         self.shareable = self.shareable and (prompt.identity is None or bool(prompt.identity))
         model, request = self.model, self.request
@@ -420,16 +431,6 @@ class Sequence:
             positions = positions.copy()
             positions[:, : self.prompt_length - start] = known[:, start:]
         return positions
-
-
-def _check_reply(prompt: Prompt, longest: int) -> None:
-    """Raise `TooLong` for a given reply that does not fit."""
-    if len(prompt.token_ids) + len(prompt.reply) > longest:
-        raise TooLong(
-            f"the prompt has {len(prompt.token_ids)} tokens and the reply it asks for {len(prompt.reply)}; together "
-            f"they may have at most {longest}",
-            field="messages",
-        )
 
 
 def _check_prompt(prompt: Prompt, axes: int, stage: str) -> None:

@@ -55,8 +55,8 @@ def text_to_say(request: Request, stage: str) -> str | None:
             f"options.{SAY} is true, so the last of the messages must be a user's, with the text to say and no media",
             field="messages",
         )
-    text = "".join(part.text for part in last.content if isinstance(part, TextPart))
-    if not text.strip():
+    text = "".join(part.text for part in last.content if isinstance(part, TextPart)).strip()
+    if not text:
         raise InvalidRequest("the text to say is empty; write at least one word", field="messages")
     own = request.sampling.get(stage)
     if own is not None and own != SamplingParams():
