@@ -81,3 +81,5 @@ def test_it_writes_down_a_recording(client: openai.OpenAI, assets: Path) -> None
     events = list(client.audio.transcriptions.create(file=recording, stream=True, **limits))
     assert events[-1].text == heard.text
     assert client.audio.translations.create(file=recording, **limits).text != heard.text
+    with pytest.raises(openai.BadRequestError, match=r"prompt: the text holds '<\|IMAGE\|>'"):
+        client.audio.transcriptions.create(file=recording, prompt="<|IMAGE|>", **limits)

@@ -28,7 +28,11 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "known_speaker_references": ([],),
 }
 """Unsupported parameters of OpenAI's → values that have no effect."""
-WRITTEN = {**{f"options.{name}": name for name in ("language", "prompt", "task")}, "messages": "file"}
+WRITTEN = {
+    **{f"options.{name}": name for name in ("language", "prompt", "task")},
+    "messages[0].content[1]": "prompt",
+    "messages": "file",
+}
 """Name in the request → name in the client's body."""
 _ASKS = {
     "transcribe": "Transcribe the speech in this recording{known}. Write only the words that are said.",
@@ -92,6 +96,39 @@ def transcription_request(
         raise not_for_this_model("does not transcribe")
     if card.speech is not None and task not in card.speech.tasks:
         raise not_for_this_model("does not translate")
+    form = _form(body, chats=chats)
+    written = {**WRITTEN, f"sampling.{card.text_stage}.temperature": "temperature"}
+    sampling = SamplingParams(temperature=body.temperature, logprobs=0 if form == "verbose_json" else None)
+    if chats:  # its defaults are those of a conversation
+        sampling = SamplingParams(temperature=body.temperature or 0.0, max_tokens=card.max_model_len)
+    try:
+        check_sampling(sampling, f"sampling.{card.text_stage}")
+    except InvalidRequest as error:
+        raise as_written(error, written) from error
+    parts: list[Part] = [_recording(body.file, settings)]
+    request = Request(
+        request_id=new_id("transcript"),
+        messages=[Message("user", [*parts, TextPart(_asked(task, body))] if chats else parts)],
+        sampling={card.text_stage: sampling},
+        seed=body.seed,
+        options={} if chats else _options(task, body, form),
+        adapter=body.model if body.model in card.adapters else None,
+        **turn_fields(body.priority, body.user, body.deadline, time.time(), card),
+    )
+    return TranscriptionRequest(
+        request,
+        task,
+        form,
+        stream=bool(body.stream),
+        temperature=body.temperature or 0.0,
+        written=written,
+        dialect=card.dialect,
+        in_tokens=chats,
+    )
+
+
+def _form(body: TranslationBody, *, chats: bool) -> str:
+    """The checked response format. `chats`: the model is asked in words, and gives no timestamps."""
     form = body.response_format or "json"
     if form not in FORMATS:
         raise wrong("response_format", form, f"one of {', '.join(FORMATS)}{nearest(form, FORMATS)}")
@@ -104,43 +141,23 @@ def transcription_request(
         )
     if body.stream and form in _TIMED:
         raise Unsupported(f"stream is True with response_format {form!r}; use json or text", field="stream")
-    written = {**WRITTEN, f"sampling.{card.text_stage}.temperature": "temperature"}
-    sampling = SamplingParams(temperature=body.temperature, logprobs=0 if form == "verbose_json" else None)
-    if chats:  # its defaults are those of a conversation
-        sampling = SamplingParams(temperature=body.temperature or 0.0, max_tokens=card.max_model_len)
-    try:
-        check_sampling(sampling, f"sampling.{card.text_stage}")
-    except InvalidRequest as error:
-        raise as_written(error, written) from error
-    parts: list[Part] = [_recording(body.file, settings)]
-    prompt = body.prompt if body.prompt and body.prompt.strip() else None
-    options: dict[str, Any] = {}
-    if chats:
-        parts.append(TextPart(_asked(task, body.language, prompt)))
-    else:
-        options = {
-            "task": task,
-            "timestamps": form in _TIMED,
-            **({"language": body.language} if body.language else {}),
-            **({"prompt": prompt} if prompt else {}),
-        }
-    request = Request(
-        request_id=new_id("transcript"),
-        messages=[Message("user", parts)],
-        sampling={card.text_stage: sampling},
-        seed=body.seed,
-        options=options,
-        adapter=body.model if body.model in card.adapters else None,
-        **turn_fields(body.priority, body.user, body.deadline, time.time(), card),
-    )
-    temperature = body.temperature or 0.0
-    return TranscriptionRequest(request, task, form, bool(body.stream), temperature, written, card.dialect, chats)
+    return form
 
 
-def _asked(task: str, language: str | None, prompt: str | None) -> str:
+def _options(task: str, body: TranslationBody, form: str) -> dict[str, Any]:
+    """What a model that only transcribes is told about the recording."""
+    return {
+        "task": task,
+        "timestamps": form in _TIMED,
+        **({"language": body.language} if body.language else {}),
+        **({"prompt": body.prompt} if body.prompt and body.prompt.strip() else {}),
+    }
+
+
+def _asked(task: str, body: TranslationBody) -> str:
     """What a model that chats is asked about the recording before it."""
-    text = _ASKS[task].format(known=f", which is in the language {language!r}" if language else "")
-    return f"{text}\nContext: {prompt}" if prompt else text
+    text = _ASKS[task].format(known=f", which is in the language {body.language!r}" if body.language else "")
+    return f"{text}\nContext: {body.prompt}" if body.prompt and body.prompt.strip() else text
 
 
 def _check_granularities(wanted: list[str] | None, form: str) -> None:
