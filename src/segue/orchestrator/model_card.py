@@ -6,10 +6,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from segue.graph.deployment.deployment import Plan
 from segue.graph.kinds.registry import kind_of
 from segue.graph.stage_graph import StageGraph
 from segue.messages.errors import ConfigError
+from segue.messages.speech import TextToSpeech
 from segue.models.family import Family
 from segue.orchestrator.service import ModelCard
 
@@ -43,11 +46,20 @@ def card_of(
         },
         by_priority=any(stage.scheduling == "priority" for stage in plan.stages.values()),
         speech=None if family.speech is None else family.speech(checkpoint, model_dir),
-        says=family.says(checkpoint, model_dir),
+        says=_says(family, checkpoint, model_dir, plan),
         limits=plan.limits,
         deadline=plan.limits.default_deadline or plan.limits.http_deadline,
         dialect=family.dialect(model_dir, checkpoint),
     )
+
+
+def _says(family: Family, checkpoint: dict[str, Any], model_dir: Path, plan: Plan) -> TextToSpeech | None:
+    """How the model says a given text, with the deployment's own sampling parameters."""
+    says = family.says(checkpoint, model_dir)
+    if says is None:
+        return None
+    sampling = {stage: plan.stages[stage].sampling.over(usual) for stage, usual in says.sampling.items()}
+    return msgspec.structs.replace(says, sampling=sampling)
 
 
 def check_stage_keys(family: Family, plan: Plan) -> None:
