@@ -1,5 +1,5 @@
-"""What the tests of this family share: what the package `qwen-tts` made of the tiny checkpoints, and the stages driven as
-a worker drives them."""
+"""What the tests of this family share: what the package `qwen-tts` made of the tiny checkpoints, and the stages driven
+as a worker drives them."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from segue.models.speech.qwen3_tts.talker import Talker
 from segue.models.speech.qwen3_tts.vocoder import Vocoder
 
 GOLDEN = Path(__file__).parent / "golden"
+EVERY = 7
 WEIGHTS = ("model.safetensors", "speech_tokenizer/model.safetensors")
 RECIPE = "run tests/models/speech/qwen3_tts/golden/make_golden.py again"
 
@@ -39,7 +40,8 @@ class Case:
     max_tokens: int
     request: Request
     codes: list[list[int]]
-    wave: torch.Tensor
+    samples: torch.Tensor
+    """Every `EVERY`th one."""
 
 
 def _request(name: str, given: dict[str, str]) -> Request:
@@ -63,7 +65,7 @@ def cases() -> dict[str, Case]:
                 max_tokens=one["max_tokens"],
                 request=_request(one["name"], one["given"]),
                 codes=file.get_tensor(f"{one['name']}.codes").tolist(),
-                wave=file.get_tensor(f"{one['name']}.wave"),
+                samples=file.get_tensor(f"{one['name']}.samples"),
             )
             for one in json.loads((GOLDEN / "cases.json").read_text())
         }

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from qwen3_tts_family import Case, Speech, Spoken, cases, context, spoken_by, stage_request
+from qwen3_tts_family import Case, Speech, Spoken, cases, context, spoken_by
 
-from segue.messages.errors import InvalidRequest
-from segue.messages.sampling import SamplingParams
 from segue.models.speech.qwen3_tts.talker import Talker
 
 

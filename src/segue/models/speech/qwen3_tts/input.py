@@ -21,6 +21,7 @@ from segue.engines.contract import LoadContext, Payload
 from segue.graph.parts import TOKENS
 from segue.messages.errors import ConfigError, InvalidRequest, NotFound, nearest, wrong
 from segue.messages.request import MediaPart, Message, Request, TextPart
+from segue.models.shared.checkpoint.pretrained import errors_only
 from segue.models.shared.input_stage import InputStage
 from segue.models.shared.text.prompt import check_length, check_text, client_tokens, given_as, own_tokens_only
 from segue.models.shared.text.tokenizer import load_tokenizer
@@ -39,7 +40,8 @@ class InputProcessor(InputStage):
     def __init__(self, ctx: LoadContext) -> None:
         """Raises `ConfigError` for a checkpoint without a tokenizer."""
         self._config: Config = read_config(ctx.model_dir)
-        tokenizer = load_tokenizer(ctx.model_dir)
+        with errors_only("transformers"):  # it warns that it does not know the model
+            tokenizer = load_tokenizer(ctx.model_dir)
         if tokenizer is None:
             raise ConfigError(f"{ctx.model_dir}: the checkpoint has no tokenizer", field="model")
         self._tokenizer: Any = tokenizer

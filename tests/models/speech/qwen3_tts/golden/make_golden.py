@@ -6,8 +6,8 @@ Run it in an environment of its own, because the package pins its own transforme
     segue tiny qwen3-tts CUSTOM && segue tiny qwen3-tts-voice-design DESIGN
     ENV/bin/python tests/models/speech/qwen3_tts/golden/make_golden.py CUSTOM DESIGN
 
-For each case, greedily: `NAME.codes` [frames, groups] and `NAME.wave` [samples] float32 (of some as float16: they are
-compared only roughly). `checkpoint.KIND`: SHA-256 of the weights that they were made of.
+For each case of `cases.json`, greedily: `NAME.codes` [frames, groups] int16, and `NAME.samples` float32: every `EVERY`
+th sample of the waveform. Metadata `checkpoint.KIND`: SHA-256 of the weights that they were made of.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from qwen_tts import Qwen3TTSModel
 from safetensors.torch import save_file
 
 HERE = Path(__file__).parent
+EVERY = 7
+"""Prime to the samples of a frame."""
 WEIGHTS = ("model.safetensors", "speech_tokenizer/model.safetensors")
 
 
@@ -61,8 +63,10 @@ def main(custom: Path, design: Path) -> None:
             model.model.speech_tokenizer.decode = decode
         assert rate == 24000
         tensors[f"{case['name']}.codes"] = rows[0].to(torch.int16)
-        tensors[f"{case['name']}.wave"] = torch.from_numpy(wave)
-        print(case["name"], tuple(rows[0].shape), f"rms {float(wave.std()):.3f}", rows[0][:3].tolist())
+        tensors[f"{case['name']}.samples"] = torch.from_numpy(wave)[::EVERY].contiguous()
+        sys.stdout.write(
+            f"{case['name']}: {tuple(rows[0].shape)}, rms {float(wave.std()):.3f}, {rows[0][0].tolist()}\n"
+        )
     digests = {f"checkpoint.{kind}": digest(path) for kind, path in models.items()}
     save_file(tensors, HERE / "golden.safetensors", metadata=digests)
 

@@ -32,8 +32,10 @@ _GAINS = (
 _BIAS_STD = 0.05
 _SHARP = 2.8
 """Mean of q/k norms: with them, the gain of the q and k matrices has no effect."""
-_END_GAIN = 2.0
+_END_GAIN = 1.2
 """How easily an utterance ends: a head row k times as large as the others wins more steps the larger k is."""
+_SHARE_GAIN = 20.0
+"""How much the share of generated positions favours the end."""
 _UNUSED_ENCODER = ("upsample.", "decoder.", "decoder_transformer.")
 """Parts of Mimi that the speech tokenizer's encoder does not have."""
 
@@ -48,7 +50,29 @@ def make_talker(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
     keep[:CODEBOOK] = 1.0
     keep[END] = _END_GAIN
     weights["talker.codec_head.weight"] *= keep
+    _end_in_proportion(weights, config["talker_config"]["head_dim"])
     return weights
+
+
+def _end_in_proportion(weights: dict[str, torch.Tensor], head_dim: int) -> None:
+    """Make longer prompts end later: greedy decoding of few codes would loop. Channel 1 marks codes; the first head of
+    the first layer, whose queries are zero, takes the mean of it over all positions to channel 0, from which the end
+    token's logit grows with the share of generated positions. Nothing else writes these channels."""
+    for name, weight in weights.items():
+        if re.search(r"^talker\.(model|code_predictor\.model)\.codec_embedding(\.\d+)?\.weight$", name):
+            weight[:, :2] = 0.0
+        if re.search(r"^talker\.model\.layers\.\d+\..*(o_proj|down_proj)\.weight$", name):
+            weight[:2] = 0.0
+    for part in ("weight", "bias"):
+        weights[f"talker.text_projection.linear_fc2.{part}"][:2] = 0.0
+    weights["talker.model.codec_embedding.weight"][:CODEBOOK, 1] = 4.0
+    attention = "talker.model.layers.0.self_attn"
+    weights[f"{attention}.q_proj.weight"][:head_dim] = 0.0
+    weights[f"{attention}.v_proj.weight"][0] = 0.0
+    weights[f"{attention}.v_proj.weight"][0, 1] = 1.0
+    weights[f"{attention}.o_proj.weight"][0, 0] = _SHARE_GAIN
+    weights["talker.codec_head.weight"][:, :2] = 0.0
+    weights["talker.codec_head.weight"][END, 0] = 1.0
 
 
 def make_speech_tokenizer(config: dict[str, Any], decoder: Any, seed: int) -> dict[str, torch.Tensor]:
