@@ -162,7 +162,7 @@ def wave_of(vocoder: Vocoder, codes: list[list[int]], split: Sequence[int] = ())
     at = 0
     for size in (*split, len(codes)):
         rows, at = codes[at : at + size], at + size
-        payload = {"codes": torch.tensor(rows, dtype=torch.long).reshape(len(rows), -1), "start": at - size}
+        payload = {"codes": torch.tensor(rows, dtype=torch.long).reshape(len(rows), 4), "start": at - size}
         for work in vocoder.feed(state, "talker", payload, final=at >= len(codes)):
             [result] = vocoder.run([work])
             assert result.payload is not None

@@ -42,8 +42,8 @@ def test_every_sample_is_there_and_is_the_packages(
     assert 0.02 < float(case.samples.square().mean().sqrt()) < 0.5
 
 
-@settings(max_examples=8, deadline=None)
-@given(st.lists(st.integers(0, 9), max_size=8), st.integers(1, 60))
+@settings(max_examples=4, deadline=None)
+@given(st.lists(st.integers(0, 9), max_size=8), st.integers(1, 40))
 def test_the_split_changes_no_sample(vocoder: Vocoder, sizes: list[int], frames: int) -> None:
     codes = codes_of(frames)
     assert torch.equal(wave_of(vocoder, codes, sizes), wave_of(vocoder, codes))
@@ -51,7 +51,7 @@ def test_the_split_changes_no_sample(vocoder: Vocoder, sizes: list[int], frames:
 
 def test_longer_than_the_attention_window(tiny_dir: Path, vocoder: Vocoder) -> None:
     """Two layers that look back 71 frames each: one call over all frames gives the same."""
-    codes = codes_of(170)
+    codes = codes_of(110)
     config = read_vocoder(tiny_dir)
     decoder = CodeDecoder(load_vocoder(context(tiny_dir, "vocoder"), config), config.decoder_config)
     [(whole, _)] = decoder.decode([Piece(torch.tensor(codes).T.contiguous(), 0, None)])
@@ -61,7 +61,7 @@ def test_longer_than_the_attention_window(tiny_dir: Path, vocoder: Vocoder) -> N
     off = (wave_of(vocoder, changed) - whole).abs()
     assert float(off[: SAMPLES * 5].max()) <= WITHIN
     assert float(off[SAMPLES * 5 : SAMPLES * 6].max()) > 0.1
-    assert float(off[SAMPLES * 120 : SAMPLES * 140].max()) > WITHIN, "through both layers"
+    assert float(off[SAMPLES * 90 : SAMPLES * 110].max()) > WITHIN, "through both layers"
 
 
 def test_in_a_batch_of_utterances_at_different_places(vocoder: Vocoder) -> None:

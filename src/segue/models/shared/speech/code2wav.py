@@ -63,15 +63,12 @@ def run(layer: nn.Module, x: Tensor, carry: Carry) -> Tensor:
             x = carry.behind(x, layer.back) if layer.back else x
             return layer.conv(x).narrow(-1, layer.back * layer.stride, count)
         case Qwen3OmniMoeCode2WavDecoderResidualUnit():
-            inner = run(layer.conv1, layer.act1(x), carry)
-            return layer.conv2(layer.act2(inner)) + x
+            return layer.conv2(layer.act2(run(layer.conv1, layer.act1(x), carry))) + x
         case Qwen3OmniMoeConvNeXtBlock():
             back = layer.dwconv.padding
             return layer(carry.behind(x, back))[..., back:]  # the outputs of what it looks back on were given before
         case Qwen3OmniMoeCode2WavDecoderBlock():
-            for inner in layer.block:
-                x = run(inner, x, carry)
-            return x
+            return run(layer.block, x, carry)
         case nn.ModuleList():
             for inner in layer:
                 x = run(inner, x, carry)

@@ -6,7 +6,6 @@ n sequences, E width of the talker, P of the predictor, G codes per row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,8 +30,8 @@ class CodePredictor:
     def __init__(
         self,
         decoder: PreTrainedModel,
-        embeddings: Sequence[nn.Module],
-        heads: Sequence[nn.Module],
+        embeddings: nn.ModuleList,
+        heads: nn.ModuleList,
         filters: Filters,
         project: nn.Module | None = None,
     ) -> None:
