@@ -19,6 +19,7 @@ thinker. Tensors are on any device; integers in lists are plain.
          "silence": int, "width": int},     # `segue.models.shared.omni.medium.MediaReader.audio_entry`
       ],
       "use_audio_in_video": bool,
+      ["reply": [ids]],                   # the text to say, without an end token, if the request gives it
     }
 
 and `"tokens"` (`segue.models.shared.text.prompt.client_tokens`) if the client requested them: the worker removes this
