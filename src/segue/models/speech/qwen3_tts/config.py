@@ -133,6 +133,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float = 1.0
     repetition_penalty: float = 1.05
     max_new_tokens: int = 4096
+    subtalker_dosample: bool = True
     subtalker_temperature: float = 0.9
     subtalker_top_k: int = 50
     subtalker_top_p: float = 1.0
