@@ -1,4 +1,4 @@
-"""Families for speech: `speech_seq2seq` transcribes audio (Whisper).
+"""Families for speech: `speech_seq2seq` transcribes audio (Whisper), `qwen3_tts` says a text.
 
 Doors: the `family` of each.
 """

@@ -6,7 +6,6 @@ from segue.kernels.torchvision_shim import ensure_torchvision
 ensure_torchvision()  # a torchvision that fails to import makes the import of transformers fail
 
 from transformers import (
-    DynamicCache,
     PreTrainedModel,
     Qwen3OmniMoeConfig,
     Qwen3OmniMoeForConditionalGeneration,
@@ -21,27 +20,18 @@ from transformers.conversion_mapping import (
 )
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     Qwen3OmniMoeAudioEncoder,
-    Qwen3OmniMoeCausalConvNet,
     Qwen3OmniMoeCausalTransConvNet,
     Qwen3OmniMoeCode2Wav,
-    Qwen3OmniMoeCode2WavDecoderBlock,
-    Qwen3OmniMoeCode2WavDecoderResidualUnit,
-    Qwen3OmniMoeConvNeXtBlock,
     Qwen3OmniMoePreTrainedModelForConditionalGeneration,
     Qwen3OmniMoeVisionEncoder,
 )
 
 __all__ = [
-    "DynamicCache",
     "PreTrainedModel",
     "Qwen3OmniMoeAudioEncoder",
-    "Qwen3OmniMoeCausalConvNet",
     "Qwen3OmniMoeCausalTransConvNet",
     "Qwen3OmniMoeCode2Wav",
-    "Qwen3OmniMoeCode2WavDecoderBlock",
-    "Qwen3OmniMoeCode2WavDecoderResidualUnit",
     "Qwen3OmniMoeConfig",
-    "Qwen3OmniMoeConvNeXtBlock",
     "Qwen3OmniMoeForConditionalGeneration",
     "Qwen3OmniMoePreTrainedModelForConditionalGeneration",
     "Qwen3OmniMoeProcessor",
