@@ -1,6 +1,6 @@
 """Code that several families use, by subject: `checkpoint` and `packed` read weights, `decoder` runs a text decoder
 under paged attention, `text` builds prompts, `dialects` parse tool calls and reasoning, `diffusion` has the stages of
-image families, `speculators` the draft heads, and `tiny` writes small checkpoints.
+image families, `speech` streaming vocoders, `speculators` the draft heads, and `tiny` writes small checkpoints.
 
 Doors: every module and package.
 """

@@ -13,7 +13,8 @@ from qwen3_omni_family import context, library_model, stage_request
 from segue.engines.contract import StageOutput
 from segue.engines.module.engine import ModuleConfig, ModuleEngine
 from segue.messages.errors import ConfigError, StageFailed
-from segue.models.omni.qwen3_omni.vocoder.vocoder import GROUPS, Code2Wav
+from segue.models.omni.qwen3_omni.vocoder.vocoder import Code2Wav
+from segue.models.shared.speech.vocoder import GROUPS
 
 WITHIN = 1e-4
 FRAMES = (1, 2, 3, 7, 21, 80, 160)

@@ -1,148 +1,17 @@
-"""Code2Wav as a streaming stage: chunks of codes in, chunks of waveform out.
-
-An utterance is decoded in pieces, whose lengths depend only on their index (`GROUPS`): the samples do not depend on how
-codes arrived, on load, or on the rest of the batch, and are those of one call over the whole utterance. The last frame
-is decoded with the samples of all frames before it: there is no look-ahead.
-
-A request holds, whatever the length of its utterance, what the network looks back on (`network`), and the codes of a
-piece that is not complete yet.
-"""
+"""The vocoder stage of Qwen3-Omni."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor
-
-from segue.engines.contract import LoadContext, Payload, StageRequest
-from segue.engines.module.contract import Result, Work
-from segue.messages.errors import ConfigError, StageFailed, nearest
+from segue.engines.contract import LoadContext
 from segue.models.omni.qwen3_omni.loading import load_code2wav, load_config
-from segue.models.omni.qwen3_omni.vocoder import network
+from segue.models.omni.qwen3_omni.vocoder.network import CodeDecoder
+from segue.models.shared.speech.vocoder import StreamingVocoder
 
 SAMPLE_RATE = 24000
-GROUPS = (2, 2, 4, 4, 8)
-"""Frames (80 ms each) of an utterance's first, second, … piece; the last entry repeats. Later pieces grow, as each
-costs a call of every layer."""
 
 
-@dataclass(slots=True)
-class Utterance:
-    """The state of a request in this stage, until its last samples are emitted."""
-
-    request_id: str
-    codes: Tensor
-    """[n, K] long: the frames from the first that no piece has."""
-    received: int = 0
-    """Number of frames received."""
-    planned: int = 0
-    """Frames in pieces."""
-    pieces: int = 0
-    complete: bool = False
-    """The last piece is planned."""
-    past: network.Past | None = None
-    samples: int = 0
-    """Number of samples emitted."""
-
-
-@dataclass(slots=True)
-class _Piece:
-    """One piece of an utterance, as a work item. Keeps its result, so that a repeated call computes nothing twice."""
-
-    utterance: Utterance
-    codes: Tensor
-    """[K, n]."""
-    first: int
-    payload: Payload | None = None
-
-
-class Code2Wav:
-    """The vocoder stage's `ModuleModel`.
-
-    In, from the talker: `{"codes": LongTensor [n, K], "start": int}`, a row of K codes per frame. Out, per piece:
-    `{"samples": FloatTensor [n] on the CPU, in [-1, 1], "start": index of the first one, "sample_rate": 24000}`. Always
-    float32.
-    """
+class Code2Wav(StreamingVocoder):
+    """Gives samples in [-1, 1]; always float32."""
 
     def __init__(self, ctx: LoadContext) -> None:
-        for name in ctx.options:
-            raise ConfigError(f"the vocoder has no option {name!r}{nearest(name, ())}", field=name)
-        self._network = network.CodeDecoder(load_code2wav(ctx, load_config(ctx)))
-
-    def warm_up(self) -> None:
-        """Decode the first two pieces of an utterance."""
-        utterance = self._open("warm-up")
-        codes = torch.zeros(sum(GROUPS[:2]), self._network.groups, dtype=torch.long)
-        for work in self.feed(utterance, "", {"codes": codes, "start": 0}, final=True):
-            self.run([work])
-
-    def begin(self, request: StageRequest) -> tuple[Utterance, list[Work]]:
-        return self._open(request.request_id), []
-
-    def feed(self, state: Utterance, upstream: str, payload: Payload, *, final: bool) -> list[Work]:
-        """Append frames and plan pieces; repeated frames (the talker restarted) are dropped by their index.
-
-        Raises `StageFailed` for codes that are missing or out of range.
-        """
-        if state.complete:
-            return []
-        self._append(state, payload["codes"], payload["start"])
-        works = []
-        while (count := GROUPS[min(state.pieces, len(GROUPS) - 1)]) <= len(state.codes):
-            works.append(self._plan(state, count))
-        if final:
-            state.complete = True
-            if len(state.codes) or not works:
-                works.append(self._plan(state, len(state.codes)))
-            works[-1].last = True
-        return works
-
-    def run(self, works: list[Work]) -> list[Result]:
-        """Decode pieces of one length as one batch."""
-        pieces: list[_Piece] = [work.item for work in works]
-        self._decode([piece for piece in pieces if piece.payload is None])
-        return [Result(piece.payload) for piece in pieces]
-
-    def end(self, state: Utterance) -> None:
-        state.complete = True
-        state.past = None
-
-    def _open(self, request_id: str) -> Utterance:
-        return Utterance(request_id, torch.empty(0, self._network.groups, dtype=torch.long))
-
-    def _append(self, state: Utterance, codes: Tensor, start: int) -> None:
-        if start > state.received:
-            raise StageFailed(f"frames {state.received} to {start - 1} of request {state.request_id!r} never came")
-        new = codes[state.received - start :].to("cpu", torch.long)
-        if not len(new):
-            return
-        if list(new.shape[1:]) != [self._network.groups]:
-            raise StageFailed(f"frames of {list(new.shape[1:])} codes came; the vocoder takes {self._network.groups}")
-        wrong = new[(new < 0) | (new >= self._network.codebook)]
-        if len(wrong):
-            raise StageFailed(
-                f"code {int(wrong[0])} is outside the codebook, which has codes 0 to {self._network.codebook - 1}"
-            )
-        state.codes = torch.cat([state.codes, new])
-        state.received += len(new)
-
-    def _plan(self, state: Utterance, count: int) -> Work:
-        piece = _Piece(state, state.codes[:count].T.contiguous(), state.planned)
-        state.codes = state.codes[count:]
-        bucket = (count, state.planned == 0)
-        state.planned += count
-        state.pieces += 1
-        return Work(state.request_id, piece, bucket=bucket, cost=max(1, count))
-
-    def _decode(self, pieces: list[_Piece]) -> None:
-        asked = [network.Piece(piece.codes, piece.first, piece.utterance.past) for piece in pieces]
-        if asked and asked[0].codes.shape[1]:
-            decoded = self._network.decode(asked)
-        else:  # an utterance that ended with a piece, or without a frame
-            decoded = [(torch.empty(0), piece.utterance.past) for piece in pieces]
-        for piece, (samples, past) in zip(pieces, decoded, strict=True):
-            utterance = piece.utterance
-            piece.payload = {"samples": samples, "start": utterance.samples, "sample_rate": SAMPLE_RATE}
-            utterance.past = past
-            utterance.samples += len(samples)
+        super().__init__(ctx, CodeDecoder(load_code2wav(ctx, load_config(ctx))), SAMPLE_RATE)
