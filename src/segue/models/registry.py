@@ -36,13 +36,14 @@ def families() -> dict[str, Family]:
     from segue.models.omni.multimodal_lm.family import FAMILY as MULTIMODAL_LM
     from segue.models.omni.qwen2_5_omni.family import FAMILY as QWEN2_5_OMNI
     from segue.models.omni.qwen3_omni.family import FAMILY as QWEN3_OMNI
+    from segue.models.speech.csm.family import FAMILY as CSM
     from segue.models.speech.speech_seq2seq.family import FAMILY as SPEECH_SEQ2SEQ
     from segue.models.text.causal_lm.family import FAMILY as CAUSAL_LM
     from segue.models.text.cross_encoder.family import FAMILY as CROSS_ENCODER
     from segue.models.text.text_classification.family import FAMILY as TEXT_CLASSIFICATION
     from segue.models.text.text_embedding.family import FAMILY as TEXT_EMBEDDING
 
-    named = (QWEN2_5_OMNI, QWEN3_OMNI, QWEN_IMAGE, SDXL, STABLE_DIFFUSION_3, FLUX, FLUX2, Z_IMAGE, WAN)
+    named = (QWEN2_5_OMNI, QWEN3_OMNI, CSM, QWEN_IMAGE, SDXL, STABLE_DIFFUSION_3, FLUX, FLUX2, Z_IMAGE, WAN)
     generic = (
         *(GENERIC_PIPELINE, TEXT_EMBEDDING, CROSS_ENCODER, TEXT_CLASSIFICATION),
         *(SPEECH_SEQ2SEQ, MULTIMODAL_LM, CAUSAL_LM),

@@ -66,13 +66,13 @@ class StreamingVocoder:
         """Raises `ConfigError` for an option, because it has none."""
         for name in ctx.options:
             raise ConfigError(f"the vocoder has no option {name!r}{nearest(name, ())}", field=name)
-        self._decoder = decoder
+        self.decoder = decoder
         self._rate = sample_rate
 
     def warm_up(self) -> None:
         """Decode the first two pieces of an utterance."""
         utterance = self._open("warm-up")
-        codes = torch.zeros(sum(GROUPS[:2]), self._decoder.groups, dtype=torch.long)
+        codes = torch.zeros(sum(GROUPS[:2]), self.decoder.groups, dtype=torch.long)
         for work in self.feed(utterance, "", {"codes": codes, "start": 0}, final=True):
             self.run([work])
 
@@ -108,7 +108,7 @@ class StreamingVocoder:
         state.past = None
 
     def _open(self, request_id: str) -> Utterance:
-        return Utterance(request_id, torch.empty(0, self._decoder.groups, dtype=torch.long))
+        return Utterance(request_id, torch.empty(0, self.decoder.groups, dtype=torch.long))
 
     def _append(self, state: Utterance, codes: Tensor, start: int) -> None:
         if start > state.received:
@@ -116,12 +116,12 @@ class StreamingVocoder:
         new = codes[state.received - start :].to("cpu", torch.long)
         if not len(new):
             return
-        if list(new.shape[1:]) != [self._decoder.groups]:
-            raise StageFailed(f"frames of {list(new.shape[1:])} codes came; the vocoder takes {self._decoder.groups}")
-        wrong = new[(new < 0) | (new >= self._decoder.codebook)]
+        if list(new.shape[1:]) != [self.decoder.groups]:
+            raise StageFailed(f"frames of {list(new.shape[1:])} codes came; the vocoder takes {self.decoder.groups}")
+        wrong = new[(new < 0) | (new >= self.decoder.codebook)]
         if len(wrong):
             raise StageFailed(
-                f"code {int(wrong[0])} is outside the codebook, which has codes 0 to {self._decoder.codebook - 1}"
+                f"code {int(wrong[0])} is outside the codebook, which has codes 0 to {self.decoder.codebook - 1}"
             )
         state.codes = torch.cat([state.codes, new])
         state.received += len(new)
@@ -137,7 +137,7 @@ class StreamingVocoder:
     def _decode(self, pieces: list[_Piece]) -> None:
         asked = [Piece(piece.codes, piece.first, piece.utterance.past) for piece in pieces]
         if asked and asked[0].codes.shape[1]:
-            decoded = self._decoder.decode(asked)
+            decoded = self.decoder.decode(asked)
         else:  # an utterance that ended with a piece, or without a frame
             decoded = [(torch.empty(0), piece.utterance.past) for piece in pieces]
         for piece, (samples, past) in zip(pieces, decoded, strict=True):
