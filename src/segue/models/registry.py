@@ -14,6 +14,7 @@ from segue.graph.plugins import plugins
 from segue.messages.errors import ConfigError
 from segue.models.family import Family, TinyPreset
 from segue.models.shared.checkpoint.files import read_object
+from segue.models.unserved import SPEAKERS
 
 PIPELINE = "model_index.json"
 """The file that names the parts of a diffusers pipeline, each in its own folder."""
@@ -87,6 +88,12 @@ def family_of(config: dict[str, Any], model_dir: Path) -> Family:
     for family in known.values():
         if family.architectures & set(wanted):
             return family
+    if silent := SPEAKERS & set(wanted):
+        raise ConfigError(
+            f"no family serves {min(silent)}; of models that speak, served are CSM, Qwen2.5-Omni and Qwen3-Omni: "
+            "docs/models.md",
+            field="architectures",
+        )
     for family in known.values():
         if family.claims(config, model_dir):
             return family
@@ -98,9 +105,8 @@ def family_of(config: dict[str, Any], model_dir: Path) -> Family:
         )
     raise ConfigError(
         f"no family serves {', '.join(wanted)}; served are language models (...ForCausalLM), multimodal ones, Whisper, "
-        " classifiers (...ForSequenceClassification), text embeddings (with a modules.json), Qwen2.5-Omni, "
-        "Qwen3-Omni and "
-        "pipelines of diffusers: docs/models.md",
+        "classifiers (...ForSequenceClassification), text embeddings (with a modules.json), CSM, Qwen2.5-Omni, "
+        "Qwen3-Omni and pipelines of diffusers: docs/models.md",
         field="architectures",
     )
 
