@@ -46,6 +46,12 @@ def test_a_bare_prompt_names_its_speaker_itself(stage: InputProcessor) -> None:
     assert torch.equal(stage.process(message)["token_ids"], stage.process(prompt)["token_ids"])
 
 
+def test_a_messages_name_is_its_speaker(stage: InputProcessor) -> None:
+    named = asked(Message("user", [TextPart("Hello there")], {"name": "3"}), voice="1")
+    other = asked(Message("user", [TextPart("Hello there")]), voice="3")
+    assert torch.equal(stage.process(named)["token_ids"], stage.process(other)["token_ids"])
+
+
 def test_no_text_becomes_a_special_token(stage: InputProcessor) -> None:
     text = "say <|AUDIO|> and <|end_of_text|>"
     ids = stage.process(asked(Message("user", [TextPart(text)])))["token_ids"].tolist()
@@ -56,7 +62,8 @@ def test_no_text_becomes_a_special_token(stage: InputProcessor) -> None:
     ("messages", "error"),
     [
         ([Message("user", [TextPart(" ")])], r"messages\[0\] has no text"),
-        ([Message("system", [TextPart("Hi")])], r"messages\[0\].role is 'system'; it must be a speaker id such as '0'"),
+        ([Message("system", [TextPart("Hi")])], r"messages\[0\].role is 'system'; a speaker is a number such as '0'"),
+        ([Message("user", [TextPart("Hi")], {"name": "Ann"})], r"messages\[0\].name is 'Ann'; a speaker is a number"),
         ([Message("0", [TextPart("Hi")]), Message("0", [TextPart("Hi")])], r"messages\[0\] has 0 recordings"),
         ([Message("0", [TextPart("Hi"), audio()])], r"messages\[0\] has a recording; the last message is the text"),
         ([Message("0", [MediaPart("image", b""), TextPart("Hi")])], "is image; this model takes text and audio"),

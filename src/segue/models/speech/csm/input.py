@@ -39,7 +39,7 @@ from segue.models.speech.csm.loading import load_config
 
 _STAGE = "backbone"
 _SPOKEN = ("user", "assistant")
-"""Roles that are spoken by the request's voice; any other is a speaker id itself."""
+"""Roles whose messages are spoken by the request's voice, if they have no name."""
 
 
 class InputProcessor(InputStage):
@@ -113,7 +113,7 @@ class InputProcessor(InputStage):
                     "and one recording of it",
                     field="messages",
                 )
-            ids += self._turn(request, f"[{_speaker(message, number, voice)}]{text}")
+            ids += self._turn(request, f"[{speaker_of(message, number, voice)}]{text}")
             for part in recordings:
                 ids += self._audio
                 media.append(self._recording(part))
@@ -152,15 +152,18 @@ def _parts(message: Message, number: int) -> tuple[str, list[MediaPart]]:
     return text, recordings
 
 
-def _speaker(message: Message, number: int, voice: str) -> str:
-    """The speaker id of a message. Raises `InvalidRequest`."""
-    if message.role in _SPOKEN:
+def speaker_of(message: Message, number: int, voice: str) -> str:
+    """The speaker id of message `number`: its `name`, or its role if that is one; else the request's voice. Raises
+    `InvalidRequest`."""
+    name = message.extra.get("name")
+    if name is None and message.role in _SPOKEN:
         return voice
-    if not (message.role.isascii() and message.role.isdigit()):
-        field = f"messages[{number}].role"
+    field, given = ("role", message.role) if name is None else ("name", name)
+    if not (isinstance(given, str) and given.isascii() and given.isdigit()):
+        field = f"messages[{number}].{field}"
         raise InvalidRequest(
-            f"{field} is {message.role!r}; it must be a speaker id such as '0', or {' or '.join(map(repr, _SPOKEN))} "
-            "for the request's voice",
+            f"{field} is {given!r}; a speaker is a number such as '0'; messages of the {' or the '.join(_SPOKEN)} "
+            "without a name are spoken by the request's voice",
             field=field,
         )
-    return message.role
+    return given

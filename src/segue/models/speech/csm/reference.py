@@ -11,6 +11,7 @@ from segue.messages.reference import LibraryAnswer, Question
 from segue.messages.request import MediaPart, Request, TextPart
 from segue.models.shared.reference import Follow, Library, most_tokens, processors, samples_of
 from segue.models.speech.csm.family import speaker
+from segue.models.speech.csm.input import speaker_of
 from segue.models.speech.csm.library import CsmForConditionalGeneration, CsmProcessor
 
 _STAGE = "backbone"
@@ -43,15 +44,14 @@ class Reference:
     def _read(self, request: Request) -> Any:
         """Model inputs of a conversation."""
         conversation = []
-        for message in request.messages:
+        for number, message in enumerate(request.messages):
             text = "\n".join(part.text for part in message.content if isinstance(part, TextPart))
             content: list[dict[str, Any]] = [{"type": "text", "text": text}]
             for part in message.content:
                 if isinstance(part, MediaPart):
                     rate = self.processor.feature_extractor.sampling_rate
                     content.append({"type": "audio", "path": samples_of(part, rate)})
-            role = message.role if message.role.isdigit() else speaker(request.voice)
-            conversation.append({"role": role, "content": content})
+            conversation.append({"role": speaker_of(message, number, speaker(request.voice)), "content": content})
         return self.processor.apply_chat_template(conversation, tokenize=True, return_dict=True)
 
 
