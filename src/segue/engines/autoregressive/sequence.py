@@ -161,8 +161,7 @@ class Sequence:
         """Most tokens it may generate; set with the prompt."""
         ends = frozenset() if sampling.ignore_eos else model.end_token_ids
         self.end_ids = ends | frozenset(sampling.stop_token_ids or ())
-        by_row = isinstance(model, EndsByRow) and not sampling.ignore_eos
-        self._ends_by = model.ends if by_row else None
+        self._ends_by = model.ends if isinstance(model, EndsByRow) and not sampling.ignore_eos else None
         self.announced = False
         """Its first output has been emitted."""
         self.rows_given = 0

@@ -43,15 +43,8 @@ def depth_sampling(generation: GenerationConfig) -> Sampling:
             )
     if not given.get("do_sample"):
         return Sampling(1.0, 1, 1.0)
-    return Sampling(
-        temperature=_given(given.get("temperature"), 1.0),
-        top_k=_given(given.get("top_k"), TOP_K),
-        top_p=_given(given.get("top_p"), 1.0),
-    )
-
-
-def _given(value: float | None, default: float) -> float:
-    return default if value is None else value
+    known = {name: value for name, value in given.items() if value is not None}
+    return Sampling(known.get("temperature", 1.0), known.get("top_k", TOP_K), known.get("top_p", 1.0))
 
 
 class DepthDecoder:

@@ -74,8 +74,8 @@ def _set_volume(model: CsmForConditionalGeneration, generator: torch.Generator) 
     """Scale the codec's last layer."""
     codec = model.config.codec_config
     codes = torch.randint(0, codec.codebook_size, (1, codec.num_quantizers, 25), generator=generator)
-    last = [module for module in model.codec_model.modules() if isinstance(module, torch.nn.Conv1d)]
-    [last] = [module for module in last if module.out_channels == 1]
+    convs = [module for module in model.codec_model.modules() if isinstance(module, torch.nn.Conv1d)]
+    [last] = [conv for conv in convs if conv.out_channels == 1]
     with torch.no_grad():
         assert last.bias is not None
         last.bias.zero_()
