@@ -124,6 +124,22 @@ def test_another_recording_is_heard(stages: Stages, rows: dict) -> None:
     assert Speech(stages)([other])["other"].rows != rows["heard before"]
 
 
+def test_a_recording_that_comes_again_is_taken_once(stages: Stages) -> None:
+    """The encoder was started again."""
+    state = stages.backbone.begin(stage_request("backbone", upstreams={"input", "encoder"}))
+    chunks = [{"media": [{"index": index, "codes": torch.full((2 + index, 8), 1 + index)}]} for index in range(2)]
+    assert stages.backbone.feed(state, "encoder", chunks[0], final=False).prompt is None
+    assert stages.backbone.feed(state, "encoder", chunks[0], final=False).prompt is None
+    ids = torch.tensor([640, 5, 641, 642, 643, 640, 6, 641, 642, 643, 640, 7, 641])
+    assert stages.backbone.feed(state, "input", {"token_ids": ids}, final=True).prompt is None
+    prompt = stages.backbone.feed(state, "encoder", chunks[1], final=True).prompt
+    assert prompt is not None
+    assert len(prompt.token_ids) == len(ids) + 1 + 2
+    assert prompt.modality_tokens == {"text": len(ids) - 2, "audio": 5}
+    assert prompt.identity is not None
+    assert prompt.identity[3] == prompt.identity[4] != prompt.identity[5] == prompt.identity[12]
+
+
 def test_an_utterance_may_be_cut(stages: Stages, rows: dict) -> None:
     """All its rows are spoken, as in the library."""
     [spoken] = Speech(stages)([BY_NAME["words"]], SamplingParams(max_tokens=5).over(GREEDY)).values()

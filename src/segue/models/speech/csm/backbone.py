@@ -45,8 +45,8 @@ class _State:
 
     ids: torch.Tensor | None = None
     """[T'] text ids; each recording is one `audio_token_id`."""
-    recordings: list[torch.Tensor] = field(default_factory=list)
-    """[frames, K] rows of codes, in order."""
+    recordings: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By place in the prompt: [frames, K] rows of codes."""
     prompted: bool = False
 
 
@@ -98,17 +98,14 @@ class Backbone:
     @torch.inference_mode()
     def feed(self, state: _State, upstream: str, payload: Payload, *, final: bool) -> Fed:
         """The conversation's ids and its recordings' codes → the prompt, once all have arrived."""
-        if "token_ids" in payload:
-            state.ids = payload["token_ids"]
+        if upstream == "encoder":  # what it sent before a restart comes again
+            state.recordings.update((item["index"], item["codes"]) for item in payload["media"])
         else:
-            state.recordings += [item["codes"] for item in payload["media"]]
-        if state.prompted or state.ids is None:
-            return Fed()
-        wanted = int((state.ids == self._audio).sum())
-        if len(state.recordings) < wanted:
+            state.ids = payload["token_ids"]
+        if state.prompted or state.ids is None or len(state.recordings) < int((state.ids == self._audio).sum()):
             return Fed()
         state.prompted = True
-        return Fed(prompt=self._prompt(state.ids, state.recordings))
+        return Fed(prompt=self._prompt(state.ids, [state.recordings[index] for index in sorted(state.recordings)]))
 
     @torch.inference_mode()
     def embed(self, token_ids: torch.Tensor, conditioning: torch.Tensor | None) -> torch.Tensor:
@@ -143,16 +140,17 @@ class Backbone:
         """Put the recordings' rows in the places of their tokens."""
         waiting = iter(recordings)
         end = torch.full((1, self.groups), self._end)
+        text = self.embed(ids.to(self.device), None)
         parts: list[torch.Tensor] = []
         identity: list[int | bytes] = []
-        for token in ids.tolist():
-            if token in (self._audio, self._audio_end):
-                rows = next(waiting) if token == self._audio else end
-                parts.append(self.embed(rows.to(self.device), None))
-                identity += [row_identity(row) for row in rows.tolist()]
-            else:
-                parts.append(self.embed(torch.tensor([token], device=self.device), None))
+        for place, token in enumerate(ids.tolist()):
+            if token not in (self._audio, self._audio_end):
+                parts.append(text[place : place + 1])
                 identity.append(token)
+                continue
+            rows = next(waiting) if token == self._audio else end
+            parts.append(self.embed(rows.to(self.device), None))
+            identity += [row_identity(row) for row in rows.tolist()]
         embeds = torch.cat(parts)
         spoken = sum(len(rows) for rows in recordings)
         modality_tokens = {"text": len(embeds) - spoken} | ({"audio": spoken} if spoken else {})

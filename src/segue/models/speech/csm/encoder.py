@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -12,6 +12,8 @@ from segue.models.shared.encoder_cache import EncoderCache, cache_bytes
 from segue.models.speech.csm.loading import load_config, load_encoder
 
 _KIND = "audio"
+_COST = 240
+"""Samples that cost as much as one mel frame of other encoders."""
 
 
 class Encoder:
@@ -39,7 +41,10 @@ class Encoder:
 
     def feed(self, state: str, upstream: str, payload: Payload, *, final: bool) -> list[Work]:
         """The input stage's chunk → one work item per recording, in order."""
-        works = [Work(state, item, cost=len(item["samples"]), ordered=False) for item in payload["media"]]
+        works = [
+            Work(state, (index, item), cost=1 + len(item["samples"]) // _COST, ordered=False)
+            for index, item in enumerate(payload["media"])
+        ]
         if final:
             if not works:
                 works = [Work(state, None, bucket="none")]
@@ -49,12 +54,9 @@ class Encoder:
     @torch.inference_mode()
     def run(self, works: list[Work]) -> list[Result]:
         """Encode recordings; equal ones, and those in the cache, only once."""
-        recordings = {(_KIND, work.item["hash"]): work.item["samples"] for work in works if work.item is not None}
-        codes = self.cache.through(recordings, self._encode)
-        return [
-            Result({"media": [] if work.item is None else [{"codes": codes[_KIND, work.item["hash"]]}]})
-            for work in works
-        ]
+        items = [item for work in works if work.item is not None for item in work.item[1:]]
+        codes = self.cache.through({(_KIND, item["hash"]): item["samples"] for item in items}, self._encode)
+        return [Result({"media": [] if work.item is None else [_coded(*work.item, codes)]}) for work in works]
 
     def end(self, state: str) -> None:
         """Nothing to free: no state is kept per request."""
@@ -65,3 +67,7 @@ class Encoder:
             self._codec.encode(samples.to(self._device)[None, None], return_dict=True).audio_codes[0].T.cpu()
             for samples in recordings
         ]
+
+
+def _coded(index: int, item: Payload, codes: Mapping[tuple[str, bytes], torch.Tensor]) -> Payload:
+    return {"index": index, "codes": codes[_KIND, item["hash"]]}

@@ -15,7 +15,8 @@ entry.
 
 **input → encoder** (`recordings`): `{"media": [as above]}`. **input → backbone** (`prompt_ids`): `{"token_ids": …}`.
 
-**encoder → backbone** (`whole`): one chunk per recording, in order: `{"media": [{"codes": LongTensor [frames, K]}]}`.
+**encoder → backbone** (`whole`): one chunk per recording:
+`{"media": [{"index": int, "codes": LongTensor [frames, K]}]}`.
 
 **backbone → vocoder** (`code_rows`): `{"codes": LongTensor [k, K], "start": int}`: k new rows of codes; the first has
 index `start` in the request. The row that ends the utterance is not sent if all its codes are the end's. Final when the
