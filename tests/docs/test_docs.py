@@ -47,6 +47,7 @@ from segue.server.generation.parameters import CommonBody
 from segue.server.http import errors as server_errors
 from segue.server.http.middleware import OPEN
 from segue.server.openai.audio.request import TranscriptionBody, TranslationBody
+from segue.server.openai.audio.speech_request import SpeechBody
 from segue.server.openai.chat.request import ChatBody, chat_request
 from segue.server.openai.completions.request import CompletionBody
 from segue.server.openai.images.request import EditBody, ImageBody, PaintingBody
@@ -392,6 +393,11 @@ def test_every_parameter_of_classes_is_documented() -> None:
     assert sorted(listed) == sorted(ClassifyBody.__struct_fields__)
     of_pooling = [name for row in rows(DOCS / "api.md", "### Pooling") for name in names(row[0])]
     assert sorted(of_pooling) == sorted(set(PoolingBody.__struct_fields__) - set(ClassifyBody.__struct_fields__))
+
+
+def test_every_parameter_of_speech_is_documented() -> None:
+    listed = [name for row in rows(DOCS / "api.md", "## Speech") for name in names(row[0])]
+    assert sorted(listed) == sorted(SpeechBody.__struct_fields__)
 
 
 def test_every_parameter_of_recordings_is_documented() -> None:

@@ -169,6 +169,9 @@ def _add_serve(commands: argparse._SubParsersAction[Parser]) -> None:
         "--allow-runtime-lora", action="store_true", help="let clients load LoRA adapters from this machine's files"
     )
     serve.add_argument(
+        "--allow-voice-cloning", action="store_true", help="let clients have a text said in the voice of a recording"
+    )
+    serve.add_argument(
         "--max-body-bytes", type=_size, default="384MiB", help="size of one HTTP request; default: %(default)s"
     )
     serve.add_argument(
@@ -304,6 +307,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         allow_origins=frozenset(arguments.allow_origin),
         allowed_hosts=frozenset(arguments.allowed_host),
         tool_parser=arguments.tool_parser,
+        allow_voice_cloning=arguments.allow_voice_cloning,
         allow_runtime_lora=arguments.allow_runtime_lora,
         media=MediaPolicy(media_root=arguments.media_root, http_hosts=frozenset(arguments.media_host)),
         max_responses=arguments.max_responses,

@@ -43,9 +43,9 @@ class MediaPart(msgspec.Struct, frozen=True, tag="media"):
     field: str = ""
     """Position in the client's request, e.g. `messages[0].content[1]`; errors name it."""
     role: str = ""
-    """Purpose of the image, if a model takes images for several, by the pipeline's argument: `mask_image`,
-    `image_reference`, `last_image`. `mask`: as `mask_image`, but transparent where that is white. Empty: the image
-    itself."""
+    """Purpose of the medium, if a model takes it for several; of an image by the pipeline's argument: `mask_image`,
+    `image_reference`, `last_image`. `mask`: as `mask_image`, but transparent where that is white. Of a recording,
+    `voice`: the one to speak with. Empty: the medium itself."""
     frames: int | None = None
     """For a video: sample this many frames, evenly spread, instead of the model's own rate."""
 

@@ -1,8 +1,12 @@
-"""Facts about a speech recognition checkpoint, for callers that transcribe a recording window by window."""
+"""Facts about checkpoints that transcribe a recording window by window, and about those that say a given text."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
+
+from segue.messages.sampling import SamplingParams
 
 SECONDS_PER_TIME = 0.02
 """Between two consecutive timestamp tokens (Radford et al., *Robust Speech Recognition via Large-Scale Weak
@@ -28,3 +32,19 @@ class SpeechFacts(msgspec.Struct, frozen=True):
     """Frames that the encoder takes per call."""
     stride: int
     """Frames per timestamp step."""
+
+
+class TextToSpeech(msgspec.Struct, frozen=True):
+    """How a checkpoint says a given text, which is the text of a single user message."""
+
+    instructions: bool = False
+    """Whether it takes the option `instructions`: how to say it."""
+    languages: list[str] = []
+    """The values of its option `language`; empty: it takes none."""
+    cloning: bool = False
+    """Whether it says the text in the voice of a recording (`MediaPart.role` is `voice`), with the option `ref_text`:
+    the recording's words."""
+    options: dict[str, Any] = {}
+    """Options that every such request has."""
+    sampling: dict[str, SamplingParams] = {}
+    """By stage: defaults of such requests, e.g. a `max_tokens` that does not cut a long text."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from segue.graph.stage_graph import StageGraph
-from segue.messages.speech import SpeechFacts
+from segue.messages.speech import SpeechFacts, TextToSpeech
 from segue.models.shared.dialects.dialect import Dialect, dialect_of
 from segue.models.shared.diffusion.sizes import Sizes
 
@@ -57,6 +57,8 @@ class Family:
     them; must not import torch."""
     speech: Callable[[dict[str, Any], Path], SpeechFacts] | None = None
     """For a transcription model: config and directory of a checkpoint → how to prompt it; must not import torch."""
+    says: Callable[[dict[str, Any], Path], TextToSpeech | None] = lambda config, model_dir: None
+    """Config and directory of a checkpoint → how it says a given text, or None if it cannot; must not import torch."""
     options: frozenset[str] = frozenset()
     """Names of request options that the family accepts, e.g. `use_audio_in_video`."""
     open_options: bool = False

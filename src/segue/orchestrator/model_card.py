@@ -43,6 +43,7 @@ def card_of(
         },
         by_priority=any(stage.scheduling == "priority" for stage in plan.stages.values()),
         speech=None if family.speech is None else family.speech(checkpoint, model_dir),
+        says=family.says(checkpoint, model_dir),
         limits=plan.limits,
         deadline=plan.limits.default_deadline or plan.limits.http_deadline,
         dialect=family.dialect(model_dir, checkpoint),

@@ -10,7 +10,7 @@ import msgspec
 from segue.messages.deltas import Delta
 from segue.messages.limits import RequestLimits
 from segue.messages.request import Request
-from segue.messages.speech import SpeechFacts
+from segue.messages.speech import SpeechFacts, TextToSpeech
 from segue.models.shared.dialects.dialect import Dialect
 
 ReplicaState = Literal["starting", "ready", "restarting", "draining", "failed"]
@@ -70,6 +70,8 @@ class ModelCard(msgspec.Struct):
     """Whether requests may have a priority, because some stage is scheduled by it."""
     speech: SpeechFacts | None = None
     """Facts for transcription requests, if the model transcribes speech."""
+    says: TextToSpeech | None = None
+    """How the model says a given text; None if it cannot."""
     limits: RequestLimits = msgspec.field(default_factory=RequestLimits)
     """Bounds on each request."""
     deadline: float | None = None

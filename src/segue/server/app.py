@@ -16,6 +16,7 @@ from segue.server.http.checking import Checking
 from segue.server.http.errors import install_error_handlers
 from segue.server.http.intake import Intake
 from segue.server.http.middleware import Door
+from segue.server.openai.audio.speech import add_speech
 from segue.server.openai.audio.transcriptions import add_transcriptions
 from segue.server.openai.chat.endpoint import add_chat_completions
 from segue.server.openai.completions.endpoint import add_completions
@@ -69,6 +70,7 @@ def create_app(service: Service, settings: ServerSettings | None = None) -> Fast
     add_pooling(app, service, settings, own)
     add_scores(app, service, settings, own)
     add_images(app, service, settings, own, checking)
+    add_speech(app, service, settings, own, checking)
     add_transcriptions(app, service, settings, own)
     add_videos(app, service, settings, checking, videos)
     add_models(app, service, settings)

@@ -35,6 +35,8 @@ class ServerSettings:
     media: MediaPolicy = field(default_factory=MediaPolicy)
     limits: RequestLimits = field(default_factory=RequestLimits)
     """Limits on each request; the application uses those of its service."""
+    allow_voice_cloning: bool = False
+    """Clients may have a text said in the voice of a recording, if the model can."""
     allow_runtime_lora: bool = False
     """Clients may load LoRA adapters from any directory of this machine, and unload them."""
     video_dir: Path | None = None

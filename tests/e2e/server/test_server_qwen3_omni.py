@@ -18,10 +18,11 @@ from server_process import ASSETS, served, tiny
 from segue.media.parts import messages_from
 from segue.media.sources import PYTHON_POLICY
 from segue.messages.reference import Question
-from segue.messages.request import Request
+from segue.messages.request import Message, Request, TextPart
 from segue.messages.sampling import SamplingParams
 from segue.models.omni.qwen3_omni.reference import Reference, load
-from segue.models.shared.reference import Library
+from segue.models.shared.omni.say import asking
+from segue.models.shared.reference import Follow, Library, processors
 
 TOKENS = 16
 CODES = 60
@@ -118,6 +119,32 @@ def test_speech_is_the_librarys(http: httpx.Client, library: Reference) -> None:
     reply, expected = library.spoken(message.content, voice="Aiden", tokens=TOKENS, codes=CODES)
     assert choice["token_ids"] == reply
     assert rate == 24000
+    assert len(samples) == len(expected)
+    assert 0.02 < float(np.sqrt(np.mean(np.square(expected)))) < 0.5
+    assert float(np.abs(expected - samples).max()) < 2e-4
+
+
+def test_a_given_text_is_said_as_the_library_says_it(http: httpx.Client, library: Reference) -> None:
+    """Its thinker is made to write that text."""
+    text = "The sea is calm today, and the hills behind it are green."
+    asked = {"input": text, "voice": "Aiden", "response_format": "wav"}
+    answer = http.post(
+        "/v1/audio/speech", json={**asked, "sampling": {"talker": {"temperature": 0, "max_tokens": CODES}}}
+    )
+    assert answer.status_code == 200, answer.text
+    [message] = asking([Message("user", [TextPart(text)])], text, None)
+    ids = library.processor.tokenizer(text)["input_ids"]
+    made = Follow([*ids, library.model.config.im_end_token_id])
+    reply, expected = library.spoken(
+        message.content,
+        voice="Aiden",
+        tokens=len(ids) + 1,
+        codes=CODES,
+        thinker_logits_processor=processors(made),
+    )
+    assert reply[:-1] == ids
+    assert made.best[:-1] != ids, "it says so by itself"
+    samples = np.frombuffer(answer.content[44:], "<i2") / 32768
     assert len(samples) == len(expected)
     assert 0.02 < float(np.sqrt(np.mean(np.square(expected)))) < 0.5
     assert float(np.abs(expected - samples).max()) < 2e-4

@@ -174,7 +174,7 @@ def test_unknown_routes_and_methods_are_answered_in_the_same_form(http: httpx.Cl
         ("POST", "/v1/responses/compact", "OpenAI has /v1/responses/compact, this server does not: send /v1/responses"),
         ("POST", "/v1/conversations", "previous_response_id"),
         ("GET", "/v1/conversations/conv_1/items", "OpenAI has /v1/conversations, this server does not"),
-        ("POST", "/v1/audio/speech", "modalities"),
+        ("POST", "/v1/audio/voice_consents", "/v1/audio/voices"),
         ("POST", "/v1/files", "data: URLs"),
         ("GET", "/v1/files/file-1/content", "OpenAI has /v1/files,"),
         ("POST", "/v1/uploads", "data: URLs"),

@@ -136,6 +136,9 @@ class Prompt:
     A step that contains such a sequence is not replayed from a captured graph."""
     rule: TokenRule | None = None
     """The family's token constraint on replies to this prompt; each output gets its own copy."""
+    reply: Sequence[int] = ()
+    """The ids of the whole reply, its end token included, if it is given: they are computed like the prompt and emitted
+    like tokens of an earlier attempt, and nothing is sampled. Empty: the reply is sampled."""
     extras: dict[str, Any] = field(default_factory=dict)
     """Data for the family's own forward and transfers; the stage model slices per-token tensors [T, …]."""
 

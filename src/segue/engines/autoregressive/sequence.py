@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -250,9 +251,23 @@ class Sequence:
             self._unused.append(self.conditioning.count)
         if fed.tail is not None:
             self.conditioning.tail = fed.tail
+        if fed.prompt is not None and fed.prompt.reply:
+            self._give(fed.prompt, longest)
         if fed.prompt is not None:
             self._begin(fed.prompt, longest)
         self.refresh(block_size)
+
+    def _give(self, prompt: Prompt, longest: int) -> None:
+        """Take the reply of a prompt as that of an earlier attempt, whatever part of it one had emitted. Raises
+        `TooLong`."""
+        if len(prompt.token_ids) + len(prompt.reply) > longest:
+            raise TooLong(
+                f"the prompt has {len(prompt.token_ids)} tokens and the reply it asks for {len(prompt.reply)}; "
+                f"together they may have at most {longest}",
+                field="messages",
+            )
+        unbounded = msgspec.structs.replace(self.request.sampling, max_tokens=None)
+        self.request = replace(self.request, resume=list(prompt.reply), sampling=unbounded)
 
     def backlog(self) -> int:
         """Number of chunks with unused rows; a row is used once the token after its own has been generated."""

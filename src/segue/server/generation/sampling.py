@@ -34,8 +34,19 @@ several requests, or one request with several outputs."""
 def sampling_of(body: CommonBody, card: ModelCard, named: Mapping[str, str], **own: Any) -> dict[str, SamplingParams]:
     """Sampling by stage. `own`: fields of the text stage that the endpoint has in another form; None: not given.
     `named`: the client's names for them. Raises `InvalidRequest`."""
+    by_stage = stage_sampling(body.sampling, card)
+    top = _top_level(body, card, own, names_at_top(body, named))
+    if top is None or card.text_stage is None:
+        return by_stage
+    # parameters under the stage's name override those at the top
+    by_stage[card.text_stage] = by_stage.get(card.text_stage, SamplingParams()).over(top)
+    return by_stage
+
+
+def stage_sampling(sampling: Mapping[str, dict[str, Any]] | None, card: ModelCard) -> dict[str, SamplingParams]:
+    """The body's `sampling`, by stage. Raises `InvalidRequest`."""
     by_stage: dict[str, SamplingParams] = {}
-    for stage, values in (body.sampling or {}).items():
+    for stage, values in (sampling or {}).items():
         if stage not in card.sampling_stages:
             hint = nearest(stage, card.sampling_stages)
             raise InvalidRequest(f"sampling names {shown(stage)}, no stage that samples{hint}", field="sampling")
@@ -46,11 +57,6 @@ def sampling_of(body: CommonBody, card: ModelCard, named: Mapping[str, str], **o
                 field=f"sampling.{stage}.n",
             )
         check_token_ids(by_stage[stage], card.vocab_sizes.get(stage, MAX_VOCAB), f"sampling.{stage}.")
-    top = _top_level(body, card, own, names_at_top(body, named))
-    if top is None or card.text_stage is None:
-        return by_stage
-    # parameters under the stage's name override those at the top
-    by_stage[card.text_stage] = by_stage.get(card.text_stage, SamplingParams()).over(top)
     return by_stage
 
 

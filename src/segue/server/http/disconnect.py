@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from segue.messages.errors import Cancelled
+from segue.messages.errors import Cancelled, SegueError
 
 T = TypeVar("T")
 
@@ -41,19 +41,19 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-class EventStream(Response):
-    """Server-sent events. The generator is closed when the client disconnects, or reads nothing for `stall_seconds`.
+class ByteStream(Response):
+    """A body that is sent as it is made. The generator is closed when the client disconnects, or reads nothing for
+    `stall_seconds`.
 
-    An error before the first event is raised, and so has its own status; the generator must turn later errors into
-    events. Nothing is generated ahead of the client: a full socket stops the generator.
+    An error before the first piece is raised, and so has its own status; a later one breaks the connection off, which
+    tells the client that the body is not complete. Nothing is generated ahead of the client: a full socket stops the
+    generator.
     """
 
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncGenerator[bytes], stall_seconds: float) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    def __init__(self, pieces: AsyncGenerator[bytes], stall_seconds: float, media_type: str) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, media_type=media_type)
         del self.headers["content-length"]
-        self._events = events
+        self._pieces = pieces
         self._stall_seconds = stall_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -61,20 +61,23 @@ class EventStream(Response):
 
         async def run() -> None:
             nonlocal started
-            async with aclosing(self._events) as events:
-                async for event in events:
+            async with aclosing(self._pieces) as pieces:
+                async for piece in pieces:
                     if not started:
                         started = True
                         await send(
                             {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
                         )
-                    await self._send(send, event, more=True)
+                    await self._send(send, piece, more=True)
                 await self._send(send, b"", more=False)
 
         try:
             await while_connected(receive, run())
         except Cancelled:
             scope[CLIENT_GONE] = True
+            if not started:
+                raise
+        except SegueError:  # its generation has logged it
             if not started:
                 raise
 
@@ -84,3 +87,10 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": body, "more_body": more})
         except TimeoutError as error:
             raise Cancelled("the client stopped reading") from error
+
+
+class EventStream(ByteStream):
+    """Server-sent events. The generator must turn errors after the first event into events."""
+
+    def __init__(self, events: AsyncGenerator[bytes], stall_seconds: float) -> None:
+        super().__init__(events, stall_seconds, "text/event-stream")

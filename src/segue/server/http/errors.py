@@ -22,7 +22,7 @@ _OPENAI = {
     "/v1/conversations": "continue a stored response with previous_response_id of /v1/responses",
     "/v1/assistants": "send instructions and tools with each request to /v1/responses",
     "/v1/threads": "continue a stored response with previous_response_id of /v1/responses",
-    "/v1/audio/speech": "a model with audio output speaks in /v1/chat/completions, with modalities and audio",
+    "/v1/audio/voice_consents": "a voice is one of the model's: GET /v1/audio/voices",
     "/v1/realtime": "send recordings to /v1/chat/completions as input_audio, and stream the answer",
     "/v1/files": "send media within a request, as data: URLs",
     "/v1/uploads": "send media within a request, as data: URLs",

@@ -467,9 +467,15 @@ class ImageEvent(TypedDict):
     usage: NotRequired[ImageUsage | None]
 
 
-class Duration(TypedDict):
-    type: Literal["duration"]
-    seconds: int
+class HeardUsage(TypedDict):
+    """Either `seconds` or tokens."""
+
+    type: Literal["duration", "tokens"]
+    seconds: NotRequired[int]
+    input_tokens: NotRequired[int]
+    output_tokens: NotRequired[int]
+    total_tokens: NotRequired[int]
+    input_token_details: NotRequired[dict[str, int]]
 
 
 class Segment(TypedDict):
@@ -488,7 +494,7 @@ class Transcription(TypedDict):
     """Keys other than `text` and `usage` only in `verbose_json`."""
 
     text: str
-    usage: Duration
+    usage: HeardUsage
     task: NotRequired[str]
     language: NotRequired[str | None]
     duration: NotRequired[float]
@@ -499,7 +505,19 @@ class TranscriptEvent(TypedDict):
     type: str
     delta: NotRequired[str]
     text: NotRequired[str]
-    usage: NotRequired[Duration]
+    usage: NotRequired[HeardUsage]
+
+
+class SpeechUsage(TypedDict):
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+
+
+class SpeechEvent(TypedDict):
+    type: str
+    audio: NotRequired[str]
+    usage: NotRequired[SpeechUsage]
 
 
 class VideoJob(TypedDict):

@@ -10,10 +10,12 @@ import msgspec
 from fastapi import FastAPI
 from starlette.responses import Response
 
+from segue.media.encode import AUDIO_FORMATS
 from segue.server.anthropic.request import CountBody, MessagesBody
 from segue.server.http.errors import MESSAGES, json_response
 from segue.server.http.middleware import OPEN
 from segue.server.openai.audio.request import TranscriptionBody, TranslationBody
+from segue.server.openai.audio.speech_request import SpeechBody
 from segue.server.openai.chat.request import ChatBody
 from segue.server.openai.completions.request import CompletionBody
 from segue.server.openai.embeddings import EmbeddingsBody
@@ -64,7 +66,7 @@ class Post(NamedTuple):
     about: str
     body: type[msgspec.Struct] | None
     answer: Any
-    """A type of `answers`, or a media type."""
+    """A type of `answers`, or media types."""
     event: Any = None
     """Type of a stream's events."""
 
@@ -72,6 +74,7 @@ class Post(NamedTuple):
 _CLASSIFY = Post("Classify texts.", ClassifyBody, answers.ClassifyAnswer)
 _POOLING = Post("Vectors or class probabilities of texts.", PoolingBody, answers.PoolingAnswer)
 _SCORE = Post("Scores of how well texts match.", ScoreBody, answers.ScoreAnswer)
+_SPEECH = ("audio/mpeg", *sorted(set(AUDIO_FORMATS.values()) - {"audio/mpeg"}))
 _RERANK = Post("Documents ranked by how well they match a query.", RerankBody, answers.RerankAnswer)
 POST: dict[str, Post] = {
     "/v1/chat/completions": Post(
@@ -108,6 +111,7 @@ POST: dict[str, Post] = {
     "/v1/images/edits": Post(
         "Images made from others, whole or streamed.", EditBody, answers.ImagesAnswer, answers.ImageEvent
     ),
+    "/v1/audio/speech": Post("The speech of a text, streamed.", SpeechBody, _SPEECH, answers.SpeechEvent),
     "/v1/audio/transcriptions": Post(
         "The text of a recording, whole or streamed.",
         TranscriptionBody,
@@ -244,6 +248,8 @@ def _parameter(name: str, where: str) -> dict[str, Any]:
 
 
 def _content(answer: Any) -> dict[str, Any]:
+    if isinstance(answer, tuple):
+        return {kind: entry for one in answer for kind, entry in _content(one).items()}
     if isinstance(answer, str):
         return {answer: {"schema": {"type": "object" if answer == "application/json" else "string"}}}
     return {"application/json": {"schema": _reference(answer)}}

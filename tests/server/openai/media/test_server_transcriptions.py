@@ -3,7 +3,6 @@ does."""
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
@@ -24,8 +23,11 @@ from segue.messages.deltas import (
     Usage,
 )
 from segue.messages.errors import InvalidRequest
-from segue.messages.request import MediaPart, Request
+from segue.messages.request import MediaPart, Request, TextPart
+from segue.messages.sampling import SamplingParams
 from segue.messages.speech import SpeechFacts
+from segue.models.shared.dialects.dialect import Dialect
+from segue.models.shared.dialects.reasoning import THINK
 from segue.orchestrator.transcription import check_transcription, transcribed
 
 URL = "/v1/audio/transcriptions"
@@ -222,13 +224,6 @@ def test_json_bodies_are_refused(http: httpx.Client) -> None:
     assert "multipart/form-data" in message
 
 
-def test_models_that_do_not_write_down_what_they_hear(client: openai.OpenAI, server: Live) -> None:
-    server.service.card.speech = None
-    with pytest.raises(openai.BadRequestError, match="does not support that endpoint") as refused:
-        client.audio.transcriptions.create(model="fake-omni", file=io.BytesIO(FILE[1]))
-    assert refused.value.param == "model"
-
-
 @OLD
 def test_models_of_one_language_do_not_translate(client: openai.OpenAI, server: Live) -> None:
     server.service.card.speech = SpeechFacts({}, ["transcribe"], 100, 3000, 2)
@@ -251,3 +246,77 @@ def test_what_is_refused_at_the_door_is_named_as_it_was_written(server: Live) ->
         error = http.post(URL, files={"file": FILE}, data={"model": service.card.name, "language": "german"}).json()
     assert error["error"]["param"] == "language"
     assert all(fact in error["error"]["message"] for fact in ("'german'", "en, de"))
+
+
+# --- models that chat: asked in words
+
+
+CHAT_USAGE = Usage(40, 0, {"audio": 30, "text": 10}, {"text": 3})
+
+
+async def chats(request: Request) -> AsyncGenerator[Delta]:
+    """A model that thinks first."""
+    for text in ("<th", "ink>Hm.</thi", "nk>\n\nGood", " morning", " to you"):
+        yield TextDelta("llm", text, [1])
+    yield Finished("stop", {"llm": [1]}, CHAT_USAGE, RequestMetrics())
+
+
+@pytest.fixture
+def chatting(server: Live) -> Iterator[Live]:
+    card = server.service.card
+    card.speech, before = None, card.dialect
+    server.service.script, card.dialect = chats, Dialect(reasoning=THINK)
+    yield server
+    card.dialect = before
+
+
+@OLD
+def test_a_model_that_chats_is_asked_for_the_words(client: openai.OpenAI, chatting: Live) -> None:
+    answer = client.audio.transcriptions.create(
+        model="fake-omni", file=FILE, language="de", prompt="Of ships", temperature=0.4, extra_body={"seed": 7}
+    )
+    assert answer.text == "Good morning to you"
+    assert answer.usage is not None
+    details = {"audio_tokens": 30, "text_tokens": 10}
+    counts = {"input_tokens": 40, "output_tokens": 3, "total_tokens": 43, "input_token_details": details}
+    assert answer.usage.to_dict() == {"type": "tokens", **counts}
+    translated = client.audio.translations.create(model="fake-omni", file=FILE, response_format="text")
+    assert translated == "Good morning to you\n"
+    heard, english = chatting.service.requests
+    recording, asked = heard.messages[0].content
+    assert recording == MediaPart("audio", FILE[1], field="file")
+    assert isinstance(asked, TextPart)
+    assert asked.text.startswith("Transcribe the speech in this recording, which is in the language 'de'.")
+    assert asked.text.endswith("\nContext: Of ships")
+    assert (heard.modalities, heard.options, heard.seed) == (["text"], {}, 7)
+    assert heard.sampling == {"llm": SamplingParams(temperature=0.4, max_tokens=1000)}
+    [_, asked] = english.messages[0].content
+    assert isinstance(asked, TextPart)
+    assert asked.text == "Translate the speech in this recording into English. Write only the translation."
+    assert english.sampling["llm"].temperature == 0.0
+
+
+def test_its_thoughts_are_not_streamed(client: openai.OpenAI, chatting: Live) -> None:
+    events = list(client.audio.transcriptions.create(model="fake-omni", file=FILE, stream=True))
+    assert [event.type for event in events] == ["transcript.text.delta"] * 3 + ["transcript.text.done"]
+    assert [event.delta for event in events[:3]] == ["Good", " morning", " to you"]
+    assert events[-1].text == "Good morning to you"
+
+
+@pytest.mark.parametrize("form", ["verbose_json", "srt", "vtt"])
+def test_it_gives_no_times(chatting: Live, form: str) -> None:
+    answer = httpx.post(chatting.url + URL, files={"file": FILE}, data={"response_format": form}, timeout=60)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "response_format"
+    assert "gives no timestamps; use json or text" in answer.json()["error"]["message"]
+
+
+def test_a_model_that_hears_nothing_transcribes_nothing(chatting: Live) -> None:
+    card = chatting.service.card
+    before, card.takes = card.takes, frozenset({"text"})
+    try:
+        answer = httpx.post(chatting.url + URL, files={"file": FILE}, timeout=60)
+    finally:
+        card.takes = before
+    assert answer.status_code == 400
+    assert "does not transcribe" in answer.json()["error"]["message"]

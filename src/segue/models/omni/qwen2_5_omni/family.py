@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from segue.models.family import Family
 from segue.models.omni.qwen2_5_omni.graph import graph
+from segue.models.shared.omni.say import SAY, says
 
 SPEAKERS = "spk_dict.pt"
 DEFAULT_VOICE = "Chelsie"
@@ -15,7 +16,8 @@ FAMILY = Family(
     graph=graph,
     stages_module="segue.models.omni.qwen2_5_omni.stages",
     reference_module="segue.models.omni.qwen2_5_omni.reference",
-    options=frozenset({"use_audio_in_video"}),
+    says=says,
+    options=frozenset({"use_audio_in_video", SAY}),
     stage_keys=frozenset({"lora", "quantization"}),
     tiny_module="segue.models.omni.qwen2_5_omni.tiny.presets",
     tiny_names=("qwen2.5-omni",),

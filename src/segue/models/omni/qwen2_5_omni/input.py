@@ -8,6 +8,11 @@ from segue.models.omni.qwen2_5_omni.library import Qwen2_5OmniProcessor
 from segue.models.omni.qwen2_5_omni.loading import read_speakers
 from segue.models.shared.omni.input import OmniInput
 
+_SYSTEM = (
+    "You are Qwen, a virtual human developed by the Qwen Team, Alibaba Group, capable of perceiving auditory and "
+    "visual inputs, as well as generating text and speech."
+)
+"""The system prompt that the published checkpoint was trained to speak with."""
 _PLACEHOLDERS = {"image": "<|IMAGE|>", "audio": "<|AUDIO|>", "video": "<|VIDEO|>"}
 
 
@@ -17,4 +22,4 @@ class InputProcessor(OmniInput):
     def __init__(self, ctx: LoadContext) -> None:
         speakers = ctx.model_dir / SPEAKERS
         voices = frozenset(read_speakers(speakers)) if speakers.is_file() else frozenset[str]()
-        super().__init__(ctx, Qwen2_5OmniProcessor, _PLACEHOLDERS, voices)
+        super().__init__(ctx, Qwen2_5OmniProcessor, _PLACEHOLDERS, voices, speaks_as=_SYSTEM)

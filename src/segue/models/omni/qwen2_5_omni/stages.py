@@ -18,6 +18,7 @@ integers in lists are plain. Keys in brackets are optional; the text beside them
          "input_features": float [mel, frames]},   # padding already cut off
       ],
       "use_audio_in_video": bool,
+      ["reply": [ids]],                   # the text to say, without an end token, if the request gives it
     }
 
 and `"tokens"` (`segue.models.shared.text.prompt.client_tokens`) if the client requested them: the worker removes this

@@ -22,6 +22,7 @@ from segue.models.omni.qwen2_5_omni.positions import MediumFacts, Positions, fac
 from segue.models.shared.decoder.decoder import PagedDecoder
 from segue.models.shared.decoder.generation import context_length, default_sampling
 from segue.models.shared.lora import named_adapter, with_adapter
+from segue.models.shared.omni.say import given_reply
 from segue.models.shared.text.tokenizer import decode, load_tokenizer, vocabulary_of
 
 MEDIA_ROWS = "media_rows"
@@ -38,6 +39,8 @@ class _State:
     token_ids: torch.Tensor | None = None
     media: list[MediumFacts] = field(default_factory=list)
     use_audio_in_video: bool = False
+    reply: list[int] = field(default_factory=list)
+    """The text to say, if the request gives it."""
     embeds: list[tuple[str, bytes, torch.Tensor]] = field(default_factory=list)
     """(kind, hash, [n, H]) in prompt order."""
     encoder_done: bool = False
@@ -100,6 +103,7 @@ class Thinker:
             state.token_ids = payload["token_ids"].cpu()
             state.media = [facts_of(item) for item in payload["media"]]
             state.use_audio_in_video = bool(payload.get("use_audio_in_video", False))
+            state.reply = payload.get("reply", [])
         if not state.ready:
             return Fed()
         prompt, state.embeds = self._prompt(state), []  # the embeddings may be on the device: drop them here
@@ -152,6 +156,7 @@ class Thinker:
             position_delta=delta,
             identity=self._identity(ids, state) if state.media else None,
             modality_tokens=counts,
+            reply=given_reply(state.reply, self.end_token_ids),
             extras={MEDIA_ROWS: media_rows} if state.media else {},
         )
 

@@ -9,6 +9,7 @@ from segue.messages.errors import ConfigError
 from segue.models.family import Family
 from segue.models.omni.qwen3_omni.graph import graph
 from segue.models.shared.checkpoint.files import read_object
+from segue.models.shared.omni.say import SAY, says
 
 DEFAULT_VOICE = "ethan"
 """The speaker that `generate` of transformers uses when the caller names none."""
@@ -36,7 +37,8 @@ FAMILY = Family(
     graph=graph,
     stages_module="segue.models.omni.qwen3_omni.stages",
     reference_module="segue.models.omni.qwen3_omni.reference",
-    options=frozenset({"use_audio_in_video"}),
+    says=says,
+    options=frozenset({"use_audio_in_video", SAY}),
     tiny_module="segue.models.omni.qwen3_omni.tiny.presets",
     tiny_names=("qwen3-omni",),
 )

@@ -6,7 +6,6 @@ from segue.kernels.torchvision_shim import ensure_torchvision
 ensure_torchvision()  # a torchvision that fails to import makes the import of transformers fail
 
 from transformers import (
-    DynamicCache,
     Qwen3OmniMoeConfig,
     Qwen3OmniMoeForConditionalGeneration,
     Qwen3OmniMoeProcessor,
@@ -16,26 +15,17 @@ from transformers import (
 )
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     Qwen3OmniMoeAudioEncoder,
-    Qwen3OmniMoeCausalConvNet,
     Qwen3OmniMoeCausalTransConvNet,
     Qwen3OmniMoeCode2Wav,
-    Qwen3OmniMoeCode2WavDecoderBlock,
-    Qwen3OmniMoeCode2WavDecoderResidualUnit,
-    Qwen3OmniMoeConvNeXtBlock,
     Qwen3OmniMoePreTrainedModelForConditionalGeneration,
     Qwen3OmniMoeVisionEncoder,
 )
 
 __all__ = [
-    "DynamicCache",
     "Qwen3OmniMoeAudioEncoder",
-    "Qwen3OmniMoeCausalConvNet",
     "Qwen3OmniMoeCausalTransConvNet",
     "Qwen3OmniMoeCode2Wav",
-    "Qwen3OmniMoeCode2WavDecoderBlock",
-    "Qwen3OmniMoeCode2WavDecoderResidualUnit",
     "Qwen3OmniMoeConfig",
-    "Qwen3OmniMoeConvNeXtBlock",
     "Qwen3OmniMoeForConditionalGeneration",
     "Qwen3OmniMoePreTrainedModelForConditionalGeneration",
     "Qwen3OmniMoeProcessor",

@@ -49,6 +49,8 @@ class Arrived:
     token_ids: torch.Tensor | None = None
     media: list[MediumFacts] = field(default_factory=list)
     use_audio_in_video: bool = False
+    reply: list[int] = field(default_factory=list)
+    """The text to say, if the request gives it."""
     rows: list[tuple[str, bytes, torch.Tensor]] = field(default_factory=list)
     """(kind, hash, [n, 1 + L, H]; of audio [n, 1, H]) in prompt order."""
     encoder_done: bool = False
@@ -62,6 +64,7 @@ class Arrived:
             self.token_ids = payload["token_ids"].cpu()
             self.media = [facts_of(item) for item in payload["media"]]
             self.use_audio_in_video = bool(payload.get("use_audio_in_video", False))
+            self.reply = payload.get("reply", [])
 
     @property
     def ready(self) -> bool:

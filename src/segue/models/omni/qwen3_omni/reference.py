@@ -63,9 +63,10 @@ class Reference:
         return answer
 
     def spoken(
-        self, parts: Sequence[TextPart | MediaPart], *, voice: str, tokens: int, codes: int
+        self, parts: Sequence[TextPart | MediaPart], *, voice: str, tokens: int, codes: int, **more: Any
     ) -> tuple[list[int], np.ndarray]:
-        """(reply, [samples] float32) to one user message, greedy. `tokens`, `codes`: the most of each."""
+        """(reply, [samples] float32) to one user message, greedy. `tokens`, `codes`: the most of each; `more`: of
+        `generate`."""
         made = self._read(parts, with_audio=False)
         sequence, samples = self._spoken(
             **self.library.ready(made, self.model),
@@ -74,6 +75,7 @@ class Reference:
             thinker_max_new_tokens=tokens,
             thinker_eos_token_id=self.model.config.im_end_token_id,
             talker_max_new_tokens=codes,
+            **more,
         )
         return sequence[made["input_ids"].shape[1] :].tolist(), samples
 

@@ -1,7 +1,4 @@
-"""What the talker needs besides its decoder: which tokens of a conversation it hears, and the code predictor.
-
-T tokens of the thinker's prompt, E width of the talker, G codes per row.
-"""
+"""Which tokens and media of a conversation the talker hears. T tokens of the thinker's prompt."""
 
 from __future__ import annotations
 
@@ -10,16 +7,8 @@ from typing import Any
 
 import torch
 
-from segue.engines.autoregressive.contract import Draws
 from segue.messages.errors import InvalidRequest
-from segue.models.omni.qwen3_omni.library import (
-    DynamicCache,
-    Qwen3OmniMoeConfig,
-    Qwen3OmniMoeTalkerForConditionalGeneration,
-)
-
-TOP_K, TOP_P = 50, 0.8
-"""How `generate` samples the codes after the first, whatever the caller says; greedily if the talker is greedy."""
+from segue.models.omni.qwen3_omni.library import Qwen3OmniMoeConfig
 
 
 def user_tokens(ids: torch.Tensor, config: Qwen3OmniMoeConfig) -> torch.Tensor:
@@ -63,38 +52,3 @@ def _unspoken(role: str) -> InvalidRequest:
         f"the prompt has no turn of the {role}, so its reply cannot be spoken; send messages, or ask for text alone",
         field="modalities",
     )
-
-
-class CodePredictor:
-    """Draws the codes of a row after the first: the library's predictor reads the talker's hidden state and code 0,
-    then each code that it has drawn; a head per code."""
-
-    def __init__(self, talker: Qwen3OmniMoeTalkerForConditionalGeneration) -> None:
-        predictor = talker.code_predictor
-        predictor.set_attn_implementation("sdpa")
-        self._model, self._heads = predictor.model, predictor.lm_head
-        self._masks = dict.fromkeys(predictor.config.layer_types)  # None: causal
-
-    def embed(self, group: int, codes: torch.Tensor) -> torch.Tensor:
-        """[n] codes of a group from 1 on → [n, E]."""
-        rows: torch.Tensor = self._model.codec_embedding[group - 1](codes)
-        return rows
-
-    def __call__(self, hidden: torch.Tensor, first: torch.Tensor, draws: Draws) -> torch.Tensor:
-        """[n, E] final hidden states, [n, E] embeddings of codes 0 → [n, G - 1]."""
-        cache = DynamicCache(config=self._model.config)
-        codes: list[torch.Tensor] = []
-        rows = torch.stack([hidden, first], dim=1)
-        for group in range(1, len(self._heads) + 1):
-            begin = 0 if group == 1 else group
-            positions = torch.arange(begin, begin + rows.shape[1], device=rows.device)[None]
-            out = self._model(
-                inputs_embeds=rows,
-                position_ids=positions,
-                attention_mask=self._masks,
-                past_key_values=cache,
-                use_cache=True,
-            ).last_hidden_state[:, -1]
-            codes.append(draws.code(group, self._heads[group - 1](out).float(), top_k=TOP_K, top_p=TOP_P))
-            rows = self.embed(group, codes[-1])[:, None]
-        return torch.stack(codes, dim=1)

@@ -19,6 +19,7 @@ thinker. Tensors are on any device; integers in lists are plain.
          "silence": int, "width": int},     # `segue.models.shared.omni.medium.MediaReader.audio_entry`
       ],
       "use_audio_in_video": bool,
+      ["reply": [ids]],                   # the text to say, without an end token, if the request gives it
     }
 
 and `"tokens"` (`segue.models.shared.text.prompt.client_tokens`) if the client requested them: the worker removes this
@@ -60,6 +61,7 @@ from segue.models.omni.qwen3_omni.talker import Talker
 from segue.models.omni.qwen3_omni.thinker import Thinker
 from segue.models.omni.qwen3_omni.vocoder.vocoder import Code2Wav
 from segue.models.shared.omni.transfers import media_tensors, prompt_facts
+from segue.models.shared.speech.transfers import code_rows
 from segue.models.shared.transfers import whole
 
 
@@ -84,14 +86,6 @@ def reply_rows(request: StageRequest, output: StageOutput) -> Payload | None:
         ]
         payload["prompt"] = {"token_ids": torch.tensor(prompt.token_ids), "media": media}
     return payload
-
-
-def code_rows(request: StageRequest, output: StageOutput) -> Payload | None:
-    """talker → vocoder: the rows of codes of a step, without that of the last token."""
-    codes = output.codes[:-1] if output.finished else output.codes
-    if not codes and not output.finished:
-        return None
-    return {"codes": torch.tensor(codes, dtype=torch.long), "start": output.first_index}
 
 
 STAGE_MODELS: dict[str, Callable[..., Any]] = {

@@ -31,14 +31,17 @@ from segue.messages.sampling import SamplingParams
 from segue.models.omni.qwen3_omni.family import voice_names
 from segue.models.omni.qwen3_omni.loading import load_config, load_talker, load_text_rows
 from segue.models.omni.qwen3_omni.prompt import positions_of
-from segue.models.omni.qwen3_omni.speech import CodePredictor, assistant_turn, media_in, user_tokens
+from segue.models.omni.qwen3_omni.speech import assistant_turn, media_in, user_tokens
 from segue.models.shared.checkpoint.checkpoint import held_bytes
 from segue.models.shared.library import PAGED
 from segue.models.shared.omni.positions import facts_of
+from segue.models.shared.speech.code_predictor import CodePredictor, Filters
 
 _NEVER = -1e30  # finite, because engines treat an infinite logit as a broken forward
 _RESERVED = 1024
 """The last ids of its vocabulary: `generate` suppresses them, except for the end token."""
+_FILTERS = Filters(top_k=50, top_p=0.8)
+"""How `generate` samples the codes after the first, whatever the caller says; greedily if the talker is greedy."""
 _LEAD = 4
 """Tokens of the assistant's turn in the prompt."""
 
@@ -78,7 +81,8 @@ class Talker:
         self.net = net
         self._model, self._head = net.model, net.codec_head
         self._text, self._hidden = net.text_projection, net.hidden_projection
-        self._predictor = CodePredictor(net)
+        predictor = net.code_predictor
+        self._predictor = CodePredictor(predictor.model, predictor.model.codec_embedding, predictor.lm_head, _FILTERS)
         self.groups: int = talker.num_code_groups
         self.device = ctx.device
         self.dtype = ctx.dtype

@@ -24,6 +24,7 @@ from segue.models.omni.qwen3_omni.prompt import ROWS, Arrived, Prompts
 from segue.models.shared.decoder.decoder import PagedDecoder
 from segue.models.shared.decoder.deep_features import deep_features
 from segue.models.shared.decoder.generation import context_length, default_sampling, generation_in
+from segue.models.shared.omni.say import given_reply
 from segue.models.shared.text.tokenizer import decode, load_tokenizer, vocabulary_of
 
 
@@ -107,6 +108,7 @@ class Thinker:
         if not state.ready:
             return Fed()
         prompt, state.rows = self._prompt(state), []  # the rows may be on the device: drop them here
+        prompt.reply = given_reply(state.reply, self.end_token_ids)
         return Fed(prompt=prompt)
 
     def embed(self, token_ids: torch.Tensor, conditioning: torch.Tensor | None) -> torch.Tensor:

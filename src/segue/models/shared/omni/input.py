@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+import msgspec
 import torch
 
 from segue.engines.contract import LoadContext, Payload, StageRequest
@@ -24,6 +25,7 @@ from segue.models.shared.input_stage import InputStage
 from segue.models.shared.library import ProcessorMixin
 from segue.models.shared.omni.chat import KINDS, Chat, load_chat
 from segue.models.shared.omni.medium import Expanded, MediaReader
+from segue.models.shared.omni.say import SAY, asking, text_to_say
 from segue.models.shared.text.prompt import (
     check_length,
     check_text,
@@ -52,8 +54,11 @@ class OmniInput(InputStage):
         placeholders: Mapping[str, str],
         voices: frozenset[str],
         reader: type[MediaReader] = MediaReader,
+        *,
+        speaks_as: str | None = None,
     ) -> None:
-        """`placeholders`: by kind, for checkpoints without a processor. Raises `ConfigError`."""
+        """`placeholders`: by kind, for checkpoints without a processor; `speaks_as`: the system prompt with which the
+        model says a given text, if it needs one. Raises `ConfigError`."""
         config = read_config(ctx.model_dir)
         try:
             text = config["thinker_config"]["text_config"]
@@ -66,6 +71,7 @@ class OmniInput(InputStage):
         self._chat: Chat | None = load_chat(ctx.model_dir, processor_class, placeholders)
         self._reader = reader(self._chat, self._limits) if self._chat is not None else None
         self._voices = voices
+        self._speaks_as = speaks_as
 
     def warm_up(self) -> None:
         """Process one short text."""
@@ -87,6 +93,10 @@ class OmniInput(InputStage):
         audio = request.options.get("use_audio_in_video", False)
         if not isinstance(audio, bool):
             raise wrong("options.use_audio_in_video", audio, "true or false")
+        reply: list[int] = []
+        if (text := text_to_say(request, _TEXT_STAGE)) is not None:
+            reply = self._reply(text, request)
+            request = msgspec.structs.replace(request, messages=asking(request.messages, text, self._speaks_as))
         media: list[Expanded] = []
         form = given_as(request)
         match form:
@@ -105,8 +115,17 @@ class OmniInput(InputStage):
             "token_ids": torch.tensor(ids, dtype=torch.long),
             "media": entries,
             "use_audio_in_video": any(len(medium.entries) > 1 for medium in media),
+            **({"reply": reply} if reply else {}),
             **(client_tokens(ids, self._chat.tokenizer if self._chat is not None else None) if seen else {}),
         }
+
+    def _reply(self, text: str, request: Request) -> list[int]:
+        """The ids of a text to say; special tokens in it are plain text."""
+        if self._chat is None:
+            raise InvalidRequest("this checkpoint has no tokenizer, so it cannot say a text", field=f"options.{SAY}")
+        self._check_text(TextPart(text), "messages")
+        check_text(text, self._chat.tokenizer, request, self._longest, _TEXT_STAGE, "messages")
+        return list(self._chat.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
 
     def _tokenized(self, request: Request) -> list[int]:
         """The ids of a bare prompt: no template, no media."""

@@ -1,4 +1,4 @@
 """Write small checkpoints in published formats, with random weights that behave.
 
-Doors: `classifiers`, `files`, `made`, `sizes`, `weights`.
+Doors: `classifiers`, `files`, `made`, `qwen`, `sizes`, `weights`.
 """

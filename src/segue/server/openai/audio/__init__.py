@@ -1,4 +1,4 @@
-"""`/v1/audio/transcriptions` and `/v1/audio/translations`.
+"""`/v1/audio/speech`, `/v1/audio/transcriptions` and `/v1/audio/translations`.
 
-Doors: `request`, `transcriptions`.
+Doors: `request`, `speech`, `speech_request`, `transcriptions`.
 """

@@ -9,8 +9,9 @@ from typing import Annotated, Any
 import msgspec
 
 from segue.messages.errors import InvalidRequest, TooLarge, nearest, shown, wrong
-from segue.messages.request import MediaPart, Message, Request
+from segue.messages.request import MediaPart, Message, Part, Request, TextPart
 from segue.messages.sampling import SamplingParams, check_sampling
+from segue.models.shared.dialects.dialect import Dialect
 from segue.orchestrator.service import ModelCard
 from segue.server.generation.parameters import as_written, check_model, new_id, parse_body, turn_fields, with_model
 from segue.server.http.errors import Unsupported, not_for_this_model
@@ -27,8 +28,13 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "known_speaker_references": ([],),
 }
 """Unsupported parameters of OpenAI's → values that have no effect."""
-WRITTEN = {f"options.{name}": name for name in ("language", "prompt", "task")}
+WRITTEN = {**{f"options.{name}": name for name in ("language", "prompt", "task")}, "messages": "file"}
 """Name in the request → name in the client's body."""
+_ASKS = {
+    "transcribe": "Transcribe the speech in this recording{known}. Write only the words that are said.",
+    "translate": "Translate the speech in this recording{known} into English. Write only the translation.",
+}
+"""What a model that chats is asked, by task; `known`: the language, where the client gives it."""
 
 
 class TranslationBody(msgspec.Struct, kw_only=True):
@@ -67,6 +73,10 @@ class TranscriptionRequest:
     temperature: float
     written: dict[str, str]
     """As in `Answering`."""
+    dialect: Dialect
+    """How to read the model's text: its thoughts are no part of the transcript."""
+    in_tokens: bool
+    """Usage is counted in tokens, not in seconds."""
 
 
 def transcription_request(
@@ -77,38 +87,60 @@ def transcription_request(
     kind = TranscriptionBody if task == "transcribe" else TranslationBody
     body = parse_body(with_model(values, card, settings), kind, UNSUPPORTED, {})
     check_model(body.model, card, settings)
-    if card.speech is None or card.text_stage is None:
+    chats = card.speech is None
+    if card.text_stage is None or (chats and not ("audio" in card.takes and "text" in card.gives)):
         raise not_for_this_model("does not transcribe")
-    if task not in card.speech.tasks:
+    if card.speech is not None and task not in card.speech.tasks:
         raise not_for_this_model("does not translate")
     form = body.response_format or "json"
     if form not in FORMATS:
         raise wrong("response_format", form, f"one of {', '.join(FORMATS)}{nearest(form, FORMATS)}")
     if isinstance(body, TranscriptionBody):
         _check_granularities(body.timestamp_granularities, form)
+    if chats and form in _TIMED:
+        raise Unsupported(
+            f"response_format is {form!r}, but this model gives no timestamps; use json or text",
+            field="response_format",
+        )
     if body.stream and form in _TIMED:
         raise Unsupported(f"stream is True with response_format {form!r}; use json or text", field="stream")
     written = {**WRITTEN, f"sampling.{card.text_stage}.temperature": "temperature"}
     sampling = SamplingParams(temperature=body.temperature, logprobs=0 if form == "verbose_json" else None)
+    if chats:  # its defaults are those of a conversation
+        sampling = SamplingParams(temperature=body.temperature or 0.0, max_tokens=card.max_model_len)
     try:
         check_sampling(sampling, f"sampling.{card.text_stage}")
     except InvalidRequest as error:
         raise as_written(error, written) from error
-    options = {
-        "task": task,
-        "timestamps": form in _TIMED,
-        **({"language": body.language} if body.language else {}),
-        **({"prompt": body.prompt} if body.prompt and body.prompt.strip() else {}),
-    }
+    parts: list[Part] = [_recording(body.file, settings)]
+    prompt = body.prompt if body.prompt and body.prompt.strip() else None
+    options: dict[str, Any] = {}
+    if chats:
+        parts.append(TextPart(_asked(task, body.language, prompt)))
+    else:
+        options = {
+            "task": task,
+            "timestamps": form in _TIMED,
+            **({"language": body.language} if body.language else {}),
+            **({"prompt": prompt} if prompt else {}),
+        }
     request = Request(
         request_id=new_id("transcript"),
-        messages=[Message("user", [_recording(body.file, settings)])],
+        messages=[Message("user", parts)],
         sampling={card.text_stage: sampling},
         seed=body.seed,
         options=options,
+        adapter=body.model if body.model in card.adapters else None,
         **turn_fields(body.priority, body.user, body.deadline, time.time(), card),
     )
-    return TranscriptionRequest(request, task, form, bool(body.stream), body.temperature or 0.0, written)
+    temperature = body.temperature or 0.0
+    return TranscriptionRequest(request, task, form, bool(body.stream), temperature, written, card.dialect, chats)
+
+
+def _asked(task: str, language: str | None, prompt: str | None) -> str:
+    """What a model that chats is asked about the recording before it."""
+    text = _ASKS[task].format(known=f", which is in the language {language!r}" if language else "")
+    return f"{text}\nContext: {prompt}" if prompt else text
 
 
 def _check_granularities(wanted: list[str] | None, form: str) -> None:

@@ -15,6 +15,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from segue.messages.deltas import Finished, SegmentDelta, TextDelta
 from segue.messages.errors import StageFailed
+from segue.models.shared.dialects.pieces import Piece, Said
 from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import Service
 from segue.server.generation.generations import run_generations
@@ -32,6 +33,26 @@ from segue.server.openai.audio.request import (
 from segue.server.settings import ServerSettings
 
 
+class _Words:
+    """The transcript in the text of a model: without its thoughts."""
+
+    def __init__(self, asked: TranscriptionRequest) -> None:
+        opened = asked.dialect.begins_in_thought({})
+        self._parser = asked.dialect.parser(opened=opened, tools=None)
+
+    def feed(self, text: str) -> str:
+        """The new words that are certain."""
+        return _said(self._parser.feed(text))
+
+    def finish(self) -> str:
+        """The words held back."""
+        return _said(self._parser.finish())
+
+
+def _said(pieces: list[Piece]) -> str:
+    return "".join(piece.text for piece in pieces if isinstance(piece, Said))
+
+
 @dataclass(slots=True)
 class Heard:
     """A complete transcript."""
@@ -44,21 +65,22 @@ class Heard:
 async def heard(asked: TranscriptionRequest, service: Service, metrics: ServerMetrics) -> Heard:
     """Collect the transcript. Raises `SegueError`."""
     pieces: list[str] = []
+    words = _Words(asked)
     segments: list[SegmentDelta] = []
     async with aclosing(run_generations(service, [asked.request], metrics, asked.written)) as deltas:
         async for _, delta in deltas:
             if isinstance(delta, TextDelta):
-                pieces.append(delta.text)
+                pieces.append(words.feed(delta.text))
             elif isinstance(delta, SegmentDelta):
                 segments.append(delta)
             elif isinstance(delta, Finished):
-                return Heard(delta, "".join(pieces).strip(), segments)
+                return Heard(delta, "".join([*pieces, words.finish()]).strip(), segments)
     raise StageFailed("a generation ended without saying how")
 
 
 def json_object(whole: Heard, asked: TranscriptionRequest) -> dict[str, Any]:
     """The answer in the formats `json` and `verbose_json`."""
-    usage = _usage(whole.finished)
+    usage = _usage(whole.finished, asked)
     if asked.response_format == "json":
         return {"text": whole.text, "usage": usage}
     return {
@@ -114,21 +136,32 @@ async def transcript_events(
     asked: TranscriptionRequest, service: Service, metrics: ServerMetrics
 ) -> AsyncGenerator[dict[str, object]]:
     """Events with text that no longer changes, and one with the whole text at the end."""
-    text = ""
+    text, words = "", _Words(asked)
     async with aclosing(run_generations(service, [asked.request], metrics, asked.written)) as deltas:
         async for _, delta in deltas:
             if isinstance(delta, TextDelta):
-                new = delta.text if text else delta.text.lstrip()
-                text += new
-                if new:
-                    yield {"type": "transcript.text.delta", "delta": new}
+                new = words.feed(delta.text)
             elif isinstance(delta, Finished):
-                yield {"type": "transcript.text.done", "text": text, "usage": _usage(delta)}
+                new = words.finish()
+            else:
+                continue
+            new = new if text else new.lstrip()
+            text += new
+            if new:
+                yield {"type": "transcript.text.delta", "delta": new}
+            if isinstance(delta, Finished):
+                yield {"type": "transcript.text.done", "text": text, "usage": _usage(delta, asked)}
 
 
-def _usage(finished: Finished) -> dict[str, Any]:
-    """Usage in seconds, as OpenAI counts it for such models."""
-    return {"type": "duration", "seconds": math.ceil(finished.audio_seconds)}
+def _usage(finished: Finished, asked: TranscriptionRequest) -> dict[str, Any]:
+    """Usage in seconds or tokens, as OpenAI counts it for models that only transcribe and for those that chat."""
+    if not asked.in_tokens:
+        return {"type": "duration", "seconds": math.ceil(finished.audio_seconds)}
+    usage = finished.usage
+    read, made = usage.prompt_tokens, usage.completion_tokens
+    kinds = {f"{kind}_tokens": usage.prompt_modalities.get(kind, 0) for kind in ("audio", "text")}
+    totals = {"input_tokens": read, "output_tokens": made, "total_tokens": read + made}
+    return {"type": "tokens", **totals, "input_token_details": kinds}
 
 
 def add_transcriptions(app: FastAPI, service: Service, settings: ServerSettings, metrics: ServerMetrics) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 
 from huggingface_hub import save_torch_state_dict
-from tokenizers import AddedToken, Tokenizer
 
 from segue.models.family import TinyPreset
 from segue.models.omni.qwen3_omni.tiny.config import ROLES, SHAPES, SPECIAL_TOKENS, config_json
 from segue.models.omni.qwen3_omni.tiny.weights import make_weights
-from segue.models.shared.tiny.files import added_tokens, speakable, train_tokenizer, write_json
+from segue.models.shared.tiny.files import speakable, write_json
+from segue.models.shared.tiny.qwen import write_qwen_tokenizer
 from segue.models.shared.tiny.sizes import check_size
 
 SIZES = tuple(SHAPES)
@@ -61,7 +60,14 @@ def make(directory: Path, size: str = "tiny", seed: int = 0) -> None:
     check_size(size, SIZES)
     directory.mkdir(parents=True, exist_ok=True)
     write = partial(write_json, directory)
-    tokenizer = _write_tokenizer(directory)
+    tokenizer = write_qwen_tokenizer(
+        directory,
+        SPECIAL_TOKENS,
+        ROLES,
+        extra_special_tokens=_MODEL_SPECIFIC,
+        **_MODEL_SPECIFIC,
+        processor_class="Qwen3OmniMoeProcessor",
+    )
     config = config_json(SHAPES[size], {role: tokenizer.get_vocab()[role] for role in ROLES})
     write("config.json", config)
     write("generation_config.json", {"_from_model_config": True, "transformers_version": "5.23.0"})
@@ -69,41 +75,6 @@ def make(directory: Path, size: str = "tiny", seed: int = 0) -> None:
     write("chat_template.json", {"chat_template": (_DATA / "chat_template.jinja").read_text()})
     weights = make_weights(config, speakable(tokenizer), tokenizer.encode("\n").ids[0], seed)
     save_torch_state_dict(weights, directory, max_shard_size=_SHARD)
-
-
-def _write_tokenizer(directory: Path) -> Tokenizer:
-    tokenizer = train_tokenizer(SPECIAL_TOKENS)
-    tokenizer.add_tokens([AddedToken(role, single_word=True, normalized=False) for role in ROLES])
-    tokenizer.save(str(directory / "tokenizer.json"))
-    base = json.loads(tokenizer.to_str())["model"]
-    write_json(directory, "vocab.json", base["vocab"])
-    merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in base["merges"]]
-    (directory / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
-    roles = added_tokens(tokenizer, ROLES)
-    for flags in roles.values():
-        flags |= {"single_word": True, "special": False}
-    config = {
-        "add_bos_token": False,
-        "add_prefix_space": False,
-        "added_tokens_decoder": {**added_tokens(tokenizer, SPECIAL_TOKENS), **roles},
-        "additional_special_tokens": list(SPECIAL_TOKENS[1:]),
-        "bos_token": None,
-        "clean_up_tokenization_spaces": False,
-        "eos_token": "<|im_end|>",
-        "errors": "replace",
-        "extra_special_tokens": _MODEL_SPECIFIC,
-        **_MODEL_SPECIFIC,
-        "model_max_length": 131072,
-        "pad_token": "<|endoftext|>",
-        "processor_class": "Qwen3OmniMoeProcessor",
-        "split_special_tokens": False,
-        "tokenizer_class": "Qwen2Tokenizer",
-        "unk_token": None,
-    }
-    write_json(directory, "tokenizer_config.json", config)
-    special = {"additional_special_tokens": list(SPECIAL_TOKENS[1:]), "eos_token": "<|im_end|>"}
-    write_json(directory, "special_tokens_map.json", {**special, "pad_token": "<|endoftext|>"})
-    return tokenizer
 
 
 PRESETS = {"qwen3-omni": TinyPreset(SIZES, make)}

@@ -1,8 +1,6 @@
 """Run the library's Code2Wav over pieces of utterances: each piece continues where the one before it ended.
 
-Every layer looks back a fixed way and never ahead: the attention of the transformer over `sliding_window` frames,
-itself included, a convolution over its kernel, a transposed convolution over the inputs that overlap an output. n
-frames give `samples(n)`: a transposed convolution gives an output only between two inputs, so that the first input of
+n frames give `samples(n)`: a transposed convolution gives an output only between two inputs, so that the first input of
 an utterance gives none.
 
 B utterances, n frames of each, K codes per frame, C channels, t samples at a layer's own rate.
@@ -13,17 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from segue.models.omni.qwen3_omni.library import (
-    Qwen3OmniMoeCausalConvNet,
-    Qwen3OmniMoeCausalTransConvNet,
-    Qwen3OmniMoeCode2Wav,
-    Qwen3OmniMoeCode2WavDecoderBlock,
-    Qwen3OmniMoeCode2WavDecoderResidualUnit,
-    Qwen3OmniMoeConvNeXtBlock,
-)
-from segue.models.shared.speech.pieces import Carry, Past, Piece, Ring, window
+from segue.models.omni.qwen3_omni.library import Qwen3OmniMoeCausalTransConvNet, Qwen3OmniMoeCode2Wav
+from segue.models.shared.speech.code2wav import attend, run
+from segue.models.shared.speech.pieces import Carry, Past, Piece
 
 
 class CodeDecoder:
@@ -53,46 +45,7 @@ class CodeDecoder:
         codes_BKn = torch.stack([piece.codes for piece in pieces]).to(self.device)
         first = torch.tensor([piece.first for piece in pieces], device=self.device)
         x = self._net.code_embedding(codes_BKn + self._net.code_offset).mean(1)
-        x = self._attend(x, first, carry).transpose(1, 2)
-        for blocks in self._net.upsample:
-            for block in blocks:
-                x = _run(block, x, carry)
-        for block in self._net.decoder:
-            x = _run(block, x, carry)
+        x = attend(self._net.pre_transformer, x, first, self._window, carry).transpose(1, 2)
+        x = run(self._net.decoder, run(self._net.upsample, x, carry), carry)
         waves = x.clamp(min=-1, max=1)[:, 0].float().cpu()
         return [(wave.clone(), past) for wave, past in zip(waves, carry.pasts(), strict=True)]
-
-    def _attend(self, x_BnC: Tensor, first: Tensor, carry: Carry) -> Tensor:
-        """[B, n, C] → the transformer's output; frame i of utterance b is its frame first[b] + i."""
-        positions, mask = window(first, x_BnC.shape[1], self._window)
-        out: Tensor = self._net.pre_transformer(
-            inputs_embeds=x_BnC,
-            position_ids=positions,
-            attention_mask={"full_attention": mask, "sliding_attention": mask},
-            past_key_values=Ring(carry, self._window - 1),
-            use_cache=False,
-        ).last_hidden_state
-        return out
-
-
-def _run(layer: nn.Module, x: Tensor, carry: Carry) -> Tensor:
-    """One layer over [B, C, t]."""
-    match layer:
-        case Qwen3OmniMoeCausalConvNet():
-            return layer.conv(carry.behind(x, layer.padding))
-        case Qwen3OmniMoeCausalTransConvNet():
-            # the library trims what only one of two inputs makes, at both ends
-            back = -(-layer.left_pad // layer.conv.stride[0])
-            return layer(carry.behind(x, back, padded=False) if back else x)
-        case Qwen3OmniMoeCode2WavDecoderResidualUnit():
-            inner = _run(layer.conv1, layer.act1(x), carry)
-            return layer.conv2(layer.act2(inner)) + x
-        case Qwen3OmniMoeConvNeXtBlock():
-            back = layer.dwconv.padding
-            return layer(carry.behind(x, back))[..., back:]  # the outputs of what it looks back on were given before
-        case Qwen3OmniMoeCode2WavDecoderBlock():
-            for inner in layer.block:
-                x = _run(inner, x, carry)
-            return x
-        case _:  # elementwise
-            return layer(x)

@@ -1,0 +1,71 @@
+"""Draw the codes of a row after the first: a small decoder reads the talker's final hidden state and code 0, then each
+code that it has drawn; a head per code.
+
+n sequences, E width of the talker, P of the predictor, G codes per row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from segue.engines.autoregressive.contract import Draws
+from segue.models.shared.library import DynamicCache, PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """How codes are drawn, unless the request is greedy."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+class CodePredictor:
+    """Runs the library's decoder over the codes of one row."""
+
+    def __init__(
+        self,
+        decoder: PreTrainedModel,
+        embeddings: nn.ModuleList,
+        heads: nn.ModuleList,
+        filters: Filters,
+        project: nn.Module | None = None,
+    ) -> None:
+        """`decoder` takes [n, t, P] embeddings; `embeddings` and `heads` are those of codes 1 to G - 1; `project` maps
+        E to P if they differ."""
+        decoder.set_attn_implementation("sdpa")
+        self._decoder, self._embeddings, self._heads = decoder, embeddings, heads
+        self._filters = filters
+        self._project = project or nn.Identity()
+        self._masks = dict.fromkeys(decoder.config.layer_types)  # None: causal
+
+    def embed(self, group: int, codes: torch.Tensor) -> torch.Tensor:
+        """[n] codes of a group from 1 on → [n, E]."""
+        rows: torch.Tensor = self._embeddings[group - 1](codes)
+        return rows
+
+    def __call__(self, hidden: torch.Tensor, first: torch.Tensor, draws: Draws) -> torch.Tensor:
+        """[n, E] final hidden states, [n, E] embeddings of codes 0 → [n, G - 1] long."""
+        cache = DynamicCache(config=self._decoder.config)
+        filters = self._filters
+        codes: list[torch.Tensor] = []
+        rows = torch.stack([hidden, first], dim=1)
+        for group in range(1, len(self._heads) + 1):
+            begin = 0 if group == 1 else group
+            out = self._decoder(
+                inputs_embeds=self._project(rows),
+                position_ids=torch.arange(begin, begin + rows.shape[1], device=rows.device)[None],
+                attention_mask=self._masks,
+                past_key_values=cache,
+                use_cache=True,
+            ).last_hidden_state[:, -1]
+            logits = self._heads[group - 1](out).float()
+            codes.append(
+                draws.code(group, logits, temperature=filters.temperature, top_k=filters.top_k, top_p=filters.top_p)
+            )
+            rows = self.embed(group, codes[-1])[:, None]
+        return torch.stack(codes, dim=1)

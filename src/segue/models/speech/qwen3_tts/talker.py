@@ -1,0 +1,148 @@
+"""The talker: generates rows of codes for the text of its prompt.
+
+H its hidden size, G codes per row, T positions of the prompt. Inputs (from `generate` of the package):
+
+    prompt   text embedding, projected to H, + codec embedding where the position has a codec id
+    row k    the sum of its codes' embeddings + the projected embedding of the text padding
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import torch
+
+from segue.engines.autoregressive.contract import AutoregressiveContext, Draws, Fed, FlatBatch, KVSpec, Prompt
+from segue.engines.contract import Payload, StageRequest
+from segue.kernels.linear.linear import DECODE_ROWS, pack_linears
+from segue.kernels.linear.quantized import packed_bytes
+from segue.messages.errors import ConfigError, InvalidRequest, StageFailed
+from segue.messages.sampling import SamplingParams
+from segue.models.shared.checkpoint.checkpoint import held_bytes
+from segue.models.shared.decoder.decoder import PagedDecoder
+from segue.models.shared.speech.code_predictor import CodePredictor, Filters
+from segue.models.speech.qwen3_tts.config import read_config, read_sampling, read_vocoder
+from segue.models.speech.qwen3_tts.input import NONE
+from segue.models.speech.qwen3_tts.loading import load_talker
+
+_NEVER = -1e30  # finite, because engines treat an infinite logit as a broken forward
+_RESERVED = 1024
+"""The last ids of its vocabulary: the package suppresses them, except for the end token."""
+_SHORTEST = 2
+"""Least tokens of an utterance, the end token included, in the package."""
+
+
+class Talker:
+    """`AutoregressiveModel` that yields rows."""
+
+    axes = 1
+    conditioned = False
+    recordable = True
+    vocabulary = None
+
+    def __init__(self, ctx: AutoregressiveContext) -> None:
+        """Raises `ConfigError` for an unreadable checkpoint."""
+        config = read_config(ctx.model_dir)
+        talker, codec = config.talker_config, read_vocoder(ctx.model_dir).decoder_config
+        if codec.num_quantizers != talker.num_code_groups:
+            raise ConfigError(
+                f"{ctx.model_dir}: the talker makes {talker.num_code_groups} codes per row, the speech tokenizer takes "
+                f"{codec.num_quantizers}",
+                field="num_code_groups",
+            )
+        net = load_talker(ctx, config)
+        self.net = net
+        self._decoder = PagedDecoder(net.decoder, quantization=ctx.quantization, fused=ctx.fused)
+        predictor, sampling = net.code_predictor, read_sampling(ctx.model_dir)
+        pack_linears(predictor, DECODE_ROWS)
+        self._predictor = CodePredictor(
+            predictor.model,
+            predictor.codec_embedding,
+            predictor.lm_head,
+            Filters(sampling.subtalker_temperature, sampling.subtalker_top_k, sampling.subtalker_top_p),
+            predictor.small_to_mtp_projection,
+        )
+        self.groups: int = talker.num_code_groups
+        self.voices = config.voices
+        self.device = ctx.device
+        self.kv: KVSpec = self._decoder.kv
+        self.weight_bytes: int = held_bytes(net) + packed_bytes(net)
+        self.vocab_size: int = talker.vocab_size
+        longest = talker.max_position_embeddings
+        self.max_model_len: int = min(ctx.max_model_len or longest, longest)
+        self.end_token_ids = frozenset({talker.codec_eos_token_id})
+        self._codec_pad: int = talker.codec_pad_id
+        self._codes = min(self.vocab_size - _RESERVED, codec.codebook_size)
+        unspoken = [token for token in range(self._codes, self.vocab_size) if token not in self.end_token_ids]
+        self._unspoken = torch.tensor(unspoken, device=ctx.device)
+        with torch.inference_mode():
+            self._pad = self._text(torch.tensor([config.tts_pad_token_id], device=ctx.device))
+        self.default_sampling = SamplingParams(
+            temperature=sampling.temperature if sampling.do_sample else 0.0,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            repetition_penalty=sampling.repetition_penalty,
+            max_tokens=sampling.max_new_tokens,
+            min_tokens=_SHORTEST,
+        )
+
+    def begin(self, request: StageRequest) -> None:
+        """The prompt arrives in one payload. Raises `InvalidRequest` if the request forbids every code."""
+        sampling = request.sampling
+        suppressed = set(sampling.suppress_tokens or ())
+        if suppressed.issuperset(range(self._codes)):
+            name = f"sampling.{request.stage}.suppress_tokens"
+            raise InvalidRequest(f"{name} leaves none of the {self._codes} codes of the vocoder", field=name)
+        if sampling.ignore_eos:
+            # an ignored end token yields no audio: it lies outside the vocoder's codebook
+            request.sampling = msgspec.structs.replace(
+                sampling, suppress_tokens=sorted(suppressed | self.end_token_ids)
+            )
+
+    @torch.inference_mode()
+    def feed(self, state: None, upstream: str, payload: Payload, *, final: bool) -> Fed:
+        """The prompt from the input stage."""
+        text_ids, codec_ids = payload["text_ids"].cpu(), payload["codec_ids"].cpu()
+        embeds = self._text(text_ids.to(self.device))
+        coded = codec_ids != NONE
+        embeds[coded.to(self.device)] += self._decoder.embed(codec_ids[coded].to(self.device))
+        length = len(text_ids)
+        ids = zip(text_ids.tolist(), codec_ids.tolist(), strict=True)
+        prompt = Prompt(
+            token_ids=[self._codec_pad] * length,  # never drawn, so that no penalty refers to it
+            embeds=embeds.cpu(),  # device memory belongs to keys and values
+            identity=[text.to_bytes(4, "little") + codec.to_bytes(4, "little", signed=True) for text, codec in ids],
+            modality_tokens={"text": length},
+        )
+        return Fed(prompt=prompt)
+
+    @torch.inference_mode()
+    def embed(self, token_ids: torch.Tensor, conditioning: torch.Tensor | None) -> torch.Tensor:
+        """[n, G] rows of codes → [n, H]."""
+        codes = token_ids if token_ids.ndim == 2 else token_ids[:, None]
+        rows = [self._decoder.embed(codes[:, 0])]
+        rows += [self._predictor.embed(group, codes[:, group]) for group in range(1, codes.shape[1])]
+        return torch.stack(rows, dim=1).sum(1) + self._pad  # as in the package: rounded once
+
+    def forward(self, embeds: torch.Tensor, batch: FlatBatch) -> tuple[torch.Tensor, None]:
+        """[tokens, H] → (hidden states after the final norm [tokens, H], nothing captured)."""
+        return self._decoder.forward(embeds, batch), None
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, H] → [rows, vocab] float32, without the ids that are neither codes nor the end token."""
+        return self._decoder.logits(hidden).index_fill_(1, self._unspoken, _NEVER)
+
+    @torch.inference_mode()
+    def advance(self, hidden: torch.Tensor, ids: torch.Tensor, draws: Draws) -> torch.Tensor:
+        """[n, H], [n] codes 0 → [n, G - 1]."""
+        return self._predictor(hidden, self._decoder.embed(ids), draws)
+
+    def decode_text(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        raise StageFailed("the talker makes codes, not text")
+
+    def _text(self, ids: torch.Tensor) -> torch.Tensor:
+        """[n] text ids → [n, H]."""
+        rows: torch.Tensor = self.net.text_projection(self.net.text_embedding(ids))
+        return rows

@@ -1,0 +1,1 @@
+"""`segue tiny qwen3-tts`: makes a small checkpoint in the published layout."""

@@ -1,0 +1,53 @@
+"""Qwen3-TTS behind OpenAI's speech endpoint, as the official client uses it: the audio is that of the package
+`qwen-tts`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from safetensors.numpy import load_file
+from server_process import Served, served, tiny
+
+GOLDEN = Path(__file__).parents[2] / "models" / "speech" / "qwen3_tts" / "golden"
+EVERY = 7
+"""Of the samples, one is recorded."""
+CASES = {case["name"]: case for case in json.loads((GOLDEN / "cases.json").read_text())}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    checkpoint = tiny(tmp_path_factory.mktemp("qwen3-tts") / "tiny", "qwen3-tts")
+    with served(checkpoint, "--log-level", "warning") as server:
+        yield server
+
+
+def say(client: openai.OpenAI, case: dict[str, Any], **changes: Any) -> bytes:
+    given = case["given"]
+    more = {"sampling": {"talker": {"temperature": 0, "max_tokens": case["max_tokens"]}}}
+    if "language" in given:
+        more["language"] = given["language"]
+    asked = {"model": "tiny", "voice": given["speaker"].title(), "input": given["text"], "response_format": "pcm"}
+    if "instruct" in given:
+        asked["instructions"] = given["instruct"]
+    return client.audio.speech.create(**{**asked, **changes}, extra_body=more).content
+
+
+@pytest.mark.parametrize("name", ["plain", "dialect", "instructed", "cut"])
+def test_the_audio_is_the_packages(client: openai.OpenAI, name: str) -> None:
+    samples = np.frombuffer(say(client, CASES[name]), "<i2") / 32768
+    expected = load_file(GOLDEN / "golden.safetensors")[f"{name}.samples"]
+    assert len(samples[::EVERY]) == len(expected)
+    assert float(np.abs(samples[::EVERY] - expected).max()) < 2e-4
+
+
+def test_other_voices_and_languages_are_named(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="speaks with: Vivian, Ryan, Dylan"):
+        say(client, CASES["plain"], voice="alloy")
+    with pytest.raises(openai.BadRequestError, match="one of auto, english"):
+        say(client, {**CASES["plain"], "given": {**CASES["plain"]["given"], "language": "Klingon"}})
