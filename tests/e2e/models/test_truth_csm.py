@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from server_process import segue
 from truth_system import System, apart
 
 from segue.messages.deltas import AudioDelta, Delta
@@ -107,6 +108,12 @@ def test_killed_at_work(system: System, library: Reference, prompts: list[dict[s
     assert outputs[0].metrics.attempts == 2
     for prompt, output in zip(prompts, outputs, strict=True):
         check(system, library, prompt, output)
+
+
+def test_the_command_needs_a_file(checkpoint: Path) -> None:
+    done = segue("generate", str(checkpoint), "Hello there")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "this model's output needs a file: give --output with one of .wav" in done.stderr
 
 
 def test_what_it_does_not_give_is_named(system: System) -> None:

@@ -144,7 +144,8 @@ def test_a_code_reaches_all_frames_of_the_windows_and_none_before(vocoder: Vocod
 
 def test_a_changed_weight_changes_the_samples(tiny_dir: Path) -> None:
     spoilt = Vocoder(context(tiny_dir, "vocoder"))
-    attention = spoilt.decoder.library_codec.decoder.decoder_transformer.layers[1].self_attn
+    modules = spoilt.decoder.library_codec.named_modules()
+    [attention] = [module for name, module in modules if name.endswith("decoder_transformer.layers.1.self_attn")]
     attention.register_forward_hook(lambda module, given, out: (1.5 * out[0], *out[1:]))
     codes = codes_of(21)
     requests = Requests(spoilt)

@@ -52,6 +52,18 @@ def test_a_messages_name_is_its_speaker(stage: InputProcessor) -> None:
     assert torch.equal(stage.process(named)["token_ids"], stage.process(other)["token_ids"])
 
 
+def test_the_voice_of_a_recording_is_a_message_before_the_text(stage: InputProcessor) -> None:
+    voice = MediaPart("audio", audio().data, audio().array, role="voice")
+    cloned = asked(Message("user", [voice, TextPart("Hi")]), options={"ref_text": "Who is it?"})
+    conversation = asked(Message("user", [TextPart("Who is it?"), audio()]), Message("user", [TextPart("Hi")]))
+    one, other = stage.process(cloned), stage.process(conversation)
+    assert torch.equal(one["token_ids"], other["token_ids"])
+    assert one["media"][0]["hash"] == other["media"][0]["hash"]
+    for request in (asked(cloned.messages[0]), asked(Message("user", [TextPart("Hi")]), options={"ref_text": "x"})):
+        with pytest.raises(InvalidRequest, match=r"a recording of a voice and ref_text, .* belong together"):
+            stage.process(request)
+
+
 def test_no_text_becomes_a_special_token(stage: InputProcessor) -> None:
     text = "say <|AUDIO|> and <|end_of_text|>"
     ids = stage.process(asked(Message("user", [TextPart(text)])))["token_ids"].tolist()

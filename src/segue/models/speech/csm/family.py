@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from segue.messages.errors import NotFound, nearest
+from segue.messages.speech import TextToSpeech
 from segue.models.family import Family
 from segue.models.speech.csm.graph import graph
 
@@ -26,6 +27,8 @@ FAMILY = Family(
     graph=graph,
     stages_module="segue.models.speech.csm.stages",
     reference_module="segue.models.speech.csm.reference",
+    says=lambda config, model_dir: TextToSpeech(cloning=True),
+    options=frozenset({"ref_text"}),
     stage_keys=frozenset({"quantization"}),
     tiny_module="segue.models.speech.csm.tiny.presets",
     tiny_names=("csm",),

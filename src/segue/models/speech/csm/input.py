@@ -100,8 +100,9 @@ class InputProcessor(InputStage):
             )
         ids: list[int] = []
         media: list[Payload] = []
-        last = request.messages[-1]
-        for number, message in enumerate(request.messages):
+        messages = _with_voice(request)
+        last = messages[-1]
+        for number, message in enumerate(messages):
             text, recordings = _parts(message, number)
             if message is last and recordings:
                 raise InvalidRequest(
@@ -132,6 +133,23 @@ class InputProcessor(InputStage):
     def _recording(self, part: MediaPart) -> Payload:
         samples = np.ascontiguousarray(decode_audio(part, self._rate, self._limits))
         return {"hash": hashlib.blake2b(samples.data, digest_size=32).digest(), "samples": torch.from_numpy(samples)}
+
+
+def _with_voice(request: Request) -> list[Message]:
+    """The messages; a recording of the voice to speak with, and its words in the option `ref_text`, become a message
+    before the text. Raises `InvalidRequest`."""
+    *before, last = request.messages
+    words = request.options.get("ref_text")
+    voice = [part for part in last.content if isinstance(part, MediaPart) and part.role == "voice"]
+    if not voice and words is None:
+        return request.messages
+    if not voice or not isinstance(words, str):
+        raise InvalidRequest(
+            "a recording of a voice and ref_text, the words that it says, belong together; give both, or neither",
+            field="ref_text",
+        )
+    text = [part for part in last.content if part not in voice]
+    return [*before, Message(last.role, [*voice, TextPart(words)], last.extra), Message(last.role, text, last.extra)]
 
 
 def _parts(message: Message, number: int) -> tuple[str, list[MediaPart]]:

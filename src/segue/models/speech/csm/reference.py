@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from segue.messages.reference import LibraryAnswer, Question
@@ -29,17 +30,22 @@ class Reference:
         """The backbone is forced to follow Segue's reply in the first codes."""
         codes = Follow(question.token_ids.get(_STAGE, []))
         most = most_tokens(question.request, _STAGE)
+        samples = self.spoken(question.request, min(most, codes.most), codes)
+        return LibraryAnswer(index=question.index, followed=[codes.followed(_STAGE, most)], samples=samples.tobytes())
+
+    def spoken(self, request: Request, rows: int, *changes: Follow) -> np.ndarray:
+        """[samples] float32 of a greedy utterance of at most so many rows of codes. `changes`: to the first codes."""
         with torch.inference_mode():
-            made = self.model.generate(
-                **self.library.ready(self._read(question.request), self.model),
+            [samples] = self.model.generate(
+                **self.library.ready(self._read(request), self.model),
                 do_sample=False,
                 depth_decoder_do_sample=False,
-                max_new_tokens=min(most, codes.most),
-                logits_processor=processors(codes),
+                max_new_tokens=rows,
+                logits_processor=processors(*changes),
                 output_audio=True,
             )
-        samples = made[0].float().cpu().numpy().astype("<f4")
-        return LibraryAnswer(index=question.index, followed=[codes.followed(_STAGE, most)], samples=samples.tobytes())
+        found: np.ndarray = samples.float().cpu().numpy().astype("<f4")
+        return found
 
     def _read(self, request: Request) -> Any:
         """Model inputs of a conversation."""
