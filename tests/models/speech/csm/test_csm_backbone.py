@@ -140,6 +140,14 @@ def test_a_recording_that_comes_again_is_taken_once(stages: Stages) -> None:
     assert prompt.identity[3] == prompt.identity[4] != prompt.identity[5] == prompt.identity[12]
 
 
+def test_with_quantised_weights(tiny_dir: Path, stages: Stages, rows: dict) -> None:
+    """In the backbone; most first codes are the same."""
+    quantised = Backbone(context(tiny_dir, "backbone", quantization="int8"))
+    assert quantised.weight_bytes < 0.8 * stages.backbone.weight_bytes
+    spoken = of(Speech(stages.but(quantised))(list(CASES), SamplingParams(max_tokens=1).over(GREEDY)))
+    assert sum(spoken[name][0] == rows[name][0] for name in rows) > len(rows) / 2
+
+
 def test_an_utterance_may_be_cut(stages: Stages, rows: dict) -> None:
     """All its rows are spoken, as in the library."""
     [spoken] = Speech(stages)([BY_NAME["words"]], SamplingParams(max_tokens=5).over(GREEDY)).values()

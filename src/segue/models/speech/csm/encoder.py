@@ -54,9 +54,9 @@ class Encoder:
     @torch.inference_mode()
     def run(self, works: list[Work]) -> list[Result]:
         """Encode recordings; equal ones, and those in the cache, only once."""
-        items = [item for work in works if work.item is not None for item in work.item[1:]]
+        items = [work.item[1] for work in works if work.item is not None]
         codes = self.cache.through({(_KIND, item["hash"]): item["samples"] for item in items}, self._encode)
-        return [Result({"media": [] if work.item is None else [_coded(*work.item, codes)]}) for work in works]
+        return [Result({"media": [] if work.item is None else [_coded(work.item, codes)]}) for work in works]
 
     def end(self, state: str) -> None:
         """Nothing to free: no state is kept per request."""
@@ -69,5 +69,6 @@ class Encoder:
         ]
 
 
-def _coded(index: int, item: Payload, codes: Mapping[tuple[str, bytes], torch.Tensor]) -> Payload:
+def _coded(numbered: tuple[int, Payload], codes: Mapping[tuple[str, bytes], torch.Tensor]) -> Payload:
+    index, item = numbered
     return {"index": index, "codes": codes[_KIND, item["hash"]]}

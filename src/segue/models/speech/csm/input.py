@@ -98,27 +98,28 @@ class InputProcessor(InputStage):
             raise InvalidRequest(
                 "this checkpoint has no tokenizer; send prompt_token_ids in place of messages", field="messages"
             )
-        ids: list[int] = []
-        media: list[Payload] = []
         messages = _with_voice(request)
-        last = messages[-1]
-        for number, message in enumerate(messages):
-            text, recordings = _parts(message, number)
-            if message is last and recordings:
-                raise InvalidRequest(
-                    f"messages[{number}] has a recording; the last message is the text to say", field="messages"
-                )
-            if message is not last and len(recordings) != 1:
+        parts = [_parts(message, number) for number, message in enumerate(messages)]
+        *before, (_, trailing) = parts
+        if trailing:
+            raise InvalidRequest(
+                f"messages[{len(before)}] has a recording; the last message is the text to say", field="messages"
+            )
+        for number, (_, recordings) in enumerate(before):
+            if len(recordings) != 1:
                 raise InvalidRequest(
                     f"messages[{number}] has {len(recordings)} recordings; each message before the last has its text "
                     "and one recording of it",
                     field="messages",
                 )
-            ids += self._turn(request, f"[{speaker_of(message, number, voice)}]{text}")
+        self._limits.check_items(len(before), "messages")
+        ids: list[int] = []
+        media: list[Payload] = []
+        for number, (text, recordings) in enumerate(parts):
+            ids += self._turn(request, f"[{speaker_of(messages[number], number, voice)}]{text}")
             for part in recordings:
                 ids += self._audio
                 media.append(self._recording(part))
-        self._limits.check_items(len(media), "messages")
         return ids, media
 
     def _turn(self, request: Request, text: str) -> list[int]:
