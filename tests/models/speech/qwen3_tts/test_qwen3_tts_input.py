@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from segue.models.registry import family_of, read_config
 from segue.models.speech.qwen3_tts import config as files
 from segue.models.speech.qwen3_tts.graph import graph
 from segue.models.speech.qwen3_tts.input import InputProcessor
+from segue.models.speech.qwen3_tts.talker import Talker
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +125,7 @@ def test_a_small_model_takes_no_instructions(tiny_dir: Path, tmp_path: Path) -> 
         ({"tts_model_type": "base"}, "tts_model_type is 'base': it speaks with the voice of a recording"),
         ({"tokenizer_type": "qwen3_tts_tokenizer_25hz"}, "tokenizer_type is 'qwen3_tts_tokenizer_25hz'"),
         ({"tts_pad_token_id": "x"}, "tts_pad_token_id"),
+        ({"tts_pad_token_id": 704}, "the id of tts_pad_token_id is 704; ids are 0 to 703"),
     ],
 )
 def test_models_that_are_refused_by_name(tiny_dir: Path, changed: dict[str, Any], message: str) -> None:
@@ -132,7 +135,18 @@ def test_models_that_are_refused_by_name(tiny_dir: Path, changed: dict[str, Any]
         graph({**config, **changed})
 
 
-def test_a_talker_and_a_speech_tokenizer_of_different_groups(tiny_dir: Path) -> None:
-    assert files.read_vocoder(tiny_dir).decoder_config.num_quantizers == 4
-    assert files.read_config(tiny_dir).voices == ["Vivian", "Ryan", "Dylan"]
-    assert files.read_sampling(tiny_dir).max_new_tokens == 8192
+def test_a_dialect_without_an_id_is_named(tiny_dir: Path) -> None:
+    config = read_config(tiny_dir)
+    config["talker_config"]["spk_is_dialect"]["ryan"] = "x_dialect"
+    with pytest.raises(ConfigError, match="spk_is_dialect of ryan is 'x_dialect', which is not in codec_language_id"):
+        graph(config)
+
+
+def test_a_talker_and_a_speech_tokenizer_of_different_groups(tiny_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_dir, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / files.SPEECH_TOKENIZER / "config.json"
+    codec = json.loads(path.read_text())
+    codec["decoder_config"]["num_quantizers"] = 8
+    path.write_text(json.dumps(codec))
+    with pytest.raises(ConfigError, match="the talker makes 4 codes per row, the speech tokenizer takes 8"):
+        Talker(context(tmp_path, "talker"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,6 +41,29 @@ def test_every_sample_is_there_and_is_the_packages(
     assert len(wave) == SAMPLES * len(case.codes)
     torch.testing.assert_close(wave[::EVERY], case.samples, atol=WITHIN, rtol=0)
     assert 0.02 < float(case.samples.square().mean().sqrt()) < 0.5
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "rvq_rest.layers.2",
+        "pre_conv.conv",
+        "pre_transformer.layers.1.self_attn",
+        "pre_transformer.output_proj",
+        "upsample.1.1.pwconv2",
+        "decoder.2.1.conv",
+    ],
+)
+def test_every_part_is_heard(tiny_dir: Path, part: str) -> None:
+    """One part of the network gives more than it should: the samples are others."""
+    spoilt, case = Vocoder(context(tiny_dir, "vocoder")), cases()["cut"]
+    assert isinstance(spoilt.decoder, CodeDecoder)
+    spoilt.decoder.net.get_submodule(part).register_forward_hook(lambda module, given, out: _louder(out))
+    assert float((wave_of(spoilt, case.codes)[::EVERY] - case.samples).abs().max()) > 10 * WITHIN
+
+
+def _louder(out: Any) -> Any:
+    return (1.5 * out[0], *out[1:]) if isinstance(out, tuple) else 1.5 * out
 
 
 @settings(max_examples=4, deadline=None)

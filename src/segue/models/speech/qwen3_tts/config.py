@@ -133,6 +133,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float = 1.0
     repetition_penalty: float = 1.05
     max_new_tokens: int = 4096
+    subtalker_dosample: bool = True
     subtalker_temperature: float = 0.9
     subtalker_top_k: int = 50
     subtalker_top_p: float = 1.0
@@ -165,7 +166,27 @@ def config_of(values: dict[str, Any], path: Path | str) -> Config:
             raise ConfigError(
                 f"{path}: use_sliding_window is true; served is a talker that sees all before", field="talker_config"
             )
+    _check_ids(config, path)
     return config
+
+
+def _check_ids(config: Config, path: Path | str) -> None:
+    """Raise `ConfigError` for an id outside its vocabulary, or a dialect without one."""
+    talker = config.talker_config
+    own = {name: getattr(talker, f"codec_{name}_id") for name in ("think", "nothink", "think_bos", "think_eos")}
+    own |= {"pad": talker.codec_pad_id, "bos": talker.codec_bos_id, "eos_token": talker.codec_eos_token_id}
+    codec = {f"codec_{name}_id": value for name, value in own.items()} | talker.spk_id | talker.codec_language_id
+    text = {f"tts_{name}_token_id": getattr(config, f"tts_{name}_token_id") for name in ("pad", "bos", "eos")}
+    for ids, size in ((codec, talker.vocab_size), (text, talker.text_vocab_size)):
+        for name, value in ids.items():
+            if not 0 <= value < size:
+                raise ConfigError(f"{path}: the id of {name} is {value}; ids are 0 to {size - 1}", field=name)
+    for voice, dialect in talker.spk_is_dialect.items():
+        if dialect and dialect not in talker.codec_language_id:
+            raise ConfigError(
+                f"{path}: spk_is_dialect of {voice} is {dialect!r}, which is not in codec_language_id",
+                field="spk_is_dialect",
+            )
 
 
 def read_config(model_dir: Path) -> Config:

@@ -30,6 +30,8 @@ from segue.models.speech.qwen3_tts.config import AUTO, Config, read_config
 NONE = -1
 """Codec id of a position without one."""
 _STAGE = "talker"
+_ROLE = 3
+"""Tokens before a turn's text: its beginning, the role, a line break."""
 Pairs = list[tuple[int, int]]
 """(text id, codec id) of each position."""
 
@@ -50,6 +52,14 @@ class InputProcessor(InputStage):
         self._longest = min(ctx.max_model_len or longest, longest)
         self._before = {role: self._marked(f"<|im_start|>{role}\n") for role in ("user", "assistant")}
         self._after = self._marked("<|im_end|>\n")
+        if len(self._before["assistant"]) != _ROLE or len(self._after) != 2:
+            raise ConfigError(f"{ctx.model_dir}: the tokenizer lacks the tokens of a chat's turns", field="model")
+        largest, size = max(tokenizer.get_vocab().values()), self._config.talker_config.text_vocab_size
+        if largest >= size:
+            raise ConfigError(
+                f"{ctx.model_dir}: the tokenizer has token {largest}, but text_vocab_size is {size}",
+                field="text_vocab_size",
+            )
 
     def process(self, request: Request) -> Payload:
         """The payload of one request. Raises `InvalidRequest` with the field, its value and the accepted values."""

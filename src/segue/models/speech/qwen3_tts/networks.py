@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from segue.models.shared.speech.code2wav import UpsamplingConv
 from segue.models.shared.speech.library import (
@@ -97,7 +96,7 @@ class Codebook(nn.Module):
 
     def forward(self, codes: Tensor) -> Tensor:
         """[B, n] → [B, n, width]."""
-        return F.embedding(codes, self.embedding_sum / self.cluster_usage.clamp(min=_LEAST_USAGE)[:, None])
+        return self.embedding_sum[codes] / self.cluster_usage[codes].clamp(min=_LEAST_USAGE)[..., None]
 
 
 class ResidualCodebooks(nn.Module):

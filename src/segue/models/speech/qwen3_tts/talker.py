@@ -22,7 +22,7 @@ from segue.messages.sampling import SamplingParams
 from segue.models.shared.checkpoint.checkpoint import held_bytes
 from segue.models.shared.decoder.decoder import PagedDecoder
 from segue.models.shared.speech.code_predictor import CodePredictor, Filters
-from segue.models.speech.qwen3_tts.config import read_config, read_sampling, read_vocoder
+from segue.models.speech.qwen3_tts.config import Sampling, read_config, read_sampling, read_vocoder
 from segue.models.speech.qwen3_tts.input import NONE
 from segue.models.speech.qwen3_tts.loading import load_talker
 
@@ -31,6 +31,13 @@ _RESERVED = 1024
 """The last ids of its vocabulary: the package suppresses them, except for the end token."""
 _SHORTEST = 2
 """Least tokens of an utterance, the end token included, in the package."""
+
+
+def _filters(sampling: Sampling) -> Filters:
+    """How the codes after the first are drawn, whatever the caller says; greedily if code 0 is."""
+    if not sampling.subtalker_dosample:
+        return Filters(top_k=1)
+    return Filters(sampling.subtalker_temperature, sampling.subtalker_top_k, sampling.subtalker_top_p)
 
 
 class Talker:
@@ -60,7 +67,7 @@ class Talker:
             predictor.model,
             predictor.codec_embedding,
             predictor.lm_head,
-            Filters(sampling.subtalker_temperature, sampling.subtalker_top_k, sampling.subtalker_top_p),
+            _filters(sampling),
             predictor.small_to_mtp_projection,
         )
         self.groups: int = talker.num_code_groups

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from qwen_tts import Qwen3TTSModel
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 HERE = Path(__file__).parent
@@ -35,11 +36,23 @@ def digest(directory: Path) -> str:
     return made.hexdigest()
 
 
+def check_names(module: torch.nn.Module, path: Path) -> None:
+    """The checkpoint has every parameter of the package's module, and no tensor that it lacks."""
+    with safe_open(path, framework="pt") as file:
+        names = set(file.keys())
+    parameters = {name for name, _ in module.named_parameters()}
+    assert parameters <= names <= set(module.state_dict()), parameters ^ names
+
+
 def main(custom: Path, design: Path) -> None:
     torch.set_num_threads(1)
     cases: list[dict[str, Any]] = json.loads((HERE / "cases.json").read_text())
     models = {"custom_voice": custom, "voice_design": design}
     loaded = {kind: Qwen3TTSModel.from_pretrained(str(path), dtype=torch.float32) for kind, path in models.items()}
+    for kind, path in models.items():
+        model = loaded[kind].model
+        check_names(model, path / WEIGHTS[0])
+        check_names(model.speech_tokenizer.model, path / WEIGHTS[1])
     tensors: dict[str, torch.Tensor] = {}
     for case in cases:
         model = loaded[case["kind"]]
