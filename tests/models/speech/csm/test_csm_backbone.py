@@ -6,8 +6,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from csm_family import BY_NAME, CASES, GREEDY, Case, Speech, Spoken, Stages, Turn, context, expected, stage_request
+from csm_family import (
+    BY_NAME,
+    CASES,
+    GREEDY,
+    Case,
+    Speech,
+    Spoken,
+    Stages,
+    Turn,
+    context,
+    expected,
+    library_model,
+    stage_request,
+)
 
+from segue.engines.autoregressive.contract import Draws
 from segue.messages.errors import ConfigError, NotFound
 from segue.messages.request import Request
 from segue.messages.sampling import SamplingParams
@@ -89,6 +103,23 @@ def test_draws_come_from_the_seed_and_the_checkpoints_settings(stages: Stages, r
     together = Speech(stages)([BY_NAME["sentence"], case], drawn, seed=1)
     assert together["words"].rows == made[1]
     assert (stages.backbone.default_sampling.temperature, stages.backbone.default_sampling.top_k) == (0.9, 50)
+
+
+def test_codes_after_the_first_have_the_librarys_distribution(tiny_dir: Path, stages: Stages) -> None:
+    """Temperature 0.9 and the 50 likeliest of the codec's 64, for evenly spread random numbers."""
+    count, first = 4000, 17
+    hidden = torch.randn(1, 64, generator=torch.Generator().manual_seed(0))
+    numbers = torch.full((count, 7), 0.5, dtype=torch.float64)
+    numbers[:, 0] = (torch.arange(count) + 0.5) / count
+    draws = Draws(numbers, torch.zeros(count, dtype=torch.bool))
+    ids = torch.full((count,), first)
+    codes = stages.backbone.advance(hidden.expand(count, -1), ids, draws)[:, 0]
+    with torch.no_grad():
+        scores = library_model(tiny_dir).depth_decoder(torch.tensor([[0, first]]), hidden).logits[0, -1] / 0.9
+    scores[64:] = -torch.inf
+    scores[scores < scores.topk(50).values[-1]] = -torch.inf
+    drawn = torch.bincount(codes, minlength=len(scores)) / count
+    torch.testing.assert_close(drawn, scores.softmax(-1), atol=1 / count, rtol=0)
 
 
 @pytest.mark.parametrize(
