@@ -117,13 +117,14 @@ def run(arguments: argparse.Namespace) -> int:
     from segue.orchestrator.blocking import Omni
 
     output: Path | None = arguments.output
-    modality = _modality(arguments.model, output)
+    gives = _gives(arguments.model)
+    modality = _modality(gives, output)
     if output is not None:
         _check_no_input(output, arguments)
     asks = {"voice": arguments.voice} if modality in (None, "audio") else {}
     sampling = SamplingParams(temperature=arguments.temperature, max_tokens=arguments.max_tokens)
     settings = {
-        "modalities": None if modality is None else ["text", "audio"] if modality == "audio" else [modality],
+        "modalities": None if modality is None else _asked(modality, gives),
         "seed": arguments.seed,
         "options": dict(arguments.option) or None,
         "sampling": sampling if sampling != SamplingParams() else None,
@@ -143,7 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     with Omni(**model_settings(arguments), lora=adapters, before_start=check) as omni:
         [out] = omni.generate(prompt, **settings)
-    if modality in (None, "audio"):
+    if modality is None or "text" in settings["modalities"]:
         print(out.text)
     if output is not None:
         for path in _write(output, out):
@@ -226,15 +227,25 @@ def _as_written(error: SegueError, arguments: argparse.Namespace, omni: AsyncOmn
     return ConfigError(f"--{option.replace('_', '-')}: {said}" if option else said, field=error.field)
 
 
-def _modality(model: str, output: Path | None) -> str | None:
-    """Return the modality of the output file's extension; None: text. Raises `ConfigError` if the model lacks it."""
-    from segue.media.encode import AUDIO_FORMATS, check_audio_format
+def _gives(model: str) -> frozenset[str]:
+    """Return the modalities that a model gives. Raises `ConfigError`."""
     from segue.models.registry import family_of, read_config
     from segue.models.shared.checkpoint.files import located
 
     model_dir, _ = located(model)
     config = read_config(model_dir)
-    gives = family_of(config, model_dir).graph(config).gives
+    return family_of(config, model_dir).graph(config).gives
+
+
+def _asked(modality: str, gives: frozenset[str]) -> list[str]:
+    """Return the modalities to ask for, to get a file of one: with audio, the text that is spoken, if there is one."""
+    return ["text", "audio"] if modality == "audio" and "text" in gives else [modality]
+
+
+def _modality(gives: frozenset[str], output: Path | None) -> str | None:
+    """Return the modality of the output file's extension; None: text. Raises `ConfigError` if the model lacks it."""
+    from segue.media.encode import AUDIO_FORMATS, check_audio_format
+
     endings = {
         **dict.fromkeys(_IMAGES, "image"),
         _VIDEO: "video",
@@ -242,7 +253,7 @@ def _modality(model: str, output: Path | None) -> str | None:
     }
     writes = ", ".join(ending for ending, modality in endings.items() if modality in gives)
     if output is None:
-        if "text" in gives or gives.isdisjoint(("image", "video")):
+        if "text" in gives or gives.isdisjoint(("image", "video", "audio")):
             return None
         raise ConfigError(f"this model's output needs a file: give --output with one of {writes}", field="output")
     if not output.parent.is_dir():

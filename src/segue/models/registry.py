@@ -14,6 +14,7 @@ from segue.graph.plugins import plugins
 from segue.messages.errors import ConfigError
 from segue.models.family import Family, TinyPreset
 from segue.models.shared.checkpoint.files import read_object
+from segue.models.unserved import SPEAKERS
 
 PIPELINE = "model_index.json"
 """The file that names the parts of a diffusers pipeline, each in its own folder."""
@@ -36,6 +37,7 @@ def families() -> dict[str, Family]:
     from segue.models.omni.multimodal_lm.family import FAMILY as MULTIMODAL_LM
     from segue.models.omni.qwen2_5_omni.family import FAMILY as QWEN2_5_OMNI
     from segue.models.omni.qwen3_omni.family import FAMILY as QWEN3_OMNI
+    from segue.models.speech.csm.family import FAMILY as CSM
     from segue.models.speech.qwen3_tts.family import FAMILY as QWEN3_TTS
     from segue.models.speech.speech_seq2seq.family import FAMILY as SPEECH_SEQ2SEQ
     from segue.models.text.causal_lm.family import FAMILY as CAUSAL_LM
@@ -43,7 +45,10 @@ def families() -> dict[str, Family]:
     from segue.models.text.text_classification.family import FAMILY as TEXT_CLASSIFICATION
     from segue.models.text.text_embedding.family import FAMILY as TEXT_EMBEDDING
 
-    named = (QWEN2_5_OMNI, QWEN3_OMNI, QWEN3_TTS, QWEN_IMAGE, SDXL, STABLE_DIFFUSION_3, FLUX, FLUX2, Z_IMAGE, WAN)
+    named = (
+        *(QWEN2_5_OMNI, QWEN3_OMNI, QWEN3_TTS, CSM),
+        *(QWEN_IMAGE, SDXL, STABLE_DIFFUSION_3, FLUX, FLUX2, Z_IMAGE, WAN),
+    )
     generic = (
         *(GENERIC_PIPELINE, TEXT_EMBEDDING, CROSS_ENCODER, TEXT_CLASSIFICATION),
         *(SPEECH_SEQ2SEQ, MULTIMODAL_LM, CAUSAL_LM),
@@ -87,6 +92,12 @@ def family_of(config: dict[str, Any], model_dir: Path) -> Family:
     for family in known.values():
         if family.architectures & set(wanted):
             return family
+    if silent := SPEAKERS & set(wanted):
+        raise ConfigError(
+            f"no family serves {min(silent)}; of models that speak, served are CSM, Qwen2.5-Omni, Qwen3-Omni and "
+            "Qwen3-TTS: docs/models.md",
+            field="architectures",
+        )
     for family in known.values():
         if family.claims(config, model_dir):
             return family
@@ -98,9 +109,8 @@ def family_of(config: dict[str, Any], model_dir: Path) -> Family:
         )
     raise ConfigError(
         f"no family serves {', '.join(wanted)}; served are language models (...ForCausalLM), multimodal ones, Whisper, "
-        " classifiers (...ForSequenceClassification), text embeddings (with a modules.json), Qwen2.5-Omni, "
-        "Qwen3-Omni, Qwen3-TTS and "
-        "pipelines of diffusers: docs/models.md",
+        "classifiers (...ForSequenceClassification), text embeddings (with a modules.json), CSM, Qwen2.5-Omni, "
+        "Qwen3-Omni, Qwen3-TTS and pipelines of diffusers: docs/models.md",
         field="architectures",
     )
 

@@ -1,4 +1,4 @@
-"""Detect language models that Segue cannot serve, from their config alone. No torch here."""
+"""Detect models that Segue cannot serve, from their config alone. No torch here."""
 
 from __future__ import annotations
 
@@ -38,6 +38,33 @@ _REASONS = {
     ),
 }
 """By model type, if nothing else in the config shows it."""
+
+SPEAKERS = frozenset(
+    (
+        "BarkModel",
+        "DiaForConditionalGeneration",
+        "FastSpeech2ConformerModel",
+        "FastSpeech2ConformerWithHifiGan",
+        "GradiumPhononTTSForConditionalGeneration",
+        "HiggsAudioV2ForConditionalGeneration",
+        "MoshiForConditionalGeneration",
+        "MusicgenForConditionalGeneration",
+        "MusicgenMelodyForConditionalGeneration",
+        "ParlerTTSForConditionalGeneration",
+        "PocketTtsModel",
+        "SeamlessM4TForSpeechToSpeech",
+        "SeamlessM4TForTextToSpeech",
+        "SeamlessM4TModel",
+        "SeamlessM4Tv2ForSpeechToSpeech",
+        "SeamlessM4Tv2ForTextToSpeech",
+        "SeamlessM4Tv2Model",
+        "SpeechT5ForSpeechToSpeech",
+        "SpeechT5ForTextToSpeech",
+        "VibeVoiceForConditionalGeneration",
+        "VitsModel",
+    )
+)
+"""Classes that make speech or music, unless a family names them. Some look like models that understand audio."""
 
 
 def unserved(config: dict[str, Any]) -> str | None:

@@ -304,16 +304,22 @@ class AsyncOmni:
         asked = {key: given[key] for key in given if key in PARAMETERS}
         return diffusion_from(asked) if asked else None
 
+    @property
+    def _sampled(self) -> str:
+        """The stage that bare sampling parameters are for: the main one, or the only one that samples."""
+        main, stages = self.plan.graph.main, self.card.sampling_stages
+        return stages[0] if main not in stages and len(stages) == 1 else main
+
     def _sampling(self, sampling: Sampling) -> dict[str, SamplingParams]:
         if sampling is None:
             return {}
         if isinstance(sampling, SamplingParams):
-            return {self.plan.graph.main: sampling}
+            return {self._sampled: sampling}
         for name in _mapping(sampling, "sampling"):
             if name in SamplingParams.__struct_fields__ and name not in self.card.sampling_stages:
                 raise InvalidRequest(
                     f"sampling.{name} names no stage: write SamplingParams({name}=…), or "
-                    f"{{{self.plan.graph.main!r}: {{{name!r}: …}}}}",
+                    f"{{{self._sampled!r}: {{{name!r}: …}}}}",
                     field=f"sampling.{name}",
                 )
         return {

@@ -54,7 +54,9 @@ def questions(subject: Subject, *, quick: bool) -> list[Question]:
         ]
     if gives & {"embedding", "classes"}:
         return [Question(f"text {place}", {"prompt": text}) for place, text in enumerate(_texts(subject, quick), 1)]
-    return _chats(subject, quick) if "text" in gives else []
+    if "text" in gives:
+        return _chats(subject, quick)
+    return _spoken(subject, quick) if "audio" in gives else []
 
 
 def sampling_stages(subject: Subject) -> list[Stage]:
@@ -104,6 +106,26 @@ def _chats(subject: Subject, quick: bool) -> list[Question]:
         part = {"type": "video", "video": file}
         found.append(asked("video with sound", _QUESTION, part, options={"use_audio_in_video": True}))
     return found
+
+
+def _spoken(subject: Subject, quick: bool) -> list[Question]:
+    """Return requests for a model that says a given text."""
+    greedy = {
+        stage.name: {"temperature": 0.0, "max_tokens": 50 if quick else 120} for stage in sampling_stages(subject)
+    }
+    texts = {"short text": _SHORT, "sentence": _SENTENCES[0], "long text": long_text(subject, 120)}
+    return [
+        Question(
+            name,
+            {
+                "messages": [{"role": "user", "content": text}],
+                "modalities": ["audio"],
+                "sampling": greedy,
+                "seed": SEED,
+            },
+        )
+        for name, text in list(texts.items())[: 2 if quick else 3]
+    ]
 
 
 def _recordings(subject: Subject, quick: bool) -> list[Question]:

@@ -60,8 +60,10 @@ class Subject:
 
     @property
     def context(self) -> int | None:
-        """The smallest context length in tokens that its config names; None if it names none."""
-        return min(_positions(self.config), default=None)
+        """The context length in tokens that its config names, or the smallest that a part of it names; None if none is
+        named."""
+        own = self.config.get("max_position_embeddings")
+        return own if isinstance(own, int) else min(_positions(self.config), default=None)
 
 
 def read_subject(model: str | Path) -> Subject:
@@ -75,9 +77,9 @@ def read_subject(model: str | Path) -> Subject:
     counts: Counter[str] = Counter()
     by_part: Counter[str] = Counter()
     for path in files:
-        for name, kind, size in _weights(path):
+        for tensor, kind, size in _weights(path):
             counts[kind] += size
-            by_part[name.partition(".")[0]] += size if kind in _FLOATS else 0
+            by_part[tensor.partition(".")[0]] += size if kind in _FLOATS else 0
     floats = {kind: counts[kind] for kind in _FLOATS if counts[kind]}
     dtype = _FLOATS[max(floats, key=lambda kind: floats[kind])] if floats else "bfloat16"
     other = sum(count * _STORED.get(kind, 1) for kind, count in counts.items() if kind not in _FLOATS)

@@ -67,7 +67,8 @@ def test_a_changed_weight_and_a_library_that_cannot_load(tmp_path: Path) -> None
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    "preset", ["qwen3", "qwen2.5-vl", "qwen2-audio", "qwen-image", "sdxl", "wan", "whisper", "bert", "bert-classifier"]
+    "preset",
+    ["qwen3", "qwen2.5-vl", "qwen2-audio", "qwen-image", "sdxl", "wan", "whisper", "bert", "bert-classifier", "csm"],
 )
 def test_of_every_kind(preset: str, tmp_path: Path) -> None:
     model = tiny(tmp_path / "model", preset)

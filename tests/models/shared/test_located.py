@@ -65,6 +65,10 @@ def test_an_adapter_is_no_model(tmp_path: Path) -> None:
     ("names", "said"),
     [
         ([], r"config.json names no architectures, .* as save_pretrained of a model does"),
+        (
+            ["VibeVoiceForConditionalGeneration"],
+            r"no family serves VibeVoice\w+; of models that speak, served are CSM, ",
+        ),
         (["BertModel"], r"no family serves BertModel; served are language models \(...ForCausalLM\), "),
     ],
 )

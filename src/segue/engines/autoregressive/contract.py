@@ -252,8 +252,8 @@ class YieldsRows(Protocol):
 
     Code 0 of a row is the token: drawn from `logits` under the request's sampling parameters, which end tokens and
     penalties refer to. `advance` gives the other codes. The input of the next step is `embed` of the whole row. Outputs
-    carry the rows (`StageOutput.codes`), and an end token's row has codes, too, which mean nothing. Neither beams nor
-    speculation are supported.
+    carry the rows (`StageOutput.codes`), and an end token's row has codes, too, which mean nothing. `EndsByRow` ends
+    outputs by whole rows. Neither beams nor speculation are supported.
     """
 
     groups: int
@@ -265,6 +265,15 @@ class YieldsRows(Protocol):
         Called once per step, for all sequences that draw. Rows must not depend on each other, and nothing but the
         arguments may decide: calls are replayed from captured graphs, on a CPU if the stage model is `Recordable`.
         """
+
+
+@runtime_checkable
+class EndsByRow(Protocol):
+    """A stage model that yields rows of codes, and whose outputs end by a whole row, in addition to `end_token_ids`."""
+
+    def ends(self, row: Sequence[int]) -> bool:
+        """Whether an output ends with this row, its code 0 first. Not asked before `min_tokens`, nor with
+        `ignore_eos`."""
 
 
 def row_identity(codes: Sequence[int]) -> bytes:

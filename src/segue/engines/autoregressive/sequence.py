@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from segue.engines.autoregressive.cache.blocks import block_hash, chain_root
-from segue.engines.autoregressive.contract import AutoregressiveModel, Fed, Prompt, row_identity
+from segue.engines.autoregressive.contract import AutoregressiveModel, EndsByRow, Fed, Prompt, row_identity
 from segue.engines.autoregressive.grammar.after_thoughts import AfterThoughts
 from segue.engines.autoregressive.grammar.grammar import Compilation, Form, Grammar
 from segue.engines.autoregressive.sample.detokenize import Detokenizer, StopStrings
@@ -162,6 +162,7 @@ class Sequence:
         """Most tokens it may generate; set with the prompt."""
         ends = frozenset() if sampling.ignore_eos else model.end_token_ids
         self.end_ids = ends | frozenset(sampling.stop_token_ids or ())
+        self._ends_by = model.ends if isinstance(model, EndsByRow) and not sampling.ignore_eos else None
         self.announced = False
         """Its first output has been emitted."""
         self.rows_given = 0
@@ -172,6 +173,10 @@ class Sequence:
         """Summed log-probability of its generated tokens, if requested."""
         self._unused: deque[int] = deque()
         """For each chunk whose rows are unused: the cumulative number of rows up to and including that chunk."""
+
+    def ends_by(self, row: Seq[int]) -> bool:
+        """Whether the output ends with this row of codes, whatever its code 0."""
+        return self._ends_by is not None and self._ends_by(row)
 
     def rank_of(self, number: int) -> Rank:
         """Rank of the `number`-th sequence that continues this one: directly after it."""

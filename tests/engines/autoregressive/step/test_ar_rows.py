@@ -251,6 +251,35 @@ def test_repetition_is_of_whole_rows(adapter):
     assert codes(drive, "watched") == rows[:until]
 
 
+class EndingAdapter(RowAdapter):
+    """Outputs end with one row."""
+
+    last: list[int]
+
+    def ends(self, row: Sequence[int]) -> bool:
+        return list(row) == self.last
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_whole_row_ends_an_output(plain, ahead):
+    """Its code 0 alone does not."""
+    adapter = EndingAdapter(seed=2)
+    place = next(at for at, row in enumerate(plain[1]) if at > 3 and row not in plain[1][:at])
+    ways = {
+        "another row": ([plain[1][place][0], *plain[1][0][1:]], SAMPLED, TOKENS, "length"),
+        "ends": (plain[1][place], SAMPLED, place + 1, "stop"),
+        "not before": (plain[1][place], SamplingParams(min_tokens=place + 2).over(SAMPLED), TOKENS, "length"),
+        "ignored": (plain[1][place], SamplingParams(ignore_eos=True).over(SAMPLED), TOKENS, "length"),
+    }
+    for name, (last, sampling, count, finish) in ways.items():
+        adapter.last = last
+        drive = rows_driver(adapter, ahead=ahead)
+        start(drive, 1, name=name, sampling=sampling)
+        drive.run()
+        assert codes(drive, name) == plain[1][:count], name
+        assert drive.results[name].outputs[-1].finish_reason == finish
+
+
 def test_replayed_calls_give_the_same(plain):
     """On a CPU, calls are recorded; more sequences than were recorded at the start come and go."""
     adapter = RowAdapter(seed=2)

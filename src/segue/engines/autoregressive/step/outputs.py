@@ -79,6 +79,7 @@ def accept(sequence: Sequence, picked: Pick, block_size: int, output: StageOutpu
             output.error = StageFailed("a token that the grammar forbids was drawn", stage=sequence.request.stage)
             return
         ends = token in sequence.end_ids or (sequence.grammar is not None and sequence.grammar.over)
+        ends = ends or (may_stop and bool(row) and sequence.ends_by(row[0]))
         found = False
         if sequence.text is not None:
             text, found = sequence.text.push(token, ends=ends, may_stop=may_stop)

@@ -1,0 +1,1 @@
+"""`segue tiny csm`: makes a small checkpoint in the published layout."""
