@@ -1,4 +1,5 @@
-"""Linear layers: prepacked, fused, quantised, as experts of a mixture, and with LoRA adapters.
+"""Linear layers: prepacked, fused, quantised, as experts of a mixture, and with LoRA adapters. `segue.kernels.prepare`
+makes them; `stored` makes those of quantised checkpoints.
 
-Doors: `experts`, `fused_linear`, `grouped_linear`, `linear`, `lora`, `quantized`, `rounded_linear`, `scaled_linear`.
+Doors: `layers`, `lora`, `stored`.
 """

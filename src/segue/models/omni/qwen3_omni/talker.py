@@ -24,8 +24,7 @@ import torch
 
 from segue.engines.autoregressive.contract import Draws, Fed, FlatBatch, KVSpec, Prompt
 from segue.engines.contract import LoadContext, Payload, StageRequest
-from segue.kernels.linear.experts import PACKED_EXPERTS, pack_experts
-from segue.kernels.linear.linear import DECODE_ROWS, pack_linears
+from segue.kernels.prepare import DECODE_ROWS, Plan, prepare
 from segue.messages.errors import InvalidRequest, NotFound, StageFailed, nearest
 from segue.messages.sampling import SamplingParams
 from segue.models.omni.qwen3_omni.family import voice_names
@@ -71,9 +70,7 @@ class Talker:
         talker, text = config.talker_config, config.talker_config.text_config
         net = load_talker(ctx, config)
         net.model.set_attn_implementation(PAGED)
-        pack_linears(net, DECODE_ROWS)
-        if pack_experts(net.model, DECODE_ROWS):
-            net.model.set_experts_implementation(PACKED_EXPERTS)
+        prepare(net, ctx.device, Plan(rows=DECODE_ROWS, experts=net.model))
         self._config = config
         self.net = net
         self._model, self._head = net.model, net.codec_head
