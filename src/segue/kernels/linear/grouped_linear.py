@@ -123,6 +123,7 @@ class GroupedLinear(QuantizedLinear):
         if self.panels is None:
             return wide_product(x, self.weight.to(x.dtype), self.bias)
         assert self._compiled is not None
+        assert self.bias is not None
         rows = x.reshape(-1, self.in_features).float()
         if self.order is not None:
             rows = rows.index_select(1, self.order)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import ClassVar
 
+import torch
 from torch import nn
 
 
@@ -16,11 +18,16 @@ class PreparedLinear(nn.Module):
     """Memory of weights that torch does not see as tensors."""
 
 
-class QuantizedLinear(PreparedLinear):
+class QuantizedLinear(PreparedLinear, ABC):
     """A linear layer with quantised weights."""
 
     rounds: ClassVar[bool] = False
     """It rounds its input as well."""
+
+    @property
+    @abstractmethod
+    def weight(self) -> torch.Tensor:
+        """[out_features, in_features], dequantised; or an empty tensor of that dtype, which models read."""
 
 
 def rounds(root: nn.Module) -> bool:
