@@ -17,9 +17,10 @@ import segue
 
 SOURCE = Path(segue.__file__).parent
 KERNELS = SOURCE / "kernels"
-WORDS = re.compile(r"(^|_)(native|amx)(_|$)|^_?fused_|_linear$|[Rr]ecorder|^(Native|Fused|AMX)[A-Z]?")
+WORDS = re.compile(r"(^|_)(native|amx)(_|$)|^_?fused_|_linear$|[Rr]ecorder|^cpu_kernels$|^(Native|Fused|AMX)[A-Z]?")
 """Names of kernels, and of what only some devices have."""
-MODULES = re.compile(r"segue\.kernels\.(cpu|linear\.\w*linear)\b")
+MODULES = re.compile(r"segue\.kernels\.(cpu\b|linear\.(?!(layers|lora|stored)\b)\w+)")
+"""Modules for `prepare` and `operations` alone."""
 
 
 def test_no_kernel_is_named_outside() -> None:
@@ -35,10 +36,10 @@ def test_no_kernel_is_named_outside() -> None:
 
 
 def names(tree: ast.AST) -> Iterator[str]:
-    """All identifiers; strings are not: `native` is a word of diffusers' dispatch of attention."""
+    """All identifiers. Strings are none: `native` is a word of diffusers' dispatch of attention."""
     for node in ast.walk(tree):
-        for _, value in ast.iter_fields(node):
-            if isinstance(value, str) and not isinstance(node, ast.Constant):
+        for field, value in ast.iter_fields(node):
+            if isinstance(value, str) and field not in ("value", "module"):
                 yield from value.split(".")
 
 

@@ -23,7 +23,8 @@ def cpu_kernels() -> CpuKernels | None:
 
 def missing() -> str:
     """Why there are no compiled kernels here, and the remedy, if any; empty if there are some."""
-    if find_spec("segue.kernels.cpu") is None:
+    found = find_spec("segue.kernels.cpu")
+    if found is None or found.origin is None:  # a folder without modules has no origin
         return "this installation of Segue has none"
     from segue.kernels.cpu import native
 

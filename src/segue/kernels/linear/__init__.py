@@ -1,5 +1,6 @@
 """Linear layers: prepacked, fused, quantised, as experts of a mixture, and with LoRA adapters. `segue.kernels.prepare`
-makes them; `stored` makes those of quantised checkpoints.
+makes them; `stored` makes those of quantised checkpoints. Outside `segue.kernels`, only `layers`, `lora` and `stored`
+are used.
 
-Doors: `layers`, `lora`, `stored`.
+Doors: `experts`, `fused_linear`, `grouped_linear`, `kept_rows`, `layers`, `linear`, `lora`, `quantized`, `stored`.
 """
