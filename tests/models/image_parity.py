@@ -18,12 +18,12 @@ from torch.overrides import TorchFunctionMode
 
 from segue.engines.contract import StageRequest
 from segue.engines.diffusion.contract import DenoiserContext, Row, Sample
+from segue.kernels.graphs.replay import launched_one_by_one
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.request import Request
 from segue.messages.sampling import FALLBACK
 from segue.models.shared.diffusion.denoiser.denoiser import Denoiser
 from segue.models.shared.diffusion.denoiser.given import Given
-from segue.models.shared.diffusion.denoiser.tuning import launched_one_by_one
 from segue.models.shared.diffusion.text_encoder import TextEncoder
 from segue.models.shared.diffusion.tiny import Part, write_index
 from segue.models.shared.encoder_cache import EncoderCache

@@ -2,7 +2,7 @@
 
 A column-parallel layer has a part of the output features and needs no communication; a row-parallel layer has a part of
 the input features, and an all-reduce sums its ranks' outputs. Wrappers hold the layer that they run, so that weight
-packing (`segue.kernels.linear.linear`) still finds a plain `nn.Linear`.
+packing (`segue.kernels.prepare`) still finds a plain `nn.Linear`.
 """
 
 from __future__ import annotations

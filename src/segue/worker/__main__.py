@@ -18,7 +18,7 @@ def _run(spec: WorkerSpec) -> None:
 
 
 def _no_kernels() -> str:
-    from segue.kernels.cpu.native import missing  # after the preload, as above
+    from segue.kernels.cpu_kernels import missing  # after the preload, as above
 
     return missing()
 

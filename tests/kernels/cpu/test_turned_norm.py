@@ -7,7 +7,8 @@ import torch
 
 from segue.kernels.cpu.native import Library, libraries
 from segue.kernels.cpu.norms import norm_and_turn
-from segue.kernels.graphs.recorder import record
+from segue.kernels.cpu.recorder import record
+from segue.kernels.operations import norm_and_rope
 
 EVERY = [pytest.param(kernels, id=str(kernels.number)) for kernels in libraries()]
 
@@ -19,11 +20,11 @@ def test_beside_torch(kernels: Library, width: int, turned: bool) -> None:
     whole = torch.randn(3, 50, 2, 4, width)
     weight = torch.randn(width)
     turns = torch.polar(torch.rand(43, width // 2) + 0.5, torch.randn(43, width // 2)) if turned else None
-    expected = whole.clone()
-    norm_and_turn(None, expected[:, 7:, 1], weight, 1e-6, turns)
-    assert not torch.allclose(expected[:, 7:, 1], whole[:, 7:, 1])
+    expected = whole.double()  # by torch's operators
+    norm_and_rope(expected[:, 7:, 1], weight.double(), 1e-6, turns)
+    assert not torch.allclose(expected[:, 7:, 1].float(), whole[:, 7:, 1])
     norm_and_turn(kernels, whole[:, 7:, 1], weight, 1e-6, turns)
-    torch.testing.assert_close(whole, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(whole, expected.float(), rtol=1e-5, atol=1e-5)
 
 
 def test_as_the_library_does_it() -> None:
@@ -34,10 +35,10 @@ def test_as_the_library_does_it() -> None:
     torch.nn.init.normal_(norm.weight)
     turns = torch.polar(torch.ones(9, 8), torch.randn(9, 8))
     expected = apply_rotary_emb_qwen(norm(x), turns, use_real=False)
-    for kernels in [None, *libraries()[:1]]:
-        made = x.clone()
-        norm_and_turn(kernels, made, norm.weight.detach(), norm.eps, turns)
-        torch.testing.assert_close(made, expected.detach(), rtol=1e-5, atol=1e-6)
+    for dtype in (torch.float32, torch.float64):
+        made = x.to(dtype, copy=True)
+        norm_and_rope(made, norm.weight.detach().to(dtype), norm.eps, turns)
+        torch.testing.assert_close(made.float(), expected.detach(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.skipif(not libraries(), reason="the kernels were not compiled, or not for this CPU")

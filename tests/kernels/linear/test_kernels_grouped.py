@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from segue.kernels.cpu.gated_mlp import GatedMLP, fuse_gates
+from segue.kernels.cpu.grouped import fitting, kind_of, read_words, words_of
 from segue.kernels.cpu.native import (
     EIGHTS,
     EIGHTS_BY_FLOATS,
@@ -20,10 +21,10 @@ from segue.kernels.cpu.native import (
     libraries,
     library,
 )
-from segue.kernels.graphs.recorder import record
+from segue.kernels.cpu.panels import in_panels
+from segue.kernels.cpu.recorder import record
 from segue.kernels.linear.fused_linear import FusedPart, fuse, siblings
-from segue.kernels.linear.grouped_linear import GroupedLinear, GroupedWeights, fitting, kind_of, read_words, words_of
-from segue.kernels.linear.linear import in_panels
+from segue.kernels.linear.grouped_linear import GroupedLinear, GroupedWeights
 
 pytestmark = pytest.mark.slow
 

@@ -15,6 +15,7 @@ from segue.engines.diffusion.contract import Row
 from segue.graph.deployment.options import LoraPlan
 from segue.kernels.linear.fused_linear import FusedPart
 from segue.kernels.linear.linear import PackedLinear
+from segue.kernels.prepare import Plan, prepare
 from segue.models.images.flux import tiny as flux
 from segue.models.images.qwen_image import tiny as qwen_image
 from segue.models.images.sdxl import tiny as sdxl
@@ -22,7 +23,6 @@ from segue.models.images.stable_diffusion_3 import tiny as stable_diffusion_3
 from segue.models.images.wan import tiny as wan
 from segue.models.images.z_image import tiny as z_image
 from segue.models.shared.diffusion.denoiser.denoiser import Denoiser
-from segue.models.shared.diffusion.denoiser.tuning import fuse_after_first_call
 
 MAKERS: dict[str, Callable[[Path], Any]] = {
     "flux": flux.make,
@@ -85,7 +85,7 @@ def test_a_call_that_fails_shows_nothing() -> None:
             return made + self.b(x)
 
     pair = Pair().eval().requires_grad_(False)
-    fuse_after_first_call(pair)
+    prepare(pair, torch.device("cpu"), Plan(first_call=True, rows=8))
     with pytest.raises(MemoryError):
         pair(torch.ones(3, 8))
     assert len(kinds(pair, nn.Linear)) == 2

@@ -15,8 +15,9 @@ from row_rank_process import compiled_eagerly
 from segue.engines.diffusion.contract import DenoiserContext
 from segue.graph.deployment.options import LoraPlan
 from segue.kernels.cpu.native import libraries, library
-from segue.kernels.graphs.network_graphs import Call, CpuRecorder, NetworkGraphs, Recorded
-from segue.kernels.linear.quantized import QUANTIZED
+from segue.kernels.cpu.network_recorder import CpuRecorder
+from segue.kernels.graphs.replay import Call, NetworkGraphs, Recorded
+from segue.kernels.linear.layers import QuantizedLinear
 from segue.messages.errors import ConfigError
 from segue.models.images.qwen_image.denoiser import QwenImageDenoiser
 from segue.models.shared.diffusion.denoiser.tuning import load_network, offload
@@ -77,7 +78,7 @@ def test_a_cpu_has_an_attention_of_its_own_unless_another_is_named(qwen_image_di
 def test_quantised_weights(chain: Chain, qwen_image_dir: Path, exact: Made, kind: str, most: float) -> None:
     """The preset's sharp attention makes much of an error; other weights would be at 1.4."""
     network = load_network(context(qwen_image_dir, quantization=kind), "transformer")
-    assert sum(isinstance(module, QUANTIZED) for module in network.modules()) > 10
+    assert sum(isinstance(module, QuantizedLinear) for module in network.modules()) > 10
     plain = load_component(context(qwen_image_dir), "transformer")
     generator = torch.Generator().manual_seed(0)
     given = {

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from segue.engines.diffusion.contract import DenoiserContext
+from segue.kernels.prepare import Plan, prepare
 from segue.models.images.qwen_image import tiny
 from segue.models.images.qwen_image.folded import FoldedBlock, fold, foldable
 from segue.models.shared.diffusion.denoiser.block_cache import BlockCache
-from segue.models.shared.diffusion.denoiser.tuning import fuse_after_first_call
+from segue.models.shared.diffusion.denoiser.tuning import PACKED_ROWS, gelus
 from segue.models.shared.diffusion.library import QwenImageTransformerBlock
 from segue.parallel.ways import Shape, Ways
 
@@ -60,7 +61,8 @@ def test_the_same_answers_in_every_kind_of_call(checkpoint: Path, packed: bool) 
     plain, folded = network(checkpoint), network(checkpoint)
     assert fold(folded, keep_modulations=True) == len(plain.transformer_blocks)
     if packed:
-        fuse_after_first_call(folded)
+        plan = Plan(first_call=True, rows=PACKED_ROWS, gelus=gelus(folded))
+        prepare(folded, torch.device("cpu"), plan)
     for asked in ({"rows": 1}, {"rows": 3}, {"rows": 1}, {"rows": 2, "masked": True}, {"rows": 3}):
         assert difference(folded, plain, **asked) < CLOSE
     assert difference(folded, lambda **named: plain(**{**named, "timestep": named["timestep"] + 0.01}), rows=2) > CLOSE

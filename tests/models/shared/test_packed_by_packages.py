@@ -14,7 +14,7 @@ from causal_lm_family import make
 from packed_files import copied, loaded, rounded, write
 from safetensors.torch import load_file, save_file
 
-from segue.kernels.linear.rounded_linear import RoundedLinear
+from segue.kernels.cpu.rounded_linear import RoundedLinear
 
 
 @pytest.fixture(scope="module")

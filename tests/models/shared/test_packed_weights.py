@@ -29,8 +29,8 @@ from safetensors.torch import load_file
 
 from lora_files import make_adapter, merge
 from segue.graph.deployment.options import LoraPlan
+from segue.kernels.cpu.rounded_linear import RoundedLinear, sums_are_exact
 from segue.kernels.linear.grouped_linear import GroupedLinear
-from segue.kernels.linear.rounded_linear import RoundedLinear, sums_are_exact
 from segue.kernels.linear.scaled_linear import CodedLinear, ScaledLinear
 from segue.messages.errors import ConfigError
 from segue.models.shared.packed.bits import unpacked

@@ -32,7 +32,7 @@ TRIAL_SECONDS = {"cpu": 1.0}
 _TRIAL_SECONDS = 10.0
 _UNCOUNTED = 2
 """Calls of each kind before the measured ones. The third may be recorded, and later ones are replayed:
-`segue.kernels.graphs.network_graphs`."""
+`segue.kernels.graphs.replay`."""
 _CALLS = 3
 """Minimum number of one-row calls for measuring a size."""
 _EXPLORE = 128

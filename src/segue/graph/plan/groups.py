@@ -36,7 +36,7 @@ def groups_of(
         group_of.update(dict.fromkeys(group, group))
 
     for name in wishes:
-        other = _fused_with(graph, name, sections[name])
+        other = _joined_with(graph, name, sections[name])
         if other is not None:
             _check_fusible(
                 name, other, sections, joined_wish(group_of[name], wishes), joined_wish(group_of[other], wishes)
@@ -53,7 +53,7 @@ def groups_of(
     return tuple(dict.fromkeys(group_of.values()))
 
 
-def _fused_with(graph: StageGraph, name: str, section: Section) -> str | None:
+def _joined_with(graph: StageGraph, name: str, section: Section) -> str | None:
     path, other = section.find("fuse_with")
     if other is None:
         return None

@@ -15,8 +15,7 @@ from importlib.util import find_spec
 import torch
 
 from segue.kernels.attention.paged_step import AttentionBackend
-from segue.kernels.cpu.native import library
-from segue.kernels.cpu.native_attention import NativeAttention
+from segue.kernels.cpu_kernels import cpu_kernels
 from segue.kernels.graphs.compiled import lacks_for_triton
 from segue.messages.errors import ConfigError
 
@@ -64,6 +63,14 @@ def attention_backend(
     return FlashAttention()
 
 
+def records_while_serving(backend: AttentionBackend | None) -> bool:
+    """Whether decode steps over this backend are recorded at their own size, the first at warm-up, others while
+    serving: on a CPU with compiled kernels. Other backends' steps are padded to sizes that are captured at the start.
+    """
+    compiled = cpu_kernels()
+    return compiled is not None and isinstance(backend, compiled.Attention)
+
+
 def _check_blocks(name: str, block_size: int, page: int) -> None:
     if block_size % page:
         raise ConfigError(
@@ -79,15 +86,15 @@ def _best(device: torch.device, environment: Mapping[str, str]) -> str:
             return "triton"
         _log.warning("attention runs on torch, which is slower than triton: %s is missing", missing)
         return "torch"
-    return "cpu" if device.type == "cpu" and library() is not None else "torch"
+    return "cpu" if device.type == "cpu" and cpu_kernels() is not None else "torch"
 
 
 def _compiled(device: torch.device) -> AttentionBackend:
-    compiled = library()
+    compiled = cpu_kernels()
     if compiled is None or device.type != "cpu":
         raise ConfigError(
             f"attention is 'cpu', which needs an x86-64 CPU with AVX2, and a C compiler when segue is installed; "
             f"this stage runs on {device}",
             field="attention",
         )
-    return NativeAttention(compiled)
+    return compiled.attention()

@@ -1,5 +1,6 @@
-"""CPU-specific code: kernels in C (`native`) and the modules that call them. Each has a counterpart in torch that runs
-if they were not compiled.
+"""CPU-specific code: kernels in C (`native`), the layers and the attention backend that call them, and recordings of
+calls (`recorder`). `segue.kernels.cpu_kernels` alone looks for this folder. It can be removed: then torch's operators
+run, as they do if the kernels were not compiled.
 
-Doors: `full_attention`, `gated_mlp`, `kept_rows`, `native`, `native_attention`, `norms`.
+Doors: `door`, `native`.
 """

@@ -14,7 +14,7 @@ from segue.kernels.attention.paged_attention import TorchAttention
 from segue.kernels.attention.paged_step import Chunk, PagedStep
 from segue.kernels.cpu.full_attention import attend_chunk
 from segue.kernels.cpu.native import Attention, Library
-from segue.kernels.graphs.recording import NotRecordable
+from segue.kernels.graphs.replay import NotRecordable
 from segue.kernels.kv.store import KVStore
 
 _TASKS = 4

@@ -18,25 +18,15 @@ import inspect
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from segue.kernels.cpu.native import Library, library
 
 
 def norm_and_turn(
-    compiled: Library | None, x: torch.Tensor, weight: torch.Tensor, eps: float, turns: torch.Tensor | None
+    compiled: Library, x: torch.Tensor, weight: torch.Tensor, eps: float, turns: torch.Tensor | None
 ) -> None:
-    """RMSNorm and RoPE in place. x [batch, tokens, heads, features], heads and features contiguous: RMSNorm over the
-    features with `weight` [features], then multiplied by `turns`, [tokens, features / 2] complex, if given. Uses torch
-    if `compiled` is None, or x is not float32 on a CPU."""
+    """RMSNorm and RoPE in place, as `norm_and_rope` of `segue.kernels.operations`; x is float32."""
     batch, tokens, heads, width = x.shape
-    assert x.stride()[2:] == (width, 1)
-    if compiled is None or x.dtype != torch.float32 or x.device.type != "cpu":
-        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(width)
-        x.mul_(squares.add_(eps).rsqrt_()).mul_(weight)
-        if turns is not None:
-            torch.view_as_complex(x.unflatten(-1, (-1, 2))).mul_(turns[:, None])
-        return
     turned = None if turns is None else torch.view_as_real(turns.to(torch.complex64).contiguous())
     weight = weight.float().contiguous()
     compiled.turn(
@@ -46,13 +36,10 @@ def norm_and_turn(
 
 
 def modulated_norm(
-    compiled: Library | None, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, eps: float
+    compiled: Library, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """Layer norm of x [batch, tokens, features] times `1 + scale`, plus `shift`, [batch, 1, features] each. Uses torch
-    if `compiled` is None, or x is not float32 on a CPU."""
+    """As `modulated_norm` of `segue.kernels.operations`; x is float32."""
     batch, tokens, width = x.shape
-    if compiled is None or x.dtype != torch.float32 or x.device.type != "cpu":
-        return torch.addcmul(shift, functional.layer_norm(x, (width,), eps=eps), 1 + scale)
     x = x.contiguous()
     if scale.stride(0) != shift.stride(0) or scale.stride(2) != 1 or shift.stride(2) != 1:
         scale, shift = scale.contiguous(), shift.contiguous()

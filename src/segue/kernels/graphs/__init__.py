@@ -1,5 +1,5 @@
-"""Replayed calls: CUDA graphs (`cuda_capture`), recordings of calls on a CPU (`recorder`, `recording`, `arena`), both
-for whole networks (`network_graphs`), and `torch.compile` (`compiled`).
+"""Replayed calls: on a GPU from CUDA graphs (`cuda_capture`), on a CPU from recordings of `segue.kernels.cpu`, both
+behind `replay`; and `torch.compile` (`compiled`).
 
-Doors: `compiled`, `cuda_capture`, `network_graphs`, `recorder`, `recording`.
+Doors: `compiled`, `cuda_capture`, `replay`.
 """

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -85,19 +85,6 @@ class FusedPart(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] → [..., out_features], a view of the result of all parts."""
         return self.whole.take(self.number, x)
-
-
-def joined_product(layers: Sequence[nn.Module], x: torch.Tensor) -> torch.Tensor:
-    """The concatenated outputs of the layers for x [..., inputs]: [..., sum of outputs]. One GEMM, if they are all the
-    parts of one `FusedLinear`, in order."""
-    first = layers[0]
-    if isinstance(first, FusedPart) and len(first.whole.sizes) == len(layers):
-        parts = [(layer.whole, layer.number) for layer in layers if isinstance(layer, FusedPart)]
-        if parts == [(first.whole, number) for number in range(len(layers))]:
-            made = first.whole.linear(x)
-            assert isinstance(made, torch.Tensor)
-            return made
-    return torch.cat([layer(x) for layer in layers], dim=-1)
 
 
 def _joined(linears: list[nn.Linear]) -> nn.Linear:

@@ -18,18 +18,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import nn
 from torch.nn.functional import linear as wide_product
 
-from segue.kernels.cpu.native import EIGHTS, EIGHTS_BY_FLOATS, FOURS, FOURS_BY_FLOATS, library, product
-from segue.kernels.linear.linear import in_panels
-
-_SCALE = -(2**12)
-"""Mask of a scale's float32 bits in a word that it shares with its zero."""
-_PARTS = 16
-"""A zero in a shared word is a multiple of 1 / 16."""
-_FURTHEST = 2**11
-"""Range of a zero in a shared word, in sixteenths from the middle: [-2048, 2048)."""
+from segue.kernels.cpu_kernels import cpu_kernels
+from segue.kernels.linear.layers import QuantizedLinear
 
 
 class GroupedWeights(NamedTuple):
@@ -49,77 +41,7 @@ class GroupedWeights(NamedTuple):
         return groups.sub_(self.zero[..., None]).mul_(self.scale[..., None]).flatten(1)
 
 
-def are_words(inputs: int, groups: int, bits: int) -> bool:
-    """Whether the numbers of a group fill whole words."""
-    return inputs % groups == 0 and inputs // groups % (32 // bits) == 0
-
-
-def kind_of(scale: torch.Tensor, zero: torch.Tensor, bits: int) -> int:
-    """The kind of GEMM for such weights; scale and zero are float32."""
-    parts = (zero - _middle(bits)) * _PARTS
-    fit = (parts == parts.round()) & (parts >= -_FURTHEST) & (parts < _FURTHEST)
-    shared = not bool((scale.view(torch.int32) & ~_SCALE).any()) and bool(fit.all())
-    if bits == 4:
-        return FOURS if shared else FOURS_BY_FLOATS
-    return EIGHTS if shared else EIGHTS_BY_FLOATS
-
-
-def words_of(weights: GroupedWeights, kind: int, bits: int) -> torch.Tensor:
-    """[outputs, words] int32: for each group its scale and zero, then its numbers."""
-    numbers, scale, zero = weights
-    centred = numbers ^ _middle(bits)
-    held = centred[:, 0::2] | centred[:, 1::2] << 4 if bits == 4 else centred
-    of_groups = held.contiguous().view(torch.int32).unflatten(1, (scale.shape[1], -1))
-    if kind in (FOURS, EIGHTS):
-        parts = ((zero - _middle(bits)) * _PARTS).int()
-        scales = (scale.view(torch.int32) | parts & ~_SCALE)[..., None]
-    else:
-        scales = torch.stack([scale, zero], dim=-1).view(torch.int32)
-    return torch.cat([scales, of_groups], dim=-1).flatten(1)
-
-
-def read_words(words: torch.Tensor, kind: int, bits: int, groups: int) -> GroupedWeights:
-    """The inverse of `words_of`."""
-    of_groups = words.unflatten(1, (groups, -1))
-    if kind in (FOURS, EIGHTS):
-        shared = of_groups[..., 0]
-        scale = (shared & _SCALE).view(torch.float32)
-        zero = (shared << 20 >> 20).float() / _PARTS + _middle(bits)
-        held = of_groups[..., 1:]
-    else:
-        scale, zero = (of_groups[..., place].contiguous().view(torch.float32) for place in (0, 1))
-        held = of_groups[..., 2:]
-    numbers = held.flatten(1).contiguous().view(torch.uint8)
-    if bits == 4:
-        numbers = torch.stack([numbers & 15, numbers >> 4], dim=-1).flatten(1)
-    return GroupedWeights(numbers ^ _middle(bits), scale, zero)
-
-
-def fitting(scale: torch.Tensor) -> torch.Tensor:
-    """The nearest scales, float32, that can share a word with their zero."""
-    return (scale.float().contiguous().view(torch.int32) - _SCALE // 2 & _SCALE).view(torch.float32)
-
-
-def _middle(bits: int) -> int:
-    return 1 << bits - 1
-
-
-@torch.library.custom_op("segue::grouped_product", mutates_args=())
-def grouped_product(
-    x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor, outputs: int, kind: int, group: int
-) -> torch.Tensor:
-    """`product` as a custom operator for compiled code: [rows, in] → [rows, outputs]."""
-    return product(x, panels, bias, outputs, kind, group=group)
-
-
-@grouped_product.register_fake
-def _shape(
-    x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor, outputs: int, kind: int, group: int
-) -> torch.Tensor:
-    return x.new_empty(len(x), outputs)
-
-
-class GroupedLinear(nn.Module):
+class GroupedLinear(QuantizedLinear):
     """A linear layer with `GroupedWeights`. Takes and returns any float dtype."""
 
     numbers: torch.Tensor
@@ -154,8 +76,8 @@ class GroupedLinear(nn.Module):
         self.groups = scale.shape[1]
         self.weight_dtype = dtype
         self.register_buffer("order", order, persistent=False)
-        compiled = library()
-        if compiled is None or numbers.device.type != "cpu" or not are_words(self.in_features, self.groups, bits):
+        self._compiled = compiled = cpu_kernels() if numbers.device.type == "cpu" else None
+        if compiled is None or not compiled.are_words(self.in_features, self.groups, bits):
             held = numbers[:, 0::2] | numbers[:, 1::2] << 4 if bits == 4 else numbers
             self.register_buffer("panels", None)
             self.register_buffer("numbers", held.contiguous(), persistent=False)
@@ -164,10 +86,8 @@ class GroupedLinear(nn.Module):
             self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
             return
         weights = GroupedWeights(numbers, scale.detach().float().contiguous(), zero.detach().float().contiguous())
-        self.kind = kind_of(weights.scale, weights.zero, bits)
-        words = words_of(weights, self.kind, bits).view(torch.float32)
-        panels, on = in_panels(words, None if bias is None else bias.detach().float(), compiled.panel)
-        self.register_buffer("panels", panels.view(torch.int32), persistent=False)
+        self.kind, panels, on = compiled.grouped_panels(weights, None if bias is None else bias.detach().float(), bits)
+        self.register_buffer("panels", panels, persistent=False)
         self.register_buffer("bias", on, persistent=False)
 
     @property
@@ -180,7 +100,8 @@ class GroupedLinear(nn.Module):
         """Its weights, with columns in stored order."""
         if self.panels is not None:
             words = self.panels.transpose(1, 2).reshape(-1, self.panels.shape[1])[: self.out_features]
-            return read_words(words, self.kind, self.bits, self.groups)
+            assert self._compiled is not None
+            return self._compiled.read_words(words, self.kind, self.bits, self.groups)
         numbers = self.numbers
         if self.bits == 4:
             numbers = torch.stack([numbers & 15, numbers >> 4], dim=-1).flatten(1)
@@ -201,15 +122,14 @@ class GroupedLinear(nn.Module):
         """[..., in_features] → [..., out_features]."""
         if self.panels is None:
             return wide_product(x, self.weight.to(x.dtype), self.bias)
+        assert self._compiled is not None
         assert self.bias is not None
         rows = x.reshape(-1, self.in_features).float()
         if self.order is not None:
             rows = rows.index_select(1, self.order)
         group = self.in_features // self.groups
-        if torch.compiler.is_compiling():
-            y = grouped_product(rows, self.panels, self.bias, self.out_features, self.kind, group)
-        else:
-            y = product(rows, self.panels, self.bias, self.out_features, self.kind, group=group)
+        product = torch.ops.segue.grouped_product if torch.compiler.is_compiling() else self._compiled.grouped_product
+        y = product(rows, self.panels, self.bias, self.out_features, self.kind, group)
         return y.view(*x.shape[:-1], self.out_features).to(x.dtype)
 
 

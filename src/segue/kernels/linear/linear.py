@@ -23,17 +23,14 @@ rows 370 / 970.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from segue.kernels.cpu.native import FLOATS, HALVES, halves_are_tiled, library, product
-
-DECODE_ROWS = 8
-"""Usual rows per call of a decoder on a CPU, for which its weights are laid out."""
+from segue.kernels.cpu_kernels import cpu_kernels
+from segue.kernels.linear.layers import PreparedLinear
 
 LEAST_ROWS = 6
 """Minimum rows with oneDNN's layout: fewer are padded to this many. Its GEMM of one row with a packed weight reads
@@ -56,7 +53,7 @@ def _packed_shape(
     return x.new_empty(*x.shape[:-1], out_features)
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(PreparedLinear):
     """`nn.Linear` for inference on a CPU in float32. Weight tying is lost: each layer has its own packed copy."""
 
     weight: torch.Tensor
@@ -86,58 +83,26 @@ class PackedLinear(nn.Module):
 
 def laid_out(weight: torch.Tensor, bias: torch.Tensor | None, rows: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Lay out a weight [out, in] and its bias [out] for `packed_product`: in panels for compiled kernels, else in
-    oneDNN's layout for `rows` as the usual rows per call.
-
-    Panels are [panels, in, panel], their bias [panels * panel], both 0 after the last output. If every weight is
-    exact in bfloat16, panels are [panels, in / 2, panel]: each float32 word holds two bfloat16 weights of one output.
-    """
-    compiled = library()
+    oneDNN's layout for `rows` as the usual rows per call."""
+    compiled = cpu_kernels()
     if compiled is None:
         return torch.ops.mkldnn._reorder_linear_weight(weight, rows), bias
-    halves = _halves(weight)
-    return in_panels(weight.contiguous() if halves is None else halves, bias, compiled.panel)
-
-
-def in_panels(words: torch.Tensor, bias: torch.Tensor | None, panel: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """32-bit words [out, n] and bias [out] → (panels [panels, n, panel], their bias [panels * panel]), float32."""
-    outputs, count = words.shape
-    panels = -(-outputs // panel)
-    padded = words.new_zeros(panels * panel) if bias is None else _padded(bias, panels * panel)
-    whole = words if outputs == len(padded) else _padded(words, len(padded))
-    return whole.view(panels, panel, count).transpose(1, 2).contiguous(), padded
-
-
-def _halves(weight: torch.Tensor) -> torch.Tensor | None:
-    """[out, in] → [out, in / 2], two bfloat16 weights per float32 word; None if that would lose precision."""
-    weight = weight.contiguous()
-    if weight.shape[1] % 2 or weight.view(torch.int16)[:, ::2].count_nonzero():
-        return None
-    if halves_are_tiled(weight.shape[1]) and not weight.isfinite().all():  # infinity times a zero part would be NaN
-        return None
-    return weight.to(torch.bfloat16).view(torch.float32)
-
-
-def _padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
-    padded = tensor.new_zeros(length, *tensor.shape[1:])
-    padded[: len(tensor)] = tensor
-    return padded
+    return compiled.laid_out(weight, bias)
 
 
 def packed_product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_features: int, gelu: str | None = None
 ) -> torch.Tensor:
     """[..., in] → [..., out], with a weight and bias from `laid_out`; `gelu` as in `PackedLinear`."""
-    inputs = x.shape[-1]
-    rows = x.numel() // inputs
     if not weight.is_mkldnn:
+        compiled = cpu_kernels()
+        assert compiled is not None
         assert bias is not None
-        kind = HALVES if weight.shape[1] * 2 == inputs else FLOATS
-        made = product(x.reshape(rows, inputs), weight, bias, out_features, kind, gelu=gelu == "tanh")
-        if gelu == "none":
-            torch.ops.aten.gelu_(made)
-        return made.view(*x.shape[:-1], out_features)
+        return compiled.panel_product(x, weight, bias, out_features, gelu)
     if gelu is not None:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "gelu", [], gelu)
+    inputs = x.shape[-1]
+    rows = x.numel() // inputs
     if 0 < rows < LEAST_ROWS:
         few = x.reshape(rows, inputs)
         # a single row is broadcast, so nothing is copied
@@ -172,25 +137,6 @@ def pack_linears(module: nn.Module, rows: int, *, keep: Collection[str] = ()) ->
         parent, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(parent), leaf, PackedLinear(child, rows))
     return len(packed)
-
-
-@contextmanager
-def bypassed(root: nn.Module) -> Iterator[set[str]]:
-    """Collects, while `root` runs, the names of linear layers that were not called although their parent module was:
-    the parent's code may read their weights directly. The yielded set is filled on exit."""
-    called: set[str] = set()
-    found: set[str] = set()
-    hooks = [
-        module.register_forward_pre_hook(lambda module, given, name=name: called.add(name))
-        for name, module in root.named_modules()
-    ]
-    try:
-        yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
-    linears = {name for name, module in root.named_modules() if isinstance(module, nn.Linear)}
-    found |= {name for name in linears - called if name.rpartition(".")[0] in called}
 
 
 def _within(name: str, keep: Collection[str]) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from segue.kernels.linear.layers import PreparedLinear
 from segue.kernels.staging import upload
 
 
@@ -224,11 +225,12 @@ def wrap_linears(
     kinds: Collection[type[nn.Module]],
     features: Callable[[nn.Module], tuple[int, int]],
 ) -> tuple[LoraSwitch, dict[str, LoraLinear]]:
-    """Wrap every layer of `part` whose type is in `kinds` in a `LoraLinear`; returns their common switch, and the
-    layers by their names in `root`. `features`: (in_features, out_features) of such a layer."""
+    """Wrap every `PreparedLinear` of `part`, and every layer whose type is in `kinds`, in a `LoraLinear`; returns their
+    common switch, and the layers by their names in `root`. `features`: (in_features, out_features) of such a layer."""
     switch = LoraSwitch()
     inside = {id(module) for module in part.modules()}
-    found = [(name, child) for name, child in root.named_modules() if id(child) in inside and type(child) in kinds]
+    every = [(name, child) for name, child in root.named_modules() if id(child) in inside]
+    found = [(name, child) for name, child in every if type(child) in kinds or isinstance(child, PreparedLinear)]
     layers: dict[str, LoraLinear] = {}
     for name, child in found:
         parent, _, leaf = name.rpartition(".")

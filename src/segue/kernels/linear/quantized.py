@@ -25,24 +25,23 @@ import torch
 from torch import nn
 from torch.nn.functional import linear as product
 
-from segue.kernels.cpu.native import BYTES, ROUNDED, library
-from segue.kernels.linear.grouped_linear import GroupedLinear, GroupedWeights, fitting
-from segue.kernels.linear.rounded_linear import MOST_INPUTS, RoundedLinear, eight_bits
-from segue.kernels.linear.scaled_linear import CodedLinear, ScaledLinear
+from segue.kernels.cpu_kernels import cpu_kernels
+from segue.kernels.linear.grouped_linear import GroupedLinear
+from segue.kernels.linear.layers import QuantizedLinear
 
 GROUP = 32
 """Inputs that share scale and offset in 4 bits."""
-_FAR = 100
-"""Largest magnitude of a group's weights in units of its scale: limited by the word of scale and zero."""
 _ROWS = 16
 """Outputs are laid out in multiples of this."""
-_ACTIVATION = 127
+_LARGEST = 127
 _FP8_MAX = 448.0
 """Largest value of float8_e4m3fn (Micikevicius et al., FP8 Formats for Deep Learning, 2022)."""
 
 
-class Int8Linear(nn.Module):
+class Int8Linear(QuantizedLinear):
     """int8 times int8, summed in 32 bits. Takes and returns any float dtype; float32 internally."""
+
+    rounds = True
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """weight [out_features, in_features]."""
@@ -56,7 +55,7 @@ class Int8Linear(nn.Module):
                 whole, scale.double(), torch.zeros(len(scale), dtype=torch.long), 0
             )
             self._packed = torch.ops.quantized.linear_prepack(held, None)
-        self.packed_bytes = whole.nbytes + scale.nbytes
+        self.hidden_bytes = whole.nbytes + scale.nbytes
         self.register_buffer("bias", None if bias is None else bias.detach().float(), persistent=False)
 
     bias: torch.Tensor | None
@@ -72,14 +71,16 @@ class Int8Linear(nn.Module):
         # with each token scaled to a largest value of 1, one scale fits all of them
         size = rows.abs().amax(-1, keepdim=True).clamp_min_(1e-12)
         y = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
-            rows / size, 1 / _ACTIVATION, 128, self._packed
+            rows / size, 1 / _LARGEST, 128, self._packed
         )
         y = y * size if self.bias is None else torch.addcmul(self.bias, y, size)
         return y.to(x.dtype)
 
 
-class Bfloat16Linear(nn.Module):
+class Bfloat16Linear(QuantizedLinear):
     """GEMMs in bfloat16; other operations keep their dtype."""
+
+    rounds = True
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """weight [out_features, in_features]."""
@@ -103,8 +104,10 @@ class Bfloat16Linear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-class Int4Linear(nn.Module):
+class Int4Linear(QuantizedLinear):
     """4-bit weights times bfloat16 activations, on a CPU."""
+
+    rounds = True
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """weight [out_features, in_features]."""
@@ -134,7 +137,7 @@ class Int4Linear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-class StoredLinear(nn.Module):
+class StoredLinear(QuantizedLinear):
     """Weights stored in fewer bits and dequantised at every call: saves memory, not time."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kind: str) -> None:
@@ -177,6 +180,21 @@ class StoredLinear(nn.Module):
         return product(x, self.weight, self.bias)
 
 
+def eight_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[outputs, inputs] → (int8 numbers [outputs, inputs], scale [outputs]).
+
+    A processor without VNNI sums products of two neighbouring inputs in 16 bits: `255 * 128` fits, two times
+    `255 * 127` does not. So a scale is only as fine as such pairs allow, on any processor: results are the same on all.
+    """
+    weight = weight.detach().float()
+    pairs = weight.unflatten(1, (-1, 2))
+    largest = torch.stack(
+        [weight.abs().amax(1), pairs.clamp_min(0).sum(-1).amax(1), pairs.clamp_max(0).sum(-1).neg().amax(1)]
+    )
+    scale = largest.amax(0).clamp_min_(1e-12) / _LARGEST
+    return (weight / scale[:, None]).round_().to(torch.int8), scale
+
+
 def four_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """[outputs, inputs] → (numbers from 0 to 15 [outputs, inputs] uint8, scale and middle [outputs, inputs / 32]). The
     weight is `(number - 8) * scale + middle`: the smallest of a group is 0, the largest 15."""
@@ -185,27 +203,6 @@ def four_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
     scale = ((high - low) / 15).clamp_min(1e-12)
     numbers = ((groups - low[..., None]) / scale[..., None]).round_().clamp_(0, 15)
     return numbers.to(torch.uint8).flatten(1), scale, low + 8 * scale
-
-
-def four_bits_from_zero(weight: torch.Tensor) -> GroupedWeights:
-    """[outputs, inputs] → numbers, scale and zero, where the weight is `(number - zero) * scale`, with groups as in
-    `four_bits`: the nearest numbers for a scale and a zero that share a word."""
-    groups = weight.detach().float().unflatten(1, (-1, GROUP))
-    low, high = groups.amin(-1), groups.amax(-1)
-    furthest = torch.maximum(low.abs(), high.abs())
-    scale = fitting(torch.maximum((high - low) / 15, furthest / _FAR).clamp_min_(1e-30))
-    zero = (low / scale * -16).round_().div_(16)
-    numbers = (groups / scale[..., None]).add_(zero[..., None]).round_().clamp_(0, 15)
-    return GroupedWeights(numbers.to(torch.uint8).flatten(1), scale, zero)
-
-
-_ROUNDING = (RoundedLinear, Int8Linear, Bfloat16Linear, Int4Linear)
-QUANTIZED = (*_ROUNDING, StoredLinear, GroupedLinear, ScaledLinear, CodedLinear)
-
-
-def rounds(root: nn.Module) -> bool:
-    """Whether a layer under `root` rounds its activations."""
-    return any(isinstance(module, _ROUNDING) for module in root.modules())
 
 
 def quantize_linears(
@@ -232,16 +229,12 @@ def quantize_linears(
 def _made(kind: str, weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Module:
     if weight.device.type != "cpu" or kind == "fp8":
         return StoredLinear(weight, bias, kind)
+    compiled = cpu_kernels()
     if kind == "int4":
-        if library() is None:
+        if compiled is None:
             return Int4Linear(weight, bias)
-        return GroupedLinear(*four_bits_from_zero(weight), bias, bits=4, dtype=weight.dtype)
-    compiled = library() is not None and weight.shape[1] <= MOST_INPUTS
-    if kind == "bfloat16":
-        return RoundedLinear(weight, bias, ROUNDED) if compiled else Bfloat16Linear(weight, bias)
-    return RoundedLinear(weight, bias, BYTES) if compiled else Int8Linear(weight, bias)
-
-
-def packed_bytes(module: nn.Module) -> int:
-    """Memory of weights that torch does not see as tensors."""
-    return sum(layer.packed_bytes for layer in module.modules() if isinstance(layer, Int8Linear))
+        return GroupedLinear(*compiled.four_bits_from_zero(weight, GROUP), bias, bits=4, dtype=weight.dtype)
+    rounded = None if compiled is None else compiled.rounded(weight, bias, kind)
+    if rounded is not None:
+        return rounded
+    return Bfloat16Linear(weight, bias) if kind == "bfloat16" else Int8Linear(weight, bias)

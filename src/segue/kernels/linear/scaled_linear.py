@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 from torch.nn.functional import linear as product
 
+from segue.kernels.linear.layers import QuantizedLinear
 
-class CodedLinear(nn.Module):
+
+class CodedLinear(QuantizedLinear):
     """A layer with 4-bit table indices. Takes and returns any float dtype."""
 
     held: torch.Tensor
@@ -52,7 +53,7 @@ class CodedLinear(nn.Module):
         return product(x, self.weight.to(x.dtype), self.bias)
 
 
-class ScaledLinear(nn.Module):
+class ScaledLinear(QuantizedLinear):
     """A layer with int8 or 8-bit float weights. Takes and returns any float dtype."""
 
     held: torch.Tensor

@@ -19,9 +19,8 @@ from torch import nn
 
 from segue.engines.autoregressive.contract import FlatBatch, Prompt
 from segue.graph.deployment.options import LoraPlan
-from segue.kernels.linear.linear import PackedLinear
+from segue.kernels.linear.layers import PreparedLinear
 from segue.kernels.linear.lora import Lora, LoraLinear, Pair, lora_step, wrap_linears
-from segue.kernels.linear.quantized import QUANTIZED
 from segue.messages.errors import ConfigError, NotFound, nearest
 from segue.models.shared.library import Conv1D, PreTrainedModel, WeightRenaming, conversions_of, rename_source_key
 from segue.parallel.layers import Divided
@@ -166,7 +165,7 @@ def _of_pattern(pattern: dict[str, Any] | None, layer: str, default: Any) -> Any
     return default
 
 
-LINEARS = (nn.Linear, PackedLinear, Conv1D, *QUANTIZED)
+LINEARS = (nn.Linear, PreparedLinear, Conv1D)
 
 
 class AdaptersByName:

@@ -18,7 +18,7 @@ from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.autoregressive.speculation.ngram import NgramDrafter
 from segue.engines.autoregressive.speculation.speculation import Speculation
 from segue.engines.autoregressive.step.advance import Advance
-from segue.kernels.graphs.network_graphs import Call, Recorded
+from segue.kernels.graphs.replay import Call, Recorded
 from segue.messages.errors import ConfigError, InvalidRequest, StageFailed
 from segue.messages.sampling import RepetitionDetection, SamplingParams
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from causal_lm_family import KINDS, Served, load, make, prompts, varied
 
-from segue.kernels.cpu.native import library
+from segue.kernels.cpu_kernels import cpu_kernels
 from selection import daily
 
 PROMPTS = prompts()
@@ -76,7 +76,7 @@ NOT_RECORDED = {
 """Which expert has which rows is known when it runs; the compiled kernels have no soft cap."""
 
 
-@pytest.mark.skipif(library() is None, reason="the kernels were not compiled, or not for this CPU")
+@pytest.mark.skipif(cpu_kernels() is None, reason="the kernels were not compiled, or not for this CPU")
 def test_played_back(directory: Path, expected: list[list[int]], request: pytest.FixtureRequest) -> None:
     """Decode steps from recordings, in batches of all sizes and beside prefill."""
     served = Served(load(directory), max_batch=6, max_tokens_per_step=48)

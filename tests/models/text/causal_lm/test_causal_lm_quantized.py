@@ -17,22 +17,23 @@ from lora_files import make_adapter, merge
 from segue.engines.autoregressive.contract import FlatBatch
 from segue.graph.deployment.options import LoraPlan
 from segue.kernels.attention.paged_step import Part, paged_step
+from segue.kernels.cpu.grouped import four_bits_from_zero, kind_of
 from segue.kernels.cpu.native import BYTES, FOURS, ROUNDED, library
+from segue.kernels.cpu.rounded_linear import RoundedLinear
 from segue.kernels.kv.layout import uniform
 from segue.kernels.kv.store import KVStore
-from segue.kernels.linear.grouped_linear import GroupedLinear, kind_of
+from segue.kernels.linear.grouped_linear import GroupedLinear
+from segue.kernels.linear.layers import QuantizedLinear
 from segue.kernels.linear.quantized import (
     GROUP,
-    QUANTIZED,
     Bfloat16Linear,
     Int4Linear,
     Int8Linear,
     StoredLinear,
+    eight_bits,
     four_bits,
-    four_bits_from_zero,
     quantize_linears,
 )
-from segue.kernels.linear.rounded_linear import RoundedLinear, eight_bits
 from segue.messages.errors import ConfigError
 from segue.models.text.causal_lm.llm import LLM
 
@@ -164,7 +165,9 @@ def test_products(kind: str, within: float, dtype: torch.dtype) -> None:
         "int8": Int8Linear,
         "bfloat16": Bfloat16Linear,
         "int4": Int4Linear,
-        "grouped": lambda weight, bias: GroupedLinear(*four_bits_from_zero(weight), bias, bits=4, dtype=weight.dtype),
+        "grouped": lambda weight, bias: GroupedLinear(
+            *four_bits_from_zero(weight, GROUP), bias, bits=4, dtype=weight.dtype
+        ),
     }
     name, _, stored = kind.partition(" ")
     layer = StoredLinear(weight, bias, stored) if name == "stored" else layers[name](weight, bias)
@@ -222,7 +225,7 @@ def test_four_bits_from_a_zero_are_no_less_exact() -> None:
     numbers, scale, middle = four_bits(weight)
     groups = weight.unflatten(1, (-1, GROUP))
     most = ((numbers.float().unflatten(1, (-1, GROUP)) - 8) * scale[..., None] + middle[..., None] - groups).abs()
-    ours = four_bits_from_zero(weight)
+    ours = four_bits_from_zero(weight, GROUP)
     assert kind_of(ours.scale, ours.zero, 4) == FOURS
     off = (ours.wide.unflatten(1, (-1, GROUP)) - groups).abs()
     usual = [*range(8), *range(19, 96)]
@@ -249,7 +252,7 @@ def test_odd_shapes_stay_as_they_are() -> None:
         return (module.weight, module.bias) if type(module) is torch.nn.Linear else None
 
     assert quantize_linears(net, "int8", plain) == 1
-    assert [isinstance(layer, QUANTIZED) for layer in net] == [True, False, False]
+    assert [isinstance(layer, QuantizedLinear) for layer in net] == [True, False, False]
 
 
 # ── checkpoints that are quantised ─────────────────────────────────────────────────────────────────────────────────

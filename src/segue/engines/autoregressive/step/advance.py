@@ -13,8 +13,7 @@ import torch
 from segue.engines.autoregressive.contract import AutoregressiveModel, Draws, Recordable, YieldsRows
 from segue.engines.autoregressive.sample.sampler import RowSampler
 from segue.engines.autoregressive.step.decode_graphs import batch_sizes
-from segue.kernels.cpu.native import library
-from segue.kernels.graphs.network_graphs import USES, CpuRecorder, CudaRecorder, NetworkGraphs, Recorder
+from segue.kernels.graphs.replay import USES, NetworkGraphs, Replayer, replayer_on
 from segue.kernels.staging import upload_all
 
 SECONDS = 2.0
@@ -29,11 +28,11 @@ class Advance:
         model: YieldsRows,
         device: torch.device,
         most: int,
-        recorder: Recorder | None = None,
+        replayer: Replayer | None = None,
         *,
         padded: bool = False,
     ) -> None:
-        """`most`: sequences of a step. `recorder`: captures the calls; None: none is captured. `padded`: a call runs at
+        """`most`: sequences of a step. `replayer`: captures the calls; None: none is captured. `padded`: a call runs at
         the next larger of a few sizes."""
         self._model = model
         self._device = device
@@ -41,9 +40,9 @@ class Advance:
         self._sizes = batch_sizes(most) if padded else list(range(1, most + 1))
         self._padded = padded
         self._graphs: NetworkGraphs | None = None
-        if recorder is not None:
-            recorder.most = max(recorder.most, len(self._sizes))
-            self._graphs = NetworkGraphs(self._run, device, recorder)
+        if replayer is not None:
+            replayer.most = max(replayer.most, len(self._sizes))
+            self._graphs = NetworkGraphs(self._run, device, replayer)
 
     def rows(
         self, hidden: torch.Tensor, tokens: torch.Tensor, samplers: Seq[RowSampler], generated: Seq[int]
@@ -95,17 +94,11 @@ def advance_of(model: AutoregressiveModel, most: int, *, eager: bool) -> Advance
     """None for a stage model that yields single ids. `eager`: capture nothing."""
     if not isinstance(model, YieldsRows):
         return None
-    recorder = None if eager else _recorder(model)
-    padded = recorder is not None and model.device.type == "cuda"  # rows cost little time there, recordings memory
-    return Advance(model, model.device, most, recorder, padded=padded)
-
-
-def _recorder(model: AutoregressiveModel) -> Recorder | None:
-    if model.device.type == "cuda":
-        return CudaRecorder(model.device)
-    compiled = library()
-    recordable = isinstance(model, Recordable) and model.recordable
-    return CpuRecorder(compiled) if compiled is not None and recordable else None
+    on_gpu = model.device.type == "cuda"
+    recordable = on_gpu or (isinstance(model, Recordable) and model.recordable)
+    replayer = replayer_on(model.device) if recordable and not eager else None
+    padded = replayer is not None and on_gpu  # rows cost little time there, recordings memory
+    return Advance(model, model.device, most, replayer, padded=padded)
 
 
 def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Captured graphs for decode steps: a step of single tokens is one launch, whatever its number of kernels.
 
-A recording (a CUDA graph; on a CPU a list of calls, `segue.kernels.graphs.recording`) has fixed addresses and shapes,
-so there is one per batch size of a short list, over tensors that live as long as the recording. On a GPU a step is
-copied into the tensors of the next larger size and padded with rows that attend to one token of an unowned block; all
+A recording (a CUDA graph; on a CPU a list of calls: `segue.kernels.graphs.replay`) has fixed addresses and shapes, so
+there is one per batch size of a short list, over tensors that live as long as the recording. On a GPU a step is copied
+into the tensors of the next larger size and padded with rows that attend to one token of an unowned block; all
 sizes are captured at the start, never while requests wait. On a CPU, where every row costs time, a step runs at its own
 size. The smallest sizes are recorded at the start, which shows whether the model can be recorded; others are recorded
 in their third step, which takes about three times as long as a plain one."""
@@ -20,19 +20,13 @@ import torch
 
 from segue.engines.autoregressive.contract import AutoregressiveModel, FlatBatch, Recordable
 from segue.kernels.attention.paged_step import HybridStep, PagedStep, StepTables
-from segue.kernels.cpu.native import library
-from segue.kernels.cpu.native_attention import NativeAttention
-from segue.kernels.graphs.cuda_capture import CudaCapture
-from segue.kernels.graphs.recorder import record
-from segue.kernels.graphs.recording import NotRecordable, TooLarge
+from segue.kernels.graphs.replay import Capture, NotRecordable, TooLarge, capture_on
 from segue.kernels.kv.store import KVStore
 
 logger = logging.getLogger(__name__)
 
 USES = 3
 """On a CPU, the n-th step of a size records it."""
-ARENA_BYTES = 64 << 20
-"""Scratch memory of all CPU recordings together; a step that needs more spends little of its time in Python."""
 _FIRST = 8
 """Sizes up to this are recorded in turn at the start, until that has taken `SECONDS`."""
 SECONDS = 2.0
@@ -41,8 +35,6 @@ _SMALL = 2
 
 Forward = tuple[torch.Tensor, torch.Tensor | None]
 """(final hidden states [rows, H], captured rows [rows, width] or None)"""
-Capture = Callable[[Callable[[], Forward]], tuple[Callable[[], None], Forward]]
-"""Records a function: (the replay function, the tensors that it writes to)."""
 
 
 def run_again(run: Callable[[], Forward]) -> tuple[Callable[[], None], Forward]:
@@ -80,7 +72,7 @@ class DecodeGraphs:
         model: AutoregressiveModel,
         store: KVStore,
         longest: int,
-        capture: Capture,
+        capture: Capture[Forward],
         *,
         padded: bool,
         later: int = 0,
@@ -285,8 +277,8 @@ def batch_sizes(most: int) -> list[int]:
 def recorded_decodes(model: AutoregressiveModel, store: KVStore, longest: int, max_batch: int) -> DecodeGraphs | None:
     """CUDA graphs of steps of up to `max_batch` sequences; None if the model cannot be captured. Raises
     `torch.OutOfMemoryError`."""
-    capture = CudaCapture(store.device) if store.device.type == "cuda" else run_again
-    graphs = DecodeGraphs(model, store, longest, capture, padded=True)
+    capture = capture_on(store.device) if store.device.type == "cuda" else None
+    graphs = DecodeGraphs(model, store, longest, capture or run_again, padded=True)
     for size in reversed(batch_sizes(max_batch)):
         try:
             graphs.add(size)
@@ -300,16 +292,10 @@ def recorded_decodes(model: AutoregressiveModel, store: KVStore, longest: int, m
 
 def recorded_lists(model: AutoregressiveModel, store: KVStore, longest: int, max_batch: int) -> DecodeGraphs | None:
     """Recordings on a CPU; None if the model cannot be recorded."""
-    compiled = library()
     recordable = isinstance(model, Recordable) and model.recordable
-    if compiled is None or not recordable or not isinstance(store.backend, NativeAttention):
+    capture = capture_on(store.device) if recordable else None
+    if capture is None:
         return None
-    arena = torch.empty(ARENA_BYTES, dtype=torch.uint8)  # the system commits memory only when it is touched
-
-    def capture(run: Callable[[], Forward]) -> tuple[Callable[[], None], Forward]:
-        recording, _ = record(compiled, run, arena)
-        return recording, recording.result
-
     graphs = DecodeGraphs(model, store, longest, capture, padded=False, later=max_batch)
     began = time.monotonic()
     try:

@@ -20,10 +20,9 @@ from segue.engines.autoregressive.step.decode_graphs import recorded_decodes, re
 from segue.engines.autoregressive.step.dispatch import Dispatcher
 from segue.engines.autoregressive.step.invariant import InvariantModel, check_invariant
 from segue.engines.autoregressive.step.warm_up import warm_up
-from segue.kernels.attention.backends import attention_backend
+from segue.kernels.attention.backends import attention_backend, records_while_serving
 from segue.kernels.attention.interface import check_chunks
 from segue.kernels.attention.paged_step import AttentionBackend
-from segue.kernels.cpu.native_attention import NativeAttention
 from segue.kernels.kv.states import StateStore
 from segue.kernels.kv.store import KVStore
 from segue.messages.errors import ConfigError
@@ -55,7 +54,7 @@ class Resources:
         hidden = warm_up(self.model, self.config, self.store.backend)
         if self.launcher.advance is not None:
             self.launcher.advance.warm_up(hidden)
-        if self.recorded and isinstance(self.store.backend, NativeAttention):
+        if self.recorded and records_while_serving(self.store.backend):
             self.launcher.graphs = recorded_lists(self.model, self.store, self.longest, self.config.max_batch)
 
     def longest_with(self, prompt: Prompt | None) -> int:
@@ -107,7 +106,7 @@ def allocate(model: AutoregressiveModel, config: AutoregressiveConfig, speculati
     most = model.max_model_len
     longest = limits.longest(config.num_blocks, most, most if entire else 1)
     graphs = None
-    if recorded and not isinstance(backend, NativeAttention):
+    if recorded and not records_while_serving(backend):
         graphs = recorded_decodes(model, store, longest, config.max_batch)
     share_size = config.block_size if shares else 0
     advance = advance_of(model, config.max_batch, eager=config.enforce_eager)

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import torch
 
 from segue.engines.diffusion.contract import DenoiserContext, Row, Sample
-from segue.kernels.cpu.kept_rows import kept_rows_bytes
+from segue.kernels.graphs.replay import is_replayed
+from segue.kernels.prepare import prepared_bytes
 from segue.messages.diffusion import DiffusionParams
 from segue.models.images.qwen_image.folded import fold, foldable
 from segue.models.images.qwen_image.graph import EDITING, pixels_per_latent
@@ -18,7 +19,7 @@ from segue.models.shared.diffusion.denoiser.denoiser import Denoiser
 from segue.models.shared.diffusion.denoiser.given import Given
 from segue.models.shared.diffusion.denoiser.schedulers import set_shifted
 from segue.models.shared.diffusion.denoiser.sequence_parallel import rows_of_one_length
-from segue.models.shared.diffusion.denoiser.tuning import PLAIN_ATTENTION, played_back
+from segue.models.shared.diffusion.denoiser.tuning import PLAIN_ATTENTION
 from segue.models.shared.diffusion.latents import sides_of
 from segue.models.shared.diffusion.loading import pipeline_index
 
@@ -49,13 +50,14 @@ class QwenImageDenoiser(Denoiser):
     def __init__(self, ctx: DenoiserContext) -> None:
         super().__init__(ctx)
         if foldable(ctx):
+            before = prepared_bytes(self.network)
             fold(self.network, keep_modulations=ctx.lora is None)
-            self.weight_bytes += kept_rows_bytes(self.network)
+            self.weight_bytes += prepared_bytes(self.network) - before
         self._scale = pixels_per_latent(ctx.model_dir)
         masks = ctx.attention in PLAIN_ATTENTION and not rows_of_one_length(ctx)
         self._padded_tokens = self.padded_tokens if masks else 0
         # on a CPU masks are free, while every distinct text length would be captured anew
-        self._text_step = _TEXT_STEP if masks and self.device.type == "cpu" and played_back(self.network) else 1
+        self._text_step = _TEXT_STEP if masks and self.device.type == "cpu" and is_replayed(self.network) else 1
         self._edits = pipeline_index(ctx.model_dir).get("_class_name") in EDITING
         self._channels: int = self.network.config.in_channels // 4
 

@@ -15,11 +15,8 @@ from torch import nn
 from torch.nn import functional
 
 from segue.engines.diffusion.contract import DenoiserContext
-from segue.kernels.cpu.full_attention import full_attention
-from segue.kernels.cpu.kept_rows import KeptRows, RowNames
-from segue.kernels.cpu.native import library
-from segue.kernels.cpu.norms import modulated_norm, norm_and_turn
-from segue.kernels.linear.fused_linear import joined_product
+from segue.kernels.operations import attention, joined_product, modulated_norm, norm_and_rope
+from segue.kernels.prepare import Plan, prepare
 from segue.models.shared.diffusion.denoiser.teacache import modulated_by_image, signal_of
 from segue.models.shared.diffusion.library import (
     Attention,
@@ -43,11 +40,14 @@ def fold(network: nn.Module, *, keep_modulations: bool) -> int:
 
     `keep_modulations`: compute modulations once per timestep; must be off if their weights may change.
     """
-    blocks = [(name, module) for name, module in network.named_modules() if _foldable(module)]
-    names = RowNames() if keep_modulations else None
+    blocks: list[tuple[str, Any]] = [(name, module) for name, module in network.named_modules() if _foldable(module)]
     last = [module for module in network.modules() if isinstance(module, QwenImageTransformerBlock)][-1:]
     for name, block in blocks:
-        network.set_submodule(name, FoldedBlock(block, names, last=block in last))
+        network.set_submodule(name, FoldedBlock(block, last=block in last))
+    if keep_modulations:
+        widths = {name: block.img_norm1.normalized_shape[0] for name, block in blocks}
+        repeated = {f"{name}.{leaf}": 6 * width for name, width in widths.items() for leaf in ("img_mod", "txt_mod")}
+        prepare(network, next(network.parameters()).device, Plan(repeated=repeated))
     return len(blocks)
 
 
@@ -83,17 +83,13 @@ class FoldedBlock(nn.Module):
     txt_norm2: nn.LayerNorm
     txt_mlp: nn.Module
 
-    def __init__(self, block: nn.Module, names: RowNames | None, *, last: bool) -> None:
-        """Takes over the layers of `block`, and replaces its attention processor. `names`: timesteps whose modulations
-        are cached. `last`: the block's text output is unused."""
+    def __init__(self, block: nn.Module, *, last: bool) -> None:
+        """Takes over the layers of `block`, and replaces its attention processor. `last`: the block's text output is
+        unused."""
         super().__init__()
         for name, child in block.named_children():
             self.add_module(name, child)
         self.attn.set_processor(JointAttention(self.attn.processor))
-        if names is not None:
-            features = 6 * self.img_norm1.normalized_shape[0]
-            self.img_mod = KeptRows(self.img_mod, names, features)
-            self.txt_mod = KeptRows(self.txt_mod, names, features)
         self._last = last
 
     def forward(
@@ -145,7 +141,7 @@ def _modulations(made: torch.Tensor) -> tuple[_Modulation, _Modulation]:
 def _modulated(norm: nn.LayerNorm, x: torch.Tensor, modulation: _Modulation) -> torch.Tensor:
     """Norm with adaLN modulation, [B, tokens, D]."""
     shift, scale, _ = modulation
-    return modulated_norm(library(), x, scale, shift, norm.eps)
+    return modulated_norm(x, scale, shift, norm.eps)
 
 
 class JointAttention:
@@ -176,16 +172,15 @@ class JointAttention:
         own = joined_product((attn.to_q, attn.to_k, attn.to_v), hidden_states)
         qkv = torch.cat([added, own], dim=1).unflatten(-1, (3, -1, attn.inner_dim // attn.heads))  # [B, S, 3, H, C]
         image_turns, text_turns = (None, None) if image_rotary_emb is None else image_rotary_emb
-        compiled = library()
         for place, (text_norm, own_norm) in enumerate(_norms(attn)):
-            norm_and_turn(compiled, qkv[:, :text, place], text_norm.weight, text_norm.eps, text_turns)
-            norm_and_turn(compiled, qkv[:, text:, place], own_norm.weight, own_norm.eps, image_turns)
+            norm_and_rope(qkv[:, :text, place], text_norm.weight, text_norm.eps, text_turns)
+            norm_and_rope(qkv[:, text:, place], own_norm.weight, own_norm.eps, image_turns)
         mask = None
         if encoder_hidden_states_mask is not None:
             mask = functional.pad(encoder_hidden_states_mask, (0, hidden_states.shape[1]), value=True)[:, None, None]
         if self._attention_backend is None:
             query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-            seen = full_attention(query, key, value, mask).transpose(1, 2)
+            seen = attention(query, key, value, mask).transpose(1, 2)
         else:
             query, key, value = qkv.unbind(2)
             seen = dispatch_attention_fn(query, key, value, attn_mask=mask, backend=self._attention_backend)

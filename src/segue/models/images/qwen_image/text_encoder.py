@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from segue.engines.contract import LoadContext
-from segue.kernels.linear.linear import pack_linears
+from segue.kernels.prepare import Plan, prepare
 from segue.models.shared.diffusion.loading import ENCODED_ROWS, load_component
 from segue.models.shared.diffusion.text_encoder import TextEncoder
 
@@ -21,7 +21,7 @@ class Encoder(TextEncoder):
         super().__init__(ctx)
         # drop the head over the last hidden state
         self._network = load_component(ctx, "text_encoder").model
-        pack_linears(self._network, ENCODED_ROWS)
+        prepare(self._network, ctx.device, Plan(rows=ENCODED_ROWS))
 
     @torch.inference_mode()
     def warm_up(self) -> None:

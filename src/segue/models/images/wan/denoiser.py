@@ -12,13 +12,13 @@ from torch import nn
 
 from segue.engines.contract import Payload
 from segue.engines.diffusion.contract import DenoiserContext, Row, Sample
-from segue.kernels.linear.quantized import packed_bytes
+from segue.kernels.prepare import prepared_bytes
 from segue.messages.diffusion import DiffusionParams
 from segue.models.images.wan.shape import TEXT_TOKENS, Shape
 from segue.models.shared.checkpoint.checkpoint import held_bytes
 from segue.models.shared.diffusion.denoiser.denoiser import Denoiser
 from segue.models.shared.diffusion.denoiser.given import Given
-from segue.models.shared.diffusion.denoiser.tuning import load_network, recordings_bytes
+from segue.models.shared.diffusion.denoiser.tuning import load_network
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class WanDenoiser(Denoiser):
         self.second: nn.Module | None = None
         if self._shape.boundary is not None:
             self.second = load_network(ctx, "transformer_2", self.read)
-            self.weight_bytes += held_bytes(self.second) + packed_bytes(self.second) + recordings_bytes(self.second)
+            self.weight_bytes += held_bytes(self.second) + prepared_bytes(self.second)
 
     def networks(self) -> Sequence[nn.Module]:
         return [self.network] if self.second is None else [self.network, self.second]

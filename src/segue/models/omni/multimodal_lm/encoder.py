@@ -17,7 +17,7 @@ from torch import nn
 
 from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.engines.module.contract import Result, Work
-from segue.kernels.linear.linear import pack_linears
+from segue.kernels.prepare import Plan, prepare
 from segue.messages.errors import ConfigError, StageFailed
 from segue.models.omni.multimodal_lm.bidirectional import FAILURES, MaskProbe, is_causal, moved
 from segue.models.omni.multimodal_lm.loading import (
@@ -65,7 +65,7 @@ class Encoder:
         forget_embedding(model)
         linears = (part for part in self._inner.named_modules() if isinstance(part[1], nn.Linear))
         nothing = {name for name, linear in linears if not linear.weight.numel()}  # of layers that were not loaded
-        pack_linears(self._inner, PATCHES, keep=nothing)
+        prepare(self._inner, ctx.device, Plan(rows=PATCHES, keep=nothing))
         self._bidirectional: frozenset[str] = frozenset()
         self._try_out(processor)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from segue.engines.contract import LoadContext
-from segue.kernels.linear.linear import pack_linears
+from segue.kernels.prepare import Plan, prepare
 from segue.models.omni.qwen2_5_omni.library import Qwen2_5OmniThinkerConfig
 from segue.models.omni.qwen2_5_omni.loading import Encoders, load_config, load_encoders
 from segue.models.shared.omni.encoder import PATCHES, MediaEncoder, Medium, Shapes
@@ -23,7 +23,7 @@ class Encoder(MediaEncoder):
         config = load_config(ctx)
         super().__init__(ctx, _shapes(config.thinker_config))
         self._net: Encoders = load_encoders(ctx, config)
-        pack_linears(self._net, PATCHES)
+        prepare(self._net, ctx.device, Plan(rows=PATCHES))
 
     def see(self, media: Sequence[Medium]) -> list[torch.Tensor]:
         """Encode images and clips in one flat call; each attends only to itself. → [n, H] each."""

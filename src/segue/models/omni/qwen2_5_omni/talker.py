@@ -26,7 +26,7 @@ import torch
 
 from segue.engines.autoregressive.contract import AutoregressiveContext, Fed, FlatBatch, KVSpec, Prompt
 from segue.engines.contract import LoadContext, Payload, StageRequest
-from segue.kernels.linear.quantized import packed_bytes
+from segue.kernels.prepare import prepared_bytes
 from segue.messages.errors import ConfigError, InvalidRequest, NotFound, StageFailed, nearest
 from segue.messages.sampling import SamplingParams, merged
 from segue.models.omni.qwen2_5_omni.library import Qwen2_5OmniConfig
@@ -106,7 +106,7 @@ class Talker:
         self.device = ctx.device
         self.dtype = ctx.dtype
         self.kv: KVSpec = self._decoder.kv
-        self.weight_bytes: int = self._decoder.weight_bytes + held_bytes(project) + packed_bytes(project)
+        self.weight_bytes: int = self._decoder.weight_bytes + held_bytes(project) + prepared_bytes(project)
         self.vocab_size: int = talker.vocab_size
         self.max_model_len: int = context_length(talker, ctx.max_model_len)
         self.end_token_ids = frozenset({talker.tts_codec_pad_token_id, talker.tts_codec_end_token_id})

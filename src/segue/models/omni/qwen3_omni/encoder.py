@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from segue.engines.contract import LoadContext
-from segue.kernels.linear.linear import pack_linears
+from segue.kernels.prepare import Plan, prepare
 from segue.models.omni.qwen3_omni.library import Qwen3OmniMoeThinkerConfig
 from segue.models.omni.qwen3_omni.loading import Encoders, load_config, load_encoders
 from segue.models.shared.omni.encoder import PATCHES, MediaEncoder, Medium, Shapes
@@ -24,7 +24,7 @@ class Encoder(MediaEncoder):
         super().__init__(ctx, _shapes(thinker))
         self._piece = 2 * thinker.audio_config.n_window
         self._net: Encoders = load_encoders(ctx, load_config(ctx))
-        pack_linears(self._net, PATCHES)
+        prepare(self._net, ctx.device, Plan(rows=PATCHES))
 
     def see(self, media: Sequence[Medium]) -> list[torch.Tensor]:
         """Encode images and clips in one flat call; each attends only to itself. → [n, 1 + L, H] each."""

@@ -23,14 +23,10 @@ from segue.engines.autoregressive.contract import FlatBatch, KVSpec
 from segue.graph.deployment.options import LoraPlan
 from segue.kernels.attention.calls import attention_calls
 from segue.kernels.attention.paged_attention import LibraryRecord, library_attention
-from segue.kernels.cpu.gated_mlp import fuse_gates
-from segue.kernels.cpu.norms import fuse_norms
 from segue.kernels.kv.layout import NOTHING
 from segue.kernels.kv.state_cache import StepCache
-from segue.kernels.linear.experts import PACKED_EXPERTS, pack_experts
-from segue.kernels.linear.fused_linear import fuse, siblings
-from segue.kernels.linear.linear import DECODE_ROWS, bypassed, pack_linears
-from segue.kernels.linear.quantized import packed_bytes, quantize_linears, rounds
+from segue.kernels.linear.layers import rounds
+from segue.kernels.prepare import DECODE_ROWS, Plan, bypassed, prepare, prepared_bytes, siblings
 from segue.messages.errors import ConfigError
 from segue.models.shared.checkpoint.checkpoint import held_bytes
 from segue.models.shared.decoder.interface import cannot_be_served, check_interface, check_takes, decoder_of, name_of
@@ -97,16 +93,17 @@ def check_same(kind: str, ours: torch.Tensor, theirs: torch.Tensor, dtype: torch
         )
 
 
-def quantize(kind: str, decoder: nn.Module, quantization: str) -> None:
+def quantize(kind: str, decoder: nn.Module, quantization: str, device: torch.device) -> None:
     """Quantise the linear layers of a decoder. Raises `ConfigError` if it has none that can be quantised."""
-    if quantization != "none" and not quantize_linears(decoder, quantization, _plain_linear):
+    plan = Plan(quantization=quantization, weights=_weights)
+    if not prepare(decoder, device, plan) and quantization != "none":
         raise ConfigError(
             f"quantization is {quantization!r}, but {kind} has no linear layer that can be quantised so",
             field="quantization",
         )
 
 
-def _plain_linear(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+def _weights(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """Weight [outputs, inputs] and bias of a plain linear layer, None for any other module."""
     if type(module) is nn.Linear and "forward" not in vars(module):
         return module.weight, module.bias
@@ -158,13 +155,13 @@ class PagedDecoder:
         head: str | None = None,
         of_ids: Callable[[torch.Tensor], dict[str, torch.Tensor]] | None = None,
     ) -> None:
-        """`fused`: run layers with the same input as one matmul (`segue.kernels.linear.fused_linear`), unless there are
-        LoRA adapters. `read_as`: as in `takes_ids_again`. `rows`: embeds ids [n], if the embedding alone does not.
-        `across`: the cross-attention layers, which are skipped if a batch has no media; their inputs go to `forward` as
-        `others`. `heard`: for an encoder-decoder model, encoder states [1, n, H] that the load check's short text
-        attends to. `head`: the dotted name of the layer that maps final hidden states to logits, if it is a single
-        one: needed if the model's own forward of embeddings does more than run decoder and head. `of_ids`: the
-        arguments of its forward for a text of ids [n] in the load check, if they are not the ids alone.
+        """`fused`: run layers with the same input as one matmul, unless there are LoRA adapters. `read_as`: as in
+        `takes_ids_again`. `rows`: embeds ids [n], if the embedding alone does not. `across`: the cross-attention
+        layers, which are skipped if a batch has no media; their inputs go to `forward` as `others`. `heard`: for an
+        encoder-decoder model, encoder states [1, n, H] that the load check's short text attends to. `head`: the dotted
+        name of the layer that maps final hidden states to logits, if it is a single one: needed if the model's own
+        forward of embeddings does more than run decoder and head. `of_ids`: the arguments of its forward for a text of
+        ids [n] in the load check, if they are not the ids alone.
 
         Raises `ConfigError` with the model and the reason if the model cannot be served.
         """
@@ -197,12 +194,12 @@ class PagedDecoder:
         self._by_layer = takes_ids_again(decoder, config, read_as)
         self._coarse = quantization in COARSE or rounds(decoder)
         if fused:
-            fuse_norms(decoder)
+            prepare(decoder, self.device, Plan(recognised=True))
         theirs = self._theirs(model, inner, fused and lora is None)
         self._counted = theirs.counted
         if quantization != "none":  # including the joined layers
             check_same(self._kind, self._library_logits(model), theirs.logits, self.dtype, coarse=False)
-            quantize(self._kind, decoder, quantization)
+            quantize(self._kind, decoder, quantization, self.device)
             theirs.logits = self._library_logits(model)
         keep = _beside(model, own, inner) | theirs.bypassed
         states = None
@@ -221,17 +218,15 @@ class PagedDecoder:
             beside=bool(across) or heard is not None,
             states=None if states is None else states.layout,
         )
-        pack_linears(model, DECODE_ROWS, keep=keep)
+        prepare(model, self.device, Plan(rows=DECODE_ROWS, keep=keep, experts=decoder))
         if states is not None:
             divide(decoder, states)
-        if pack_experts(decoder, DECODE_ROWS):
-            decoder.set_experts_implementation(PACKED_EXPERTS)  # type: ignore[operator]
         self.lora = None if lora is None else LoraAdapters(model, decoder, lora)
         self._plain_head = head is not None
         self._head = head_of(model, inner, theirs.given_to_head) if head is None else model.get_submodule(head)
         self._compare(theirs.logits)
         held = nn.ModuleList([decoder, self._head])
-        self.weight_bytes = held_bytes(held) + packed_bytes(held)
+        self.weight_bytes = held_bytes(held) + prepared_bytes(held)
         if self.lora is not None:
             self.weight_bytes += self.lora.reserved_bytes(self.dtype)
 
@@ -287,8 +282,7 @@ class PagedDecoder:
         finally:
             hook.remove()
         if fused:
-            fuse(self.model, found)
-            fuse_gates(self.model)
+            prepare(self.model, self.device, Plan(recognised=True, shared=found))
         return _Theirs(logits, record, counted, made[0], read)
 
     @torch.inference_mode()

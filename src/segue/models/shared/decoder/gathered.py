@@ -18,8 +18,8 @@ from segue.engines.autoregressive.contract import FlatBatch, KVSpec
 from segue.kernels.attention.gathered_cache import GatheredCache
 from segue.kernels.attention.paged_step import PagedStep
 from segue.kernels.kv.layout import LayerShape
-from segue.kernels.linear.linear import DECODE_ROWS, bypassed, pack_linears
-from segue.kernels.linear.quantized import packed_bytes, rounds
+from segue.kernels.linear.layers import rounds
+from segue.kernels.prepare import DECODE_ROWS, Plan, bypassed, prepare, prepared_bytes
 from segue.messages.errors import ConfigError
 from segue.models.shared.checkpoint.checkpoint import held_bytes
 from segue.models.shared.decoder.decoder import COARSE, check_same, head_of, probe_ids, quantize
@@ -54,7 +54,7 @@ class GatheredDecoder:
                 "of its attention give different results with it",
                 field="architectures",
             )
-        quantize(self._kind, decoder, quantization)
+        quantize(self._kind, decoder, quantization, model.device)
         self.model = decoder
         self._embedding = model.get_input_embeddings()
         weight: torch.Tensor = self._embedding.weight
@@ -71,12 +71,12 @@ class GatheredDecoder:
         finally:
             hook.remove()
         self.kv = self._spec(cache, model.config.num_hidden_layers)
-        pack_linears(model, DECODE_ROWS, keep=read)
+        prepare(model, self.device, Plan(rows=DECODE_ROWS, keep=read))
         self._head = head_of(model, name, made[0])
         ours = self.logits(self.forward(self.embed(ids), FlatBatch(ids, None, torch.arange(len(ids))[None], None)))
         check_same(self._kind, ours, theirs, self.dtype, coarse=quantization in COARSE or rounds(decoder))
         held = nn.ModuleList([decoder, self._head])
-        self.weight_bytes = held_bytes(held) + packed_bytes(held)
+        self.weight_bytes = held_bytes(held) + prepared_bytes(held)
 
     reads_ids = False
     """Its layers look up token ids in addition to the embeddings."""

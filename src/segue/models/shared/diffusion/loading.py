@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from segue.engines.contract import LoadContext
-from segue.kernels.linear.linear import pack_linears
+from segue.kernels.prepare import Plan, prepare
 from segue.messages.errors import ConfigError, nearest
 from segue.models.registry import PIPELINE
 from segue.models.shared.checkpoint.checkpoint import Checkpoint, culprit, load_module
@@ -114,7 +114,7 @@ def load_own(ctx: LoadContext, name: str, kind: Callable[..., nn.Module]) -> nn.
 def load_encoder(ctx: LoadContext, name: str) -> Any:
     """As `load_component`; on a CPU the weights are laid out for the tokens of one or two prompts."""
     network = load_component(ctx, name)
-    pack_linears(network, ENCODED_ROWS)
+    prepare(network, ctx.device, Plan(rows=ENCODED_ROWS))
     return network
 
 

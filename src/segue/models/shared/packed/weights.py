@@ -10,9 +10,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from segue.kernels.linear.grouped_linear import GroupedLinear
-from segue.kernels.linear.rounded_linear import RoundedLinear, sums_are_exact
-from segue.kernels.linear.scaled_linear import CodedLinear, ScaledLinear
+from segue.kernels.linear.layers import QuantizedLinear
+from segue.kernels.linear.stored import layer_of_codes, layer_of_groups, layer_of_scales
 
 Tensors = Mapping[str, torch.Tensor]
 """The tensors of one layer, by the last part of their names."""
@@ -65,7 +64,7 @@ class Grouped:
         scale, zero = (part.float().index_select(1, self.group) for part in (self.scale, self.zero))
         return (self.numbers.float() - zero).mul_(scale).to(dtype)
 
-    def layer(self, bias: torch.Tensor | None, dtype: torch.dtype) -> GroupedLinear:
+    def layer(self, bias: torch.Tensor | None, dtype: torch.dtype) -> QuantizedLinear:
         """The served layer. Groups of different sizes are divided into equal ones."""
         inputs = self.numbers.shape[1]
         counts = torch.bincount(self.group, minlength=self.scale.shape[1])
@@ -75,7 +74,7 @@ class Grouped:
         if len(counts) * unit != inputs:
             scale, zero = (part.repeat_interleave(counts // unit, dim=1) for part in (scale, zero))
         sorted_already = torch.equal(order, torch.arange(inputs, device=order.device))
-        return GroupedLinear(
+        return layer_of_groups(
             numbers if sorted_already else numbers[:, order],
             *(scale.contiguous(), zero.contiguous(), bias),
             bits=4 if self.bits <= 4 and inputs % 2 == 0 else 8,
@@ -103,16 +102,10 @@ class Scaled:
         return self.held.shape[0], self.held.shape[1]
 
     def wide(self, dtype: torch.dtype) -> torch.Tensor:
-        return self._plain(None, dtype).weight
+        return layer_of_scales(self.held, self.scale, None, block=self.block, dtype=dtype, rounded=False).weight
 
-    def layer(self, bias: torch.Tensor | None, dtype: torch.dtype) -> nn.Module:
-        outputs, inputs = self.shape
-        if self.rounded and self.block[1] == inputs and self.block[0] in (1, outputs) and sums_are_exact(self.held):
-            return RoundedLinear.of_bytes(self.held, self.scale[:, 0].expand(outputs), bias, dtype)
-        return self._plain(bias, dtype)
-
-    def _plain(self, bias: torch.Tensor | None, dtype: torch.dtype) -> ScaledLinear:
-        return ScaledLinear(self.held, self.scale, bias, block=self.block, dtype=dtype)
+    def layer(self, bias: torch.Tensor | None, dtype: torch.dtype) -> QuantizedLinear:
+        return layer_of_scales(self.held, self.scale, bias, block=self.block, dtype=dtype, rounded=self.rounded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +124,8 @@ class Coded:
     def wide(self, dtype: torch.dtype) -> torch.Tensor:
         return self.layer(None, dtype).weight
 
-    def layer(self, bias: torch.Tensor | None, dtype: torch.dtype) -> CodedLinear:
-        return CodedLinear(self.held, self.table, self.scale, bias, shape=self.shape, dtype=dtype)
+    def layer(self, bias: torch.Tensor | None, dtype: torch.dtype) -> QuantizedLinear:
+        return layer_of_codes(self.held, self.table, self.scale, bias, shape=self.shape, dtype=dtype)
 
 
 def same(*names: str) -> dict[str, str]:

@@ -27,7 +27,7 @@ from segue.engines.autoregressive.contract import (
     row_identity,
 )
 from segue.engines.contract import Payload, StageRequest
-from segue.kernels.linear.quantized import packed_bytes
+from segue.kernels.prepare import prepared_bytes
 from segue.messages.errors import StageFailed
 from segue.messages.sampling import SamplingParams
 from segue.models.shared.checkpoint.checkpoint import held_bytes
@@ -84,7 +84,7 @@ class Backbone:
         self.dtype = ctx.dtype
         self.kv: KVSpec = self._decoder.kv
         whole = nn.ModuleList([net.backbone_model, net.lm_head, net.depth_decoder, net.embed_text_tokens])
-        self.weight_bytes: int = held_bytes(whole) + packed_bytes(whole)
+        self.weight_bytes: int = held_bytes(whole) + prepared_bytes(whole)
         self.vocab_size: int = config.vocab_size
         self.max_model_len: int = context_length(config, ctx.max_model_len)
         self.end_token_ids: frozenset[int] = frozenset()  # a code 0 ends nothing

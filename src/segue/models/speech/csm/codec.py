@@ -93,4 +93,5 @@ class Vocoder(StreamingVocoder):
 
     def __init__(self, ctx: LoadContext) -> None:
         config = load_config(ctx)
-        super().__init__(ctx, CodecDecoder(load_decoder(ctx, config)), config.codec_config.sampling_rate, config.codec_config.frame_rate)
+        codec = config.codec_config
+        super().__init__(ctx, CodecDecoder(load_decoder(ctx, config)), codec.sampling_rate, codec.frame_rate)

@@ -15,8 +15,7 @@ import torch
 
 from segue.engines.autoregressive.contract import AutoregressiveContext, Draws, Fed, FlatBatch, KVSpec, Prompt
 from segue.engines.contract import Payload, StageRequest
-from segue.kernels.linear.linear import DECODE_ROWS, pack_linears
-from segue.kernels.linear.quantized import packed_bytes
+from segue.kernels.prepare import DECODE_ROWS, Plan, prepare, prepared_bytes
 from segue.messages.errors import ConfigError, InvalidRequest, StageFailed
 from segue.messages.sampling import SamplingParams
 from segue.models.shared.checkpoint.checkpoint import held_bytes
@@ -62,7 +61,7 @@ class Talker:
         self.net = net
         self._decoder = PagedDecoder(net.decoder, quantization=ctx.quantization, fused=ctx.fused)
         predictor, sampling = net.code_predictor, read_sampling(ctx.model_dir)
-        pack_linears(predictor, DECODE_ROWS)
+        prepare(predictor, ctx.device, Plan(rows=DECODE_ROWS))
         self._predictor = CodePredictor(
             predictor.model,
             predictor.codec_embedding,
@@ -74,7 +73,7 @@ class Talker:
         self.voices = config.voices
         self.device = ctx.device
         self.kv: KVSpec = self._decoder.kv
-        self.weight_bytes: int = held_bytes(net) + packed_bytes(net)
+        self.weight_bytes: int = held_bytes(net) + prepared_bytes(net)
         self.vocab_size: int = talker.vocab_size
         longest = talker.max_position_embeddings
         self.max_model_len: int = min(ctx.max_model_len or longest, longest)

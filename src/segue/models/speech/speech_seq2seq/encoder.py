@@ -9,7 +9,7 @@ import torch
 
 from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.engines.module.contract import Result, Work
-from segue.kernels.linear.linear import pack_linears
+from segue.kernels.prepare import Plan, prepare
 from segue.models.shared.decoder.interface import cannot_be_served
 from segue.models.shared.encoder_cache import EncoderCache, cache_bytes
 from segue.models.shared.tolerance import difference, tolerance
@@ -32,7 +32,7 @@ class Encoder:
         self.dtype = ctx.dtype
         self.cache = EncoderCache(cache_bytes(ctx))
         self._encoder, shape = encoder_of(ctx)
-        pack_linears(self._encoder, ROWS)
+        prepare(self._encoder, ctx.device, Plan(rows=ROWS))
         self._try_out(shape)
 
     def warm_up(self) -> None:

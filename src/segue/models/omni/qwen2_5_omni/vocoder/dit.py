@@ -24,7 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from segue.kernels.linear.linear import PackedLinear, pack_linears, packed_product
+from segue.kernels.operations import then_gelu
+from segue.kernels.prepare import Plan, prepare
 
 if TYPE_CHECKING:
     from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import DiTDecoderLayer, Qwen2_5OmniToken2WavDiTModel
@@ -123,7 +124,7 @@ class _Layer(nn.Module):
         mixed = self.out(self._attend(self.qkv(norm), rotation, view))
         hidden = torch.addcmul(hidden, self.gate_attn[evaluation], mixed)
         norm = F.layer_norm(hidden, width, self.scale_mlp[evaluation], self.shift_mlp[evaluation], self.ff_norm_eps)
-        return torch.addcmul(hidden, self.gate_mlp[evaluation], self.narrow(_gelu(self.widen, norm, self.gelu)))
+        return torch.addcmul(hidden, self.gate_mlp[evaluation], self.narrow(then_gelu(self.widen, norm, self.gelu)))
 
     def _attend(self, qkv: Tensor, rotation: Tensor, view: _View) -> Tensor:
         """[R, F, 3 · H · d] → [R, F, H · d]: blocks attend to themselves and the neighbours in their view."""
@@ -151,13 +152,6 @@ def _with_neighbours(rows: Tensor, view: _View, which: int) -> Tensor:
     if view.ahead is not None:
         parts.append(rows.index_select(0, view.ahead))
     return torch.cat(parts, dim=2)
-
-
-def _gelu(linear: nn.Module, x: Tensor, kind: str) -> Tensor:
-    """GELU (`none` or `tanh`) of a linear layer; a packed layer fuses both into one pass, in 0.6 of the time."""
-    if isinstance(linear, PackedLinear):
-        return packed_product(x, linear.weight, linear.bias, linear.out_features, kind)
-    return F.gelu(linear(x), approximate=kind)
 
 
 def _joined(linears: Sequence[nn.Linear]) -> nn.Linear:
@@ -195,7 +189,7 @@ class FlowDecoder:
             scale, self._shift_out = dit.norm_out.linear(embedded).chunk(2, dim=1)
             self._scale_out, self._norm_eps = 1 + scale, dit.norm_out.norm.eps
         for layer in self.layers:
-            pack_linears(layer, ROWS)
+            prepare(layer, self.device, Plan(rows=ROWS))
         looking = [index for index, layer in enumerate(self.layers) if layer.back]
         self.slots = {index: slot for slot, index in enumerate(looking)}
         """Layers that attend to the previous block → their index in a past."""

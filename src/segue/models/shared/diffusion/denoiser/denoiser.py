@@ -16,7 +16,8 @@ from torch.nn import functional
 
 from segue.engines.contract import Payload, StageRequest
 from segue.engines.diffusion.contract import DenoiserContext, Row, Sample
-from segue.kernels.linear.quantized import packed_bytes
+from segue.kernels.graphs.replay import launched_one_by_one
+from segue.kernels.prepare import prepared_bytes
 from segue.messages.diffusion import BLOCK_CACHES, FIRST_BLOCK, TAYLORSEER, TEACACHE, DiffusionParams
 from segue.messages.errors import InvalidRequest
 from segue.messages.request import Request
@@ -28,7 +29,7 @@ from segue.models.shared.diffusion.denoiser.lora import DenoiserAdapters
 from segue.models.shared.diffusion.denoiser.schedulers import Schedulers
 from segue.models.shared.diffusion.denoiser.teacache import OPTION as TEACACHE_OPTION
 from segue.models.shared.diffusion.denoiser.teacache import given_coefficients, published, signal_of
-from segue.models.shared.diffusion.denoiser.tuning import launched_one_by_one, load_network, recordings_bytes
+from segue.models.shared.diffusion.denoiser.tuning import load_network
 from segue.models.shared.diffusion.loading import load_component, pipeline_class
 from segue.models.shared.lora import LINEARS, features, named_adapter
 
@@ -59,7 +60,7 @@ class Denoiser(ABC):
         self.dtype = ctx.dtype
         self.network = load_network(ctx, self.component, self.read, self.load)
         self.schedulers = Schedulers(ctx.model_dir, across=True)
-        self.weight_bytes = held_bytes(self.network) + packed_bytes(self.network) + recordings_bytes(self.network)
+        self.weight_bytes = held_bytes(self.network) + prepared_bytes(self.network)
         self._compiled = ctx.compile
         self._sharing = None if ctx.ways is None else ctx.ways.network
         """The ranks that share each call."""

@@ -2,7 +2,7 @@
 
 | key | lossless | |
 |---|---|---|
-| `quantization` | no | linear layers inside the blocks (`segue.kernels.linear.quantized`) |
+| `quantization` | no | linear layers inside the blocks (`segue.kernels.prepare`) |
 | `gguf` | the file is | weights of a GGUF file (`segue.models.shared.diffusion.denoiser.gguf_files`) |
 | `attention` | to rounding; `sage`: no | diffusers' attention dispatch |
 | `compile` | to rounding | the blocks, one by one, except code in which ranks communicate |
@@ -14,14 +14,13 @@
 If none of these is set, and there are no LoRA adapters, layers with the same input (q, k and v; gate and up) are joined
 into one matmul: the network's first call shows which they are. On a CPU in float32 all linear layers are packed for
 their matmuls, and a GELU after a matmul is fused into it. These changes affect results by rounding alone. Small calls
-are captured and replayed, on a GPU as CUDA graphs (`segue.kernels.graphs.network_graphs`), except with LoRA adapters,
-offload or several ranks.
+are captured and replayed, on a GPU as CUDA graphs (`segue.kernels.graphs.replay`), except with LoRA adapters, offload
+or several ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,13 +29,8 @@ import torch
 from torch import nn
 
 from segue.engines.diffusion.contract import DenoiserContext
-from segue.kernels.cpu.full_attention import compile_attention
-from segue.kernels.cpu.native import library
 from segue.kernels.graphs.compiled import compile_forwards
-from segue.kernels.graphs.network_graphs import CpuRecorder, CudaRecorder, NetworkGraphs
-from segue.kernels.linear.fused_linear import Siblings, fuse, siblings
-from segue.kernels.linear.linear import PackedLinear, can_pack, pack_linears
-from segue.kernels.linear.quantized import quantize_linears
+from segue.kernels.prepare import Gelu, Plan, prepare
 from segue.messages.errors import ConfigError
 from segue.models.shared.diffusion.denoiser.block_cache import hook_blocks
 from segue.models.shared.diffusion.denoiser.gguf_files import check_gguf, read_gguf
@@ -55,55 +49,6 @@ from segue.parallel.layers import RowParallel, SummedRMSNorm
 
 PACKED_ROWS = 256
 """Typical number of tokens of a call on a CPU: the weights are laid out for it."""
-
-
-def pack(network: nn.Module, keep: Collection[str] = (), *, activations: bool = True) -> None:
-    """Pack all layers that can be packed, except `keep`: layers whose weights the network reads directly.
-    `activations`: fuse GELUs into the preceding matmuls; must be off if the layers will be wrapped."""
-    if activations:
-        _pack_activations(network)
-    pack_linears(network, PACKED_ROWS, keep=keep)
-
-
-def fuse_after_first_call(network: nn.Module, keep: Collection[str] = ()) -> None:
-    """After the first call of `network`, join the layers that had the same input, and pack."""
-    _FirstCall(network, keep)
-
-
-class _FirstCall:
-    """Watches the first successful call; a failed call is ignored."""
-
-    def __init__(self, network: nn.Module, keep: Collection[str]) -> None:
-        self._keep = keep
-        self._watching = ExitStack()
-        self._found = Siblings()
-        self._hooks = [
-            network.register_forward_pre_hook(self._begin),
-            network.register_forward_hook(self._end, always_call=True),
-        ]
-
-    def _begin(self, network: nn.Module, given: Any) -> None:
-        self._watching.close()
-        self._found = self._watching.enter_context(siblings(network))
-
-    def _end(self, network: nn.Module, given: Any, made: Any) -> None:
-        self._watching.close()
-        if made is None:
-            return
-        for hook in self._hooks:
-            hook.remove()
-        fuse(network, self._found)
-        pack(network, self._keep)
-
-
-def _pack_activations(network: nn.Module) -> None:
-    for name, module in list(network.named_modules()):
-        if type(module) is GELU and can_pack(module.proj):
-            parent, _, leaf = name.rpartition(".")
-            setattr(network.get_submodule(parent), leaf, PackedLinear(module.proj, PACKED_ROWS, module.approximate))
-        elif type(module) is FluxSingleTransformerBlock and can_pack(module.proj_mlp):
-            module.proj_mlp = PackedLinear(module.proj_mlp, PACKED_ROWS, module.act_mlp.approximate)
-            module.act_mlp = nn.Identity()
 
 
 PLAIN_ATTENTION = ("auto", "native")
@@ -135,11 +80,6 @@ def load_network(
             network.to(ctx.device)  # with offload, the device may be too small for all blocks
     if ctx.attention != "auto":
         _set_attention(network, ctx)
-    elif _takes_compiled_kernels(ctx):
-        # modules with processors, or processors as modules
-        compile_attention(
-            module for module in network.modules() if isinstance(module, Attention | AttentionModuleMixin)
-        )
     if ctx.compile:
         blocks = _named_blocks(network, ctx, "compile")
         compile_forwards(blocks, ctx.device.type, [module for module in network.modules() if _exchanges(module, ctx)])
@@ -151,41 +91,43 @@ def load_network(
     if ctx.offload != "none":
         _check_library(network, ctx, "offload")
         offload(network, ctx.device)
-    elif ctx.fused and not (ctx.compile or ctx.gguf) and ctx.lora is None and ctx.quantization == "none":
-        fuse_after_first_call(network, keep)
-    else:
-        pack(network, keep, activations=ctx.lora is None)
-    if ctx.recorded and ctx.lora is None and ctx.offload == "none" and ctx.ways is None:
-        if ctx.device.type == "cuda":
-            network.forward = NetworkGraphs(network.forward, ctx.device, CudaRecorder(ctx.device))
-        elif (compiled := library()) is not None and _takes_compiled_kernels(ctx):
-            network.forward = NetworkGraphs(network.forward, ctx.device, CpuRecorder(compiled))
+    prepare(network, ctx.device, _plan(network, ctx, keep))
     return network
+
+
+def _plan(network: nn.Module, ctx: DenoiserContext, keep: Collection[str]) -> Plan:
+    """What is left to do with a loaded network."""
+    plain = not (ctx.compile or ctx.gguf) and ctx.lora is None and ctx.quantization == "none"
+    waits = ctx.offload != "none"
+    # modules with processors, or processors as modules
+    attention = [module for module in network.modules() if isinstance(module, Attention | AttentionModuleMixin)]
+    return Plan(
+        attention=attention if ctx.attention == "auto" and ctx.sequence_parallel == 1 else (),
+        rows=0 if waits else PACKED_ROWS,
+        keep=keep,
+        gelus=() if ctx.lora is not None else gelus(network),  # layers are wrapped for adapters
+        first_call=ctx.fused and plain and not waits,
+        replayed=ctx.recorded and ctx.lora is None and not waits and ctx.ways is None,
+        dtype=ctx.dtype,
+        compiled=ctx.compile,
+    )
+
+
+def gelus(network: nn.Module) -> list[Gelu]:
+    """The GELUs after linear layers in blocks of the library."""
+    found = []
+    for name, module in network.named_modules():
+        if type(module) is GELU:
+            found.append(Gelu(f"{name}.proj", module.approximate, name))
+        elif type(module) is FluxSingleTransformerBlock:
+            mlp = f"{name}.proj_mlp"
+            found.append(Gelu(mlp, module.act_mlp.approximate, mlp, f"{name}.act_mlp"))
+    return found
 
 
 def _loaded(ctx: DenoiserContext, component: str, load: Callable[[DenoiserContext, str], nn.Module]) -> Any:
     file = ctx.gguf.get(component)
     return load(ctx, component) if file is None else read_gguf(ctx, component, Path(file))
-
-
-def played_back(network: nn.Module) -> bool:
-    """Whether calls of equal shapes are replayed from a captured graph, so that fewer distinct shapes are faster."""
-    return isinstance(network.forward, NetworkGraphs)
-
-
-def recordings_bytes(network: nn.Module) -> int:
-    """Upper bound of the memory of a network's captured graphs, beyond its weights and accounted activations."""
-    return network.forward.held_bytes if isinstance(network.forward, NetworkGraphs) else 0
-
-
-@contextmanager
-def launched_one_by_one(networks: Iterable[nn.Module]) -> Iterator[None]:
-    """A context within which the networks run eagerly, not from captured graphs, because their hooks must run."""
-    with ExitStack() as stack:
-        for network in networks:
-            if isinstance(network.forward, NetworkGraphs):
-                stack.enter_context(network.forward.eager())
-        yield
 
 
 def offload(network: Any, device: torch.device) -> None:
@@ -223,25 +165,12 @@ def _quantize(network: nn.Module, ctx: DenoiserContext) -> None:
     """Quantise the blocks. Layers before and after them stay unquantised: they are small, and errors there are
     visible."""
     blocks = _named_blocks(network, ctx, "quantization")
-    if not sum(quantize_linears(block, ctx.quantization, _plain_linear) for block in blocks):
+    if not sum(prepare(block, ctx.device, Plan(quantization=ctx.quantization)) for block in blocks):
         raise ConfigError(
             f"stage {ctx.stage!r}: quantization is {ctx.quantization!r}, but {type(network).__name__} has no linear "
             "layer that can be quantised so",
             field=f"stages.{ctx.stage}.quantization",
         )
-
-
-def _plain_linear(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    return (module.weight, module.bias) if type(module) is nn.Linear else None
-
-
-def _takes_compiled_kernels(ctx: DenoiserContext) -> bool:
-    return (
-        library() is not None
-        and (ctx.device.type, ctx.dtype) == ("cpu", torch.float32)
-        and not ctx.compile
-        and ctx.sequence_parallel == 1
-    )
 
 
 def _exchanges(module: nn.Module, ctx: DenoiserContext) -> bool:

@@ -2,34 +2,17 @@
 
 If the processor multiplies pairs of bfloat16 (AVX512-BF16, AMX) or groups of four int8 (VNNI) at once, such a GEMM
 takes half or a quarter of the time of one in float32, and its weights a half or a quarter of the memory. Rows are
-rounded one by one: to bfloat16, or to int8 with a scale for each. `eight_bits` quantises weights so that every
-processor can sum their products exactly."""
+rounded one by one: to bfloat16, or to int8 with a scale for each."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from segue.kernels.cpu.native import BYTES, WIDE_BYTES, library, product
-from segue.kernels.linear.linear import in_panels
-
-_LARGEST = 127
-
-
-def eight_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[outputs, inputs] → (int8 numbers [outputs, inputs], scale [outputs]).
-
-    A processor without VNNI sums products of two neighbouring inputs in 16 bits: `255 * 128` fits, two times
-    `255 * 127` does not. So a scale is only as fine as such pairs allow, on any processor: results are the same on all.
-    """
-    weight = weight.detach().float()
-    pairs = weight.unflatten(1, (-1, 2))
-    largest = torch.stack(
-        [weight.abs().amax(1), pairs.clamp_min(0).sum(-1).amax(1), pairs.clamp_max(0).sum(-1).neg().amax(1)]
-    )
-    scale = largest.amax(0).clamp_min_(1e-12) / _LARGEST
-    return (weight / scale[:, None]).round_().to(torch.int8), scale
-
+from segue.kernels.cpu.native import BYTES, ROUNDED, WIDE_BYTES, library, product
+from segue.kernels.cpu.panels import in_panels
+from segue.kernels.linear.layers import QuantizedLinear
+from segue.kernels.linear.quantized import eight_bits
 
 MOST_INPUTS = 2**16
 """Most inputs of an int8 GEMM whose sums fit into 32 bits."""
@@ -46,8 +29,10 @@ def _shape(x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor, outputs: i
     return x.new_empty(len(x), outputs)
 
 
-class RoundedLinear(nn.Module):
+class RoundedLinear(QuantizedLinear):
     """A GEMM of int8 or bfloat16, summed in 32 bits. Takes and returns any float dtype."""
+
+    rounds = True
 
     panels: torch.Tensor
     bias: torch.Tensor
@@ -109,6 +94,13 @@ def bytes_as_words(whole: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return torch.cat([start[:, None], scale[:, None], whole.contiguous().view(torch.float32)], dim=1)
 
 
+def of_scales(
+    held: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> RoundedLinear | None:
+    """The layer with exactly the weights `held` [out, in] int8 times `scale` [out]; None if it cannot sum exactly."""
+    return RoundedLinear.of_bytes(held, scale, bias, dtype) if sums_are_exact(held) else None
+
+
 def sums_are_exact(whole: torch.Tensor) -> bool:
     """Whether compiled kernels here can multiply any int8 values with `whole` [out, in] int8 without saturating a sum:
     the processor has VNNI, or no two neighbouring weights need it (`eight_bits`)."""
@@ -120,3 +112,10 @@ def sums_are_exact(whole: torch.Tensor) -> bool:
         return True
     pairs = whole.unflatten(1, (-1, 2)).to(torch.int16)
     return int(pairs.clamp_min(0).sum(-1).max()) <= 128 and int(pairs.clamp_max(0).sum(-1).min()) >= -128
+
+
+def rounded(weight: torch.Tensor, bias: torch.Tensor | None, kind: str) -> RoundedLinear | None:
+    """The layer for quantising a weight [out, in] to `bfloat16` or `int8`; None if it has too many inputs."""
+    if weight.shape[1] > MOST_INPUTS:
+        return None
+    return RoundedLinear(weight, bias, ROUNDED if kind == "bfloat16" else BYTES)

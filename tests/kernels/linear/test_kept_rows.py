@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from segue.kernels.cpu.kept_rows import KeptRows, RowNames, kept_rows_bytes
+from segue.kernels.linear.kept_rows import KeptRows, RowNames
+from segue.kernels.prepare import prepared_bytes
 
 
 class Counted(nn.Module):
@@ -67,4 +68,4 @@ def test_what_is_given_out_is_not_what_is_kept(layer: Counted) -> None:
 def test_what_is_kept_is_known_before(layer: Counted) -> None:
     names = RowNames()
     both = nn.ModuleList([KeptRows(layer, names, 5, most=2), KeptRows(nn.Linear(3, 2), names, 2, most=2)])
-    assert kept_rows_bytes(both) == 2 * (5 + 2) * 4
+    assert prepared_bytes(both) == 2 * (5 + 2) * 4

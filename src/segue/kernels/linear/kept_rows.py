@@ -12,7 +12,7 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
-from segue.kernels.graphs.recorder import anew
+from segue.kernels.graphs.replay import anew
 
 MOST_ROWS = 128
 """Rows cached per layer: the timesteps of a few numbers of steps. For a layer with this many inputs they take as much
@@ -67,8 +67,3 @@ class KeptRows(nn.Module):
         while len(self._kept) > self._most:
             self._kept.popitem(last=False)
         return torch.stack(rows)
-
-
-def kept_rows_bytes(network: nn.Module) -> int:
-    """Most bytes that the layers of `network` will cache."""
-    return sum(module.most_bytes for module in network.modules() if isinstance(module, KeptRows))

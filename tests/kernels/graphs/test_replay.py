@@ -15,15 +15,14 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from segue.kernels.cpu.native import libraries
+from segue.kernels.cpu.network_recorder import ARENA_BYTES, CpuRecorder
 from segue.kernels.graphs.compiled import compile_forwards
 from segue.kernels.graphs.cuda_capture import Outside
-from segue.kernels.graphs.network_graphs import (
-    ARENA_BYTES,
+from segue.kernels.graphs.replay import (
     HELD_BYTES,
     MOST,
     USES,
     Call,
-    CpuRecorder,
     CudaRecorder,
     NetworkGraphs,
     Recorded,
@@ -344,7 +343,7 @@ def test_a_network_that_decides_by_values_is_never_played_back(
     network: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     graphs = NetworkGraphs(network, CPU, CpuRecorder(libraries()[0]))
-    plain = NetworkGraphs(lambda x, flag, number: (x * 2 + flag + number,), CPU, graphs._recorder)
+    plain = NetworkGraphs(lambda x, flag, number: (x * 2 + flag + number,), CPU, graphs._replayer)
     for _ in range(USES + 1):  # the recorder has tried another network, and found it faithful
         plain(torch.ones(3), torch.tensor(True), torch.tensor(2))
     assert not caplog.text

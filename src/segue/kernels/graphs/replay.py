@@ -1,5 +1,5 @@
-"""Replays calls of a network from CUDA graphs, or on a CPU from recordings of `segue.kernels.graphs.recorder`: one
-launch per call, whatever its number of kernels.
+"""Replays calls of a network from CUDA graphs, or on a CPU from recordings of `segue.kernels.cpu.recorder`: one launch
+per call, whatever its number of kernels. `replayer_on` and `capture_on` choose by device.
 
 A recording has fixed addresses and shapes, so there is one per kind of call: shapes and dtypes of all tensors, values
 of everything else. The first calls of a kind run normally; from the third on (a request of few steps is not worth a
@@ -15,39 +15,48 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
+from torch import nn
 
-from segue.kernels.cpu.native import Library
-from segue.kernels.graphs.arena import ALIGNED
-from segue.kernels.graphs.cuda_capture import CudaCapture, Outside, leaves, mapped
-from segue.kernels.graphs.recorder import record
-from segue.kernels.graphs.recording import NotRecordable, TooLarge
+from segue.kernels.cpu_kernels import cpu_kernels
+from segue.kernels.graphs.cuda_capture import CudaCapture, Outside, mapped
 
 USES = 3
 """The n-th call of a kind is recorded."""
 MOST = 16
 """Most recordings of a network at one time; the least recently used one is dropped first."""
-MOST_ON_CPU = 64
-"""Most recordings on a CPU, where each is only a list of calls."""
 HELD_BYTES = 256 << 20
 """A call that holds more than this besides its inputs is not recorded."""
 
-ARENA_BYTES = 64 << 20
-"""Arena for inputs, intermediates and results of recorded calls on a CPU; larger calls spend little time in Python."""
-_SAME = 1e-4
-"""Tolerance of results: largest difference over largest value."""
 _VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 """Immutable types whose equality is exact."""
 
 _log = logging.getLogger("segue.graphs")
+T = TypeVar("T")
 
+
+class NotRecordable(Exception):
+    """A function cannot be replayed; the message says why."""
+
+
+class TooLarge(NotRecordable):
+    """A function's results and intermediates do not fit into the given memory."""
+
+    def __init__(self, message: str, made: Any) -> None:
+        """`made`: the function's result."""
+        super().__init__(message)
+        self.made = made
+
+
+Capture: TypeAlias = Callable[[Callable[[], T]], tuple[Callable[[], None], T]]
+"""Captures a function: (the replay function, the tensors that it writes to)."""
 Call: TypeAlias = Callable[[Sequence[torch.Tensor]], Any]
 """Calls a network with the given tensors as its tensor arguments."""
 
@@ -66,11 +75,11 @@ class Recorded:
         for fixed, tensor in zip(self.inputs, given, strict=True):
             fixed.copy_(tensor)
         self.run()
-        return _copied(self.made)
+        return copied(self.made)
 
 
-class Recorder(Protocol):
-    """Records network calls on a device."""
+class Replayer(Protocol):
+    """Makes network calls replayable on a device."""
 
     held_bytes: int
     """Most memory that all recordings share, not counting the device's allocator."""
@@ -113,46 +122,38 @@ class CudaRecorder:
         return recorded, recorded(given)
 
 
-class CpuRecorder:
-    """Records on a CPU; all recordings share one arena, which starts with their inputs. A network that reads a tensor's
-    value on the host is refused. Reads through raw addresses are invisible, so each recording is verified on other
-    values, which takes two more calls."""
-
-    held_bytes = ARENA_BYTES
-    most = MOST_ON_CPU
-
-    def __init__(self, compiled: Library) -> None:
-        self._compiled = compiled
-        self._arena = torch.empty(ARENA_BYTES, dtype=torch.uint8)  # the system commits memory only when it is touched
-
-    def held(self, run: Callable[[], Any]) -> tuple[Any, int]:
-        return run(), 0  # `record` measures it
-
-    def record(self, call: Call, given: Sequence[torch.Tensor]) -> tuple[Recorded, Any]:
-        begins = list(accumulate((-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in given), initial=0))
-        if begins[-1] > self._arena.nbytes:
-            raise TooLarge(f"its inputs take {begins[-1]} bytes", call(given))
-        inputs = [_placed(tensor, self._arena[begin:]) for tensor, begin in zip(given, begins, strict=False)]
-        recording, made = record(self._compiled, partial(call, inputs), self._arena[begins[-1] :], branches=False)
-        made = _copied(made)  # results may alias inputs
-        recorded = Recorded(inputs, recording, recording.result)
-        others = list(map(_other, given))
-        if not _alike(recorded(others), call(others)):
-            raise NotRecordable("a replay on other values gives a different result")
-        return recorded, made
+def replayer_on(device: torch.device) -> Replayer | None:
+    """None on a CPU without compiled kernels."""
+    if device.type == "cuda":
+        return CudaRecorder(device)
+    compiled = cpu_kernels()
+    return None if compiled is None else compiled.replayer()
 
 
-def _other(tensor: torch.Tensor) -> torch.Tensor:
-    """Other values of the same dtype: indices stay valid, because they get no larger; true becomes false."""
-    if tensor.dtype == torch.bool:
-        return ~tensor
-    return tensor / 2 if tensor.is_floating_point() or tensor.is_complex() else tensor // 2
+def capture_on(device: torch.device) -> Capture[Any] | None:
+    """What captures steps over fixed tensors; None on a CPU without compiled kernels. On a CPU it raises
+    `NotRecordable` for functions that cannot be replayed, and every capture must be verified."""
+    if device.type == "cuda":
+        return CudaCapture(device)
+    compiled = cpu_kernels()
+    return None if compiled is None else compiled.capture()
 
 
-def _placed(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """A copy of the tensor at the start of `memory`, uint8."""
-    placed = memory[: tensor.nbytes].view(tensor.dtype).as_strided(tensor.shape, torch.empty_like(tensor).stride())
-    return placed.copy_(tensor)
+class Active(Protocol):
+    """A recording in progress."""
+
+    def anew(self, function: Callable[..., torch.Tensor], given: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Call a function now and in each replay."""
+
+
+ACTIVE: ContextVar[Active | None] = ContextVar("recording", default=None)
+
+
+def anew(function: Callable[..., torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
+    """Call a function that reads values on the host. A recording on a CPU calls it in each replay; its result must then
+    have the same shape."""
+    active = ACTIVE.get()
+    return function(*given) if active is None else active.anew(function, given)
 
 
 @dataclass(slots=True)
@@ -167,13 +168,13 @@ class _Kind:
 class NetworkGraphs:
     """Wraps a network's `forward`."""
 
-    def __init__(self, forward: Callable[..., Any], device: torch.device, recorder: Recorder) -> None:
+    def __init__(self, forward: Callable[..., Any], device: torch.device, replayer: Replayer) -> None:
         self._forward = forward
         self._device = device
-        self._recorder = recorder
+        self._replayer = replayer
         self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
         self._eager = False
-        self.held_bytes = recorder.held_bytes
+        self.held_bytes = replayer.held_bytes
         """Most memory that its recordings share."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -207,14 +208,14 @@ class NetworkGraphs:
             return None
         kind = self._kinds.setdefault(form, _Kind())
         self._kinds.move_to_end(form)
-        if len(self._kinds) > self._recorder.most:
+        if len(self._kinds) > self._replayer.most:
             self._kinds.popitem(last=False)
         return kind
 
     def _as_it_is(self, kind: _Kind, args: Any, kwargs: Any) -> Any:
         if kind.uses != USES - 1:
             return self._forward(*args, **kwargs)
-        made, held = self._recorder.held(lambda: self._forward(*args, **kwargs))
+        made, held = self._replayer.held(lambda: self._forward(*args, **kwargs))
         kind.large = held > HELD_BYTES
         return made
 
@@ -225,10 +226,10 @@ class NetworkGraphs:
             return self._forward(*own_args, **own_kwargs)
 
         try:
-            kind.recorded, made = self._recorder.record(call, tensors)
+            kind.recorded, made = self._replayer.record(call, tensors)
         except TooLarge as error:
             kind.large = True
-            return _copied(error.made)
+            return copied(error.made)
         # any kind: library code that runs well may raise any class of error while its operators are recorded
         except Exception as error:
             made = self._forward(*args, **kwargs)  # raises the call's own error, if it has one
@@ -240,6 +241,21 @@ class NetworkGraphs:
             self._eager = True
             self._kinds.clear()
         return made
+
+
+def is_replayed(network: nn.Module) -> bool:
+    """Whether calls of equal shapes are replayed from a captured graph, so that fewer distinct shapes are faster."""
+    return isinstance(network.forward, NetworkGraphs)
+
+
+@contextmanager
+def launched_one_by_one(networks: Iterable[nn.Module]) -> Iterator[None]:
+    """A context within which the networks run eagerly, not from captured graphs, because their hooks must run."""
+    with ExitStack() as stack:
+        for network in networks:
+            if isinstance(network.forward, NetworkGraphs):
+                stack.enter_context(network.forward.eager())
+        yield
 
 
 def _form(value: Any, tensors: list[torch.Tensor]) -> Hashable:
@@ -256,24 +272,6 @@ def _form(value: Any, tensors: list[torch.Tensor]) -> Hashable:
     raise TypeError(f"a {type(value).__name__} is not a plain value")
 
 
-def _copied(made: Any) -> Any:
+def copied(made: Any) -> Any:
+    """The same with clones of its tensors."""
     return mapped(made, torch.Tensor, torch.Tensor.clone)
-
-
-def _alike(one: Any, other: Any) -> bool:
-    """Whether the tensors of two values of one structure are equal up to rounding; NaN (of a fully masked row) equals
-    NaN."""
-    return all(
-        _close(first, second)
-        for first, second in zip(leaves(one, torch.Tensor), leaves(other, torch.Tensor), strict=True)
-        if first.numel()
-    )
-
-
-def _close(first: torch.Tensor, second: torch.Tensor) -> bool:
-    if second.is_complex():
-        first, second = torch.view_as_real(first), torch.view_as_real(second)
-    if not second.is_floating_point():
-        return torch.equal(first, second)
-    most = second.nan_to_num(0.0, 0.0, 0.0).abs().max()
-    return torch.allclose(first, second, rtol=0.0, atol=_SAME * float(most), equal_nan=True)

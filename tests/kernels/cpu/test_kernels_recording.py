@@ -16,9 +16,10 @@ from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
 from segue.kernels.cpu.native import libraries, library
 from segue.kernels.cpu.norms import FusedNorm
+from segue.kernels.cpu.recorder import record
+from segue.kernels.cpu.recording import Recording
 from segue.kernels.graphs.cuda_capture import leaves
-from segue.kernels.graphs.recorder import anew, record
-from segue.kernels.graphs.recording import NotRecordable, Recording, TooLarge
+from segue.kernels.graphs.replay import NotRecordable, TooLarge, anew
 from segue.kernels.linear.linear import PackedLinear
 
 pytestmark = pytest.mark.skipif(not libraries(), reason="the kernels were not compiled, or not for this CPU")

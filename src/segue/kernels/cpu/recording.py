@@ -1,7 +1,7 @@
 """Recordings, the CPU counterpart of CUDA graphs: replays a function's compiled kernels and the small operators between
 them from a list in one call, without Python in between.
 
-`segue.kernels.graphs.recorder` makes them. Other calls stay calls of torch, whose results are copied to the addresses
+`segue.kernels.cpu.recorder` makes them. Other calls stay calls of torch, whose results are copied to the addresses
 that the list expects. Inputs are the same tensors in every replay, with other values in them."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from segue.kernels.cpu.arena import Region
 from segue.kernels.cpu.native import Attention, Call, FullAttention, Library
-from segue.kernels.graphs.arena import Region
 
 PRODUCT, WRITE, ATTEND, NORM, GATE, EACH, FULLY, MODULATE, TURN = range(9)
 """Kinds of calls, numbered as in kernels.c."""
@@ -34,19 +34,6 @@ POINTED: dict[type[ctypes.Structure], tuple[str, ...]] = {
     Attention: ("q", "keys", "values", "blocks", "lengths", "out"),
     FullAttention: ("q", "keys", "values", "blocks", "seen", "spans", "out"),
 }
-
-
-class NotRecordable(Exception):
-    """A function cannot be replayed from a recording; the message says why."""
-
-
-class TooLarge(NotRecordable):
-    """A function's results and intermediates do not fit into the given memory."""
-
-    def __init__(self, message: str, made: Any) -> None:
-        """`made`: the function's result."""
-        super().__init__(message)
-        self.made = made
 
 
 @dataclass(slots=True)

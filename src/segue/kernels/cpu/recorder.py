@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +16,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from segue.kernels.cpu.arena import ALIGNED, Places, Region, arrange
 from segue.kernels.cpu.native import Attention, FullAttention, Library
-from segue.kernels.graphs.arena import ALIGNED, Places, Region, arrange
-from segue.kernels.graphs.cuda_capture import leaves, mapped
-from segue.kernels.graphs.recording import (
+from segue.kernels.cpu.recording import (
     ATTEND,
     EACH,
     FULLY,
@@ -33,10 +31,10 @@ from segue.kernels.graphs.recording import (
     TURN,
     WRITE,
     Entry,
-    NotRecordable,
     Recording,
-    TooLarge,
 )
+from segue.kernels.graphs.cuda_capture import leaves, mapped
+from segue.kernels.graphs.replay import ACTIVE, NotRecordable, TooLarge
 
 aten = torch.ops.aten
 _OPERATORS: dict[Any, int] = {
@@ -96,21 +94,14 @@ def record(
     Raises `NotRecordable`; `TooLarge` if the arena is too small.
     """
     recorder = _Recorder(compiled, branches=branches)
-    active = _ACTIVE.set(recorder)
+    active = ACTIVE.set(recorder)
     try:
         with _Watching(recorder), recorder, recorder.listening():
             result = run()
     finally:
-        _ACTIVE.reset(active)
+        ACTIVE.reset(active)
     with torch.inference_mode():
         return recorder.finish(result, arena), result
-
-
-def anew(function: Callable[..., torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
-    """Call a function that reads values on the host. A recording calls it in each replay; its result must then have the
-    same shape."""
-    recorder = _ACTIVE.get()
-    return function(*given) if recorder is None else recorder.anew(function, given)
 
 
 class _Recorder(TorchDispatchMode):
@@ -247,7 +238,7 @@ class _Recorder(TorchDispatchMode):
 
         def noting(kind: int) -> Callable[[Any, Any, tuple[Any, ...]], Any]:
             def called(result: Any, function: Any, args: tuple[Any, ...]) -> Any:
-                if _ACTIVE.get() is self and not self.aside:  # other threads call them, too
+                if ACTIVE.get() is self and not self.aside:  # other threads call them, too
                     self._called(kind, args)
                 return result
 
@@ -409,6 +400,3 @@ def _collapsed(*tensors: torch.Tensor) -> list[tuple[int, ...]]:
         else:
             merged.append(dim)
     return merged or [(1, *(0 for _ in tensors))]
-
-
-_ACTIVE: ContextVar[_Recorder | None] = ContextVar("recorder", default=None)

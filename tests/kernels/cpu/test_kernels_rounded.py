@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from segue.kernels.cpu.native import BYTES, ROUNDED, Library, libraries
-from segue.kernels.linear.linear import in_panels
-from segue.kernels.linear.rounded_linear import RoundedLinear, eight_bits, words_of
+from segue.kernels.cpu.panels import in_panels
+from segue.kernels.cpu.rounded_linear import RoundedLinear, words_of
+from segue.kernels.linear.quantized import eight_bits
 
 pytestmark = [
     pytest.mark.slow,
