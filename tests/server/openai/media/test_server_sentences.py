@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +25,7 @@ def split(*pieces: str) -> list[str]:
 def test_any_pieces_give_the_same_sentences(text: str, cuts: list[int]) -> None:
     at = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     whole = split(text)
-    assert split(*(text[start:end] for start, end in zip(at, at[1:], strict=False))) == whole
+    assert split(*(text[start:end] for start, end in pairwise(at))) == whole
     assert split(*text) == whole
     assert "".join(whole) == text
     assert all(0 < len(one) <= LONGEST for one in whole)
@@ -59,8 +61,10 @@ def test_a_sentence_comes_as_soon_as_its_end_is_certain() -> None:
     assert sentences.feed("5 metres. ") == []
     assert sentences.feed("A") == ["It is 3.5 metres."]
     assert sentences.feed(" boat\n\n") == [" A boat\n\n"]
+    assert sentences.feed("It left.\n") == []
+    assert sentences.feed("\n") == ["It left."]
     assert sentences.feed("是。") == []
-    assert sentences.feed("不") == ["是。"]
+    assert sentences.feed("不") == ["\n\n是。"]
     assert sentences.finish() == ["不"]
 
 

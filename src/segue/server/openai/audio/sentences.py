@@ -8,6 +8,7 @@ LONGEST = 400
 """Most characters of one sentence; a longer one is cut at a clause mark or a space."""
 _END = re.compile(r"[.!?…。！？｡।॥؟۔]+[\"'”’»)\]」』）】》〉]*|\n[^\S\n]*\n")
 """What may end a sentence: its last marks with closing quotes and brackets, or an empty line."""
+_EMPTY_LINE = re.compile(r"[^\S\n]*\n[^\S\n]*\n")
 _ALONE = re.compile(r"[。！？｡।॥؟۔]")
 """Marks that end a sentence whatever follows them; the others need a space, or a character of a script without
 spaces."""
@@ -17,10 +18,13 @@ _LIST_NUMBER = re.compile(r"\W*\d+$")
 _EAST_ASIAN = "\u2e80"
 """The first character of the scripts without spaces."""
 _TITLES = frozenset(
-    "mr mrs ms dr prof st mme mlle hr fr gen col capt lt sgt rev hon sen rep gov vs cf ca approx".split()
+    [
+        *("mr", "mrs", "ms", "dr", "prof", "st", "mme", "mlle", "hr", "fr", "gen", "col", "capt", "lt", "sgt", "rev"),
+        *("hon", "sen", "rep", "gov", "vs", "cf", "ca", "approx"),
+    ]
 )
 """Abbreviations that precede a name or a word."""
-_COUNTS = frozenset("no nos nr fig figs vol p pp art sec ch eq".split())
+_COUNTS = frozenset(("no", "nos", "nr", "fig", "figs", "vol", "p", "pp", "art", "sec", "ch", "eq"))
 """Abbreviations that precede a number."""
 
 
@@ -90,6 +94,8 @@ def _ends(window: str, match: re.Match[str], *, complete: bool) -> bool | None:
     if not after[0].isspace():
         return after[0] >= _EAST_ASIAN
     following = after.lstrip()[:1]
+    if _EMPTY_LINE.match(after):
+        return True
     if not following:
         return True if complete else None
     if marks in ("!", "?"):
