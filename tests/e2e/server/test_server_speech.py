@@ -98,7 +98,7 @@ def test_other_voices_are_named(client: openai.OpenAI) -> None:
 def test_it_writes_down_a_recording(client: openai.OpenAI, assets: Path) -> None:
     """The tiny model's words mean nothing; those of another question are others."""
     recording = assets / "speech.wav"
-    limits = {"temperature": 0.0, "model": "tiny"}
+    limits: dict[str, Any] = {"temperature": 0.0, "model": "tiny"}
     heard = client.audio.transcriptions.create(file=recording, **limits)
     assert heard.text
     assert heard.usage is not None
