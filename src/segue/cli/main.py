@@ -191,7 +191,8 @@ def _add_serve(commands: argparse._SubParsersAction[Parser]) -> None:
         "--stall-seconds",
         type=_seconds,
         default=60.0,
-        help="a streaming client that reads nothing for this long is disconnected; default: %(default)g",
+        help="a streaming client that reads nothing, or sends no more of its text, for this long is disconnected; "
+        "default: %(default)g",
     )
     serve.add_argument(
         "--drain-seconds",

@@ -62,6 +62,7 @@ class ServerSettings:
     upload_rate: int = 1024
     """Average bytes per second at which it must arrive after that."""
     stall_seconds: float = 60.0
-    """A streaming client that reads nothing for this long counts as disconnected."""
+    """A streaming client that reads nothing for this long counts as disconnected. Also the longest silence in a text
+    that is said while it arrives."""
     drain_seconds: float = 30.0
     """How long running requests may continue after the server is told to stop."""

@@ -4,8 +4,12 @@ recording."""
 from __future__ import annotations
 
 import io
+import json
+import socket
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode, urlsplit
 
 import av
 import numpy as np
@@ -60,6 +64,27 @@ def test_the_first_pieces_come_first(client: openai.OpenAI) -> None:
     assert b"".join(pieces) == say(client)
 
 
+def test_a_text_is_said_while_it_arrives(client: openai.OpenAI, server: Served) -> None:
+    """Each sentence as in a request of its own; the second one is sent when the first one's audio is there."""
+    first, second = "The sea is calm today.", "The hills are green."
+    expected = say(client, first), say(client, second)
+    query = urlencode(
+        {"voice": "Ethan", "response_format": "pcm", "seed": GREEDY["seed"], "sampling": json.dumps(GREEDY["sampling"])}
+    )
+    address = urlsplit(server.url)
+    with socket.create_connection((address.hostname, address.port), timeout=120) as sock, HTTPResponse(sock) as answer:
+        head = f"POST /v1/audio/speech?{query} HTTP/1.1\r\nHost: localhost\r\nContent-Type: text/plain\r\n"
+        sock.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
+        for letter in f"{first}\n\n":
+            sock.sendall(f"1\r\n{letter}\r\n".encode())
+        answer.begin()
+        assert answer.status == 200
+        said = answer.read(len(expected[0]))
+        assert said == expected[0]
+        sock.sendall(f"{len(second):x}\r\n{second}\r\n0\r\n\r\n".encode())
+        assert answer.read() == expected[1]
+
+
 def test_other_voices_are_named(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="speaks with: Chelsie, Ethan"):
         say(client, voice="alloy")
@@ -73,7 +98,7 @@ def test_other_voices_are_named(client: openai.OpenAI) -> None:
 def test_it_writes_down_a_recording(client: openai.OpenAI, assets: Path) -> None:
     """The tiny model's words mean nothing; those of another question are others."""
     recording = assets / "speech.wav"
-    limits = {"temperature": 0.0, "model": "tiny"}
+    limits: dict[str, Any] = {"temperature": 0.0, "model": "tiny"}
     heard = client.audio.transcriptions.create(file=recording, **limits)
     assert heard.text
     assert heard.usage is not None

@@ -164,9 +164,7 @@ async def read_body(request: Request, settings: ServerSettings) -> bytes:
     arrives more slowly than `upload_rate` after `upload_grace`; `Busy` if the bodies of all requests together exceed
     `max_bodies_bytes`; and `UnsupportedMediaType` if it is compressed.
     """
-    coding = request.headers.get("content-encoding", "identity").strip().lower()
-    if coding != "identity":
-        raise UnsupportedMediaType(f"Content-Encoding is {shown(coding)}; send the body as it is")
+    check_uncompressed(request)
     limit = settings.max_body_bytes
     declared = request.headers.get("content-length", "")
     if declared.isascii() and declared.isdecimal() and int(declared[:20]) > 2 * limit:
@@ -195,6 +193,13 @@ async def read_body(request: Request, settings: ServerSettings) -> bytes:
     if size > limit:
         raise TooLarge(f"the body is larger than {limit} bytes (max_body_bytes)")
     return b"".join(pieces)
+
+
+def check_uncompressed(request: Request) -> None:
+    """Raise `UnsupportedMediaType` for a compressed body."""
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        raise UnsupportedMediaType(f"Content-Encoding is {shown(coding)}; send the body as it is")
 
 
 def check_names(

@@ -81,7 +81,9 @@ class Connection(H11Protocol):
         self._upload = None
         if self.conn.our_state is h11.IDLE:
             self._refuse(UploadTimeout("head", self._seconds()))
-        elif self.conn.our_state is not h11.SEND_RESPONSE:  # while a response is sent, its sender has the limit
+        elif self.conn.our_state is h11.SEND_BODY:  # a body that is read while its answer is sent has limits of its own
+            self._watch()
+        elif self.conn.our_state is not h11.SEND_RESPONSE:  # until a response is sent, the body's reader has the limit
             self.transport.close()
 
     def _refuse(self, error: SegueError) -> None:

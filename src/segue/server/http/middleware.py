@@ -37,6 +37,9 @@ class Door:
         self._tenants = tenants
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":  # its handshake would pass none of the checks below
+            await send({"type": "websocket.close", "code": 1008, "reason": "this server takes no websockets"})
+            return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

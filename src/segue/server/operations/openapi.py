@@ -15,7 +15,7 @@ from segue.server.anthropic.request import CountBody, MessagesBody
 from segue.server.http.errors import MESSAGES, json_response
 from segue.server.http.middleware import OPEN
 from segue.server.openai.audio.request import TranscriptionBody, TranslationBody
-from segue.server.openai.audio.speech_request import SpeechBody
+from segue.server.openai.audio.speech_request import SpeechBody, SpeechOptions
 from segue.server.openai.chat.request import ChatBody
 from segue.server.openai.completions.request import CompletionBody
 from segue.server.openai.embeddings import EmbeddingsBody
@@ -155,6 +155,7 @@ _QUERIES = {
     "/v1/responses/{response_id}/input_items": _PAGE,
     "/v1/videos": _PAGE,
     "/v1/videos/{video_id}/content": ("variant",),
+    "/v1/audio/speech": SpeechOptions.__struct_fields__,
 }
 _DELETE = {
     "/v1/responses/{response_id}": "Delete a response.",
@@ -164,6 +165,8 @@ _FORMS = frozenset({"/v1/images/edits", "/v1/videos"})
 """Endpoints that also take a form."""
 _FORMS_ALONE = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
 """Endpoints that take only a form."""
+_TEXTS = frozenset({"/v1/audio/speech"})
+"""Endpoints that also take a text, with the parameters in the query."""
 
 
 def add_openapi(app: FastAPI) -> None:
@@ -216,7 +219,7 @@ def _get(path: str, answer: Any, about: str) -> dict[str, Any]:
 
 def _post(path: str, post: Post) -> dict[str, Any]:
     content = _content(post.answer) | ({} if post.event is None else _events(post.event))
-    operation = _operation(path, post.about, content)
+    operation = _operation(path, post.about, content, _QUERIES.get(path, ()) if path in _TEXTS else ())
     if post.body is not None:
         form = ("multipart/form-data",) if path in _FORMS | _FORMS_ALONE else ()
         taken = (*(() if path in _FORMS_ALONE else ("application/json",)), *form)
@@ -224,6 +227,8 @@ def _post(path: str, post: Post) -> dict[str, Any]:
             "required": True,
             "content": {one: {"schema": _reference(post.body)} for one in taken},
         }
+    if path in _TEXTS:
+        operation["requestBody"]["content"]["text/plain"] = {"schema": {"type": "string"}}
     return operation
 
 

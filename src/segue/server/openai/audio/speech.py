@@ -1,4 +1,7 @@
-"""`POST /v1/audio/speech`, in OpenAI's format: a text in, its speech out, sent as it is made."""
+"""`POST /v1/audio/speech`, in OpenAI's format: a text in, its speech out, sent as it is made.
+
+A text that is the body itself (`text/plain`) is said while it arrives, sentence by sentence.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import asyncio
 import base64
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -14,8 +18,9 @@ from starlette.responses import Response
 
 from segue.media.encode import AUDIO_FORMATS, AudioEncoder, Samples, audio_encoder
 from segue.media.speed import Reshaper
-from segue.messages.deltas import AudioDelta, Finished
+from segue.messages.deltas import AudioDelta, Delta, Finished, Usage
 from segue.messages.errors import StageFailed
+from segue.messages.request import Request
 from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import Service
 from segue.server.generation.generations import run_generations
@@ -23,7 +28,8 @@ from segue.server.http.body import read_json
 from segue.server.http.checking import Checking
 from segue.server.http.disconnect import ByteStream, EventStream
 from segue.server.http.events import named_events
-from segue.server.openai.audio.speech_request import WRITTEN, SpeechRequest, speech_request
+from segue.server.openai.audio.arriving_text import ArrivingText, in_turn, is_text, query_values
+from segue.server.openai.audio.speech_request import WRITTEN, SpeechRequest, speech_options, speech_request
 from segue.server.settings import ServerSettings
 
 _OWN = {"pcm": "pcm16"}
@@ -37,63 +43,86 @@ class _Encoding:
 
     def __init__(self, asked: SpeechRequest, sample_rate: int) -> None:
         rate = _PCM_RATE if asked.response_format == "pcm" else None
-        self._reshaper = Reshaper(sample_rate, speed=asked.speed, rate=rate)
+        self._new_reshaper = partial(Reshaper, sample_rate, speed=asked.speed, rate=rate)
+        self._reshaper = self._new_reshaper()
         self._encoder: AudioEncoder = audio_encoder(_format(asked), self._reshaper.rate)
 
     def feed(self, samples: Samples) -> bytes:
         """The bytes that are ready."""
         return self._encoder.feed(self._reshaper.feed(samples))
 
+    def end_text(self) -> bytes:
+        """The bytes that are ready at the end of a text; the samples of another may follow."""
+        rest = self._reshaper.finish()
+        self._reshaper = self._new_reshaper()
+        return self._encoder.feed(rest)
+
     def finish(self) -> bytes:
-        """The rest."""
-        return self._encoder.feed(self._reshaper.finish()) + self._encoder.finish()
+        """The rest of the file."""
+        return self._encoder.finish()
 
 
 def _format(asked: SpeechRequest) -> str:
     return _OWN.get(asked.response_format, asked.response_format)
 
 
-async def _made(
-    asked: SpeechRequest, service: Service, metrics: ServerMetrics
-) -> AsyncGenerator[tuple[bytes, Finished | None]]:
-    """Yield the pieces of the file as they are made, none of them empty but perhaps the last, which has the end."""
+async def _made(asked: SpeechRequest, deltas: AsyncGenerator[Delta]) -> AsyncGenerator[tuple[bytes, list[Usage]]]:
+    """Yield the pieces of the file as they are made, none of them empty but perhaps the last, which has the usages.
+
+    `deltas`: of one text or several, each with its `Finished`. Raises `StageFailed` for a text without audio.
+    """
     encoding: _Encoding | None = None
-    async with aclosing(run_generations(service, [asked.request], metrics, WRITTEN)) as deltas:
-        async for _, delta in deltas:
+    usages: list[Usage] = []
+    audible = False
+    async with aclosing(deltas):
+        async for delta in deltas:
             if isinstance(delta, AudioDelta):
+                audible = True
                 if encoding is None:
                     encoding = await asyncio.to_thread(_Encoding, asked, delta.sample_rate)
                 if piece := await asyncio.to_thread(encoding.feed, delta.array):
-                    yield piece, None
+                    yield piece, []
             elif isinstance(delta, Finished):
-                if encoding is None:
+                if encoding is None or not audible:
                     raise StageFailed("the model made no sound of this text")
-                yield await asyncio.to_thread(encoding.finish), delta
+                audible = False
+                usages.append(delta.usage)
+                if piece := await asyncio.to_thread(encoding.end_text):
+                    yield piece, []
+    if encoding is None:
+        raise StageFailed("the model made no sound")
+    yield await asyncio.to_thread(encoding.finish), usages
 
 
-async def speech_bytes(asked: SpeechRequest, service: Service, metrics: ServerMetrics) -> AsyncGenerator[bytes]:
+async def speech_bytes(asked: SpeechRequest, deltas: AsyncGenerator[Delta]) -> AsyncGenerator[bytes]:
     """The body with `stream_format` `audio`."""
-    async with aclosing(_made(asked, service, metrics)) as pieces:
+    async with aclosing(_made(asked, deltas)) as pieces:
         async for piece, _ in pieces:
             if piece:
                 yield piece
 
 
-async def speech_events(
-    asked: SpeechRequest, service: Service, metrics: ServerMetrics
-) -> AsyncGenerator[dict[str, object]]:
+async def speech_events(asked: SpeechRequest, deltas: AsyncGenerator[Delta]) -> AsyncGenerator[dict[str, object]]:
     """The events with `stream_format` `sse`."""
-    async with aclosing(_made(asked, service, metrics)) as pieces:
-        async for piece, end in pieces:
+    async with aclosing(_made(asked, deltas)) as pieces:
+        async for piece, usages in pieces:
             if piece:
                 yield {"type": "speech.audio.delta", "audio": base64.b64encode(piece).decode()}
-            if end is not None:
-                yield {"type": "speech.audio.done", "usage": _usage(end)}
+            if usages:
+                yield {"type": "speech.audio.done", "usage": _total(usages)}
 
 
-def _usage(end: Finished) -> dict[str, Any]:
-    read, made = end.usage.prompt_tokens, end.usage.completion_tokens
+def _total(usages: list[Usage]) -> dict[str, Any]:
+    read = sum(usage.prompt_tokens for usage in usages)
+    made = sum(usage.completion_tokens for usage in usages)
     return {"input_tokens": read, "output_tokens": made, "total_tokens": read + made}
+
+
+async def _said(request: Request, service: Service, metrics: ServerMetrics) -> AsyncGenerator[Delta]:
+    """The deltas of one text."""
+    async with aclosing(run_generations(service, [request], metrics, WRITTEN)) as deltas:
+        async for _, delta in deltas:
+            yield delta
 
 
 def add_speech(
@@ -103,9 +132,20 @@ def add_speech(
 
     @app.post("/v1/audio/speech")
     async def speak(request: HttpRequest) -> Response:
-        values = await read_json(request, settings)
+        if is_text(request):
+            text = ArrivingText(request, settings)
+            asked = await checking.run(speech_options, query_values(request), service.card, settings)
+
+            def said(sentence: str) -> AsyncGenerator[Delta]:
+                return _said(asked.of_text(sentence), service, metrics)
+
+            return text.while_read(answer(asked, in_turn(text.sentences(), said)))
+        values = await read_json(request, settings, "application/json or text/plain")
         asked = await checking.run(speech_request, values, service.card, settings)
+        return answer(asked, _said(asked.request, service, metrics))
+
+    def answer(asked: SpeechRequest, deltas: AsyncGenerator[Delta]) -> ByteStream:
         if asked.stream_format == "sse":
-            return EventStream(named_events(speech_events(asked, service, metrics)), settings.stall_seconds)
+            return EventStream(named_events(speech_events(asked, deltas)), settings.stall_seconds)
         media_type = AUDIO_FORMATS[_format(asked)]
-        return ByteStream(speech_bytes(asked, service, metrics), settings.stall_seconds, media_type)
+        return ByteStream(speech_bytes(asked, deltas), settings.stall_seconds, media_type)

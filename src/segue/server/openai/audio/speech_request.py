@@ -48,10 +48,9 @@ class VoiceId(msgspec.Struct, forbid_unknown_fields=True):
     id: str
 
 
-class SpeechBody(msgspec.Struct, kw_only=True):
-    """Every parameter that has an effect. null means not given."""
+class SpeechOptions(msgspec.Struct, kw_only=True):
+    """Every parameter that has an effect, except the text. null means not given."""
 
-    input: str
     model: str = ""
     voice: str | VoiceId | None = None
     instructions: str | None = None
@@ -73,6 +72,12 @@ class SpeechBody(msgspec.Struct, kw_only=True):
     """Seconds from now."""
 
 
+class SpeechBody(SpeechOptions, kw_only=True):
+    """The parameters with the text."""
+
+    input: str
+
+
 @dataclass(frozen=True)
 class SpeechRequest:
     """A checked request."""
@@ -82,22 +87,48 @@ class SpeechRequest:
     stream_format: str
     speed: float
 
+    def of_text(self, text: str) -> Request:
+        """The same request with another text."""
+        [message] = self.request.messages
+        parts = [*message.content[:-1], TextPart(text)]
+        return msgspec.structs.replace(
+            self.request, request_id=new_id("speech"), messages=[msgspec.structs.replace(message, content=parts)]
+        )
+
 
 def speech_request(values: dict[str, Any], card: ModelCard, settings: ServerSettings) -> SpeechRequest:
     """Convert the body. Blocking (`ref_audio`). Raises `InvalidRequest` with parameter, value and remedy."""
     body = parse_body(with_model(values, card, settings), SpeechBody, _UNSUPPORTED, {})
-    check_model(body.model, card, settings)
-    says = card.says
-    if says is None:
-        raise _cannot_say(body.model, card)
+    says = _says(body, card, settings)
     _check_input(body.input)
+    return _asked(body, body.input, says, card, settings)
+
+
+def speech_options(values: dict[str, Any], card: ModelCard, settings: ServerSettings) -> SpeechRequest:
+    """Convert the parameters of a text that is still to come (`of_text`); otherwise as `speech_request`."""
+    if "input" in values:
+        raise InvalidRequest("input is given as a parameter, but the body is the text; leave it out", field="input")
+    body = parse_body(with_model(values, card, settings), SpeechOptions, _UNSUPPORTED, {})
+    return _asked(body, "", _says(body, card, settings), card, settings)
+
+
+def _says(body: SpeechOptions, card: ModelCard, settings: ServerSettings) -> TextToSpeech:
+    check_model(body.model, card, settings)
+    if card.says is None:
+        raise _cannot_say(body.model, card)
+    return card.says
+
+
+def _asked(
+    body: SpeechOptions, text: str, says: TextToSpeech, card: ModelCard, settings: ServerSettings
+) -> SpeechRequest:
     form = _one_of("response_format", body.response_format, FORMATS)
     stream = _one_of("stream_format", body.stream_format, STREAMS)
     speed = 1.0 if body.speed is None else body.speed
     if not SLOWEST <= speed <= FASTEST:
         raise wrong("speed", body.speed, f"a number from {SLOWEST:g} to {FASTEST:g}")
     voice = _voice(body, card)
-    parts: list[Part] = [TextPart(body.input)]
+    parts: list[Part] = [TextPart(text)]
     if (recording := _recording(body, says, settings)) is not None:
         parts.insert(0, recording)
     request = Request(
@@ -134,7 +165,7 @@ def _one_of(name: str, value: str | None, known: tuple[str, ...]) -> str:
     return known[0] if value is None else value
 
 
-def _voice(body: SpeechBody, card: ModelCard) -> str | None:
+def _voice(body: SpeechOptions, card: ModelCard) -> str | None:
     field, voice = ("voice.id", body.voice.id) if isinstance(body.voice, VoiceId) else ("voice", body.voice)
     # while the model is loading, its voices are not known yet: then its stages check
     if voice is None or card.voices is None or voice in card.voices:
@@ -143,7 +174,7 @@ def _voice(body: SpeechBody, card: ModelCard) -> str | None:
     raise InvalidRequest(f"{field} is {shown(voice)}, which is not known; {known}", field=field)
 
 
-def _recording(body: SpeechBody, says: TextToSpeech, settings: ServerSettings) -> MediaPart | None:
+def _recording(body: SpeechOptions, says: TextToSpeech, settings: ServerSettings) -> MediaPart | None:
     """The recording of the voice to clone."""
     if body.ref_audio is None:
         if body.ref_text is not None:
@@ -170,7 +201,7 @@ def _sampling(
     return given | {stage: given.get(stage, SamplingParams()).over(usual) for stage, usual in says.sampling.items()}
 
 
-def _options(body: SpeechBody, card: ModelCard, says: TextToSpeech) -> dict[str, Any]:
+def _options(body: SpeechOptions, card: ModelCard, says: TextToSpeech) -> dict[str, Any]:
     options = body.options or {}
     for name in _OWN_OPTIONS:
         if name in options:
