@@ -114,6 +114,8 @@ class Request(msgspec.Struct, kw_only=True):
     reasoning."""
     return_prompt_ids: bool = False
     """Return the prompt's token ids with the first text."""
+    open: bool = False
+    """More input is appended while the request runs, until it is closed."""
     options: dict[str, Any] = {}
     """Family options by name (e.g. `use_audio_in_video`); the family's dialect checks them."""
 
