@@ -191,6 +191,10 @@ def test_what_is_refused(system: System) -> None:
                 with pytest.raises(InvalidRequest) as caught:
                     omni.open(asked)
                 assert caught.value.field == field
+            omni.card.appends = False  # as of a family that takes its input at once
+            with pytest.raises(InvalidRequest) as caught:
+                omni.open(omni.request("one"))
+            assert caught.value.field == "open"
             asked = omni.request("one")
             asked.open = True
             with pytest.raises(InvalidRequest, match=r"AsyncOmni\.open"):

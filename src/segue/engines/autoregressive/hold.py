@@ -36,6 +36,7 @@ Refused by name: several outputs, `prompt_logprobs`, and `structured_outputs` wi
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -108,6 +109,11 @@ class Parts:
     def __init__(self, axes: int) -> None:
         self._axes = axes
         self._parts: list[Part] = []
+        self._starts: list[int] = []
+        self.input_tokens = 0
+        """Tokens of all pieces."""
+        self.plain = True
+        """The ids represent all of the input: no piece has its own embeddings."""
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -128,14 +134,19 @@ class Parts:
             base = last.base + start - last.start + last.prompt.position_delta
         own = None if prompt.positions is None else prompt.positions.cpu().numpy()
         self._parts.append(Part(prompt, start, base, own))
+        self._starts.append(start)
+        self.input_tokens += len(prompt.token_ids)
+        self.plain = self.plain and prompt.embeds is None
 
     def within(self, start: int, stop: int) -> Iterator[tuple[Part, int, int]]:
         """The parts of tokens [start, stop) of the sequence, each with its range in tokens from its own first."""
-        for place, part in enumerate(self._parts):
-            end = self._parts[place + 1].start if place + 1 < len(self._parts) else stop
-            first, last = max(start, part.start), min(stop, end)
-            if first < last:
-                yield part, first - part.start, last - part.start
+        place = bisect_right(self._starts, start) - 1
+        while start < stop:
+            part = self._parts[place]
+            place += 1
+            end = min(stop, self._starts[place]) if place < len(self._parts) else stop
+            yield part, start - part.start, end - part.start
+            start = end
 
     def positions(self, start: int, stop: int) -> np.ndarray:
         """[axes, stop - start] int64: rotary positions of tokens [start, stop) of the sequence."""
@@ -160,10 +171,6 @@ class Parts:
         return text + self.positions(start, stop).tobytes() if moved else text
 
     @property
-    def input_tokens(self) -> int:
-        return sum(part.length for part in self._parts)
-
-    @property
     def modality_tokens(self) -> dict[str, int]:
         """Input tokens per modality."""
         counts: dict[str, int] = {}
@@ -171,11 +178,6 @@ class Parts:
             for kind, count in part.prompt.modality_tokens.items():
                 counts[kind] = counts.get(kind, 0) + count
         return counts
-
-    @property
-    def plain(self) -> bool:
-        """Whether the ids represent all of the input: no piece has its own embeddings."""
-        return all(part.prompt.embeds is None for part in self._parts)
 
 
 def check_open(stage: str, sampling: SamplingParams, then: Then) -> None:
