@@ -19,7 +19,7 @@ from segue.messages.deltas import TokenLogprobs
 from segue.messages.errors import SegueError
 from segue.messages.request import Request
 from segue.messages.sampling import SamplingParams
-from segue.messages.units import Unit
+from segue.messages.units import TurnEnd, Unit
 
 Payload = dict[str, Any]
 """Nested dicts and lists of tensors, bytes, numbers, strings and None, which any connector can carry."""
@@ -45,6 +45,8 @@ class StageRequest:
     """Units that an earlier attempt had emitted: prefill them and continue. They are emitted downstream again."""
     resume_others: list[list[Unit]] = field(default_factory=list)
     """The same for outputs 1, 2, …, if the request asks for several."""
+    turns: list[TurnEnd] = field(default_factory=list)
+    """The turns of `resume` that had ended, if the input is open."""
     priority: int = 0
     arrival: float = field(default_factory=time.monotonic)
 
@@ -93,18 +95,21 @@ class StageOutput:
     progress: tuple[int, int] | None = None
     """Diffusion: (steps done, total steps) of sample `index`."""
     finished: bool = False
+    turn_ended: bool = False
+    """A turn has ended, and the request goes on when more input is appended."""
     finish_reason: str = ""
-    """`stop`, `length`, `repetition`."""
+    """When finished, or a turn has ended: `stop`, `length`, `repetition`."""
     stop_reason: int | str | None = None
-    """When finished: the request's stop token or stop string that ended it; None for the family's end token."""
+    """With it: the request's stop token or stop string that ended it; None for the family's end token."""
     cumulative_logprob: float | None = None
     """When finished: sum over the tokens of the output, if the engine computed it."""
     error: SegueError | None = None
     """The request failed and was removed from this engine. Other requests are unaffected."""
     prompt_tokens: int = 0
+    """All input tokens so far; in the first output of the request, and in the first after more input."""
     cached_tokens: int = 0
     modality_tokens: dict[str, int] = field(default_factory=dict)
-    """Prompt tokens per modality, in the first output of the request."""
+    """The same per modality."""
 
 
 @dataclass(slots=True)

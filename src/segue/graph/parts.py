@@ -12,6 +12,9 @@ from segue.messages.request import Request
 INPUT = "input"
 """The stage that every graph has implicitly: it turns the request into tensors."""
 
+CLIENT = "client"
+"""The upstream of the input stage of an open request: its chunks are what the client appends."""
+
 TOKENS = "tokens"
 """The output of every graph's input stage: the prompt as token ids. Not a model's modality, so no graph lists it."""
 

@@ -225,6 +225,16 @@ class ChoiceEnded(msgspec.Struct, frozen=True, tag="ended"):
     choice: Choice
 
 
+class TurnEnded(msgspec.Struct, frozen=True, tag="turn_ended"):
+    """The model has replied to what was appended to an open request so far, and waits for more."""
+
+    stage: str
+    finish_reason: str
+    """`stop`, `length` or `repetition`."""
+    stop_reason: int | str | None = None
+    """The request's stop token or stop string that ended the reply."""
+
+
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
     """The last delta of a request."""
 
@@ -254,4 +264,4 @@ ClientDelta = (
     | TokensDelta
 )
 """Deltas that stages make; the orchestrator adds the others."""
-Delta = ClientDelta | SegmentDelta | ChoiceEnded | Finished
+Delta = ClientDelta | SegmentDelta | ChoiceEnded | TurnEnded | Finished

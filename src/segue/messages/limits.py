@@ -66,6 +66,10 @@ class RequestLimits:
     `suppress_tokens`, `logprob_token_ids`."""
     max_structured_choices: int = 4096
     """Entries of `choice` of `structured_outputs`."""
+    max_appends: int = 4096
+    """Pieces appended to one open request."""
+    max_appended_bytes: int = 4 * 1024 * 1024
+    """Bytes of all that is appended to one open request: of text, and 4 for each token id."""
 
 
 DEFAULTS = RequestLimits()

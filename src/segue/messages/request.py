@@ -72,6 +72,16 @@ class ChatOptions(msgspec.Struct, frozen=True):
     """Passed to the chat template, e.g. `enable_thinking`."""
 
 
+class Piece(msgspec.Struct, frozen=True, kw_only=True):
+    """Input that is appended to an open request. Exactly one of `prompt` and `prompt_token_ids` is set."""
+
+    prompt: str | None = None
+    """Text, tokenized by itself and without special tokens."""
+    prompt_token_ids: list[int] | None = None
+    reply: bool = False
+    """As `Request.reply`, for this piece."""
+
+
 class Request(msgspec.Struct, kw_only=True):
     """One generation. Exactly one of `messages`, `prompt`, `prompt_token_ids` and `prompt_embeds` is set, except that a
     `prompt` for a model that makes images or video may come with `messages`, which then hold nothing but its media."""
@@ -114,6 +124,11 @@ class Request(msgspec.Struct, kw_only=True):
     reasoning."""
     return_prompt_ids: bool = False
     """Return the prompt's token ids with the first text."""
+    open: bool = False
+    """Input is appended while the request runs, until it is closed."""
+    reply: bool = False
+    """For an open request: the model replies to its input before it takes what is appended. Without a reply, what is
+    appended continues the input."""
     options: dict[str, Any] = {}
     """Family options by name (e.g. `use_audio_in_video`); the family's dialect checks them."""
 

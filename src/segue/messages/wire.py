@@ -1,6 +1,6 @@
 """Every control message that crosses a process, and the one codec for them (msgpack by msgspec).
 
-    orchestrator → worker   Begin, Resend, Moved, Drop, PeerLost, LoadAdapter, UnloadAdapter, Ping, Shutdown
+    orchestrator → worker   Begin, Append, Resend, Moved, Drop, PeerLost, LoadAdapter, UnloadAdapter, Ping, Shutdown
     worker → orchestrator   Loading, Ready, StartFailed, Progress, InputDone, InputLost, StageDone, Failed, Stats,
                             AdapterLoaded
     worker → worker         Chunk, Consumed
@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 
 from segue.messages.deltas import ClientDelta
-from segue.messages.request import Request
+from segue.messages.request import Piece, Request
 from segue.messages.stats import WorkerStats
-from segue.messages.units import Unit
+from segue.messages.units import TurnEnd, Unit
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -46,6 +46,18 @@ class Begin(msgspec.Struct, tag=True):
     to_client: list[str]
     resume: list[list[Unit]] = []
     """For each output, the units that the journal holds from an earlier attempt."""
+    turns: list[TurnEnd] = []
+    """The turns among them that had ended, if the request is open."""
+
+
+class Append(msgspec.Struct, tag=True):
+    """More input for an open request. Sent to its input stage after `Begin`, to a new attempt again from the first."""
+
+    request_id: str
+    stage: str
+    attempt: int
+    piece: Piece | None
+    """None: the input is closed."""
 
 
 class Resend(msgspec.Struct, tag=True):
@@ -153,6 +165,8 @@ class Emission(msgspec.Struct):
     """New units for the journal (ids and rows of codes, never tensors)."""
     first_index: int = 0
     """Number of units generated before these."""
+    turn: TurnEnd | None = None
+    """Set if a turn of an open request ended with these units."""
     deltas: list[ClientDelta] = []
     position: int = 0
     """Where the deltas start in the client stream of this output and attempt: characters, samples or images."""
@@ -264,7 +278,9 @@ class Consumed(msgspec.Struct, tag=True):
     """The downstream stage is done with the request: retained payloads may be freed."""
 
 
-ToWorker = Begin | Resend | Moved | Drop | PeerLost | LoadAdapter | UnloadAdapter | Ping | Shutdown | Chunk | Consumed
+ToWorker = (
+    Begin | Append | Resend | Moved | Drop | PeerLost | LoadAdapter | UnloadAdapter | Ping | Shutdown | Chunk | Consumed
+)
 ToOrchestrator = (
     Loading | Ready | StartFailed | Progress | InputDone | InputLost | StageDone | Failed | Stats | AdapterLoaded
 )

@@ -61,6 +61,8 @@ class Family:
     """Config and directory of a checkpoint → how it says a given text, or None if it cannot; must not import torch."""
     options: frozenset[str] = frozenset()
     """Names of request options that the family accepts, e.g. `use_audio_in_video`."""
+    appends: bool = False
+    """Whether a request may be open: input is appended while it runs (`segue.models.shared.input_stage`)."""
     open_options: bool = False
     """Only the checkpoint's stages know the options: the server accepts all, also as keys of a request, and the input
     stage checks them."""

@@ -33,6 +33,7 @@ def card_of(
         stages=list(graph.topological()),
         voices=None if "audio" in graph.gives else [],
         options=family.options,
+        appends=family.appends,
         open_options=family.open_options,
         max_model_len=None,
         created=int(time.time()),

@@ -31,6 +31,7 @@ from segue.models.shared.checkpoint.files import check_files, located
 from segue.models.shared.diffusion.sizes import Sizes
 from segue.observe.stats import render_gauges, render_worker_stats
 from segue.orchestrator.model_card import card_of, check_stage_keys
+from segue.orchestrator.open_request import OpenRequest, opened
 from segue.orchestrator.orchestrator import Orchestrator
 from segue.orchestrator.outputs import Collector, RequestOutput
 from segue.orchestrator.progress import StepBar
@@ -181,10 +182,19 @@ class AsyncOmni:
     def stream(self, request: Request) -> AsyncGenerator[Delta]:
         """Yield deltas, `Finished` last; raises `SegueError`. Closing the generator cancels the request."""
         self._check(request)
+        if request.open:
+            raise wrong("open", request.open, "false: call AsyncOmni.open for a request whose input is appended")
         if self.card.speech is None or "text" not in request.modalities:
             return self.orchestrator.stream(request)
         assert self.card.text_stage is not None
         return transcribed(self.orchestrator.stream, request, self.card.speech, self.card.text_stage)
+
+    def open(self, request: Request, *, reply: bool = False) -> OpenRequest:
+        """Start a request whose input is appended while it runs. `reply`: the model replies to its prompt before it
+        takes more; without, what is appended continues the prompt. Raises `SegueError`, for models that take their
+        input at once as well."""
+        self._check(request)
+        return OpenRequest(self.orchestrator, opened(request, self.card, reply=reply), self.plan.limits)
 
     async def room(self) -> None:
         """Return as soon as the queue is not full."""

@@ -12,6 +12,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 import msgspec
 
@@ -29,9 +30,10 @@ from segue.messages.errors import (
     StageLost,
     error_from,
 )
-from segue.messages.request import Request
+from segue.messages.request import Piece, Request
 from segue.messages.sampling import SamplingParams, merged
 from segue.messages.wire import (
+    Append,
     Begin,
     Drop,
     Failed,
@@ -128,7 +130,12 @@ class Orchestrator:
 
     async def stream(self, request: Request) -> AsyncGenerator[Delta]:
         """Yield deltas, `Finished` last; raises `SegueError`. Closing the generator cancels the request."""
-        books = self._admit(request)
+        async with aclosing(self.deltas(self.admit(request))) as deltas:
+            async for item in deltas:
+                yield item
+
+    async def deltas(self, books: RequestState) -> AsyncGenerator[Delta]:
+        """As `stream`, for a request that has been admitted."""
         try:
             while True:
                 item = await books.queue.get()
@@ -138,8 +145,26 @@ class Orchestrator:
                 if isinstance(item, Finished):
                     return
         finally:
-            if books.id in self.requests:
-                self._end(books, Cancelled("the client went away"))
+            self.cancel(books)
+
+    def cancel(self, books: RequestState) -> None:
+        """End a request that its client has given up, unless it has ended."""
+        if self.requests.get(books.id) is books:
+            self._end(books, Cancelled("the client went away"))
+
+    def append(self, books: RequestState, piece: Piece | None) -> bool:
+        """Append input to an open request; None: close its input. False: the request has ended."""
+        if self.requests.get(books.id) is not books:
+            return False
+        books.appended.append(piece)
+        # a new attempt gets all pieces after its `Begin`
+        if INPUT not in books.waiting and books.stages[INPUT].worker in self.replicas.alive():
+            self._send_piece(books, piece)
+        return True
+
+    def _send_piece(self, books: RequestState, piece: Piece | None) -> None:
+        book = books.stages[INPUT]
+        self.supervisor.send(book.address, Append(books.id, INPUT, book.attempt, piece))
 
     async def room(self) -> None:
         """Return when there are fewer requests than `limits.max_waiting`, or when no more are admitted."""
@@ -147,7 +172,8 @@ class Orchestrator:
             self._left.clear()
             await self._left.wait()
 
-    def _admit(self, request: Request) -> RequestState:
+    def admit(self, request: Request) -> RequestState:
+        """Admit a request. Raises `SegueError` if it cannot be served now."""
         if self.supervisor.stopping:
             raise ShuttingDown("the server is shutting down")
         limit = self.plan.limits.max_waiting
@@ -255,8 +281,11 @@ class Orchestrator:
                 downstreams=[self._peer(books, down) for down in book.downstreams],
                 to_client=sorted(stage.to_client),
                 resume=books.resume(name),
+                turns=books.turns.get(name, []),
             )
             self.supervisor.send(book.address, message)
+            for piece in books.appended if name == INPUT else ():
+                self._send_piece(books, piece)
             for down in book.downstreams:
                 if down not in begin and not books.stages[down].done:
                     self.supervisor.send(books.stages[down].address, Moved(books.id, self._peer(books, name), down))

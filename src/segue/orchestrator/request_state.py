@@ -27,12 +27,13 @@ from segue.messages.deltas import (
     ScoreDelta,
     TextDelta,
     TokensDelta,
+    TurnEnded,
     Usage,
     VideoDelta,
 )
 from segue.messages.errors import SegueError
-from segue.messages.request import Request
-from segue.messages.units import Unit, ids_of
+from segue.messages.request import Piece, Request
+from segue.messages.units import TurnEnd, Unit, ids_of
 from segue.messages.wire import Emission, OutputEnd, StageDone
 
 
@@ -89,6 +90,10 @@ class RequestState:
     stages: dict[str, StageState] = field(default_factory=dict)
     journal: dict[str, dict[int, list[Unit]]] = field(default_factory=dict)
     """Autoregressive stage → output → all units that it has emitted."""
+    turns: dict[str, list[TurnEnd]] = field(default_factory=dict)
+    """Autoregressive stage → the turns that ended among the units of its output, if the request is open."""
+    appended: list[Piece | None] = field(default_factory=list)
+    """What was appended to the open request, in order; None: its input was closed."""
     delivered: dict[tuple[str, int], int] = field(default_factory=dict)
     """(stage, output) → number of characters or samples that the client has."""
     shown: dict[tuple[str, str, int], int] = field(default_factory=dict)
@@ -125,9 +130,10 @@ class RequestState:
             journal.extend(fresh_units)
             fresh_ids = ids_of(fresh_units)
         if stage in (self.main, INPUT):  # whichever of them counts the prompt
-            self.usage.prompt_tokens = self.usage.prompt_tokens or emission.prompt_tokens
             self.usage.cached_tokens = self.usage.cached_tokens or emission.cached_tokens
-            self.usage.prompt_modalities = self.usage.prompt_modalities or emission.modality_tokens
+            if emission.prompt_tokens > self.usage.prompt_tokens:  # input may be appended
+                self.usage.prompt_tokens = emission.prompt_tokens
+                self.usage.prompt_modalities = emission.modality_tokens
         position = emission.position
         fresh: list[Delta] = []
         for delta in emission.deltas:
@@ -142,6 +148,12 @@ class RequestState:
             if new is not None:
                 fresh.append(new)
                 self._note_first(new)
+        if emission.turn is not None:
+            ended = self.turns.setdefault(stage, [])
+            if not ended or emission.turn.units > ended[-1].units:
+                ended.append(emission.turn)
+                if stage == self.main:
+                    fresh.append(TurnEnded(stage, emission.turn.finish_reason, emission.turn.stop_reason))
         if emission.end is not None and stage == self.main and emission.index not in self.told:
             self.told.add(emission.index)
             fresh += [ChoiceEnded(stage, choice) for choice in self._choices([emission.end])]

@@ -56,6 +56,8 @@ class ModelCard(msgspec.Struct):
     """Request options of the family."""
     max_model_len: int | None
     created: int
+    appends: bool = False
+    """Whether input can be appended to a running request."""
     open_options: bool = False
     """Accept all options: only the checkpoint's stages know them (a pipeline's own arguments)."""
     several_texts: bool = False

@@ -12,7 +12,7 @@ from segue.connectors.base import Connector
 from segue.engines.autoregressive.contract import LoraHost
 from segue.engines.contract import Engine, StageOutput, StageRequest, Transfer
 from segue.graph.deployment.stage_plan import StagePlan
-from segue.graph.parts import TOKENS
+from segue.graph.parts import CLIENT, INPUT, TOKENS
 from segue.kernels.device import end_where_lost
 from segue.messages.deltas import (
     AudioDelta,
@@ -28,6 +28,7 @@ from segue.messages.deltas import (
 )
 from segue.messages.errors import ConfigError, InvalidRequest, SegueError, StageFailed
 from segue.messages.sampling import SamplingParams, merged
+from segue.messages.units import TurnEnd
 from segue.messages.wire import AdapterLoaded, Begin, Emission, LoadAdapter, OutputEnd, Peer
 
 log = logging.getLogger(__name__)
@@ -87,17 +88,21 @@ class StageRunner:
         sampling = merged(request=asked, deployment=self.plan.sampling, family=self.default_sampling)
         seed = sampling.seed if sampling.seed is not None else begin.request.seed
         assert seed is not None, "the orchestrator gives every request a seed"
+        upstreams = frozenset(peer.stage for peer in begin.upstreams)
+        if begin.stage == INPUT and begin.request.open:
+            upstreams |= {CLIENT}
         request = StageRequest(
             request_id=begin.request.request_id,
             stage=self.plan.name,
             request=begin.request,
             sampling=sampling,
             seed=seed,
-            upstreams=frozenset(peer.stage for peer in begin.upstreams),
+            upstreams=upstreams,
             downstreams=frozenset(peer.stage for peer in begin.downstreams),
             to_client=frozenset(begin.to_client),
             resume=begin.resume[0] if begin.resume else [],
             resume_others=begin.resume[1:],
+            turns=begin.turns,
             priority=begin.request.priority if self.plan.scheduling == "priority" else 0,
         )
         visit = Visit(
@@ -115,6 +120,7 @@ class StageRunner:
         """Return the report of an output to the orchestrator, or None if there is nothing to report."""
         deltas = client_deltas(visit.request, output)
         end = end_of(output) if output.finished and visit.request.outputs > 1 else None
+        turn = turn_end_of(output) if output.turn_ended else None
         if not deltas and not output.token_ids and not output.prompt_tokens and end is None:
             return None
         emission = Emission(
@@ -124,6 +130,7 @@ class StageRunner:
             index=output.index,
             units=list(output.codes or output.token_ids),
             first_index=output.first_index,
+            turn=turn,
             deltas=deltas,
             position=visit.positions.get(output.index, 0),
             prompt_tokens=output.prompt_tokens,
@@ -138,6 +145,11 @@ class StageRunner:
 def end_of(output: StageOutput) -> OutputEnd:
     """Return how a finished output ended."""
     return OutputEnd(output.index, output.finish_reason, output.cumulative_logprob, output.stop_reason)
+
+
+def turn_end_of(output: StageOutput) -> TurnEnd:
+    """Return how a turn ended."""
+    return TurnEnd(output.first_index + len(output.token_ids), output.finish_reason, output.stop_reason)
 
 
 def units(delta: ClientDelta) -> int:

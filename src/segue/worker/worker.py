@@ -11,10 +11,12 @@ from collections import OrderedDict, deque
 
 from segue.connectors.base import Connector
 from segue.engines.contract import StageOutput
+from segue.graph.parts import CLIENT
 from segue.graph.stage_graph import INPUT
 from segue.messages.errors import Cancelled, InvalidRequest, SegueError
 from segue.messages.process import WorkerSpec
 from segue.messages.wire import (
+    Append,
     Begin,
     Chunk,
     Consumed,
@@ -205,6 +207,8 @@ class Worker:
                 self.unpause()
             case Begin():
                 self.on_begin(message)
+            case Append():
+                self.on_append(message)
             case Drop():
                 self.on_drop(message.request_id)
             case Resend():
@@ -245,6 +249,18 @@ class Worker:
             self.tell_failed(begin, as_stage_error(error, begin.stage))
             return
         self.take_early(request_id)
+
+    def on_append(self, message: Append) -> None:
+        """Feed what the client appended to the input stage."""
+        stage = self.stages[message.stage]
+        visit = stage.visits.get(message.request_id)
+        if visit is None or visit.begin.attempt != message.attempt:
+            return
+        try:
+            stage.engine.feed(message.request_id, CLIENT, {"piece": message.piece}, final=message.piece is None)
+        except Exception as error:
+            # see on_begin
+            self.spoilt(stage, visit, error)
 
     def acknowledge(self, stage: StageRunner, visit: Visit) -> None:
         """Tell the upstreams which chunks have been used, which frees their edges' budgets."""

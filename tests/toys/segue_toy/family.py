@@ -23,6 +23,7 @@ FAMILY = Family(
     architectures=frozenset({"ToyForConditionalGeneration"}),
     graph=graph,
     stages_module="segue_toy.stages",
+    appends=True,
     options=frozenset({"hold", "fail_at", "die_at", "lost_at"}),
 )
 

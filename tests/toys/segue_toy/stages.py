@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from segue.engines.autoregressive.contract import Fed, FlatBatch, KVSpec, Prompt
+from segue.engines.autoregressive.contract import Fed, FlatBatch, KVSpec, Prompt, Then
 from segue.engines.contract import LoadContext, Payload, StageOutput, StageRequest
 from segue.engines.module.contract import Result, Work
 from segue.messages.errors import InvalidRequest
@@ -72,10 +72,16 @@ class Input:
         payload: Payload = {"token_ids": torch.tensor(ids)}
         if "tokens" in message.modalities:
             payload["tokens"] = {"token_ids": list(ids), "token_strs": [str(token) for token in ids], "text": text}
-        return None, [Work(request.request_id, payload, last=True)]
+        if message.open:
+            payload["then"] = "turn" if message.reply else "hold"
+        return request.request_id, [Work(request.request_id, payload, last=not message.open)]
 
-    def feed(self, state: Any, upstream: str, payload: Payload, *, final: bool) -> list[Work]:
-        raise AssertionError("nothing feeds the input stage")
+    def feed(self, state: str, upstream: str, payload: Payload, *, final: bool) -> list[Work]:
+        piece, item = payload["piece"], {"then": "end"}
+        if piece is not None:
+            ids = piece.prompt_token_ids or [1 + ord(letter) % (VOCAB - 1) for letter in piece.prompt]
+            item = {"token_ids": torch.tensor(ids), "then": "turn" if piece.reply else "hold"}
+        return [Work(state, item, last=final)]
 
     def run(self, works: list[Work]) -> list[Result]:
         return [Result(work.item) for work in works]
@@ -105,9 +111,12 @@ class Counter:
         return request
 
     def feed(self, state: Any, upstream: str, payload: Payload, *, final: bool) -> Fed:
+        if "token_ids" not in payload:
+            return Fed(closed=True)
         options = state.request.options
         held = {"request": state} if options.get("hold") or options.get("lost_at") else {}
-        return Fed(prompt=Prompt(token_ids=payload["token_ids"].tolist(), extras=held))
+        prompt = Prompt(token_ids=payload["token_ids"].tolist(), extras=held)
+        return Fed(prompt=prompt, then=Then(payload.get("then", "end")))
 
     def embed(self, token_ids: torch.Tensor, conditioning: torch.Tensor | None) -> torch.Tensor:
         return token_ids.to(torch.float32)[:, None].expand(-1, WIDTH)

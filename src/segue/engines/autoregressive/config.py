@@ -36,6 +36,8 @@ class AutoregressiveConfig:
     enforce_eager: bool = False
     """Launch every kernel separately: no CUDA graphs."""
 
+    hold_seconds: float = 60.0
+    """How long a sequence keeps its blocks while it holds for more input."""
     kv_dtype: str = "auto"
     """Storage dtype of keys and values: `auto` (the dtype they are computed in) or `fp8`."""
 
@@ -48,6 +50,8 @@ class AutoregressiveConfig:
             raise ConfigError(f"prefix_states is {self.prefix_states}; it must be at least 0", field="prefix_states")
         if self.prefill_chunk is not None and self.prefill_chunk < 1:
             raise ConfigError(f"prefill_chunk is {self.prefill_chunk}; it must be at least 1", field="prefill_chunk")
+        if not self.hold_seconds > 0:
+            raise ConfigError(f"hold_seconds is {self.hold_seconds}; it must be above 0", field="hold_seconds")
         if self.deterministic and self.attention not in ("auto", "torch"):
             raise ConfigError(
                 f"attention is {self.attention!r}, but a deterministic stage has its own; leave it out",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -143,18 +144,34 @@ class Prompt:
     """Data for the family's own forward and transfers; the stage model slices per-token tensors [T, …]."""
 
 
+class Then(Enum):
+    """What a sequence does after a piece of its input (`hold`)."""
+
+    END = "end"
+    """It draws until its output ends. No further piece comes."""
+    TURN = "turn"
+    """It draws until its output ends, and then holds for the next piece."""
+    HOLD = "hold"
+    """It draws nothing and holds for the next piece."""
+
+
 @dataclass(slots=True)
 class Fed:
     """The result of feeding one chunk from upstream."""
 
     prompt: Prompt | None = None
-    """Set once, when the prompt is complete."""
+    """A complete piece of the input. Most requests have one. A later piece follows all that was computed and generated
+    before it; its `positions` count from there, and its ranges from its own first token."""
     conditioning: torch.Tensor | None = None
     """[n, width]: rows for the next generated tokens: over all chunks, row k belongs to generated token k."""
     tail: torch.Tensor | None = None
     """[width]: the row for every token after the last conditioning row; set when the stream has ended."""
     nothing: bool = False
     """The stream ended with nothing to generate: the request finishes (`stop`) without a token."""
+    then: Then = Then.END
+    """With a `prompt`: what follows it."""
+    closed: bool = False
+    """Without a `prompt`: no further piece comes. A sequence that holds goes on with `Then.END`."""
 
 
 @dataclass(slots=True)
@@ -171,7 +188,8 @@ class FlatBatch:
     """Passed to the decoder's forward as the keyword argument `paged`; reaches the registered attention function.
     None in the check at load, which runs one sequence with the library's own masks."""
     prompts: list[tuple[Prompt | None, int, int]] = field(default_factory=list)
-    """Per request: its prompt, and the range [start, stop) of its sequence that is in this batch."""
+    """Per request, and per piece of its input: the piece, and the range [start, stop) of its tokens and of those
+    generated after it that is in this batch, counted from its first token."""
     states: StateStep | None = None
     """The states of its sequences, for decoders with state (`KVSpec.states`); None if `attention` is None."""
     others: dict[str, torch.Tensor] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import torch
@@ -38,11 +39,13 @@ class AutoregressiveEngine:
         speculation: Speculation | None = None,
         *,
         ahead: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Allocates the KV cache. Raises `ConfigError` for a model that cannot be served in flat batches.
 
         `grammars` wakes a waiting worker loop when a grammar is compiled; None: it wakes nothing. `ahead`: dispatch a
-        step before the previous one completes, if possible; None: only on devices that run asynchronously.
+        step before the previous one completes, if possible; None: only on devices that run asynchronously. `clock`: for
+        `hold_seconds`.
         """
         resources = allocate(model, config, speculation)
         self.resources = resources
@@ -65,6 +68,7 @@ class AutoregressiveEngine:
         self._serial = 0
         self._stalled = False  # the last decision was empty, and nothing has changed since
         self._batch = 0
+        self._clock = clock
 
     # --- the contract ------------------------------------------------------------------------------------------------
 
@@ -104,6 +108,9 @@ class AutoregressiveEngine:
                 sequence.feed(fed, self.resources.longest_with(fed.prompt), self.resources.share_size)
                 if isinstance(sequence.branches, BeamGroup) and sequence.prompt is not None:
                     sequence.branches.limit(self._config.num_blocks, self._scheduler.limits)
+                if sequence.over and sequence.reported:
+                    self._removal.drop(request_id)
+                    self._between.append(_ended(sequence))
         except SegueError as error:
             self._between.append(self._removal.fail(request_id, error))
 
@@ -137,6 +144,7 @@ class AutoregressiveEngine:
     def step(self) -> list[StageOutput]:
         """Dispatch the next step, then complete the previous one; complete it first if the next one depends on it."""
         self._take_grammars()
+        self._scheduler.expire(self._clock() - self._config.hold_seconds)
         outputs, self._between = self._between, []
         before, self._flight = self._flight, None
         flight = self._dispatch(before)
@@ -147,6 +155,7 @@ class AutoregressiveEngine:
             self._flight = flight
         elif flight is not None:
             outputs += self._complete(flight)
+        self._scheduler.note_holding(self._clock())
         if not self._active and self._flight is None:
             self.resources.pool.audit_idle()
         return outputs
@@ -157,6 +166,9 @@ class AutoregressiveEngine:
         return {
             "waiting": len(scheduler.waiting),
             "running": len(scheduler.running),
+            "holding": sum(sequence.holds for sequence in self._active),
+            "held_blocks": len({block for job in scheduler.holding for block in job.blocks}),
+            "holds_expired_total": scheduler.expired,
             "batch": self._batch,
             "blocks_used": self.resources.pool.used,
             "blocks": self.resources.pool.total,
@@ -276,6 +288,18 @@ class AutoregressiveEngine:
 def _compiled(sequence: Sequence) -> bool:
     """Whether the grammar it waits for has compiled or failed."""
     return sequence.compiling is not None and sequence.compiling.done
+
+
+def _ended(sequence: Sequence) -> StageOutput:
+    """The last output of a sequence that was closed after a turn."""
+    reason, stop = sequence.last_end
+    return StageOutput(
+        sequence.request.request_id,
+        first_index=sequence.told,
+        finished=True,
+        finish_reason=reason,
+        stop_reason=stop,
+    )
 
 
 def _failure(scheduled: Seq[Scheduled], error: Exception) -> StageFailed:

@@ -12,20 +12,21 @@ import numpy as np
 import torch
 
 from segue.engines.autoregressive.cache.blocks import block_hash, chain_root
-from segue.engines.autoregressive.contract import AutoregressiveModel, EndsByRow, Fed, Prompt, row_identity
+from segue.engines.autoregressive.contract import AutoregressiveModel, EndsByRow, Fed, Prompt, Then
 from segue.engines.autoregressive.grammar.after_thoughts import AfterThoughts
 from segue.engines.autoregressive.grammar.grammar import Compilation, Form, Grammar
+from segue.engines.autoregressive.hold import Parts, Piece, check_open, turn_seed
 from segue.engines.autoregressive.sample.detokenize import Detokenizer, StopStrings
 from segue.engines.autoregressive.sample.logprobs import output_wanted, prompt_wanted
 from segue.engines.autoregressive.sample.penalties import bad_words
 from segue.engines.autoregressive.sample.sampler import RowSampler
 from segue.engines.autoregressive.sample.thinking import Thinking, marks_of
-from segue.engines.autoregressive.schedule.bidirectional import check_bidirectional
+from segue.engines.autoregressive.schedule.bidirectional import around, check_bidirectional
 from segue.engines.autoregressive.schedule.jobs import Job
 from segue.engines.autoregressive.schedule.policies import Rank
 from segue.engines.contract import StageOutput, StageRequest
 from segue.messages.errors import InvalidRequest, StageFailed, TooLong
-from segue.messages.units import Unit, ids_of, rows_of
+from segue.messages.units import TurnEnd, Unit, ids_of, rows_of
 
 
 class Branching:
@@ -125,17 +126,33 @@ class Sequence:
         self.job = Job(key, rank, tenant=request.request.tenant, share=request.request.share)
         kept = model.kv.states
         self.job.entire = kept is not None and not kept.continues
-        self.prompt: Prompt | None = None
+        self.input = Parts(model.axes)
         self.prompt_length = 0
-        self._positions: np.ndarray | None = None
+        """Tokens before the units of the current turn: the prompt, if it has one piece."""
         self.ids: list[int] = []
-        """Prompt and generated tokens."""
+        """Tokens of the input and generated ones."""
+        self._queue: deque[Piece] = deque()
+        """Pieces that arrived while a turn drew."""
+        self.then = Then.END
+        """What follows the last piece."""
+        self.holds = False
+        """It does not draw before more input arrives; its newest token is not computed."""
+        self._longest = 0
+        """The most tokens it can have."""
+        self.turns: list[TurnEnd] = []
+        """The turns that have ended."""
+        self._known = deque(request.turns if parent is None else [])
+        """The ends of the turns of an earlier attempt that are not repeated yet."""
+        self.told = 0
+        """Number of units that its outputs have had."""
+        self.counted = 0
+        """Input tokens that its outputs have had."""
+        self.untold: list[tuple[list[Unit], TurnEnd | None]] = []
+        """Units of an earlier attempt for its next output, by turn; with the end of the turn if it is over."""
         self.drafts: list[int] = []
         """Draft tokens after `ids`, to be verified in its next step."""
         self.wary = False
         """Its last step gave NaN with drafts: the next step runs without drafts."""
-        self.codes: list[list[int]] = []
-        """The row of each generated token, if the stage model yields rows of codes; its code 0 is in `ids`."""
         self.forced: int | None = None
         """The last token of an earlier attempt: taken instead of sampling one."""
         self.forced_row: list[int] = []
@@ -144,7 +161,8 @@ class Sequence:
         self.sampler: RowSampler | None = None
         sampling = request.sampling
         spoken = "text" in request.to_client and sampling.detokenize is not False
-        self.text = TextOutput(model, request) if spoken or sampling.stop else None
+        self._texts = spoken or bool(sampling.stop)
+        self.text = TextOutput(model, request) if self._texts else None
         self.logprobs = output_wanted(sampling, model.vocab_size)
         self._start: Grammar | None = None if parent is None else parent._start
         self.grammar: Form | None = None
@@ -163,8 +181,6 @@ class Sequence:
         ends = frozenset() if sampling.ignore_eos else model.end_token_ids
         self.end_ids = ends | frozenset(sampling.stop_token_ids or ())
         self._ends_by = model.ends if isinstance(model, EndsByRow) and not sampling.ignore_eos else None
-        self.announced = False
-        """Its first output has been emitted."""
         self.rows_given = 0
         """Captured rows of tokens [0, rows_given) have been emitted."""
         self.wants_rows = bool(request.downstreams) and model.kv.capture_width > 0
@@ -184,8 +200,34 @@ class Sequence:
         return (priority, arrival, serial + number)
 
     @property
+    def prompt(self) -> Prompt | None:
+        """The last piece of the input; None if there is none yet."""
+        return self.input.last.prompt if len(self.input) else None
+
+    @property
+    def codes(self) -> list[list[int]]:
+        """The row of each unit of this turn, if the stage model yields rows of codes; their codes 0 are in `ids`."""
+        return self.input.last.codes
+
+    @property
     def generated(self) -> int:
+        """Units of this turn."""
         return len(self.ids) - self.prompt_length
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left to draw, because the input was closed after a turn."""
+        return self.holds and self.then is Then.END
+
+    @property
+    def reported(self) -> bool:
+        """Whether its outputs had all that is known of it, rows of all tokens but the newest included."""
+        return not self.untold and (not self.wants_rows or self.rows_given >= len(self.ids) - 1)
+
+    @property
+    def last_end(self) -> tuple[str, int | str | None]:
+        """`finish_reason` and `stop_reason` of the last turn."""
+        return self.turns[-1].finish_reason, self.turns[-1].stop_reason
 
     @property
     def restricted(self) -> bool:
@@ -203,11 +245,11 @@ class Sequence:
     def take_grammar(self, start: Grammar) -> None:
         """Take the compiled grammar and advance it over the tokens of an earlier attempt."""
         self.compiling, self._start = None, start
-        if self.prompt is not None:
+        if self.sampler is not None:
             self._take_form()
 
     def _take_form(self) -> None:
-        """Start the grammar once both prompt and grammar have arrived."""
+        """Start the grammar once both it and the piece after which the sequence draws have arrived."""
         assert self.sampler is not None
         for resumed in (self.request.resume, *self.request.resume_others):
             place = self._form()
@@ -225,7 +267,7 @@ class Sequence:
             return None
         if marks.may_open and self._start is not None and self._start.fork().accept(marks.open[0]):
             marks = replace(marks, may_open=False)  # the grammar's own text can begin with this token
-        return Thinking(marks, self.prompt.token_ids)
+        return Thinking(marks, self.ids[: self.prompt_length])
 
     def _form(self) -> Form | None:
         """The grammar state of an output that has no token yet."""
@@ -254,7 +296,10 @@ class Sequence:
         if fed.prompt is not None and fed.prompt.reply:
             self._give(fed.prompt, longest)
         if fed.prompt is not None:
-            self._begin(fed.prompt, longest)
+            self._take(Piece(fed.prompt, fed.then), longest)
+        elif fed.closed:
+            self._close()
+        self.job.parked, self.job.since = False, None
         self.refresh(block_size)
 
     def _give(self, prompt: Prompt, longest: int) -> None:
@@ -270,53 +315,112 @@ class Sequence:
         self.request = replace(self.request, resume=list(prompt.reply), sampling=unbounded)
 
     def backlog(self) -> int:
-        """Number of chunks with unused rows; a row is used once the token after its own has been generated."""
+        """Number of chunks that wait: with unused rows (a row is used once the token after its own has been generated),
+        or with a piece of the input."""
         while self._unused and self._unused[0] <= self.generated:
             self._unused.popleft()
-        return len(self._unused) if self.prompt is not None else 0
+        return len(self._queue) + (len(self._unused) if len(self.input) else 0)
 
-    def _begin(self, prompt: Prompt, longest: int) -> None:
-        length = len(prompt.token_ids)
-        if not length:
+    def _take(self, piece: Piece, longest: int) -> None:
+        """Take a piece of the input, or queue it while a turn draws."""
+        if len(self.input) and (self._queue[-1].then if self._queue else self.then) is Then.END:
+            raise StageFailed("a piece of input came after the last one", stage=self.request.stage)
+        if self.model.conditioned and (len(self.input) or piece.then is not Then.END):
+            raise StageFailed("a stage that is conditioned on rows takes one prompt", stage=self.request.stage)
+        check_open(self.request.stage, self.request.sampling, piece.then)
+        self._longest = min(self._longest, longest) if len(self.input) else longest
+        if len(self.input) and not self.holds:
+            self._queue.append(piece)
+        else:
+            self._begin(piece)
+
+    def _close(self) -> None:
+        """Take the end of the input: the last piece becomes the final one."""
+        if self._queue:
+            self._queue[-1] = Piece(self._queue[-1].prompt, Then.END)
+        elif not len(self.input):
+            raise InvalidRequest("the input was closed without a token; append at least one", field="append")
+        elif self.then is Then.HOLD:
+            self.then, self.holds = Then.END, False
+            self._begin_turn()
+        else:
+            self.then = Then.END
+
+    def _begin(self, piece: Piece) -> None:
+        """Add a piece to the known tokens, and begin to draw after it unless it says to hold."""
+        prompt, stage, start = piece.prompt, self.request.stage, len(self.ids)
+        length = start + len(prompt.token_ids)
+        if not prompt.token_ids:
             raise InvalidRequest("the prompt is empty; send at least one token", field="messages")
-        if length + 1 > longest:
+        if length + 1 > self._longest:
+            begun = f"the input has {length} tokens with all that was generated for it" if start else None
             raise TooLong(
-                f"the prompt has {length} tokens; with one for the reply that is more than the {longest} this "
-                f"deployment can hold for a request at stage {self.request.stage!r}",
-                field="messages",
+                f"{begun or f'the prompt has {length} tokens'}; with one for the reply that is more than the "
+                f"{self._longest} this deployment can hold for a request at stage {stage!r}",
+                field="append" if start else "messages",
             )
-        _check_prompt(prompt, self.model.axes, self.request.stage)
-        self.prompt = prompt
+        _check_prompt(prompt, self.model.axes, stage)
+        self.input.add(prompt, start)
+        self.ids += prompt.token_ids
         self.prompt_length = length
-        self.job.bidirectional = tuple(prompt.bidirectional)
-        self._positions = None if prompt.positions is None else prompt.positions.cpu().numpy()
-        self.most = longest - length
-        if self.request.sampling.max_tokens is not None:
-            self.most = min(self.most, self.request.sampling.max_tokens)
+        self.job.bidirectional += tuple((start + first, start + last) for first, last in prompt.bidirectional)
+        self.job.appended += length - start if start else 0
         self.shareable = self.shareable and (prompt.identity is None or bool(prompt.identity))
-        model, request = self.model, self.request
+        self.then, self.holds = piece.then, piece.then is Then.HOLD
+        if not self.holds:
+            self._begin_turn()
+
+    def _begin_turn(self) -> None:
+        """Begin to draw. Tokens of an earlier attempt are taken instead of drawn."""
+        model, request, prompt = self.model, self.request, self.input.last.prompt
+        self.most = self._longest - self.prompt_length
+        if request.sampling.max_tokens is not None:
+            self.most = min(self.most, request.sampling.max_tokens)
+        turn = len(self.turns)
+        if turn and self._texts:
+            self.text = TextOutput(model, request)
+        self.logprob = 0.0
+        begin = self.turns[-1].units if turn else 0
+        if self._known:
+            self._repeat(self._known.popleft(), request.resume[begin:])
+            return
         self.sampler = RowSampler.of(
             request.sampling,
-            request.seed,
-            prompt.token_ids,
+            turn_seed(request.seed, turn),
+            self.ids[: self.prompt_length],
             model.vocab_size,
             model.end_token_ids,
             self.words,
             self._thinking(),
             prompt.rule,
         )
-        self.ids = list(prompt.token_ids)
         if self.branches is None:
-            self.go_on(request.resume)
+            self.go_on(request.resume[begin:])
         if self._start is not None and self._root:
             self._take_form()
+
+    def _repeat(self, end: TurnEnd, resume: Seq[Unit]) -> None:
+        """Take all units of a turn that ended in an earlier attempt. `resume`: its units, and those after it."""
+        units = list(resume[: end.units - (self.turns[-1].units if self.turns else 0)])
+        self.ids += ids_of(units)
+        self.input.last.codes += rows_of(units)
+        self.untold.append((units, end))
+        self.end_turn(end)
+
+    def end_turn(self, end: TurnEnd) -> None:
+        """Hold after a turn, or go on with the next pieces if they have arrived. Raises `TooLong` for one of them."""
+        self.turns.append(end)
+        self.holds = True
+        while self._queue and self.holds:
+            self._begin(self._queue.popleft())
 
     def go_on(self, resume: Seq[Unit]) -> None:
         """Take the tokens of an earlier attempt, except the last, which is taken as if it were sampled."""
         assert self.sampler is not None
         known, rows = ids_of(resume), rows_of(resume)
         self.ids += known[:-1]
-        self.codes += rows[:-1]
+        self.input.last.codes += rows[:-1]
+        self.untold.append((list(resume[:-1]), None))
         for token in known[:-1]:
             self.sampler.saw(token)
         self.forced = known[-1] if known else None
@@ -327,7 +431,7 @@ class Sequence:
         """Continue from the end of the prompt of `parent`, which both sequences share."""
         assert parent.prompt is not None
         self.shareable = parent.shareable
-        self._begin(parent.prompt, parent.most + parent.prompt_length)
+        self._take(Piece(parent.prompt, Then.END), parent.most + parent.prompt_length)
         self.job.hashes = parent.job.hashes[:]
         self.job.paused = parent.job.paused
         self.refresh(block_size)
@@ -363,7 +467,7 @@ class Sequence:
         """Append one generated token. `row`: its row of codes, if it has one."""
         assert self.sampler is not None
         self.ids.append(token)
-        self.codes += row
+        self.input.last.codes += row
         self.sampler.saw(token)
         self.forced, self.forced_row = None, []
         self.wary = False
@@ -382,60 +486,40 @@ class Sequence:
         return known + self.drafts[max(0, start - after) : stop - after] if stop > after else known
 
     def expect(self, block_size: int) -> None:
-        """Advance as if the token that is being drawn were known, unless it is the last one in any case."""
-        if self.generated + 1 < self.most:
+        """Advance as if the token that is being drawn were known, unless it is the last one in any case, or of a turn
+        that has ended."""
+        if self.generated + 1 < self.most and not self.holds:
             self.refresh(block_size, coming=1)
 
     def refresh(self, block_size: int, *, coming: int = 0) -> None:
         """Update `job` after tokens or rows arrived. `coming`: tokens assumed to be known already."""
-        if self.prompt is None:
+        if not len(self.input):
             return
         job = self.job
         job.length = job.ready = len(self.ids) + coming
+        job.open = self.holds
         if self.compiling is not None:
             job.ready = 0
             return
+        if self.holds:
+            job.ready = around(job.bidirectional, job.length - 1)[0]
         shared = len(self.ids)
         if self.model.conditioned:
             # a generated token's identity depends on its row, so only the prompt is shared
             shared = self.prompt_length
             if self.conditioning.tail is None:
                 job.ready = min(job.length, self.prompt_length + self.conditioning.count)
+                job.open = self.request.request.open
         if block_size and self.shareable:
             while (len(job.hashes) + 1) * block_size <= shared:
                 start = len(job.hashes) * block_size
                 parent = job.hashes[-1] if job.hashes else chain_root(self.request.request.cache_salt)
-                job.hashes.append(block_hash(parent, self._identity(start, start + block_size)))
-
-    def _identity(self, start: int, stop: int) -> bytes:
-        """Identity of tokens [start, stop) as bytes; equal only if K, V and captured rows are equal."""
-        prompt = self.prompt
-        assert prompt is not None
-        known = prompt.token_ids if prompt.identity is None else prompt.identity
-        begin = max(start, self.prompt_length)
-        generated: Seq[int | bytes] = self.ids[begin:stop]
-        if self.codes:
-            rows = self.codes[begin - self.prompt_length : max(0, stop - self.prompt_length)]
-            generated = [row_identity(row) for row in rows]
-        items = [*known[start:stop], *generated]
-        text = b"".join(b"b%d:%b" % (len(item), item) if isinstance(item, bytes) else b"i%d," % item for item in items)
-        if prompt.positions is None and not prompt.position_delta:
-            return text
-        return text + self.positions(start, stop).tobytes()
+                identity = self.input.identity(start, start + block_size, self.ids)
+                job.hashes.append(block_hash(parent, identity))
 
     def positions(self, start: int, stop: int) -> np.ndarray:
         """[axes, stop - start] int64."""
-        known = self._positions
-        if known is not None and stop <= self.prompt_length:
-            return known[:, start:stop]
-        after = np.arange(start, stop)
-        if self.prompt is not None and self.prompt.position_delta:
-            after[max(0, self.prompt_length - start) :] += self.prompt.position_delta
-        positions = np.broadcast_to(after, (self.model.axes, stop - start))
-        if known is not None and start < self.prompt_length:
-            positions = positions.copy()
-            positions[:, : self.prompt_length - start] = known[:, start:]
-        return positions
+        return self.input.positions(start, stop)
 
 
 def _check_prompt(prompt: Prompt, axes: int, stage: str) -> None:

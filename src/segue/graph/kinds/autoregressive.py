@@ -60,6 +60,8 @@ class AutoregressivePlan(StagePlan):
     quantization: str = "none"
     kv_dtype: str = "auto"
     """One of `KV_DTYPES`."""
+    hold_seconds: float = 60.0
+    """How long a request keeps its KV blocks while it waits for more input."""
 
     @property
     def ranks(self) -> int:
@@ -101,6 +103,7 @@ def _settings(section: Section, device: str) -> dict[str, Any]:
         "max_logprobs": section.integer("max_logprobs", 20, least=-1),
         "enforce_eager": section.flag("enforce_eager", False),
         "compile": section.flag("compile", False),
+        "hold_seconds": section.number("hold_seconds", 60.0),
     }
 
 
@@ -145,6 +148,7 @@ AUTOREGRESSIVE = EngineKind(
         "speculation",
         "quantization",
         "kv_dtype",
+        "hold_seconds",
         "sampling",
         "lora",
     ),

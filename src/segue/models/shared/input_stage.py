@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
+
+import msgspec
 
 from segue.engines.contract import Payload, StageRequest
 from segue.engines.module.contract import Result, Work
@@ -10,9 +13,12 @@ from segue.media.limits import DecodeBudget
 from segue.messages.errors import InvalidRequest, SegueError
 from segue.messages.request import Request
 
+THEN = "then"
+"""Key of a payload: what follows this piece of an open request."""
+
 
 class InputStage(ABC):
-    """`ModuleModel` that works on the request itself: one item per request."""
+    """`ModuleModel` that works on the request itself: one item per request, or per piece of an open one."""
 
     budget: DecodeBudget | None = None
     """Decoding budget for the media of each request, if the model takes media."""
@@ -27,29 +33,46 @@ class InputStage(ABC):
         """Process one short text, unless the stage accepts none (no tokenizer)."""
         self._result(Request(request_id="warm-up", prompt="Good morning!"))
 
-    def begin(self, request: StageRequest) -> tuple[None, list[Work]]:
-        """One work item: the request is complete."""
-        return None, [Work(request.request_id, request.request, last=True)]
+    def begin(self, request: StageRequest) -> tuple[Any, list[Work]]:
+        """One work item: the request. More follow if it is open."""
+        asked = request.request
+        return asked, [Work(request.request_id, asked, last=not asked.open)]
 
-    def feed(self, state: None, upstream: str, payload: Payload, *, final: bool) -> list[Work]:
-        """Never called with data: no stage precedes the input stage."""
-        return []
+    def feed(self, state: Request, upstream: str, payload: Payload, *, final: bool) -> list[Work]:
+        """A piece that the client appended, as a request of its own, or the end of the input. `state`: the request."""
+        piece = payload["piece"]
+        if piece is None:
+            return [Work(state.request_id, None, last=final)]
+        item = msgspec.structs.replace(
+            state,
+            messages=[],
+            prompt=piece.prompt,
+            prompt_token_ids=piece.prompt_token_ids,
+            prompt_embeds=None,
+            add_special_tokens=False,
+            reply=piece.reply,
+        )
+        return [Work(state.request_id, item, last=final)]
 
-    def end(self, state: None) -> None:
-        """Nothing to free: no state is kept per request."""
+    def end(self, state: Any) -> None:
+        """Nothing to free."""
 
     def run(self, works: list[Work]) -> list[Result]:
-        """Requests → payloads, or an error for each invalid request."""
-        return [self._result(work.item) for work in works]
+        """Requests → payloads, or an error for each invalid request. Payloads of open requests say what follows the
+        input (`THEN`: a value of the autoregressive engine's `Then`); that of the end has nothing else."""
+        return [Result({THEN: "end"}) if work.item is None else self._result(work.item) for work in works]
 
     def _result(self, request: Request) -> Result:
         if self.budget is not None:
             self.budget.begin()
         try:
             self._check_embeds(request)
-            return Result(self.process(request))
+            payload = self.process(request)
         except SegueError as error:
             return Result(error=error)
+        if request.open:
+            payload[THEN] = "turn" if request.reply else "hold"
+        return Result(payload)
 
     def _check_embeds(self, request: Request) -> None:
         if not self.takes_embeds and (found := request.embedded()):

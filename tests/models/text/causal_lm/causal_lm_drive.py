@@ -26,7 +26,8 @@ class Drive:
         self.engine = AutoregressiveEngine(adapter, sizes, speculation=speculation, ahead=ahead)
         self.answers: dict[tuple[str, int], list[int]] = {}
 
-    def add(self, name: str, prompt: list[int], *, seed: int = 0, **sampling: Any) -> None:
+    def add(self, name: str, prompt: list[int], *, then: str = "end", seed: int = 0, **sampling: Any) -> None:
+        """`then`: what follows the prompt (`Then`); more may be appended."""
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": TOKENS, **sampling}).over(FALLBACK)
         request = StageRequest(
             name,
@@ -39,7 +40,10 @@ class Drive:
             to_client=frozenset(),
         )
         self.engine.add(request)
-        self.engine.feed(name, "input", {"token_ids": torch.tensor(prompt)}, final=True)
+        self.append(name, prompt, then)
+
+    def append(self, name: str, piece: list[int], then: str) -> None:
+        self.engine.feed(name, "input", {"token_ids": torch.tensor(piece), "then": then}, final=then == "end")
 
     def step(self) -> None:
         for output in self.engine.step():

@@ -158,6 +158,27 @@ def test_steps_launched_ahead(some: Path) -> None:
     assert answers == generate(some, PROMPTS[:20], TOKENS)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_input_that_is_appended(some: Path, ahead: bool) -> None:
+    """In pieces and in turns; while one holds, others take the slot of its state, or do not need it."""
+    first, second = PROMPTS[12], PROMPTS[16]
+    [reply] = generate(some, [first], TOKENS)
+    [after] = generate(some, [[*first, *reply, *second]], TOKENS)
+    for slots in (1, 4):
+        drive = Drive(load(some), max_batch=slots, ahead=ahead)
+        drive.add("0", first[:5], then="hold")
+        drive.run()
+        drive.append("0", first[5:], "turn")
+        assert drive.run()["0", 0] == reply
+        drive.add("other", PROMPTS[20])
+        assert drive.run()["other", 0] == generate(some, [PROMPTS[20]], TOKENS)[0]
+        assert drive.engine.stats()["preemptions_total"] == (slots == 1)
+        drive.append("0", second[:1], "hold")
+        drive.append("0", second[1:], "end")
+        assert drive.run()["0", 0] == [*reply, *after]
+        assert drive.engine.stats()["blocks_used"] == 0
+
+
 def test_prompts_with_a_common_beginning(some: Path) -> None:
     """Together, in pieces, launched ahead; then again, and with the replies before them."""
     adapter = load(some)

@@ -153,8 +153,9 @@ class BeamGroup(Branching):
         root = self.root
         for number in range(1, self.width + 1):
             beam = Sequence(root.request, root.model, root.rank_of(number), parent=root, number=number)
-            beam.branches, beam.announced = self, True
+            beam.branches = self
             beam.follow(root, block_size)
+            beam.counted = root.counted
             beam.grammar = None if root.grammar is None else root.grammar.fork()
             active.fork(root, beam)
             self.beams.append(beam)

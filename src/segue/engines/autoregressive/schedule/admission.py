@@ -4,8 +4,8 @@ In the order of admission, each waiting sequence is looked up in the prefix cach
 
 - skipped, if a running one computes its next block in this step: equal prompts are computed once. It keeps a claim to
   its other blocks.
-- admitted, if all blocks of its prompt fit beside those that others will still need. Paused sequences are preempted for
-  it.
+- admitted, if all blocks of its prompt fit beside those that others will still need. Sequences that hold for more
+  input, and then paused ones, are preempted for it.
 
 The first one that does not fit ends the admission: smaller ones behind it never overtake it forever."""
 
@@ -64,7 +64,7 @@ class Admission:
     """Free slots for states, less those reserved for forks."""
     promised: int
     """Blocks that running prefills, and skipped sequences, will still need: not available to others."""
-    paused: list[Job]
+    idle: list[Job]
     """Running sequences that may be preempted, the last first."""
     admitted: list[Run] = field(default_factory=list)
     preempted: list[Job] = field(default_factory=list)
@@ -87,7 +87,7 @@ class Admission:
     def skip(self, job: Job, prefix: Prefix) -> bool:
         """Let a sequence wait for the blocks that are coming, with a claim to the others. False if these do not fit."""
         needed = missing(self.limits, job, visible(self.limits.windows, prefix.coming, self.limits.block_size))
-        if needed + self.promised > self.ledger.available and not self.paused:
+        if needed + self.promised > self.ledger.available and not self.idle:
             return False
         self.promised += needed
         self.room -= job.width
@@ -121,11 +121,11 @@ class Admission:
         return self.ledger.available - self.ledger.unused(prefix.found) - self.promised
 
     def _preempt_for(self, job: Job, prefix: Prefix) -> None:
-        """Preempt paused sequences until this one fits, or none is left."""
-        while self.paused and not self._fits(job, prefix):
-            victims = self.paused.pop().together
+        """Preempt idle sequences until this one fits, or none is left."""
+        while self.idle and not self._fits(job, prefix):
+            victims = self.idle.pop().together
             self.slots += sum(victim.width for victim in victims)
-            self.paused = [other for other in self.paused if other not in victims]
+            self.idle = [other for other in self.idle if other not in victims]
             self.preempted += victims
             for victim in victims:
                 self.ledger.drop(victim.blocks)
@@ -182,15 +182,17 @@ def admission_of(
         launched,
         runs,
         tokens=min(limits.max_tokens - sum(run.tokens for run in runs), prefill),
-        room=limits.max_batch - sum(job.width for job in running if not job.paused),
+        room=limits.max_batch - sum(job.width for job in running if not (job.paused or job.holding)),
         # a running sequence holds a slot and reserves the slots of its forks
         slots=_ENOUGH if slots is None else slots - sum(job.width - 1 for job in running),
         promised=sum(
             missing(limits, job, [len(table.blocks) + planned.get(id(job), 0) for table in job.tables])
             for job in running
-            if not job.paused
+            if not (job.paused or job.holding)
         ),
-        paused=[job for job in running if job.paused and job.tables],
+        idle=sorted(
+            (job for job in running if (job.paused or job.holding) and job.tables), key=lambda job: job.holding
+        ),
     )
 
 

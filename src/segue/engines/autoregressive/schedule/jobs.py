@@ -27,8 +27,9 @@ class Table:
 @dataclass(slots=True, eq=False)
 class Job:
     """The scheduler's view of a sequence. The engine owns `length`, `ready`, `drafts`, `hashes`, `fresh`,
-    `bidirectional`, `entire` and `paused`; the scheduler owns `computed`, `launched`, `tables`, `slot`, `wanted`,
-    `held`, `drafted`, `newest`, `forked` and `running`."""
+    `bidirectional`, `entire`, `paused`, `open` and `appended`; the scheduler owns `computed`, `launched`, `tables`,
+    `slot`, `wanted`, `held`, `drafted`, `newest`, `forked` and `running`. `parked` and `since` are set by the scheduler
+    and reset by the engine when more input arrives."""
 
     key: str
     rank: Rank
@@ -65,6 +66,14 @@ class Job:
     newest: bytes | None = None
     """Hash of the last state kept while it generated; the next such state replaces it."""
     paused: bool = False
+    open: bool = False
+    """It waits for more input as soon as the `ready` tokens are computed (`hold`)."""
+    parked: bool = False
+    """It was preempted while tokens after `ready` waited for input: it is not admitted before more input arrives."""
+    since: float | None = None
+    """Since when it holds."""
+    appended: int = 0
+    """Known tokens that were appended to its input and not yet charged to its tenant."""
     running: bool = False
     tenant: str = ""
     share: float = 1.0
@@ -92,7 +101,12 @@ class Job:
 
     @property
     def runnable(self) -> bool:
-        return not self.paused and self.ready > self.computed
+        return not self.paused and self.ready > self.computed and (self.running or not self.parked)
+
+    @property
+    def holding(self) -> bool:
+        """Whether it holds its blocks only for input that may come."""
+        return self.open and self.running and self.ready <= self.computed
 
     @property
     def decoding(self) -> bool:

@@ -44,6 +44,8 @@ class Served(Protocol):
     length: int
     charged: int
     """Tokens already charged to its tenant; recomputation after a preemption costs nothing more."""
+    appended: int
+    """Tokens of later input among those that are not charged yet: each counts as a prompt token."""
 
     @property
     def runnable(self) -> bool: ...
@@ -105,14 +107,18 @@ class Accounts:
     def admit(self, job: Served) -> None:
         """Charge the prompt of an admitted request, unless it was admitted before."""
         self.counters[job.tenant] = self.counters.get(job.tenant, 0) + _prompt_cost(job)
-        job.charged = job.charged or job.length
+        if not job.charged:
+            job.charged, job.appended = job.length, 0
         self._last = job.tenant
 
     def generated(self, job: Served, tokens: int) -> None:
         """Charge a sequence that has `tokens` tokens now (known ones, and one about to be drawn)."""
         new = max(0, tokens - job.charged)
-        self.counters[job.tenant] = self.counters.get(job.tenant, 0) + OUTPUT_WEIGHT * new / job.share
+        given = min(new, job.appended)
+        service = PROMPT_WEIGHT * given + OUTPUT_WEIGHT * (new - given)
+        self.counters[job.tenant] = self.counters.get(job.tenant, 0) + service / job.share
         job.charged += new
+        job.appended -= given
 
 
 def _prompt_cost(job: Served) -> float:

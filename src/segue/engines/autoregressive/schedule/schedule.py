@@ -8,12 +8,12 @@ follow: it wants `ready + drafts - computed` tokens. `continue_running` serves r
 blocks, and no sequence is preempted for them. If some sequences decode, prefills share `prefill_chunk` tokens of the
 step, so a long prompt delays the next token of others by at most one chunk.
 
-When blocks run short, sequences are preempted and later recomputed: paused ones first (their downstream is full, so
-they cannot use their blocks), then those of lower rank, then those of higher rank that wait for an input. So the first
-runnable sequence always runs, whatever the others hold: with finite outputs, every request finishes. A waiting sequence
-may preempt only paused ones, and admission ends at the first one that does not fit: smaller ones never overtake it
-forever. A waiting sequence whose next block a running one is computing waits for it: equal prompts that arrive together
-are computed once.
+When blocks run short, sequences are preempted and later recomputed: those that hold for more input first (`hold`), then
+paused ones (their downstream is full, so they cannot use their blocks), then those of lower rank, then those of higher
+rank that wait for an input. So the first runnable sequence always runs, whatever the others hold: with finite outputs,
+every request finishes. A waiting sequence may preempt only holding and paused ones, and admission ends at the first one
+that does not fit: smaller ones never overtake it forever. A waiting sequence whose next block a running one is
+computing waits for it: equal prompts that arrive together are computed once.
 
 A forked sequence shares blocks with its copies. If its next token goes to a block that others still hold, it takes a
 copy of that block first. The beams of one request form a beam group: they compute their next tokens in one step, all or
@@ -110,13 +110,15 @@ def _run(job: Job, tokens: int, ledger: Ledger, limits: Limits) -> Run:
 
 
 def _victim(running: Seq[Job], job: Job, settled: set[int]) -> Job | None:
-    """Choose the sequence to preempt for `job`: a paused one, else one of lower rank, else one that waits for input."""
+    """Choose the sequence to preempt for `job`: one that holds for more input, else a paused one, else one of lower
+    rank, else one that waits for input."""
     others = [
         other
         for other in reversed(running)
         if other.tables and job not in other.beam_group and settled.isdisjoint(map(id, other.together))
     ]
     for kind in (
+        lambda other: other.holding,
         lambda other: other.paused,
         lambda other: other.rank > job.rank,
         lambda other: not other.runnable,
@@ -161,7 +163,9 @@ def _add_drafts(running: Seq[Job], runs: Seq[Run], ledger: Ledger, limits: Limit
     """The runs, with drafts that fit into the remaining budget and blocks; blocks that prefills will still need are not
     used. `keeps`: keep the state before drafts, to continue from it if one is rejected."""
     planned = {id(run.job): run.allocate for run in runs}
-    under_way = [(job, [len(table.blocks) for table in job.tables]) for job in running if not job.paused]
+    under_way = [
+        (job, [len(table.blocks) for table in job.tables]) for job in running if not (job.paused or job.holding)
+    ]
     under_way += [(run.job, [len(blocks) for blocks in run.hit]) for run in runs if not run.job.running]
     promised = sum(
         missing(limits, job, [held + planned.get(id(job), 0) for held in tables]) for job, tables in under_way

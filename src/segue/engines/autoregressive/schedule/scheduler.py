@@ -34,6 +34,8 @@ class Scheduler:
         self.leaving: list[Job] = []
         """Finished jobs whose blocks a step in flight still writes to."""
         self.preemptions = 0
+        self.expired = 0
+        """Sequences whose blocks were given back because they held for too long."""
         self.query_tokens = 0
         self.hit_tokens = 0
 
@@ -161,11 +163,30 @@ class Scheduler:
                 job.newest = job.hashes[index]
 
     def restart(self, job: Job) -> None:
-        """Discard its computed tokens: it waits to be recomputed."""
+        """Discard its computed tokens: it waits to be recomputed, and first for the input that it lacks."""
         self._release(job)
         self.running.remove(job)
         job.running = False
+        job.parked = job.ready < job.length and not job.beam_group
+        job.since = None
         self.add(job)
+
+    def note_holding(self, now: float) -> None:
+        """Record since when each sequence holds. `now`: time.monotonic()."""
+        for job in self.running:
+            job.since = (now if job.since is None else job.since) if job.holding else None
+
+    def expire(self, before: float) -> None:
+        """Give back the blocks of sequences that have held since a time up to `before`."""
+        for job in [job for job in self.running if job.since is not None and job.since <= before]:
+            if job.holding and not job.launched:
+                self.restart(job)
+                self.expired += 1
+
+    @property
+    def holding(self) -> list[Job]:
+        """The sequences that hold blocks only for input that may come."""
+        return [job for job in self.running if job.holding]
 
     def fork(self, job: Job, child: Job) -> None:
         """Start `child` running with everything that `job` has in the cache."""

@@ -158,14 +158,13 @@ def may_speculate(sequence: Sequence) -> bool:
 
 def _wanted(sequence: Sequence, most: int) -> Wanted:
     assert sequence.sampler is not None
-    assert sequence.prompt is not None
     return Wanted(
         key=sequence.job.key,
         ids=sequence.ids,
         most=min(most, sequence.most - sequence.generated - 1),
         generated=sequence.generated,
         sampler=sequence.sampler,
-        plain=sequence.prompt.embeds is None,
+        plain=sequence.input.plain,
     )
 
 
@@ -174,10 +173,9 @@ def _computed(
 ) -> Iterator[Computed]:
     begin = 0
     for sequence, run in scheduled:
-        job, prompt = sequence.job, sequence.prompt
-        assert prompt is not None
+        job = sequence.job
         # ids do not represent such prompts, so they cannot be embedded again: only their last row is used
-        start = run.start if prompt.embeds is None else max(run.start, sequence.prompt_length - 1)
+        start = run.start if sequence.input.plain else max(run.start, sequence.prompt_length - 1)
         if job.key in alive and may_speculate(sequence) and start < job.computed:
             part = slice(begin + start - run.start, begin + job.computed - run.start)
             yield Computed(job.key, sequence.ids, start, rows[part], positions[part])

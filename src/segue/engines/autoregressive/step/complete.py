@@ -20,6 +20,7 @@ from segue.engines.autoregressive.step.resources import Resources
 from segue.engines.contract import StageOutput
 from segue.kernels.attention.paged_step import HybridStep, PagedStep
 from segue.messages.errors import SegueError, StageFailed
+from segue.messages.units import TurnEnd
 
 
 class Completion:
@@ -66,6 +67,8 @@ class Completion:
         batch; `finite`: their hidden states are finite."""
         request_id = sequence.request.request_id
         forks = _new_forks(sequence)
+        if _stale(sequence, run):
+            picks = {}
         taken = [picks[fork.job.key] for fork in (sequence, *forks) if fork.job.key in picks]
         broken = not finite or not all(picked.finite for picked in taken)
         if broken and run.drafts:
@@ -89,11 +92,25 @@ class Completion:
             output, new = self._output(branch, run, picks.get(branch.job.key), captured, forked=bool(forks))
             if output.error is not None:
                 return [*outputs, self._removal.fail(output.request_id, output.error)]
+            if branch.over and branch.job.computed >= branch.job.ready:
+                new = output.finished = True
+                output.finish_reason, output.stop_reason = branch.last_end
             if new:
                 outputs += branch.branches.give(output) if isinstance(branch.branches, Forks) else [output]
             if output.finished:
                 self._removal.remove(branch)
+            elif output.turn_ended:
+                outputs += self._end_turn(branch, output)
         return outputs
+
+    def _end_turn(self, sequence: Sequence, output: StageOutput) -> list[StageOutput]:
+        """Let a sequence hold after a turn, or go on with the next piece of its input."""
+        try:
+            sequence.end_turn(TurnEnd(sequence.told, output.finish_reason, output.stop_reason))
+        except SegueError as error:
+            return [self._removal.fail(output.request_id, error)]
+        sequence.refresh(self._share_size)
+        return []
 
     def _output(
         self, sequence: Sequence, run: Run, picked: Pick | None, captured: torch.Tensor | None, *, forked: bool
@@ -102,10 +119,11 @@ class Completion:
         output = StageOutput(sequence.request.request_id, index=sequence.index)
         new = announce(sequence, run, output)
         if picked is not None:
-            if sequence.index == 0 and sequence.generated == 0:
+            if sequence.index == 0 and sequence.generated == 0 and not sequence.turns:
                 sequence.tell_prompt(output)
             self._accept(sequence, run, picked, output)
             new = True
+        sequence.told += len(output.token_ids)
         if output.error is not None:
             return output, new
         if not forked:
@@ -160,3 +178,8 @@ def _new_forks(sequence: Sequence) -> list[Sequence]:
     if isinstance(sequence.branches, Forks):
         forks, sequence.branches.new = sequence.branches.new, []
     return forks
+
+
+def _stale(sequence: Sequence, run: Run) -> bool:
+    """Whether a turn ended after this run was dispatched: what it draws is not wanted."""
+    return bool(sequence.turns) and (sequence.holds or run.stop - run.drafts < sequence.prompt_length)

@@ -56,6 +56,7 @@ def flat_batch(
     conditioning: list[torch.Tensor] = []
     codes: list[list[int]] = []
     codes_coming: list[tuple[int, int]] = []
+    prompts: list[tuple[Prompt | None, int, int]] = []
     for sequence, run in scheduled:
         begin = len(ids)
         ids += sequence.tokens(run.start, run.stop)
@@ -65,27 +66,27 @@ def flat_batch(
             ids.append(0)
         assert len(ids) == begin + run.tokens, "a run covers tokens that were not drawn"
         places.append(sequence.positions(run.start, run.stop))
-        border = min(max(sequence.prompt_length, run.start), run.stop)
-        middle = begin + border - run.start
-        prompt = sequence.prompt
-        assert prompt is not None
-        for start, stop, rows in _prompt_pieces(prompt, run.start, border):
-            at = begin + start - run.start
-            if rows is None:
-                plain.append((at, at + stop - start))
-            else:
-                own.append((at, rows.to(model.device)))
-        if border == run.stop:
-            continue
-        first, last = border - sequence.prompt_length, run.stop - sequence.prompt_length
-        if model.conditioned:
-            conditioning.append(sequence.conditioning.rows(first, last))
-        if groups:
-            codes += sequence.codes[first:last]
-            if last > len(sequence.codes):
-                codes_coming.append((len(codes), coming[-1][1]))
-                codes.append([0] * groups)
-        (generated if model.conditioned or groups else plain).append((middle, len(ids)))
+        at = begin
+        for part, start, stop in sequence.input.within(run.start, run.stop):
+            prompts.append((part.prompt, start, stop))
+            border = min(max(part.length, start), stop)
+            for first, last, rows in _prompt_pieces(part.prompt, start, border):
+                piece = at + first - start
+                if rows is None:
+                    plain.append((piece, piece + last - first))
+                else:
+                    own.append((piece, rows.to(model.device)))
+            if border < stop:
+                first, last = border - part.length, stop - part.length
+                if model.conditioned:
+                    conditioning.append(sequence.conditioning.rows(first, last))
+                if groups:
+                    codes += part.codes[first:last]
+                    if last > len(part.codes):
+                        codes_coming.append((len(codes), coming[-1][1]))
+                        codes.append([0] * groups)
+                (generated if model.conditioned or groups else plain).append((at + border - start, at + stop - start))
+            at += stop - start
     arrays = [np.array(ids), np.concatenate(places, axis=1), _pairs(coming)]
     if groups:
         arrays += [np.array(codes, dtype=np.int64).reshape(-1, groups), _pairs(codes_coming)]
@@ -104,7 +105,6 @@ def flat_batch(
             pieces += _embed(model, token_ids, generated, rows)
     pieces.sort(key=lambda piece: piece[0])
     embeds = pieces[0][1] if len(pieces) == 1 else torch.cat([piece for _, piece in pieces])
-    prompts = [(sequence.prompt, run.start, run.stop) for sequence, run in scheduled]
     return embeds, FlatBatch(token_ids, embeds if own else None, positions, attention, prompts, states)
 
 

@@ -87,12 +87,17 @@ def _tile(batch: FlatBatch, step: PagedStep, begin: int, end: int) -> FlatBatch:
     parts: list[Part] = []
     prompts = []
     at = 0
-    for part, (prompt, _, _) in zip(step.parts, batch.prompts, strict=True):
+    for part in step.parts:
         start, stop = max(begin - at, 0) + part.start, min(end - at, part.stop - part.start) + part.start
         if start < stop:
             parts.append(Part(part.blocks, start, stop))
-            prompts.append((prompt, start, stop))
         at += part.stop - part.start
+    at = 0
+    for prompt, first, last in batch.prompts:
+        start, stop = max(begin - at, 0) + first, min(end - at, last - first) + first
+        if start < stop:
+            prompts.append((prompt, start, stop))
+        at += last - first
     if end - begin < ROWS:
         prompts.append((None, 0, ROWS - (end - begin)))
     return FlatBatch(

@@ -8,15 +8,16 @@ from collections import abc
 import numpy as np
 import torch
 
+from segue.engines.autoregressive.contract import Then
 from segue.engines.autoregressive.sample.picks import Pick
 from segue.engines.autoregressive.schedule.jobs import Run
-from segue.engines.autoregressive.sequence import Sequence
+from segue.engines.autoregressive.sequence import Sequence, TextOutput
 from segue.engines.contract import Rows, StageOutput
 from segue.kernels.kv.store import KVStore
 from segue.kernels.staging import upload
 from segue.messages.errors import InvalidRequest, StageFailed
 from segue.messages.sampling import RepetitionDetection
-from segue.messages.units import Unit, ids_of, rows_of
+from segue.messages.units import TurnEnd, Unit, ids_of, rows_of
 
 REASON = "repetition"
 """`finish_reason` of an output that ends by repetition; vLLM's."""
@@ -43,24 +44,38 @@ def repeats(tokens: abc.Sequence[Unit], asked: RepetitionDetection) -> bool:
 
 
 def announce(sequence: Sequence, run: Run, output: StageOutput) -> bool:
-    """Fill the first output of a sequence: counts, and tokens of an earlier attempt. False: it is not the first."""
-    output.first_index = sequence.generated
-    if sequence.announced:
-        return False
-    assert sequence.prompt is not None
-    sequence.announced = True
-    if sequence.index == 0:
-        output.prompt_tokens = sequence.prompt_length
-        output.cached_tokens = min(run.start, sequence.prompt_length)
-        output.modality_tokens = dict(sequence.prompt.modality_tokens)
-    output.first_index = 0
-    output.token_ids = ids_of(sequence.request.resume[:-1])
-    output.codes = rows_of(sequence.request.resume[:-1])
-    if sequence.text is not None:
-        for count, token in enumerate(output.token_ids, 1):
-            text, _ = sequence.text.push(token, ends=False, may_stop=count >= sequence.min_tokens)
-            output.text += text
-    return True
+    """Fill the first output of a sequence, and the first after more input: counts, and tokens of an earlier attempt.
+    False: there are none."""
+    output.first_index = sequence.told
+    tokens = sequence.input.input_tokens
+    new = bool(sequence.untold) or tokens > sequence.counted
+    if tokens > sequence.counted and sequence.index == 0:
+        output.prompt_tokens = tokens
+        output.modality_tokens = sequence.input.modality_tokens
+        if not sequence.counted:
+            output.cached_tokens = min(run.start, tokens)
+    sequence.counted = tokens
+    for units, end in sequence.untold:
+        output.token_ids += ids_of(units)
+        output.codes += rows_of(units)
+        output.text += _text_again(sequence, ids_of(units), end)
+    sequence.untold = []
+    return new
+
+
+def _text_again(sequence: Sequence, ids: list[int], end: TurnEnd | None) -> str:
+    """The text of tokens of an earlier attempt: of a turn that ended so, or of the beginning of the current one."""
+    if sequence.text is None:
+        return ""
+    out, found = "", False
+    pushed = sequence.text if end is None else TextOutput(sequence.model, sequence.request)
+    for count, token in enumerate(ids, 1):
+        ends = end is not None and count == len(ids) and token in sequence.end_ids
+        text, found = pushed.push(token, ends=ends, may_stop=count >= sequence.min_tokens)
+        out += text
+    if end is not None and not found:
+        out += pushed.flush(may_stop=len(ids) >= sequence.min_tokens)
+    return out
 
 
 def accept(sequence: Sequence, picked: Pick, block_size: int, output: StageOutput) -> None:
@@ -108,7 +123,8 @@ def _goes_round(sequence: Sequence) -> bool:
 def _end(sequence: Sequence, output: StageOutput, token: int | None, *, found: bool, whole: bool, scored: bool) -> None:
     """Set why the output ended and flush the text held back. `token`: the token that ended it; `found`: a stop string
     ended it; `whole`: it was not cut off."""
-    output.finished = True
+    output.finished = sequence.then is not Then.TURN
+    output.turn_ended = not output.finished
     output.finish_reason = "stop" if whole else "length"
     if token is not None and token in (sequence.request.sampling.stop_token_ids or ()):
         output.stop_reason = token
@@ -136,7 +152,7 @@ def give_rows(sequence: Sequence, run: Run, computed: torch.Tensor, store: KVSto
         data = rows[blocks[where // size] * size + where % size]
     output.captured = Rows(start, data)
     if start == 0:
-        output.prompt = sequence.prompt
+        output.prompt = sequence.input.first.prompt
     sequence.rows_given = stop
     return True
 

@@ -40,6 +40,7 @@ FAMILY = Family(
     stages_module="segue.models.text.causal_lm.stages",
     reference_module="segue.models.text.causal_lm.reference",
     chats=chats,
+    appends=True,
     stage_keys=frozenset({"lora", "quantization"}),
     tiny_module="segue.models.text.causal_lm.tiny",
     tiny_names=TINY,

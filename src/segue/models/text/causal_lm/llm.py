@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from segue.engines.autoregressive.contract import AutoregressiveContext, Fed, FlatBatch, KVSpec, Prompt
+from segue.engines.autoregressive.contract import AutoregressiveContext, Fed, FlatBatch, KVSpec, Prompt, Then
 from segue.engines.contract import Payload, StageRequest
 from segue.kernels.linear.lora import Lora
 from segue.messages.errors import ConfigError, InvalidRequest
@@ -15,6 +15,7 @@ from segue.models.shared.checkpoint.pretrained import load_config, load_model
 from segue.models.shared.decoder.decoder import PagedDecoder
 from segue.models.shared.decoder.gathered import GatheredDecoder, attends_itself
 from segue.models.shared.decoder.generation import context_length, default_sampling, end_tokens, generation_of
+from segue.models.shared.input_stage import THEN
 from segue.models.shared.library import PreTrainedModel
 from segue.models.shared.lora import named_adapter, with_adapter
 from segue.models.shared.text.prompt_embeds import NO_TOKEN, identity_of, runs_of
@@ -46,18 +47,21 @@ class LLM:
         self.default_sampling: SamplingParams = default_sampling(generation)
 
     def begin(self, request: StageRequest) -> Lora | None:
-        """The LoRA adapter that the request names. Raises `NotFound`. The prompt arrives in one payload."""
+        """The LoRA adapter that the request names. Raises `NotFound`. The prompt arrives whole or in pieces."""
         return named_adapter(self.lora, request.request.adapter)
 
     def feed(self, state: Lora | None, upstream: str, payload: Payload, *, final: bool) -> Fed:
-        """The prompt from the input stage."""
+        """The prompt from the input stage, or a piece of it."""
+        then = Then(payload.get(THEN, "end"))
+        if "embeds" not in payload and "token_ids" not in payload:
+            return Fed(closed=True)
         if "embeds" in payload:
             ids = payload.get("token_ids", torch.full(payload["embeds"].shape[:1], NO_TOKEN))
             prompt = self._embedded(ids, payload["embeds"])
         else:
             ids = payload["token_ids"]
             prompt = Prompt(token_ids=ids.tolist(), modality_tokens={"text": len(ids)})
-        return Fed(prompt=prompt if state is None else with_adapter(prompt, state))
+        return Fed(prompt=prompt if state is None else with_adapter(prompt, state), then=then)
 
     def _embedded(self, ids: torch.Tensor, embeds: torch.Tensor) -> Prompt:
         """A prompt with `ids` [T]; `NO_TOKEN` marks positions whose embeddings are the rows of `embeds` [n, H]."""

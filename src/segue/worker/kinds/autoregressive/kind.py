@@ -70,6 +70,7 @@ def _build(plan: AutoregressivePlan, model: StageModel, context: AutoregressiveC
             scheduling=plan.scheduling,
             attention=plan.attention,
             kv_dtype=plan.kv_dtype,
+            hold_seconds=plan.hold_seconds,
             enforce_eager=plan.enforce_eager
             or plan.tensor_parallel > 1
             or (plan.compile and context.device.type == "cpu")  # compiled code already runs as one piece

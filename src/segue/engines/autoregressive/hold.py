@@ -1,0 +1,199 @@
+"""Hold and append: a sequence whose input comes in pieces.
+
+    piece ──▶ prefilled ──Then.HOLD──▶ holds ──append──▶ the next piece follows
+                  │                      ▲
+                  ├──Then.TURN─▶ draws ──╯ (the turn ends)
+                  ╰──Then.END──▶ draws ──▶ finished
+
+One seam serves text that is appended to a running request (pieces with `HOLD`, until the input is closed), actions for
+a running video and the next turn of a session (pieces with `TURN`), and a walk that returns to a stage: its later visit
+is one more piece. A stage model turns the chunks of its upstreams into pieces (`Fed`); the client's own pieces reach it
+through the input stage like any other chunk. A stage that is conditioned on rows needs no pieces: it holds whenever its
+next row is missing.
+
+**Holding is waiting for input.** The newest known token of a sequence that holds is not computed: `ready` is below
+`length`, exactly as for a conditioned sequence whose next row has not arrived. After a piece the newest token is the
+piece's last one, after a turn it is the last one drawn. The next piece, or the end of the input, makes it ready: it is
+computed with all that is new, and nothing is computed twice. Pieces that arrive while a turn draws wait in a queue, so
+the result does not depend on when they arrive.
+
+**Appended equals sent at once.** Each turn is what a request of its own would give whose prompt is all that came before
+it: its pieces and units up to there. Lengths, penalties, stop strings, and the sampler start anew with each turn, and
+the random numbers of turn k come from `turn_seed`. So pieces may be split anywhere, and `max_tokens` and `min_tokens`
+count per turn.
+
+**Blocks.** They stay with the sequence while it holds. They are counted (`held_blocks`), and taken first when others
+need blocks or a state. After `hold_seconds` they are given back at the start of the next step (an idle engine has no
+use for them). A sequence without its blocks stays in the engine, `parked`: it is recomputed, from the prefix cache if
+possible, when more input arrives, and never before. So holding costs others nothing, and there is no second deadline:
+the request's own ends it, as does cancelling.
+
+**Recovery.** Upstreams keep their chunks, so a new worker gets all pieces again, in order. The journal has the units,
+and `TurnEnd` where each finished turn ended: its units are known, nothing is drawn again. Only the last unit of an
+unfinished turn is taken as if it were drawn (`Sequence.go_on`).
+
+Refused by name: several outputs, `prompt_logprobs`, and `structured_outputs` with turns."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from segue.engines.autoregressive.contract import Prompt, Then, row_identity
+from segue.messages.errors import InvalidRequest
+from segue.messages.sampling import SamplingParams
+
+_SEED_STEP = 0x9E3779B97F4A7C15
+"""Distance between the seeds of successive turns: odd, so that no two of 2^64 turns share a seed, and large, so that
+the forks of a request (seed + i) share none with its turns."""
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """The seed of a turn's draws; that of turn 0 is the request's own."""
+    return (seed + turn * _SEED_STEP) % 2**64
+
+
+class Piece(NamedTuple):
+    """A piece of a request's input that has arrived."""
+
+    prompt: Prompt
+    then: Then
+
+
+@dataclass(slots=True)
+class Part:
+    """A piece of the input in its sequence, and the units generated after it."""
+
+    prompt: Prompt
+    start: int
+    """Place in the sequence of its first token."""
+    base: int
+    """Position of its first token: 0, or the one after the part before it."""
+    own: np.ndarray | None
+    """[axes, T] int64: positions relative to `base`, if the prompt has any."""
+    codes: list[list[int]] = field(default_factory=list)
+    """The rows of the units, if the stage model yields rows of codes."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the piece."""
+        return len(self.prompt.token_ids)
+
+    def positions(self, start: int, stop: int, axes: int) -> np.ndarray:
+        """[axes, stop - start] int64: rotary positions of its tokens [start, stop), counted from its first."""
+        if self.own is not None and stop <= self.length:
+            return self.own[:, start:stop] + self.base
+        after = np.arange(start, stop) + self.base
+        if self.prompt.position_delta:
+            after[max(0, self.length - start) :] += self.prompt.position_delta
+        positions = np.broadcast_to(after, (axes, stop - start))
+        if self.own is not None and start < self.length:
+            positions = positions.copy()
+            positions[:, : self.length - start] = self.own[:, start:] + self.base
+        return positions
+
+    @property
+    def moved(self) -> bool:
+        """Whether its positions do not count on from the sequence's first token."""
+        return self.base != self.start or self.own is not None or bool(self.prompt.position_delta)
+
+
+class Parts:
+    """The parts of a sequence, in order."""
+
+    def __init__(self, axes: int) -> None:
+        self._axes = axes
+        self._parts: list[Part] = []
+        self._starts: list[int] = []
+        self.input_tokens = 0
+        """Tokens of all pieces."""
+        self.plain = True
+        """The ids represent all of the input: no piece has its own embeddings."""
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    @property
+    def first(self) -> Part:
+        return self._parts[0]
+
+    @property
+    def last(self) -> Part:
+        return self._parts[-1]
+
+    def add(self, prompt: Prompt, start: int) -> None:
+        """Add a piece that begins at place `start`, the end of the sequence so far."""
+        base = start
+        if self._parts:
+            last = self.last
+            base = last.base + start - last.start + last.prompt.position_delta
+        own = None if prompt.positions is None else prompt.positions.cpu().numpy()
+        self._parts.append(Part(prompt, start, base, own))
+        self._starts.append(start)
+        self.input_tokens += len(prompt.token_ids)
+        self.plain = self.plain and prompt.embeds is None
+
+    def within(self, start: int, stop: int) -> Iterator[tuple[Part, int, int]]:
+        """The parts of tokens [start, stop) of the sequence, each with its range in tokens from its own first."""
+        place = bisect_right(self._starts, start) - 1
+        while start < stop:
+            part = self._parts[place]
+            place += 1
+            end = min(stop, self._starts[place]) if place < len(self._parts) else stop
+            yield part, start - part.start, end - part.start
+            start = end
+
+    def positions(self, start: int, stop: int) -> np.ndarray:
+        """[axes, stop - start] int64: rotary positions of tokens [start, stop) of the sequence."""
+        pieces = [part.positions(first, last, self._axes) for part, first, last in self.within(start, stop)]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1)
+
+    def identity(self, start: int, stop: int, ids: Seq[int]) -> bytes:
+        """Identity of tokens [start, stop), whose ids are in `ids`; equal only if K, V and captured rows are equal."""
+        items: list[int | bytes] = []
+        moved = False
+        for part, first, last in self.within(start, stop):
+            prompt, length = part.prompt, part.length
+            known = prompt.token_ids if prompt.identity is None else prompt.identity
+            items += known[first : min(last, length)]
+            begin = max(first, length)
+            if part.codes:
+                items += [row_identity(row) for row in part.codes[begin - length : max(0, last - length)]]
+            else:
+                items += ids[part.start + begin : part.start + last]
+            moved |= part.moved
+        text = b"".join(b"b%d:%b" % (len(item), item) if isinstance(item, bytes) else b"i%d," % item for item in items)
+        return text + self.positions(start, stop).tobytes() if moved else text
+
+    @property
+    def modality_tokens(self) -> dict[str, int]:
+        """Input tokens per modality."""
+        counts: dict[str, int] = {}
+        for part in self._parts:
+            for kind, count in part.prompt.modality_tokens.items():
+                counts[kind] = counts.get(kind, 0) + count
+        return counts
+
+
+def check_open(stage: str, sampling: SamplingParams, then: Then) -> None:
+    """Raise `InvalidRequest` for sampling parameters that a request with open input cannot have."""
+    if then is Then.END:
+        return
+    outputs = (("n", sampling.n), ("best_of", sampling.best_of), ("beam_width", sampling.beam_width))
+    for name, value in outputs:
+        if (value or 1) > 1:
+            raise _refused(stage, name, value, "has one output")
+    if sampling.prompt_logprobs is not None:
+        raise _refused(stage, "prompt_logprobs", sampling.prompt_logprobs, "gives no log-probabilities of it")
+    if then is Then.TURN and sampling.structured_outputs is not None:
+        raise _refused(stage, "structured_outputs", "set", "writes them only at its end: append without a reply")
+
+
+def _refused(stage: str, name: str, value: object, why: str) -> InvalidRequest:
+    field = f"sampling.{stage}.{name}"
+    return InvalidRequest(f"{field} is {value}, but a request whose input is open {why}", field=field)

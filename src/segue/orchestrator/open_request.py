@@ -1,0 +1,168 @@
+"""An open request: its input is appended while it runs.
+
+    request = omni.open(omni.request("Once upon a time"))
+    await request.append(" there was")       # prefilled at once; the model writes nothing yet
+    await request.append(" a", reply=True)   # the model replies, then waits
+    async for delta in request.turn(): ...   # up to `TurnEnded`
+    await request.append(" The next day,")
+    await request.close()                    # the model replies to what it has not replied to, and the request ends
+    async for delta in request: ...          # up to `Finished`
+
+What was generated stays part of the context. The outcome does not depend on how the input is split, nor on when the
+pieces arrive (`segue.engines.autoregressive.hold`); text is tokenized piece by piece. `max_tokens` counts per reply."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import AsyncGenerator, Iterable
+from types import TracebackType
+from typing import Protocol, Self
+
+import msgspec
+
+from segue.graph.parts import TOKENS
+from segue.messages.deltas import Delta, Finished, TurnEnded
+from segue.messages.errors import InvalidRequest, TooLarge, wrong
+from segue.messages.limits import RequestLimits, check_carried
+from segue.messages.request import Piece, Request
+from segue.orchestrator.request_state import RequestState
+from segue.orchestrator.service import ModelCard
+
+TOKEN_BYTES = 4
+"""Bytes that a token id counts for `max_appended_bytes`."""
+
+
+class Requests(Protocol):
+    """The calls of the orchestrator for one request."""
+
+    def admit(self, request: Request) -> RequestState: ...
+
+    def deltas(self, books: RequestState) -> AsyncGenerator[Delta]: ...
+
+    def append(self, books: RequestState, piece: Piece | None) -> bool: ...
+
+    def cancel(self, books: RequestState) -> None: ...
+
+
+class OpenRequest:
+    """A running request, and an async iterator of its deltas, `Finished` last. Leaving its context cancels it."""
+
+    def __init__(self, requests: Requests, request: Request, limits: RequestLimits) -> None:
+        """Admits the request. Raises `SegueError`."""
+        self._requests = requests
+        self._limits = limits
+        self._books = requests.admit(request)
+        self._deltas = requests.deltas(self._books)
+        self._pieces = 0
+        self._bytes = 0
+        self._closed = False
+
+    @property
+    def request_id(self) -> str:
+        return self._books.id
+
+    async def append(self, piece: str | Iterable[int], *, reply: bool = False) -> None:
+        """Append text or token ids to the input; with `reply`, the model then replies to all that it has not replied
+        to. Raises `InvalidRequest` or `TooLarge`, naming the limit, and then nothing was appended."""
+        self._check_going_on()
+        made = piece_of(piece, reply)
+        size = len((made.prompt or "").encode()) + TOKEN_BYTES * len(made.prompt_token_ids or ())
+        if self._pieces >= (most := self._limits.max_appends):
+            raise InvalidRequest(
+                f"append was called {most} times, as often as limits.max_appends allows", field="append"
+            )
+        if self._bytes + size > (most := self._limits.max_appended_bytes):
+            raise TooLarge(
+                f"append has {size} bytes after {self._bytes} before; at most {most} are taken "
+                "(limits.max_appended_bytes)",
+                field="append",
+            )
+        self._pieces += 1
+        self._bytes += size
+        self._give(made)
+
+    async def close(self) -> None:
+        """End the input. The model replies to what it has not replied to, then the request ends. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._requests.append(self._books, None)
+
+    async def turn(self) -> AsyncGenerator[Delta]:
+        """Yield the deltas of a reply, up to its `TurnEnded`, or to `Finished`."""
+        async for delta in self._deltas:
+            yield delta
+            if isinstance(delta, TurnEnded | Finished):
+                return
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        return await anext(self._deltas)
+
+    async def cancel(self) -> None:
+        """Cancel the request, unless it has ended."""
+        self._closed = True
+        self._requests.cancel(self._books)
+        await self._deltas.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.cancel()
+
+    def _check_going_on(self) -> None:
+        if self._closed:
+            raise InvalidRequest("append was called after the input was closed", field="append")
+
+    def _give(self, piece: Piece) -> None:
+        if not self._requests.append(self._books, piece):
+            raise InvalidRequest(f"append was called after request {self.request_id!r} had ended", field="append")
+
+
+def piece_of(piece: str | Iterable[int], reply: bool) -> Piece:
+    """A piece from text or token ids. Raises `InvalidRequest`."""
+    if not isinstance(reply, bool):
+        raise wrong("reply", reply, "true or false")
+    if isinstance(piece, str):
+        if not piece:
+            raise wrong("append", piece, "text of at least one character")
+        check_carried(piece, "append")
+        return Piece(prompt=piece, reply=reply)
+    try:
+        ids = [operator.index(token) for token in piece]
+    except TypeError as error:
+        raise wrong("append", piece, "text or a list of token ids") from error
+    if not ids:
+        raise wrong("append", ids, "a list of at least one token id")
+    check_carried(ids, "append")
+    return Piece(prompt_token_ids=ids, reply=reply)
+
+
+def opened(request: Request, card: ModelCard, *, reply: bool) -> Request:
+    """The request as an open one. Raises `InvalidRequest`, naming the field, if the model or it cannot be open."""
+    if not card.appends:
+        raise InvalidRequest(
+            f"{card.name} takes its whole input at once: nothing can be appended to a running request", field="open"
+        )
+    if not isinstance(reply, bool):
+        raise wrong("reply", reply, "true or false")
+    if TOKENS in request.modalities:
+        raise wrong("modalities", request.modalities, f"without {TOKENS!r} if the request is open")
+    if request.media_kinds():
+        raise wrong("messages", sorted(request.media_kinds()), "text alone if the request is open")
+    for stage, sampling in request.sampling.items():
+        outputs = (("n", sampling.n), ("best_of", sampling.best_of), ("beam_width", sampling.beam_width))
+        for name, value in outputs:
+            if (value or 1) > 1:
+                raise wrong(f"sampling.{stage}.{name}", value, "1 if the request is open: it has one output")
+        for name, cut in (
+            ("truncate_prompt_tokens", sampling.truncate_prompt_tokens),
+            ("prompt_logprobs", sampling.prompt_logprobs),
+        ):
+            if cut is not None:
+                raise wrong(f"sampling.{stage}.{name}", cut, "left out if the request is open")
+    return msgspec.structs.replace(request, open=True, reply=reply)
