@@ -83,7 +83,9 @@ def test_everyone_finishes_within_budget(wanted, spare, max_batch, max_tokens, w
             sim.job.paused = span is not None and span[0] <= step < span[0] + span[1]
             sim.age += 1
             if sim.lag:
-                sim.job.ready = min(sim.job.length, sim.prompt + sim.age // sim.lag)
+                ready = min(sim.job.length, sim.prompt + sim.age // sim.lag)
+                sim.job.parked = sim.job.parked and ready == sim.job.ready  # as the engine does when input arrives
+                sim.job.ready = ready
         decision = scheduler.next()
         runs = decision.runs
         assert sum(run.tokens for run in runs) <= max_tokens
