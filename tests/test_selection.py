@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
@@ -57,3 +58,9 @@ def test_the_order_in_a_file_is_drawn(folder: Path) -> None:
     for names in (one, other):
         made = [name.partition("[")[2][0] for name in names if "something" in name]
         assert sum(before != after for before, after in pairwise(made)) == 2
+
+
+def test_files_of_tests_have_names_of_their_own() -> None:
+    """pytest imports each by its bare name, so that a second one of that name would not be collected."""
+    names = Counter(path.name for path in Path(__file__).parent.rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
