@@ -27,6 +27,19 @@ def test_it_measures_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert all(name in printed for name in result["rows"])
 
 
+def test_it_replaces_only_a_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "config.json"
+    file.write_text('{"architectures": []}')
+    with pytest.raises(SystemExit):
+        hop.main(["--mib", "1", "--rounds", "2", "--json", str(file)])
+    assert f"would replace a file that is no result: {file}" in capsys.readouterr().err
+    assert file.read_text() == '{"architectures": []}'
+    file.unlink()
+    for _ in range(2):
+        hop.main(["--mib", "1", "--rounds", "2", "--json", str(file)])
+    assert json.loads(file.read_text())["benchmark"] == "hop"
+
+
 def test_impossible_sizes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         hop.main(["--rounds", "1"])

@@ -197,6 +197,18 @@ def test_gains_are_of_rounds_and_losses_stand_in_the_same_table(result: Result) 
     assert "| 0.25× |" in comparison_table([lost])
 
 
+def test_a_table_says_where_it_comes_from_and_what_the_sides_did_not_share(result: Result) -> None:
+    result.settings.environment = {"OMP_NUM_THREADS": "2"}
+    alike = of_omni(result)
+    assert alike.origin.startswith("2 cores of A Processor; ")
+    assert f"commit {result.machine.commit}; {result.settings.rounds} interleaved rounds" in alike.origin
+    assert "only" not in alike.origin
+    assert "only" not in alike.conditions
+    result.settings.environment = {}
+    for said in (of_omni(result).origin, of_omni(result).conditions):
+        assert "allocator settings and huge pages on Segue's side only" in said
+
+
 def test_a_page_without_marks_is_refused() -> None:
     with pytest.raises(ConfigError, match=pages.BEGIN):
         pages.insert("nothing here", "tables")

@@ -56,20 +56,32 @@ class Measured:
     rounds: int
     requests: str
     """Requests per round and side, in words."""
+    alike: bool
+    """Whether all sides had the same allocator settings, huge pages and spinning."""
     notes: Sequence[str]
     comparisons: Sequence[Comparison]
     more: str = ""
     """Tables of figures that are not comparisons."""
 
     @property
+    def origin(self) -> str:
+        """Machine, date, commit and rounds; and what the sides did not share."""
+        machine = self.machine
+        uneven = "" if self.alike else f"; {_environment(self.alike)}"
+        return (
+            f"{machine.cores} cores of {machine.cpu}; {self.finished[:10]}, commit {machine.commit}; "
+            f"{self.rounds} interleaved rounds{uneven}"
+        )
+
+    @property
     def conditions(self) -> str:
         """One sentence: machine, date, commit, rounds, and the sides' settings."""
-        machine = self.machine
+        machine, notes = self.machine, [_environment(self.alike), *self.notes]
         packages = ", ".join(f"{name} {version}" for name, version in machine.packages.items() if name != "segue")
         return (
             f"{machine.cores} cores of {machine.cpu}, {machine.memory_bytes / GIB:.0f} GiB, {packages}; "
             f"{self.finished[:10]}, commit {machine.commit}; {self.rounds} interleaved rounds of {self.requests} "
-            f"per side; {'; '.join(self.notes)}; load average at the start {machine.load_average[0]:.1f}."
+            f"per side; {'; '.join(notes)}; load average at the start {machine.load_average[0]:.1f}."
         )
 
 
@@ -121,7 +133,8 @@ def of_omni(result: Result) -> Measured:
         finished=result.finished,
         rounds=settings.rounds,
         requests=f"{settings.requests} requests",
-        notes=[_environment(settings.environment)],
+        alike=bool(settings.environment),
+        notes=[],
         comparisons=made,
         more=_hops(result.levels),
     )
@@ -171,7 +184,8 @@ def of_text(result: TextResult) -> Measured:
         finished=result.finished,
         rounds=settings.rounds,
         requests="as many requests as clients, at least 4,",
-        notes=[f"vLLM {settings.vllm}", _environment(settings.environment), f"start-up: {start_up}"],
+        alike=bool(settings.environment),
+        notes=[f"vLLM {settings.vllm}", f"start-up: {start_up}"],
         comparisons=made,
     )
 
@@ -203,9 +217,9 @@ def of_diffusion(result: DiffusionResult) -> Measured:
         finished=result.finished,
         rounds=settings.rounds,
         requests=f"{settings.requests} images ({settings.requests // 2} with one client)",
+        alike=bool(settings.environment),
         notes=[
             f"diffusers {settings.versions['diffusers']}",
-            _environment(settings.environment),
             f"the images of both sides differ by at most {255 * largest:.0f} of 255 levels",
         ],
         comparisons=made,
@@ -216,7 +230,7 @@ def _clients(count: int) -> str:
     return "1 client" if count == 1 else f"{count} clients"
 
 
-def _environment(variables: dict[str, str]) -> str:
-    if variables:
+def _environment(alike: bool) -> str:
+    if alike:
         return "allocator, huge pages and spinning alike on all sides"
     return "allocator settings and huge pages on Segue's side only"

@@ -61,7 +61,8 @@ def pages(root: Path) -> dict[Path, str]:
     sections = [_section(one, path) for one, path in measured]
     sections += [f"### Bytes between workers\n\n`bench/results/{path.name}`. {hop_table(hop)}" for hop, path in hops]
     short = [
-        f"{one.title}:\n\n{comparison_table([row for row in one.comparisons if row.headline])}" for one, _ in measured
+        f"{one.title}; {one.origin}:\n\n{comparison_table([row for row in one.comparisons if row.headline])}"
+        for one, _ in measured
     ]
     made = {}
     for page, body in (("README.md", short), ("docs/benchmarks.md", sections)):

@@ -33,9 +33,10 @@ import torch
 from segue.bench.harness.hardware import Machine, machine
 from segue.bench.harness.process import python_path
 from segue.bench.harness.report import Columns, table_of
-from segue.bench.harness.results import VERSION, now, write_result
+from segue.bench.harness.results import VERSION, now, read_values, write_result
 from segue.cli.parser import Parser
 from segue.connectors.shm import SharedMemoryConnector
+from segue.messages.errors import ConfigError
 
 WARM_UP = 10
 _PACKET = 1 << 16
@@ -183,6 +184,11 @@ def main(arguments: list[str] | None = None) -> None:
         return
     if options.rounds < 2 or options.mib <= 0:
         parser.error(f"--rounds {options.rounds} --mib {options.mib}: needs at least 2 rounds and a size above 0")
+    if options.json is not None and options.json.exists():
+        try:
+            read_values(options.json)
+        except ConfigError as error:
+            parser.error(f"--json would replace a file that is no result: {error.message}; name another")
     size = int(options.mib * 2**20) // 8 * 8
     found = machine()
     result = report(size, measure(size, options.rounds), found)

@@ -33,10 +33,10 @@ Library = ChildProcess[Asked, Loaded, LibraryAnswer]
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; return 0: equal, 1: different, 2: not everything could be compared. Raises `ConfigError`."""
     began = time.monotonic()
-    if arguments.json is not None and not arguments.json.parent.is_dir():
-        raise ConfigError(f"--json {str(arguments.json)!r}: its directory does not exist", field="json")
     subject = read_subject(arguments.model)
     against = subject if arguments.against is None else read_subject(arguments.against)
+    if arguments.json is not None:
+        _check_report_file(arguments.json, (subject, against), arguments.config)
     asked = _asked(subject, arguments)
     hardware = detect_hardware()
     device = _device(arguments.device, hardware)
@@ -94,6 +94,20 @@ def run(arguments: argparse.Namespace) -> int:
         reports.write(made_report, arguments.json, hidden)
         print(f"all of it is in {arguments.json}")
     return made_report.status
+
+
+def _check_report_file(file: Path, subjects: tuple[Subject, ...], config: Path | None) -> None:
+    """Raise `ConfigError` if the report cannot be written there, or would replace a file that this command reads."""
+    if not file.parent.is_dir():
+        raise ConfigError(f"--json {str(file)!r}: its directory does not exist", field="json")
+    if file.is_dir():
+        raise ConfigError(f"--json {str(file)!r} is a directory; name a file", field="json")
+    for subject in subjects:
+        if subject.holds(file):
+            where = f"in the directory of the checkpoint, {str(subject.model_dir)!r}"
+            raise ConfigError(f"--json {str(file)!r} is {where}; name a file elsewhere", field="json")
+    if config is not None and file.exists() and config.exists() and file.samefile(config):
+        raise ConfigError(f"--json {str(file)!r} would replace the file of --config; name another", field="json")
 
 
 def _asked(subject: Subject, arguments: argparse.Namespace) -> list[Question]:

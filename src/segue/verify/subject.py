@@ -58,6 +58,13 @@ class Subject:
         floats = self.floats_by_part.get(stage, self.floats)
         return floats * BYTES[dtype] + self.other_bytes
 
+    def holds(self, path: Path) -> bool:
+        """Return whether a path is in the checkpoint's directory, or is a file that a link there leads to."""
+        if path.parent.resolve().is_relative_to(self.model_dir.resolve()):
+            return True
+        own = [file for file in self.model_dir.rglob("*") if file.is_file()] if path.exists() else []
+        return any(path.samefile(file) for file in own)
+
     @property
     def context(self) -> int | None:
         """The context length in tokens that its config names, or the smallest that a part of it names; None if none is

@@ -65,6 +65,29 @@ def test_a_changed_weight_and_a_library_that_cannot_load(tmp_path: Path) -> None
     assert (refused.returncode, refused.stdout) == (2, "")
 
 
+def test_a_report_replaces_nothing_that_is_read(tmp_path: Path) -> None:
+    """No file of the checkpoint, also where its files are links, as in the cache of a hub; and no deployment."""
+    model = tiny(tmp_path / "model", "qwen3")
+    config, blob = tmp_path / "deployment.yaml", tmp_path / "blob"
+    config.write_text("stages: {llm: {max_batch: 2}}\n")
+    shutil.copy(model / "config.json", blob)
+    (model / "config.json").unlink()
+    (model / "config.json").symlink_to(blob)
+    before = {path: path.read_bytes() for path in [*model.iterdir(), config]}
+    for file, says in [
+        (model / "config.json", "in the directory of the checkpoint"),
+        (model / "report.json", "in the directory of the checkpoint"),
+        (blob, "in the directory of the checkpoint"),
+        (config, "would replace the file of --config"),
+        (model, "is a directory"),
+        (tmp_path / "none" / "report.json", "does not exist"),
+    ]:
+        done = segue("verify", str(model), "--config", str(config), "--json", str(file))
+        assert (done.returncode, done.stdout) == (2, "")
+        assert says in done.stderr
+    assert {path: path.read_bytes() for path in [*model.iterdir(), config]} == before
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "preset",

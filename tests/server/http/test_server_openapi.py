@@ -143,7 +143,7 @@ def test_calls_and_thoughts_are_of_their_schema(calling: None, http: httpx.Clien
 )
 def test_other_answers_are_of_theirs(http: httpx.Client, path: str, body: dict[str, Any] | None) -> None:
     if path == "/v1/videos":
-        pytest.skip("of models that make them: tests/server/test_server_videos.py")
+        pytest.skip("of models that make them: tests/server/openai/media/test_server_videos.py")
     answer = http.get(path) if body is None else http.post(path, json=body)
     assert answer.status_code == 200, answer.text
     check(answer.json(), GET[path][0] if body is None else POST[path].answer)
