@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from segue.messages.errors import InvalidRequest, SegueError
 from segue.server.http.errors import Busy, UploadTimeout, error_response
@@ -103,6 +104,14 @@ class Connection(H11Protocol):
             self.loop.call_later(_LINGER, self.transport.close)
         else:
             self.transport.close()
+
+
+class WebSocketConnection(WebSocketsSansIOProtocol):
+    """uvicorn's websocket. Its socket is closed soon after its session, also if the client takes nothing any more."""
+
+    def on_task_complete(self, task: asyncio.Task[None]) -> None:
+        super().on_task_complete(task)
+        self.loop.call_later(self.close_timeout, self.transport.abort)
 
 
 def connection_class(settings: ServerSettings) -> type[Connection]:
