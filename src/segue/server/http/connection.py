@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
 import sys
 import uuid
@@ -16,6 +17,8 @@ from segue.messages.errors import InvalidRequest, SegueError
 from segue.server.http.errors import Busy, UploadTimeout, error_response
 from segue.server.settings import ServerSettings
 
+_websocket_log = logging.getLogger("uvicorn.error.websocket")
+_websocket_log.setLevel(logging.WARNING)  # handshakes are in the access log, without the query
 _LINGER = 0.5
 """Seconds that a refused client has to read the reason."""
 _OTHER_FILES = 128
@@ -108,6 +111,10 @@ class Connection(H11Protocol):
 
 class WebSocketConnection(WebSocketsSansIOProtocol):
     """uvicorn's websocket. Its socket is closed soon after its session, also if the client takes nothing any more."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.logger = _websocket_log
+        super().connection_made(transport)
 
     def on_task_complete(self, task: asyncio.Task[None]) -> None:
         super().on_task_complete(task)
