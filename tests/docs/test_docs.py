@@ -486,7 +486,7 @@ def test_python_runs(page: Path, home: Path, server: str, monkeypatch: pytest.Mo
     namespace: dict[str, Any] = {"__name__": "docs"}
     for block in of("python", "run"):
         if block.page == page:
-            source = block.body.replace("http://localhost:8000", server)
+            source = block.body.replace("localhost:8000", server.removeprefix("http://"))
             exec(compile(source, str(block), "exec"), namespace)
     if page.name == "README.md":
         out = namespace["out"]
@@ -494,6 +494,8 @@ def test_python_runs(page: Path, home: Path, server: str, monkeypatch: pytest.Mo
         assert out.audio is not None
         assert len(out.audio.samples) == 480 * sum(code < 290 for code in out.token_ids["talker"])
         assert len(namespace["speech"]) > 0
+    if page.name == "api.md":
+        assert len(namespace["audio"]) > 0  # of the websocket
 
 
 def test_every_sampling_field_is_documented() -> None:

@@ -17,6 +17,7 @@ from segue.server.http.errors import install_error_handlers
 from segue.server.http.intake import Intake
 from segue.server.http.middleware import Door
 from segue.server.openai.audio.speech import add_speech
+from segue.server.openai.audio.speech_session import add_speech_stream
 from segue.server.openai.audio.transcriptions import add_transcriptions
 from segue.server.openai.chat.endpoint import add_chat_completions
 from segue.server.openai.completions.endpoint import add_completions
@@ -71,6 +72,7 @@ def create_app(service: Service, settings: ServerSettings | None = None) -> Fast
     add_scores(app, service, settings, own)
     add_images(app, service, settings, own, checking)
     add_speech(app, service, settings, own, checking)
+    add_speech_stream(app, service, settings, own, checking)
     add_transcriptions(app, service, settings, own)
     add_videos(app, service, settings, checking, videos)
     add_models(app, service, settings)

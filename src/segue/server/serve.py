@@ -15,7 +15,8 @@ import uvicorn
 from segue.messages.errors import ConfigError
 from segue.orchestrator.service import Service
 from segue.server.app import create_app
-from segue.server.http.connection import connection_class
+from segue.server.http.connection import WebSocketConnection, connection_class
+from segue.server.http.intake import MESSAGE_BYTES
 from segue.server.settings import ServerSettings
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -103,7 +104,9 @@ def http_server(
     config = uvicorn.Config(
         create_app(service, settings),
         http=connection_class(settings),
-        ws="none",
+        ws=WebSocketConnection,
+        ws_max_size=MESSAGE_BYTES,
+        ws_per_message_deflate=False,
         log_config=None,
         access_log=False,
         lifespan="on",

@@ -52,7 +52,8 @@ class ServerSettings:
     max_body_bytes: int = 384 << 20
     """Most bytes of one HTTP request; base64 makes a file a third larger."""
     max_bodies_bytes: int = 2 << 30
-    """Most bytes of the bodies of all unanswered requests together."""
+    """Most bytes of the bodies of all unanswered requests together; and, apart from these, of a message of each
+    websocket."""
     max_connections: int = 4096
     """Most open connections; fewer if this process may open fewer files."""
     upload_seconds: float = 600.0
@@ -63,6 +64,6 @@ class ServerSettings:
     """Average bytes per second at which it must arrive after that."""
     stall_seconds: float = 60.0
     """A streaming client that reads nothing for this long counts as disconnected. Also the longest silence in a text
-    that is said while it arrives."""
+    that is said while it arrives, and of a websocket that waits for the client."""
     drain_seconds: float = 30.0
     """How long running requests may continue after the server is told to stop."""

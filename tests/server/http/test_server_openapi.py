@@ -13,7 +13,7 @@ import pytest
 from calling_model import CALLS, HERMES, LOOK, says
 from fake_service import FakeService, Live, finished, live, speak
 from painter import painter
-from starlette.routing import Route
+from starlette.routing import Route, WebSocketRoute
 
 from segue.messages.deltas import (
     ClassesDelta,
@@ -213,6 +213,7 @@ def test_every_route_is_in_the_document(http: httpx.Client) -> None:
         if isinstance(route, Route)
         for method in route.methods or ()
     }
+    routed |= {("get", route.path) for route in create_app(FakeService()).routes if isinstance(route, WebSocketRoute)}
     refused = {("post", f"/v1/videos/{name}") for name in ("{video_id}/remix", "characters", "extensions", "edits")}
     assert routed - documented == refused  # these exist only to say what is not there
     assert documented <= routed

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_service import FakeService, Live, live
-from starlette.routing import Route
+from starlette.routing import Route, WebSocketRoute
 
 from segue.models.shared.dialects.dialect import Dialect
 from segue.models.shared.text.chat_template import ChatTemplate
@@ -135,4 +135,5 @@ def test_the_document_has_every_route(server: Live, http: httpx.Client) -> None:
         if isinstance(route, Route) and route.include_in_schema  # others are there to be refused
         for method in route.methods or ()
     }
+    routes |= {(route.path, "get") for route in create_app(server.service).routes if isinstance(route, WebSocketRoute)}
     assert routes == {(path, method) for path, operations in document["paths"].items() for method in operations}

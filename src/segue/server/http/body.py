@@ -136,14 +136,15 @@ async def read_json(request: Request, settings: ServerSettings, right: str = "ap
     body = await read_body(request, settings)
     # decoding a large body (base64 of a video) takes tens of milliseconds: other clients' events go out meanwhile
     limits = settings.limits
-    value = _decode(body, limits) if len(body) < _LARGE else await asyncio.to_thread(_decode, body, limits)
+    value = decode_json(body, limits) if len(body) < _LARGE else await asyncio.to_thread(decode_json, body, limits)
     if not isinstance(value, dict):
         raise InvalidRequest(f"the body is {shown(value)}; it must be a JSON object")
     check_lists(value, limits)
     return value
 
 
-def _decode(body: bytes, limits: RequestLimits) -> Any:
+def decode_json(body: bytes, limits: RequestLimits) -> Any:
+    """The value of a JSON text within limits. Raises `InvalidRequest`."""
     check_structure(body, limits)
     try:
         return msgspec.json.decode(body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
 import sys
 import uuid
@@ -10,11 +11,14 @@ from typing import ClassVar
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from segue.messages.errors import InvalidRequest, SegueError
 from segue.server.http.errors import Busy, UploadTimeout, error_response
 from segue.server.settings import ServerSettings
 
+_websocket_log = logging.getLogger("uvicorn.error.websocket")
+_websocket_log.setLevel(logging.WARNING)  # handshakes are in the access log, without the query
 _LINGER = 0.5
 """Seconds that a refused client has to read the reason."""
 _OTHER_FILES = 128
@@ -103,6 +107,18 @@ class Connection(H11Protocol):
             self.loop.call_later(_LINGER, self.transport.close)
         else:
             self.transport.close()
+
+
+class WebSocketConnection(WebSocketsSansIOProtocol):
+    """uvicorn's websocket. Its socket is closed soon after its session, also if the client takes nothing any more."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.logger = _websocket_log
+        super().connection_made(transport)
+
+    def on_task_complete(self, task: asyncio.Task[None]) -> None:
+        super().on_task_complete(task)
+        self.loop.call_later(self.close_timeout, self.transport.abort)
 
 
 def connection_class(settings: ServerSettings) -> type[Connection]:

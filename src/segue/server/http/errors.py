@@ -13,7 +13,7 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from starlette.routing import Match, Route
+from starlette.routing import Match, Route, WebSocketRoute
 
 from segue.messages.errors import InvalidRequest, NotFound, Overloaded, SegueError, nearest
 
@@ -37,6 +37,7 @@ _OPENAI = {
     "/v1/chatkit": "",
     "/v1/skills": "",
 }
+_UPGRADE = {"Connection": "Upgrade", "Upgrade": "websocket"}
 _ANTHROPIC = {
     "/v1/messages/batches": "send the messages concurrently: the server batches them",
     "/v1/complete": "send POST /v1/messages",
@@ -237,6 +238,8 @@ def _on_http_exception(request: Request, error: Exception) -> Response:
     if status in (404, 405) and (said := known_elsewhere(method, path)) is not None:
         # also for a 405 that comes only from a route with a variable in this place
         message, code, status, headers = said, "unknown_url", 404, None
+    elif any(isinstance(route, WebSocketRoute) and route.path == path for route in request.app.routes):
+        message, code, status, headers = f"{path} is a websocket: connect to it", "upgrade_required", 426, _UPGRADE
     elif status == 404:
         paths = {route.path for route in request.app.routes if isinstance(route, Route)}
         message, code = f"no such endpoint: {method} {path}{nearest(path, paths)}", "unknown_url"

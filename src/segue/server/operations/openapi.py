@@ -161,6 +161,8 @@ _DELETE = {
     "/v1/responses/{response_id}": "Delete a response.",
     "/v1/videos/{video_id}": "End and delete a video job.",
 }
+_WEBSOCKETS = {"/v1/audio/speech/stream": "A websocket that says texts while they are written."}
+"""Path → description. OpenAPI has a websocket's handshake: a GET, answered with 101."""
 _FORMS = frozenset({"/v1/images/edits", "/v1/videos"})
 """Endpoints that also take a form."""
 _FORMS_ALONE = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
@@ -193,6 +195,11 @@ def _document() -> dict[str, Any]:
         paths.setdefault(path, {})["post"] = _post(path, entry)
     for path, about in _DELETE.items():
         paths[path]["delete"] = _operation(path, about, _content(answers.Deleted))
+    for path, about in _WEBSOCKETS.items():
+        handshake = _operation(path, about, {})
+        handshake["responses"]["101"] = {"description": "The websocket is open."}
+        del handshake["responses"]["200"]
+        paths[path] = {"get": handshake}
     content = "/v1/videos/{video_id}/content"
     head = {"200": {"description": "The headers of the answer to GET."}, "default": {"description": "An error."}}
     paths[content]["head"] = {**paths[content]["get"], "summary": "The size of the file.", "responses": head}

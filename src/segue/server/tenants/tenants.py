@@ -87,6 +87,11 @@ class Account:
                 f"{self.running} requests of {tenant.name!r} are running or waiting, as many as it may have at once "
                 "(max_requests); try again when one has ended"
             )
+        self.count()
+
+    def count(self) -> None:
+        """Count a request towards the rate, also one within a call that runs already. Raises `RateLimited`."""
+        tenant = self.tenant
         for kind, bucket in self._buckets.items():
             if (wait := bucket.seconds_until(1)) > 0:
                 raise RateLimited(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import select
 import socket
@@ -14,13 +13,11 @@ import httpx
 import numpy as np
 import pytest
 from fake_service import RATE, FakeService, Gate, Live, finished, live
-from starlette.types import Message
 
 from segue.messages.deltas import AudioDelta, Delta
 from segue.messages.errors import StageFailed
 from segue.messages.request import Request, TextPart
 from segue.messages.speech import TextToSpeech
-from segue.server.app import create_app
 from segue.server.openai.audio.arriving_text import MOST_SENTENCES, MOST_STREAMED
 from segue.server.settings import ServerSettings
 from segue.server.tenants.tenants import Tenant, digest
@@ -255,32 +252,3 @@ def test_a_text_needs_the_key_and_no_other_sites_page_sends_it() -> None:
         hers = {**TEXT, "Authorization": "Bearer hers"}
         assert http.post(PATH, content=THREE, headers=hers).status_code == 200
         assert {request.tenant for request in made.requests} == {"ann"}
-
-
-def test_no_websocket_passes_by_the_checks() -> None:
-    handshake = {
-        "Connection": "Upgrade",
-        "Upgrade": "websocket",
-        "Sec-WebSocket-Version": "13",
-        "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==",
-    }
-    with live(service(), ServerSettings(drain_seconds=1, api_key="secret")) as server:
-        for headers, status in (({}, 401), ({"Origin": "https://other.example"}, 403), ({"Host": "a.example"}, 421)):
-            answer = httpx.get(f"{server.url}{PATH}/stream", headers={**handshake, **headers}, timeout=120)
-            assert answer.status_code == status
-        allowed = {**handshake, "Authorization": "Bearer secret"}
-        assert httpx.get(f"{server.url}{PATH}/stream", headers=allowed, timeout=120).status_code == 404
-    sent: list[Message] = []
-
-    async def handshaken() -> None:
-        async def receive() -> Message:
-            return {"type": "websocket.connect"}
-
-        async def send(message: Message) -> None:
-            sent.append(message)
-
-        scope = {"type": "websocket", "path": "/", "headers": [], "query_string": b"", "subprotocols": []}
-        await create_app(service(), ServerSettings(api_key="secret"))(scope, receive, send)
-
-    asyncio.run(handshaken())
-    assert [message["type"] for message in sent] == ["websocket.close"]

@@ -7,13 +7,12 @@ import codecs
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from segue.messages.deltas import Delta
 from segue.messages.errors import InvalidRequest, SegueError, TooLarge, shown, wrong
 from segue.server.http.body import check_uncompressed
 from segue.server.http.errors import UnsupportedMediaType, UploadTimeout
@@ -29,7 +28,9 @@ MOST_SENTENCES = 1024
 AT_ONCE = 2
 """Sentences that are made at a time: the one that is sent, and the next."""
 _AHEAD = 64
-"""Deltas of the next sentence that may wait for their turn."""
+"""Pieces of the next sentence that may wait for their turn."""
+T = TypeVar("T")
+D = TypeVar("D")
 
 
 def is_text(request: HttpRequest) -> bool:
@@ -145,15 +146,15 @@ class _WhileRead(Response):
         await self._answer(scope, self._text.reading(receive), send)
 
 
-async def in_turn(texts: AsyncGenerator[str], said: Callable[[str], AsyncGenerator[Delta]]) -> AsyncGenerator[Delta]:
-    """Yield the deltas of the texts, one text after the other.
+async def in_turn(texts: AsyncGenerator[T], said: Callable[[T], AsyncGenerator[D]]) -> AsyncGenerator[D]:
+    """Yield what `said` makes of the texts (deltas, or encoded pieces), one text after the other.
 
-    The next text is begun while the deltas of one are taken, at most `AT_ONCE` together. An error of a text, or of
+    The next text is begun while the pieces of one are taken, at most `AT_ONCE` together. An error of a text, or of
     `texts`, is raised in its turn. Closing this generator closes those of all texts.
     """
     slots = asyncio.Semaphore(AT_ONCE)
-    begun: asyncio.Queue[_Ahead | Exception | None] = asyncio.Queue()
-    running: deque[_Ahead] = deque()
+    begun: asyncio.Queue[_Ahead[D] | Exception | None] = asyncio.Queue()
+    running: deque[_Ahead[D]] = deque()
 
     async def begin() -> None:
         try:
@@ -172,10 +173,10 @@ async def in_turn(texts: AsyncGenerator[str], said: Callable[[str], AsyncGenerat
         while (ahead := await begun.get()) is not None:
             if isinstance(ahead, Exception):
                 raise ahead
-            while (delta := await ahead.arrived.get()) is not None:
-                if isinstance(delta, Exception):
-                    raise delta
-                yield delta
+            while (piece := await ahead.arrived.get()) is not None:
+                if isinstance(piece, Exception):
+                    raise piece
+                yield piece
             running.popleft()
             slots.release()
     finally:
@@ -185,19 +186,19 @@ async def in_turn(texts: AsyncGenerator[str], said: Callable[[str], AsyncGenerat
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class _Ahead:
-    """The deltas of one text, made before their turn."""
+class _Ahead(Generic[D]):
+    """The pieces of one text, made before their turn."""
 
-    def __init__(self, deltas: AsyncGenerator[Delta]) -> None:
-        self.arrived: asyncio.Queue[Delta | Exception | None] = asyncio.Queue(_AHEAD)
+    def __init__(self, pieces: AsyncGenerator[D]) -> None:
+        self.arrived: asyncio.Queue[D | Exception | None] = asyncio.Queue(_AHEAD)
         """None: there are no more."""
-        self.task = asyncio.create_task(self._make(deltas))
+        self.task = asyncio.create_task(self._make(pieces))
 
-    async def _make(self, deltas: AsyncGenerator[Delta]) -> None:
+    async def _make(self, pieces: AsyncGenerator[D]) -> None:
         try:
-            async with aclosing(deltas):
-                async for delta in deltas:
-                    await self.arrived.put(delta)
+            async with aclosing(pieces):
+                async for piece in pieces:
+                    await self.arrived.put(piece)
         except Exception as error:  # the consumer raises it
             await self.arrived.put(error)
         else:

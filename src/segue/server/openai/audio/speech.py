@@ -34,7 +34,7 @@ from segue.server.settings import ServerSettings
 
 _OWN = {"pcm": "pcm16"}
 """OpenAI's name of a format → its name in `AUDIO_FORMATS`, if they differ."""
-_PCM_RATE = 24000
+PCM_RATE = 24000
 """Samples per second of OpenAI's `pcm`, which has no header to state another."""
 
 
@@ -42,7 +42,7 @@ class _Encoding:
     """Samples to bytes of the file that the client asked for; a codec takes milliseconds: call it on a thread."""
 
     def __init__(self, asked: SpeechRequest, sample_rate: int) -> None:
-        rate = _PCM_RATE if asked.response_format == "pcm" else None
+        rate = PCM_RATE if asked.response_format == "pcm" else None
         self._new_reshaper = partial(Reshaper, sample_rate, speed=asked.speed, rate=rate)
         self._reshaper = self._new_reshaper()
         self._encoder: AudioEncoder = audio_encoder(_format(asked), self._reshaper.rate)
@@ -66,7 +66,7 @@ def _format(asked: SpeechRequest) -> str:
     return _OWN.get(asked.response_format, asked.response_format)
 
 
-async def _made(asked: SpeechRequest, deltas: AsyncGenerator[Delta]) -> AsyncGenerator[tuple[bytes, list[Usage]]]:
+async def encoded(asked: SpeechRequest, deltas: AsyncGenerator[Delta]) -> AsyncGenerator[tuple[bytes, list[Usage]]]:
     """Yield the pieces of the file as they are made, none of them empty but perhaps the last, which has the usages.
 
     `deltas`: of one text or several, each with its `Finished`. Raises `StageFailed` for a text without audio.
@@ -96,7 +96,7 @@ async def _made(asked: SpeechRequest, deltas: AsyncGenerator[Delta]) -> AsyncGen
 
 async def speech_bytes(asked: SpeechRequest, deltas: AsyncGenerator[Delta]) -> AsyncGenerator[bytes]:
     """The body with `stream_format` `audio`."""
-    async with aclosing(_made(asked, deltas)) as pieces:
+    async with aclosing(encoded(asked, deltas)) as pieces:
         async for piece, _ in pieces:
             if piece:
                 yield piece
@@ -104,7 +104,7 @@ async def speech_bytes(asked: SpeechRequest, deltas: AsyncGenerator[Delta]) -> A
 
 async def speech_events(asked: SpeechRequest, deltas: AsyncGenerator[Delta]) -> AsyncGenerator[dict[str, object]]:
     """The events with `stream_format` `sse`."""
-    async with aclosing(_made(asked, deltas)) as pieces:
+    async with aclosing(encoded(asked, deltas)) as pieces:
         async for piece, usages in pieces:
             if piece:
                 yield {"type": "speech.audio.delta", "audio": base64.b64encode(piece).decode()}
@@ -118,7 +118,7 @@ def _total(usages: list[Usage]) -> dict[str, Any]:
     return {"input_tokens": read, "output_tokens": made, "total_tokens": read + made}
 
 
-async def _said(request: Request, service: Service, metrics: ServerMetrics) -> AsyncGenerator[Delta]:
+async def said(request: Request, service: Service, metrics: ServerMetrics) -> AsyncGenerator[Delta]:
     """The deltas of one text."""
     async with aclosing(run_generations(service, [request], metrics, WRITTEN)) as deltas:
         async for _, delta in deltas:
@@ -136,13 +136,13 @@ def add_speech(
             text = ArrivingText(request, settings)
             asked = await checking.run(speech_options, query_values(request), service.card, settings)
 
-            def said(sentence: str) -> AsyncGenerator[Delta]:
-                return _said(asked.of_text(sentence), service, metrics)
+            def say(sentence: str) -> AsyncGenerator[Delta]:
+                return said(asked.of_text(sentence), service, metrics)
 
-            return text.while_read(answer(asked, in_turn(text.sentences(), said)))
+            return text.while_read(answer(asked, in_turn(text.sentences(), say)))
         values = await read_json(request, settings, "application/json or text/plain")
         asked = await checking.run(speech_request, values, service.card, settings)
-        return answer(asked, _said(asked.request, service, metrics))
+        return answer(asked, said(asked.request, service, metrics))
 
     def answer(asked: SpeechRequest, deltas: AsyncGenerator[Delta]) -> ByteStream:
         if asked.stream_format == "sse":

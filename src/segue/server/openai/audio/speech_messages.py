@@ -1,0 +1,106 @@
+"""The messages of `/v1/audio/speech/stream`, in the form of vllm-omni.
+
+From the client: `session.config`, `input.text`, `input.done`, `session.close`. To the client: `audio.start`, the audio
+as binary messages, `audio.done`, `session.done`, `error`.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from segue.messages.errors import InvalidRequest, SegueError, nearest, shown, wrong
+from segue.messages.limits import RequestLimits
+from segue.messages.request import Request
+from segue.orchestrator.service import ModelCard
+from segue.server.generation.parameters import parse_body
+from segue.server.http.body import decode_json
+from segue.server.http.errors import error_body
+from segue.server.openai.audio.speech import PCM_RATE
+from segue.server.openai.audio.speech_request import SpeechOptions, SpeechRequest, speech_options
+from segue.server.settings import ServerSettings
+
+FROM_CLIENT = ("session.config", "input.text", "input.done", "session.close")
+"""Values of a client's `type`."""
+SPLITS = ("sentence", "none")
+"""Values of `split_granularity`, the default first."""
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "stream_format": (),
+    "task_type": (),
+    "max_new_tokens": (),
+    "initial_codec_chunk_frames": (),
+    "non_streaming_mode": (),
+    "speaker_embedding": (),
+    "x_vector_only_mode": (False,),
+    "word_timestamps": (False,),
+}
+
+
+class SessionOptions(SpeechOptions, kw_only=True):
+    """Every parameter of `session.config` that has an effect. null means not given."""
+
+    stream_audio: bool | None = None
+    """Send the audio of a sentence in pieces, as it is made, instead of in one message."""
+    split_granularity: str | None = None
+
+
+@dataclass(frozen=True)
+class SessionConfig:
+    """A checked `session.config`: how the texts after it are said."""
+
+    asked: SpeechRequest
+    stream_audio: bool
+    split: bool
+    """Say a text by sentences while it arrives, instead of whole when it is complete."""
+    checked: float
+    """Unix time, from which the request's deadline counts."""
+
+    def request(self, text: str, begun: float) -> Request:
+        """The request that says `text`, a part of a text that was begun at this Unix time."""
+        request = self.asked.of_text(text)
+        if request.deadline is None:
+            return request
+        return msgspec.structs.replace(request, deadline=request.deadline + begun - self.checked)
+
+
+def session_config(values: dict[str, Any], card: ModelCard, settings: ServerSettings) -> SessionConfig:
+    """Convert a `session.config`, without its `type`. Blocking (`ref_audio`). Raises `InvalidRequest`."""
+    checked = time.time()
+    own = parse_body(values, SessionOptions, _UNSUPPORTED, {})
+    split = SPLITS[0] if own.split_granularity is None else own.split_granularity
+    if split not in SPLITS:
+        raise wrong("split_granularity", split, f"one of {', '.join(SPLITS)}{nearest(split, SPLITS)}")
+    options = {name: value for name, value in values.items() if name in SpeechOptions.__struct_fields__}
+    if own.response_format is None:
+        options["response_format"] = "wav"
+    asked = speech_options(options, card, settings)
+    return SessionConfig(asked, bool(own.stream_audio), split == "sentence", checked)
+
+
+def client_message(text: str | None, limits: RequestLimits) -> tuple[str, dict[str, Any]]:
+    """(type, other members) of a client's message; `text` is None if it was binary. Raises `InvalidRequest`."""
+    if text is None:
+        raise InvalidRequest("the message is binary; it must be a JSON text")
+    values = decode_json(text.encode(), limits)
+    if not isinstance(values, dict):
+        raise InvalidRequest(f"the message is {shown(values)}; it must be a JSON object")
+    kind = values.pop("type", None)
+    if kind not in FROM_CLIENT:
+        near = nearest(kind, FROM_CLIENT) if isinstance(kind, str) else ""
+        raise wrong("type", kind, f"one of {', '.join(FROM_CLIENT)}{near}")
+    return kind, values
+
+
+def start_message(where: dict[str, int], text: str, config: SessionConfig) -> dict[str, object]:
+    """What precedes the audio of a sentence; `where`: its indices."""
+    form = config.asked.response_format
+    rate = {"sample_rate": PCM_RATE, "channels": 1} if form == "pcm" else {}
+    return {"type": "audio.start", **where, "sentence_text": text, "format": form, **rate}
+
+
+def error_message(error: SegueError) -> dict[str, object]:
+    """An error, as OpenAI's object, and its message where vllm-omni has it."""
+    return {"type": "error", "message": error.message, **error_body(error)}

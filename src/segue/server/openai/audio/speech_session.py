@@ -1,0 +1,314 @@
+"""The websocket `/v1/audio/speech/stream`: texts that a client appends to are said while they are written."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from segue.messages.errors import Cancelled, InvalidRequest, SegueError, TooLarge, wrong
+from segue.observe.metrics import ServerMetrics
+from segue.orchestrator.service import Service
+from segue.server.http.checking import Checking
+from segue.server.http.disconnect import CLIENT_GONE
+from segue.server.http.errors import UploadTimeout
+from segue.server.openai.audio.arriving_text import MOST_SENTENCES, MOST_STREAMED, in_turn
+from segue.server.openai.audio.sentences import Sentences
+from segue.server.openai.audio.speech import encoded, said
+from segue.server.openai.audio.speech_messages import (
+    SessionConfig,
+    client_message,
+    error_message,
+    session_config,
+    start_message,
+)
+from segue.server.openai.audio.speech_request import MOST_CHARACTERS
+from segue.server.settings import ServerSettings
+from segue.server.tenants.tenants import calling
+
+Frame = dict[str, object] | bytes
+"""A message to the client: JSON, or audio."""
+
+
+@dataclass
+class _Text:
+    """A text, from its first `input.text` to its `input.done`."""
+
+    index: int
+    config: SessionConfig
+    begun: float
+    """Unix time."""
+    last: float
+    """By when it must be complete, in the event loop's time."""
+    characters: int = 0
+    sentences: int = 0
+    splitter: Sentences = field(default_factory=Sentences)
+    whole: str = ""
+    """What has arrived, if it is said whole."""
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """A sentence to say, or the end of a text."""
+
+    text: _Text
+    index: int
+    """Of the sentence in its text; of the end, the number of sentences."""
+    sentence: str | None
+
+    @property
+    def size(self) -> int:
+        return len(self.sentence or "")
+
+
+class SessionTimeout(UploadTimeout):
+    """The client of a websocket sent nothing more, or not all of a text."""
+
+    def __init__(self, message: str) -> None:
+        SegueError.__init__(self, message)
+
+
+class SpeechSession:
+    """One websocket. One task reads messages, so that a client that leaves is noticed at once; another says what they
+    give, and waits for the client to take it."""
+
+    def __init__(
+        self, socket: WebSocket, service: Service, settings: ServerSettings, metrics: ServerMetrics, checking: Checking
+    ) -> None:
+        self._socket = socket
+        self._service = service
+        self._settings = settings
+        self._metrics = metrics
+        self._checking = checking
+        self._config: SessionConfig | None = None
+        self._text: _Text | None = None
+        """The text that is not complete."""
+        self._texts = 0
+        self._units: asyncio.Queue[_Unit | None] = asyncio.Queue()
+        """Units that are not begun; None: there are no more."""
+        self._given: deque[_Unit] = deque()
+        """Units whose last message has not been sent: those of `_units`, and those that are being said."""
+        self._waiting = 0
+        """Their characters."""
+        self._closing = False
+        """Whether the client has sent `session.close`."""
+        self._heard = self._said = asyncio.get_running_loop().time()
+        """When the last message came, and when a unit was last sent whole, in the event loop's time."""
+
+    async def run(self) -> None:
+        """Serve the client until it leaves or an error ends the session; the reason is then the last message."""
+        await self._socket.accept()
+        tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._say())]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        try:
+            for task in done:
+                task.result()
+        except (WebSocketDisconnect, Cancelled):
+            self._socket.scope[CLIENT_GONE] = True
+        except SegueError as error:
+            with suppress(WebSocketDisconnect, Cancelled):
+                await self._send(error_message(error))
+                await self._close(_close_code(error), error.code)
+
+    async def _read(self) -> None:
+        """Take the client's messages until it leaves. Raises the error that ends the session."""
+        while (message := await self._receive())["type"] != "websocket.disconnect":
+            self._heard = asyncio.get_running_loop().time()
+            if self._closing:
+                continue
+            try:
+                await self._take(*client_message(message.get("text"), self._settings.limits))
+            except InvalidRequest as error:
+                if self._config is None or isinstance(error, TooLarge):
+                    raise
+                await self._send(error_message(error))
+        if self._given or self._text is not None:
+            self._socket.scope[CLIENT_GONE] = True
+
+    async def _receive(self) -> dict[str, Any]:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                async with asyncio.timeout_at(self._patience()):
+                    return dict(await self._socket.receive())
+            except TimeoutError:
+                # while nothing came, the last audio may have been sent: then the client's time began
+                if loop.time() >= self._patience():
+                    raise self._too_late(loop.time()) from None
+
+    def _patience(self) -> float:
+        """Until when the next message must come, in the event loop's time."""
+        stall = self._settings.stall_seconds
+        if self._text is not None:
+            return min(self._text.last, self._heard + stall)
+        if self._given:
+            return asyncio.get_running_loop().time() + stall
+        return max(self._heard, self._said) + stall
+
+    def _too_late(self, now: float) -> SessionTimeout:
+        stall = self._settings.stall_seconds
+        if self._text is None:
+            return SessionTimeout(f"no message arrived for {stall:g} seconds (stall_seconds)")
+        if now >= self._text.last:
+            whole = self._settings.upload_seconds
+            return SessionTimeout(f"the text was not complete within {whole:g} seconds (upload_seconds)")
+        return SessionTimeout(f"no more text arrived for {stall:g} seconds (stall_seconds); send input.done")
+
+    async def _take(self, kind: str, values: dict[str, Any]) -> None:
+        if kind == "session.config":
+            if self._text is not None:
+                raise InvalidRequest("session.config came within a text; send input.done first", field="type")
+            self._config = await self._checking.run(session_config, values, self._service.card, self._settings)
+            self._heard = asyncio.get_running_loop().time()  # a recording may have been fetched
+        elif kind == "session.close":
+            self._closing, self._text = True, None
+            self._units.put_nowait(None)
+        elif self._config is None:
+            raise wrong("type", kind, "session.config in the first message")
+        elif kind == "input.text":
+            if not isinstance(piece := values.get("text"), str):
+                raise wrong("text", piece, "a string")
+            if piece:
+                self._append(piece, self._open(self._config))
+        else:
+            self._end(self._open(self._config))
+
+    def _open(self, config: SessionConfig) -> _Text:
+        """The text that is not complete, or a new one."""
+        if self._text is None:
+            if self._texts:  # the first one was counted with the handshake
+                calling.get().account.count()
+            last = asyncio.get_running_loop().time() + self._settings.upload_seconds
+            self._text = _Text(self._texts, config, time.time(), last)
+            self._texts += 1
+        return self._text
+
+    def _append(self, piece: str, text: _Text) -> None:
+        text.characters += len(piece)
+        most = MOST_STREAMED if text.config.split else MOST_CHARACTERS
+        if text.characters > most:
+            raise TooLarge(f"the text has more than {most} characters; send input.done before", field="text")
+        if text.config.split:
+            for sentence in text.splitter.feed(piece):
+                self._give(text, sentence)
+        else:
+            text.whole += piece
+
+    def _end(self, text: _Text) -> None:
+        for sentence in text.splitter.finish() if text.config.split else [text.whole]:
+            self._give(text, sentence)
+        self._text = None
+        self._put(_Unit(text, text.sentences, None))
+
+    def _give(self, text: _Text, sentence: str) -> None:
+        if any(character.isalnum() for character in sentence):
+            if text.sentences >= MOST_SENTENCES:
+                raise TooLarge(
+                    f"the text has more than {MOST_SENTENCES} sentences; send input.done before", field="text"
+                )
+            self._put(_Unit(text, text.sentences, sentence.strip()))
+            text.sentences += 1
+
+    def _put(self, unit: _Unit) -> None:
+        self._waiting += unit.size
+        if self._waiting > MOST_STREAMED or len(self._given) > MOST_SENTENCES:
+            raise TooLarge(
+                f"more than {MOST_STREAMED} characters or {MOST_SENTENCES} sentences wait to be said; "
+                "send more when they have been",
+                field="text",
+            )
+        self._given.append(unit)
+        self._units.put_nowait(unit)
+
+    async def _say(self) -> None:
+        """Send the messages of all units, in their order; then close."""
+        async with aclosing(in_turn(self._unit_stream(), self._frames)) as frames:
+            async for frame in frames:
+                await self._send(frame)
+                if isinstance(frame, dict) and frame["type"] in ("audio.done", "session.done"):
+                    self._waiting -= self._given.popleft().size
+                    self._said = asyncio.get_running_loop().time()
+        await self._close(1000, "")
+
+    async def _unit_stream(self) -> AsyncGenerator[_Unit]:
+        while (unit := await self._units.get()) is not None:
+            yield unit
+
+    async def _frames(self, unit: _Unit) -> AsyncGenerator[Frame]:
+        """The messages of one unit. A sentence that fails has an `error`, and the next one is said."""
+        text = unit.text
+        if unit.sentence is None:
+            yield {"type": "session.done", "utterance_index": text.index, "total_sentences": unit.index}
+            return
+        where = {"utterance_index": text.index, "sentence_index": unit.index}
+        yield start_message(where, unit.sentence, text.config)
+        size, failed = 0, False
+        held: list[bytes] = []
+        request = text.config.request(unit.sentence, text.begun)
+        try:
+            deltas = said(request, self._service, self._metrics)
+            async with aclosing(encoded(text.config.asked, deltas)) as pieces:
+                async for piece, _ in pieces:
+                    size += len(piece)
+                    if not text.config.stream_audio:
+                        held.append(piece)
+                    elif piece:
+                        yield piece
+            if held:
+                yield b"".join(held)
+        except SegueError as error:
+            failed = True
+            if not text.config.stream_audio:
+                size = 0
+            yield {**error_message(error), **where}
+        yield {"type": "audio.done", **where, "total_bytes": size, "error": failed}
+
+    async def _send(self, frame: Frame) -> None:
+        """Raises `Cancelled` if the client does not read."""
+        if isinstance(frame, bytes):
+            await self._while_read(self._socket.send_bytes(frame))
+        else:
+            await self._while_read(self._socket.send_text(msgspec.json.encode(frame).decode()))
+
+    async def _close(self, code: int, reason: str) -> None:
+        await self._while_read(self._socket.close(code, reason))
+
+    async def _while_read(self, sending: Coroutine[Any, Any, None]) -> None:
+        """A message is sent when the client has read the one before."""
+        try:
+            async with asyncio.timeout(self._settings.stall_seconds):
+                await sending
+        except TimeoutError as error:
+            raise Cancelled("the client stopped reading") from error
+
+
+def _close_code(error: SegueError) -> int:
+    """The websocket's close code (RFC 6455, and its registry)."""
+    if isinstance(error, TooLarge):
+        return 1009
+    if error.status in (429, 503):
+        return 1013
+    return 1011 if error.status >= 500 else 1008
+
+
+def add_speech_stream(
+    app: FastAPI, service: Service, settings: ServerSettings, metrics: ServerMetrics, checking: Checking
+) -> None:
+    """Add the endpoint."""
+
+    @app.websocket("/v1/audio/speech/stream")
+    async def speak_stream(socket: WebSocket) -> None:
+        await SpeechSession(socket, service, settings, metrics, checking).run()
