@@ -9,6 +9,7 @@ import pytest
 from segue.graph.walk import WalkStage
 from segue.messages.request import Request
 from segue.messages.wire import Emission, OutputEnd, StageDone
+from segue.orchestrator.client_queue import ClientQueue
 from segue.orchestrator.request_state import RequestState, StageState
 
 NAMES = ("thinker", "talker", "vocoder")
@@ -20,7 +21,7 @@ def books() -> RequestState:
         name: WalkStage(frozenset(NAMES[max(0, at - 1) : at]), frozenset(NAMES[at + 1 : at + 2]), frozenset(gives))
         for at, (name, gives) in enumerate(zip(NAMES, GIVES, strict=True))
     }
-    made = RequestState(Request(request_id="r"), walk, "thinker")
+    made = RequestState(Request(request_id="r"), walk, "thinker", ClientQueue(1 << 20))
     made.stages = {
         name: StageState(tuple(stage.upstreams), tuple(stage.downstreams), worker=name, attempt=1)
         for name, stage in walk.items()

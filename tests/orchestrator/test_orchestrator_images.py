@@ -15,6 +15,7 @@ from segue.messages.errors import StageFailed
 from segue.messages.request import Request
 from segue.messages.sampling import FALLBACK
 from segue.messages.wire import Emission
+from segue.orchestrator.client_queue import ClientQueue
 from segue.orchestrator.outputs import Collector
 from segue.orchestrator.request_state import RequestState
 from segue.worker.stage import client_deltas
@@ -26,7 +27,7 @@ def took(books: RequestState, *deltas: ClientDelta, attempt: int = 0) -> list[Cl
 
 @pytest.fixture
 def books() -> RequestState:
-    return RequestState(Request(request_id="r"), {}, "decoder")
+    return RequestState(Request(request_id="r"), {}, "decoder", ClientQueue(1 << 20))
 
 
 def make_image(index: int, partial: int | None = None) -> ImageDelta:

@@ -12,6 +12,7 @@ import pytest
 from toy_system import Gate, System, both, collect, kill, pid_of
 
 from segue.messages.wire import Emission
+from segue.orchestrator.client_queue import ClientQueue
 from segue.orchestrator.outputs import RequestOutput
 from segue.orchestrator.request_state import RequestState, StageState
 
@@ -75,7 +76,7 @@ def test_the_journal_keeps_whole_rows_once() -> None:
     from segue.messages.request import Request
 
     walk = {"talker": WalkStage(frozenset(), frozenset(), frozenset({"audio"}))}
-    state = RequestState(Request(request_id="r"), walk, "talker")
+    state = RequestState(Request(request_id="r"), walk, "talker", ClientQueue(1 << 20))
     state.stages = {"talker": StageState((), (), worker="talker", attempt=1)}
     state.took(Emission("r", "talker", 1, units=[[1, 5], [2, 6]]))
     state.took(Emission("r", "talker", 1, units=[[1, 5]]))  # a new attempt emits what it resumed from

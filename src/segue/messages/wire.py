@@ -1,6 +1,7 @@
 """Every control message that crosses a process, and the one codec for them (msgpack by msgspec).
 
-    orchestrator → worker   Begin, Append, Resend, Moved, Drop, PeerLost, LoadAdapter, UnloadAdapter, Ping, Shutdown
+    orchestrator → worker   Begin, Append, Throttle, Resend, Moved, Drop, PeerLost, LoadAdapter, UnloadAdapter, Ping,
+                            Shutdown
     worker → orchestrator   Loading, Ready, StartFailed, Progress, InputDone, InputLost, StageDone, Failed, Stats,
                             AdapterLoaded
     worker → worker         Chunk, Consumed
@@ -58,6 +59,15 @@ class Append(msgspec.Struct, tag=True):
     attempt: int
     piece: Piece | None
     """None: the input is closed."""
+
+
+class Throttle(msgspec.Struct, tag=True):
+    """The client of a request is behind: pause its stage. Or it has caught up: go on."""
+
+    request_id: str
+    stage: str
+    attempt: int
+    behind: bool
 
 
 class Resend(msgspec.Struct, tag=True):
@@ -279,7 +289,19 @@ class Consumed(msgspec.Struct, tag=True):
 
 
 ToWorker = (
-    Begin | Append | Resend | Moved | Drop | PeerLost | LoadAdapter | UnloadAdapter | Ping | Shutdown | Chunk | Consumed
+    Begin
+    | Append
+    | Throttle
+    | Resend
+    | Moved
+    | Drop
+    | PeerLost
+    | LoadAdapter
+    | UnloadAdapter
+    | Ping
+    | Shutdown
+    | Chunk
+    | Consumed
 )
 ToOrchestrator = (
     Loading | Ready | StartFailed | Progress | InputDone | InputLost | StageDone | Failed | Stats | AdapterLoaded

@@ -45,8 +45,10 @@ from segue.messages.wire import (
     Resend,
     StageDone,
     Stats,
+    Throttle,
     ToOrchestrator,
 )
+from segue.orchestrator.client_queue import ClientQueue
 from segue.orchestrator.replicas import Replica
 from segue.orchestrator.request_state import RequestState, StageState, stages_to_rerun
 from segue.orchestrator.supervisor import OnProgress, Supervisor
@@ -138,7 +140,9 @@ class Orchestrator:
         """As `stream`, for a request that has been admitted."""
         try:
             while True:
-                item = await books.queue.get()
+                item, caught_up = await books.queue.get()
+                if caught_up:
+                    self._throttle(books)
                 if isinstance(item, SegueError):
                     raise item
                 yield item
@@ -192,7 +196,8 @@ class Orchestrator:
                 both = merged(request=asked, deployment=planned)
                 own = msgspec.structs.replace(asked, **{key: getattr(both, key) for key in cut})
                 request.sampling = {**request.sampling, name: own}
-        books = RequestState(request=request, walk=walk, main=self.graph.main)
+        queue = ClientQueue(self.plan.limits.unread_bytes)
+        books = RequestState(request=request, walk=walk, main=self.graph.main, queue=queue)
         for name, stage in walk.items():
             books.stages[name] = StageState(tuple(stage.upstreams), tuple(stage.downstreams))
             if kind_of(self.plan.stages[name].engine).samples:
@@ -286,6 +291,8 @@ class Orchestrator:
             self.supervisor.send(book.address, message)
             for piece in books.appended if name == INPUT else ():
                 self._send_piece(books, piece)
+            if books.queue.behind and stage.to_client:
+                self._send_throttle(books, name)
             for down in book.downstreams:
                 if down not in begin and not books.stages[down].done:
                     self.supervisor.send(books.stages[down].address, Moved(books.id, self._peer(books, name), down))
@@ -293,6 +300,19 @@ class Orchestrator:
             for up in books.stages[name].upstreams:
                 if up not in begin:
                     self.supervisor.send(books.stages[up].address, Resend(books.id, up, self._peer(books, name)))
+
+    def _throttle(self, books: RequestState) -> None:
+        """Pause the stages that answer the client while it is behind; let them go on when it has caught up."""
+        if self.requests.get(books.id) is not books:
+            return  # it ended: nothing more is made
+        for name, stage in books.walk.items():
+            # a new attempt is told after its `Begin`
+            if stage.to_client and name not in books.waiting and not books.stages[name].done:
+                self._send_throttle(books, name)
+
+    def _send_throttle(self, books: RequestState, stage: str) -> None:
+        book = books.stages[stage]
+        self.supervisor.send(book.address, Throttle(books.id, stage, book.attempt, books.queue.behind))
 
     @staticmethod
     def _peer(books: RequestState, stage: str) -> Peer:
@@ -312,7 +332,7 @@ class Orchestrator:
             replica.requests.discard(books.id)
             if replica.worker in workers and replica.state == "ready":
                 self.supervisor.send(replica.address, Drop(books.id))
-        books.queue.put_nowait(error if error is not None else books.finished())
+        books.queue.put(error if error is not None else books.finished())
         if not self.requests:
             self._idle.set()
         if books.losses:
@@ -328,7 +348,8 @@ class Orchestrator:
                     books = self._current(message.worker, emission.request_id, emission.stage, emission.attempt)
                     for delta in books.took(emission) if books else ():
                         assert books is not None
-                        books.queue.put_nowait(delta)
+                        if books.queue.put(delta):
+                            self._throttle(books)
             case StageDone():
                 self._read(message)
                 if books := self._current(message.worker, message.request_id, message.stage, message.attempt):

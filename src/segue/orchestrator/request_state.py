@@ -31,10 +31,10 @@ from segue.messages.deltas import (
     Usage,
     VideoDelta,
 )
-from segue.messages.errors import SegueError
 from segue.messages.request import Piece, Request
 from segue.messages.units import TurnEnd, Unit, ids_of
 from segue.messages.wire import Emission, OutputEnd, StageDone
+from segue.orchestrator.client_queue import ClientQueue
 
 
 @dataclass(slots=True)
@@ -85,8 +85,8 @@ class RequestState:
     request: Request
     walk: Walk
     main: str
+    queue: ClientQueue
     admitted: float = field(default_factory=time.monotonic)
-    queue: asyncio.Queue[Delta | SegueError] = field(default_factory=asyncio.Queue)
     stages: dict[str, StageState] = field(default_factory=dict)
     journal: dict[str, dict[int, list[Unit]]] = field(default_factory=dict)
     """Autoregressive stage → output → all units that it has emitted."""

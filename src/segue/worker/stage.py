@@ -52,6 +52,8 @@ class Visit:
     started: float = 0.0
     """When its first input arrived."""
     paused: bool = False
+    client_behind: bool = False
+    """Whether the client has too much left to read."""
     taken: list[tuple[Connector, dict[str, Any]]] = field(default_factory=list)
     """Payloads taken from connectors, released only when the stage is done with the request (the engine may hold views
     of shared memory)."""

@@ -35,6 +35,7 @@ from segue.messages.wire import (
     Resend,
     Shutdown,
     StageDone,
+    Throttle,
     ToOrchestrator,
     ToWorker,
     UnloadAdapter,
@@ -152,9 +153,8 @@ class Worker:
             payload = stage.transfers[peer.stage](visit.request, output)
             if payload is not None or output.finished:
                 self.outbox.push(output.request_id, stage.plan.name, peer.stage, payload, final=output.finished)
-        if not visit.paused and not output.finished and self.outbox.blocked(output.request_id, stage.plan.name):
-            visit.paused = True
-            stage.engine.pause(output.request_id)
+        if not output.finished:
+            self.throttle(stage, visit)
 
     def finish(self, stage: StageRunner, visit: Visit) -> None:
         request_id = visit.request.request_id
@@ -189,10 +189,19 @@ class Worker:
 
     def unpause(self) -> None:
         for stage in self.stages.values():
-            for request_id, visit in stage.visits.items():
-                if visit.paused and not self.outbox.blocked(request_id, stage.plan.name):
-                    visit.paused = False
-                    stage.engine.resume(request_id)
+            for visit in stage.visits.values():
+                if visit.paused:
+                    self.throttle(stage, visit)
+
+    def throttle(self, stage: StageRunner, visit: Visit) -> None:
+        """Let the engine go on with a request only while all that receive its output have room, the client as well."""
+        request_id = visit.request.request_id
+        full = visit.client_behind or self.outbox.blocked(request_id, stage.plan.name)
+        if full and not visit.paused:
+            stage.engine.pause(request_id)
+        elif visit.paused and not full:
+            stage.engine.resume(request_id)
+        visit.paused = full
 
     # ── messages ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -209,6 +218,8 @@ class Worker:
                 self.on_begin(message)
             case Append():
                 self.on_append(message)
+            case Throttle():
+                self.on_throttle(message)
             case Drop():
                 self.on_drop(message.request_id)
             case Resend():
@@ -261,6 +272,13 @@ class Worker:
         except Exception as error:
             # see on_begin
             self.spoilt(stage, visit, error)
+
+    def on_throttle(self, message: Throttle) -> None:
+        stage = self.stages[message.stage]
+        visit = stage.visits.get(message.request_id)
+        if visit is not None and visit.begin.attempt == message.attempt:
+            visit.client_behind = message.behind
+            self.throttle(stage, visit)
 
     def acknowledge(self, stage: StageRunner, visit: Visit) -> None:
         """Tell the upstreams which chunks have been used, which frees their edges' budgets."""

@@ -128,6 +128,8 @@ class Limits(RequestLimits):
     """The same for HTTP requests if `default_deadline` is not set; background jobs have none."""
     retained_bytes: int = 256 * MiB
     """Payloads a worker keeps for recovery."""
+    unread_bytes: int = 8 * MiB
+    """Output of one request that its client has not read; above it, the stages that make it pause."""
     drain_seconds: float = 10.0
     """How long a stop waits for running requests."""
     hang_seconds: float = 600.0
