@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,10 +23,12 @@ from segue.messages.errors import ConfigError, InvalidRequest, NotFound
 from segue.messages.request import Message, Request, TextPart
 from segue.messages.sampling import SamplingParams
 from segue.models.speech.pocket_tts.backbone import Backbone
-from segue.models.speech.pocket_tts.ending import CROSSED, LAST
+from segue.models.speech.pocket_tts.ending import CROSSED, LAST, Ending, kind_logits
 from segue.models.speech.pocket_tts.graph import check_library
 from segue.models.speech.pocket_tts.input import InputProcessor
 from segue.models.speech.pocket_tts.reference import Reference
+
+from transformers.models.pocket_tts.generation_pocket_tts import PocketTTSEosThresholdCriteria  # isort: skip
 
 WITHIN = 1e-4
 SEED = 3
@@ -128,12 +132,38 @@ def test_frames_are_bounded(input_stage, backbone, library):
     assert apart(library, spoken, theirs) < WITHIN
 
 
+def test_without_an_end_the_budget_is_the_librarys(input_stage, pocket_dir, tmp_path):
+    directory = tmp_path / "endless"
+    shutil.copytree(pocket_dir, directory)
+    path = directory / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_threshold": 1e6}))
+    case = CASES[0]
+    spoken = Speech(input_stage, Backbone(context(directory, "backbone")))(case)[case.name]
+    assert len(spoken.rows) == len(Reference(directory).spoken(case.text, case.voice)[0]) > 30
+
+
+@pytest.mark.parametrize("after", [0, 1, 4])
+@pytest.mark.parametrize("first", [0, 6])
+def test_the_end_is_the_librarys(first, after):
+    for seed in range(20):
+        scores = torch.randn(40, generator=torch.Generator().manual_seed(seed))
+        criterion = PocketTTSEosThresholdCriteria(1.5, after, first)
+        library = [bool(criterion(torch.zeros(1, 1), score[None])) for score in scores]
+        ending, kinds = Ending(first, after, None), []
+        for place, score in enumerate(scores):
+            logits = kind_logits(score[None], 1.5)[0]
+            ending.apply(logits, place)
+            kinds.append(int(logits.argmax()))
+            ending.saw(kinds[-1])
+        assert (kinds.index(LAST) if LAST in kinds else -1) == (library.index(True) if True in library else -1)
+
+
 def test_what_is_refused_is_named(input_stage):
     asked = request_of(CASES[0])
     asked.voice = "nova"
-    with pytest.raises(NotFound, match="voice is 'nova'; this model speaks with: alba, marius"):
+    with pytest.raises(NotFound, match="voice is 'nova'; known: alba, marius"):
         input_stage.process(asked)
-    marked = Request("r", messages=[Message("user", [TextPart("Hello <|audio_bos|> there")])])
+    marked = Request(request_id="r", messages=[Message("user", [TextPart("Hello <|audio_bos|> there")])])
     with pytest.raises(InvalidRequest, match="marks a place of the prompt"):
         input_stage.process(marked)
     with pytest.raises(ConfigError, match=r"pocket_tts needs transformers 5\.23; 5\.17\.0 is installed"):

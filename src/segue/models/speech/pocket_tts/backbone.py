@@ -3,8 +3,8 @@
 T prompt tokens, H width, D numbers of a latent.
 
 Inputs (from `PocketTTSModel`): text tokens by their embedding; the frames of the voice, and latents, each by a
-projection; the last token of the prompt as the learnt first latent. A latent is drawn by the flow head from noise, which
-comes from the request's own random numbers; its unit is the row (`kind_logits`, the bits of D numbers).
+projection; the last token of the prompt as the learnt first latent. The flow head draws a latent from noise, which
+comes from the request's own random numbers. A unit is a row: what the frame is (`ending`), and the bits of D numbers.
 """
 
 from __future__ import annotations

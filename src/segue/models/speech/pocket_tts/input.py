@@ -89,8 +89,8 @@ def voice_of(name: str | None, voices: tuple[str, ...]) -> str:
     if name is None:
         return voices[0] if voices else ""
     if name not in voices:
-        known = f"this model speaks with: {', '.join(voices)}" if voices else "this model has no voices"
-        raise NotFound(f"voice is {name!r}{nearest(name, voices)}; {known}", field="voice")
+        known = nearest(name, voices) if voices else "; this model has no voices"
+        raise NotFound(f"voice is {name!r}{known}", field="voice")
     return name
 
 

@@ -1,8 +1,8 @@
 """Load each stage's part of a Pocket TTS checkpoint.
 
-A checkpoint is a directory with the language model's files; the audio tokenizer's own checkpoint lies in its folder
-`audio_tokenizer`, and each voice in `voices/NAME.safetensors` as `audio_prompt_latents` [frames, D] float32, the latents
-that the audio tokenizer gives for a recording of it.
+A checkpoint is a directory with the language model's files. Its folder `audio_tokenizer` has the audio tokenizer's own
+checkpoint, and `voices/NAME.safetensors` has a voice as `audio_prompt_latents` [frames, D] float32: the latents that
+the audio tokenizer gives for a recording of it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def load_model(ctx: AutoregressiveContext, config: PocketTTSConfig) -> SpokenMod
 
 
 def load_codec_config(model_dir: Path, config: PocketTTSConfig) -> PocketTTSAudioTokenizerConfig:
-    """Raises `ConfigError` for an audio tokenizer that is missing, that does not fit, or whose decoder cannot stream."""
+    """The audio tokenizer's config. Raises `ConfigError` if it is missing, does not fit, or cannot stream."""
     path = model_dir / CODEC / "config.json"
     if not path.is_file():
         raise ConfigError(
