@@ -1,4 +1,4 @@
-"""A stage whose steps yield rows of numbers: a killed worker goes on from the journalled numbers, equal in every bit."""
+"""A stage whose steps yield rows of numbers: a killed worker goes on from the journalled numbers, bit for bit."""
 
 from __future__ import annotations
 

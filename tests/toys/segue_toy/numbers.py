@@ -1,5 +1,5 @@
-"""input → counter (autoregressive, text and rows) → talker (autoregressive, rows of numbers that end by a score) → tones
-(module, audio)."""
+"""input → counter (autoregressive, text and rows) → talker (autoregressive, rows of numbers that end by a score) →
+tones (module, audio)."""
 
 from __future__ import annotations
 

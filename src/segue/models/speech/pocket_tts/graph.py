@@ -12,10 +12,15 @@ FIRST = (5, 23)
 """The transformers that is known to have this model; 5.17 does not."""
 
 
+def has_model(installed: str) -> bool:
+    """Whether this version of transformers is known to have the model."""
+    major, minor = (int(part) for part in installed.split(".")[:2])
+    return (major, minor) >= FIRST
+
+
 def check_library(installed: str) -> None:
     """Raise `ConfigError` for a version of transformers that lacks the model."""
-    major, minor = (int(part) for part in installed.split(".")[:2])
-    if (major, minor) < FIRST:
+    if not has_model(installed):
         wanted = ".".join(map(str, FIRST))
         raise ConfigError(
             f"pocket_tts needs transformers {wanted}; {installed} is installed, which may lack it", field="model"

@@ -1,8 +1,13 @@
-"""The parts of transformers that this family uses. Import them from here: torchvision may need its shim first."""
+"""The parts of transformers that this family uses. Import them from here: torchvision may need its shim first. The
+import raises `ConfigError` if the installed version does not have them."""
 
 # ruff: noqa: E402
-from segue.kernels.torchvision_shim import ensure_torchvision
+from importlib.metadata import version
 
+from segue.kernels.torchvision_shim import ensure_torchvision
+from segue.models.speech.pocket_tts.graph import check_library
+
+check_library(version("transformers"))
 ensure_torchvision()  # a torchvision that fails to import makes the import of transformers fail
 
 from transformers.models.pocket_tts.configuration_pocket_tts import PocketTTSConfig
