@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from segue.graph.machine.hardware import detect_hardware
+from segue.models.speech.pocket_tts.graph import has_model
 
 if TYPE_CHECKING:
     from segue.models.omni.qwen2_5_omni.reference import Reference
@@ -36,6 +38,7 @@ settings.register_profile("segue", PATIENT, derandomize=True)
 settings.load_profile("segue")
 
 pytest_plugins = ["selection"]
+collect_ignore_glob = [] if has_model(version("transformers")) else ["*pocket_tts*"]
 MEMORY_OF_TESTS = 4 << 30
 """Bytes for each of several processes of pytest and what it starts."""
 TOYS = str(Path(__file__).parent / "toys")

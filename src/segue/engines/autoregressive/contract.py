@@ -250,6 +250,8 @@ class Draws:
     """[n, groups - 1] float64 in [0, 1): column j is for code j + 1."""
     greedy: torch.Tensor
     """[n] bool: the request is greedy."""
+    temperature: torch.Tensor
+    """[n] float64: the request's temperature, 0 if it is greedy."""
     finite: torch.Tensor | None = None
     """[n] bool: no logits of the row had NaN or +inf so far; None: nothing was drawn."""
 
@@ -263,6 +265,23 @@ class Draws:
         self.finite = finite if self.finite is None else self.finite & finite
         return codes
 
+    def noise(self) -> torch.Tensor:
+        """[n, groups - 1] float64, for rows of numbers: Gaussian, of the request's temperature as its variance; zero if
+        it is greedy."""
+        return torch.special.ndtri(self.numbers.clamp(min=2.0**-54)) * self.temperature.sqrt()[:, None]
+
+    def codes_of(self, numbers: torch.Tensor) -> torch.Tensor:
+        """[n, groups - 1] float32 → long, the codes that stand for these numbers (`numbers_of`). A request with NaN or
+        an infinite number fails alone."""
+        finite = torch.isfinite(numbers).all(dim=-1)
+        self.finite = finite if self.finite is None else self.finite & finite
+        return numbers.contiguous().view(torch.int32).long()
+
+
+def numbers_of(codes: torch.Tensor) -> torch.Tensor:
+    """Codes that stand for numbers (`Draws.codes_of`), of any shape → these numbers, float32, equal in every bit."""
+    return codes.to(torch.int32).view(torch.float32)
+
 
 @runtime_checkable
 class YieldsRows(Protocol):
@@ -272,6 +291,10 @@ class YieldsRows(Protocol):
     penalties refer to. `advance` gives the other codes. The input of the next step is `embed` of the whole row. Outputs
     carry the rows (`StageOutput.codes`), and an end token's row has codes, too, which mean nothing. `EndsByRow` ends
     outputs by whole rows. Neither beams nor speculation are supported.
+
+    A model of continuous latents yields rows of numbers: the codes after code 0 are the bits of float32 numbers
+    (`Draws.codes_of`), which the journal, prefix caching and later attempts thus carry exactly. Code 0 is its decision
+    to stop or to go on, drawn from logits that its stop score gives.
     """
 
     groups: int

@@ -67,7 +67,8 @@ def test_ties_of_the_last_kept_code_are_kept():
 def test_nan_is_told_of_its_row_alone():
     two = logits(2)
     two[1, 4] = torch.nan
-    draws = Draws(torch.full((2, 3), 0.5, dtype=torch.float64), torch.tensor([False, False]))
+    temperature = torch.ones(2, dtype=torch.float64)
+    draws = Draws(torch.full((2, 3), 0.5, dtype=torch.float64), temperature == 0.0, temperature)
     codes = draws.code(1, two, top_k=4, top_p=0.8)
     assert 0 <= int(codes.min()) <= int(codes.max()) < VOCAB
     draws.code(2, logits(2), top_k=4)

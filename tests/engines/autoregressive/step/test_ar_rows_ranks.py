@@ -6,12 +6,14 @@ import socket
 import threading
 from pathlib import Path
 
+import pytest
 import torch
-from ar_adapter import Driver, prompts, stage_request
+from ar_adapter import Driver, TinyAdapter, prompts, stage_request
+from ar_numbers import NumberAdapter, plain_numbers
 from ar_rows import RowAdapter, codes, plain_rows
 
 from segue.engines.autoregressive.config import AutoregressiveConfig
-from segue.engines.autoregressive.contract import Draws
+from segue.engines.autoregressive.contract import Draws, numbers_of
 from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.autoregressive.parallel.follower import follow
 from segue.engines.autoregressive.parallel.ranks import Leader
@@ -24,11 +26,11 @@ SAMPLED = SamplingParams(temperature=0.9, top_k=20, max_tokens=TOKENS)
 PROMPTS = prompts(3, (5, 16, 33))
 
 
-class Noted(RowAdapter):
+class Noted(TinyAdapter):
     """Notes the embeddings and codes that it gives."""
 
-    def __init__(self) -> None:
-        super().__init__(seed=2)
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed=seed)
         self.gave: list[torch.Tensor] = []
 
     def embed(self, token_ids: torch.Tensor, conditioning: torch.Tensor | None) -> torch.Tensor:
@@ -40,8 +42,17 @@ class Noted(RowAdapter):
         return self.gave[-1]
 
 
-def test_followers_give_the_rows_of_the_leader(tmp_path: Path) -> None:
-    ours, theirs = Noted(), Noted()
+class NotedRows(Noted, RowAdapter):
+    pass
+
+
+class NotedNumbers(Noted, NumberAdapter):
+    pass
+
+
+@pytest.mark.parametrize("kind", [NotedRows, NotedNumbers])
+def test_followers_give_the_rows_of_the_leader(tmp_path: Path, kind: type[Noted]) -> None:
+    ours, theirs = kind(seed=2), kind(seed=2)
     near, far = socket.socketpair()
 
     def second() -> None:
@@ -60,8 +71,13 @@ def test_followers_give_the_rows_of_the_leader(tmp_path: Path) -> None:
         near.close()
         thread.join(60)
         far.close()
-    assert drive.engine.stats()["preemptions_total"] > 0
     for index, prompt in enumerate(PROMPTS):
-        assert codes(drive, f"r{index}") == plain_rows(RowAdapter(seed=2), prompt, TOKENS, SAMPLED, index)
+        rows = codes(drive, f"r{index}")
+        if kind is NotedRows:
+            assert rows == plain_rows(RowAdapter(seed=2), prompt, TOKENS, SAMPLED, index)
+        else:
+            expected = plain_numbers(NumberAdapter(seed=2), prompt, TOKENS, 0.9, index)
+            torch.testing.assert_close(numbers_of(torch.tensor(rows)[:, 1:]), expected, atol=1e-3, rtol=0)
+    assert kind is NotedNumbers or drive.engine.stats()["preemptions_total"] > 0
     assert len(ours.gave) == len(theirs.gave) > TOKENS
     assert all(map(torch.equal, ours.gave, theirs.gave))

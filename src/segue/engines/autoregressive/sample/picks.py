@@ -196,9 +196,9 @@ def _forced_rows(sequences: Seq[Sequence], codes: torch.Tensor) -> torch.Tensor:
     """Replace rows of codes [rows, groups] with the last one of an earlier attempt for sequences that have one."""
     if not any(sequence.forced_row for sequence in sequences):
         return codes
-    forced = [sequence.forced_row or [-1] * codes.shape[1] for sequence in sequences]
-    taken = upload(np.array(forced), codes.device)
-    return torch.where(taken < 0, codes, taken)
+    forced = [sequence.forced_row or [0] * codes.shape[1] for sequence in sequences]
+    has = np.array([[bool(sequence.forced_row)] for sequence in sequences])  # codes that stand for numbers have signs
+    return torch.where(upload(has, codes.device), upload(np.array(forced), codes.device), codes)
 
 
 def _settle(drafts: list[int], drawn: list[int], finite: bool, rows: range, stuck: set[int]) -> Pick:

@@ -53,8 +53,8 @@ class Advance:
         """
         others = self.groups - 1
         numbers = np.stack([sampler.draw_codes(at, others) for sampler, at in zip(samplers, generated, strict=True)])
-        greedy = np.array([sampler.temperature == 0.0 for sampler in samplers])
-        given = [hidden, tokens, *upload_all([numbers, greedy], self._device)]
+        temperature = np.array([sampler.temperature for sampler in samplers], dtype=np.float64)
+        given = [hidden, tokens, *upload_all([numbers, temperature == 0.0, temperature], self._device)]
         count = len(tokens)
         run = self._run if self._graphs is None else self._graphs
         if self._padded:
@@ -73,17 +73,25 @@ class Advance:
         began = time.monotonic()
         for size in self._sizes:
             numbers = torch.zeros(size, self.groups - 1, dtype=torch.float64, device=self._device)
-            ids, greedy = (torch.zeros(size, dtype=kind, device=self._device) for kind in (torch.long, torch.bool))
+            kinds = (torch.long, torch.bool, torch.float64)
+            ids, greedy, temperature = (torch.zeros(size, dtype=kind, device=self._device) for kind in kinds)
             for _ in range(1 if self._graphs is None else USES):
-                (self._run if self._graphs is None else self._graphs)(hidden.repeat(size, 1), ids, numbers, greedy)
+                (self._run if self._graphs is None else self._graphs)(
+                    hidden.repeat(size, 1), ids, numbers, greedy, temperature
+                )
             if not self._padded and time.monotonic() - began > SECONDS:
                 return
 
     def _run(
-        self, hidden: torch.Tensor, ids: torch.Tensor, numbers: torch.Tensor, greedy: torch.Tensor
+        self,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        numbers: torch.Tensor,
+        greedy: torch.Tensor,
+        temperature: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(codes 1 to groups - 1 [n, groups - 1], whether the row's logits are finite [n])."""
-        draws = Draws(numbers, greedy)
+        draws = Draws(numbers, greedy, temperature)
         codes = self._model.advance(hidden, ids, draws)
         expected = (len(ids), self.groups - 1)
         assert codes.shape == expected, f"advance gave codes of shape {tuple(codes.shape)}, not {expected}"

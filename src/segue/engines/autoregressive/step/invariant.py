@@ -60,7 +60,8 @@ class InvariantModel(Wrapped):
         pieces, finite = [], []
         for begin in range(0, len(ids), ROWS):
             end = min(begin + ROWS, len(ids))
-            tile = Draws(_padded(draws.numbers[begin:end], 0), _padded(draws.greedy[begin:end], 0))
+            own = (draws.numbers, draws.greedy, draws.temperature)
+            tile = Draws(*(_padded(tensor[begin:end], 0) for tensor in own))
             pieces.append(self.inner.advance(_padded(hidden[begin:end], 0), _padded(ids[begin:end], 0), tile))
             finite.append(torch.ones_like(tile.greedy) if tile.finite is None else tile.finite)
         draws.finite = torch.cat(finite)[: len(ids)]  # only the last tile is padded

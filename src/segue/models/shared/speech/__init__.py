@@ -1,7 +1,7 @@
 """Speech of stages that yield rows of codes: `code_predictor` draws the codes of a row after the first, `transfers`
 sends rows on. Streaming vocoders: `pieces` carries the state of a causal network from one piece of an utterance to the
 next, `vocoder` is the stage that cuts utterances into pieces, `code2wav` runs the layers of Qwen's vocoders (`library`)
-over pieces.
+over pieces, `seanet` those of Mimi and its like.
 
-Doors: `code2wav`, `code_predictor`, `library`, `pieces`, `transfers`, `vocoder`.
+Doors: `code2wav`, `code_predictor`, `library`, `pieces`, `seanet`, `transfers`, `vocoder`.
 """

@@ -3,7 +3,7 @@
 A layer of such a network looks back a fixed way and never ahead. What it looks back on is kept per utterance (`Past`),
 so that the pieces of an utterance, in any split, give what one call over the whole utterance gives.
 
-B utterances, n frames of each, K codes per frame, C channels, t samples at a layer's own rate.
+B utterances, n frames of each, K codes or numbers per frame, C channels, t samples at a layer's own rate.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Piece:
     """The next frames of one utterance."""
 
     codes: Tensor
-    """[K, n] long, n ≥ 1."""
+    """[K, n], n ≥ 1: codes (long) or numbers (float32)."""
     first: int
     """Frames of the utterance before these."""
     past: Past | None
@@ -36,8 +36,10 @@ class PieceDecoder(Protocol):
 
     groups: int
     """K."""
-    codebook: int
-    """Codes of each codebook."""
+
+    @property
+    def codebook(self) -> int | None:
+        """Codes of each codebook; None: frames are rows of numbers."""
 
     def decode(self, pieces: Sequence[Piece]) -> list[tuple[Tensor, Past | None]]:
         """Pieces of equal length, all of them the first of their utterance or none: (samples [t] on the CPU, the

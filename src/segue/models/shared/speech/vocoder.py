@@ -31,7 +31,7 @@ class Utterance:
 
     request_id: str
     codes: Tensor
-    """[n, K] long: the frames from the first that no piece has."""
+    """[n, K]: the frames from the first that no piece has."""
     received: int = 0
     """Number of frames received."""
     planned: int = 0
@@ -58,8 +58,8 @@ class _Piece:
 class StreamingVocoder:
     """`ModuleModel` over a network that decodes utterances piece by piece.
 
-    In: `{"codes": LongTensor [n, K], "start": int}`, a row of K codes per frame. Out, per piece:
-    `{"samples": FloatTensor [n] on the CPU, "start": index of the first one, "sample_rate": int}`.
+    In: `{"codes": Tensor [n, K], "start": int}`, a row of K codes (long) or numbers (float32) per frame.
+    Out, per piece: `{"samples": FloatTensor [n] on the CPU, "start": index of the first one, "sample_rate": int}`.
     """
 
     def __init__(self, ctx: LoadContext, decoder: PieceDecoder, sample_rate: int, frame_rate: float) -> None:
@@ -73,7 +73,7 @@ class StreamingVocoder:
     def warm_up(self) -> None:
         """Decode the first two pieces of an utterance."""
         utterance = self._open("warm-up")
-        codes = torch.zeros(sum(GROUPS[:2]), self.decoder.groups, dtype=torch.long)
+        codes = torch.zeros(sum(GROUPS[:2]), self.decoder.groups, dtype=utterance.codes.dtype)
         for work in self.feed(utterance, "", {"codes": codes, "start": 0}, final=True):
             self.run([work])
 
@@ -109,21 +109,20 @@ class StreamingVocoder:
         state.past = None
 
     def _open(self, request_id: str) -> Utterance:
-        return Utterance(request_id, torch.empty(0, self.decoder.groups, dtype=torch.long))
+        kind = torch.float32 if self.decoder.codebook is None else torch.long
+        return Utterance(request_id, torch.empty(0, self.decoder.groups, dtype=kind))
 
     def _append(self, state: Utterance, codes: Tensor, start: int) -> None:
         if start > state.received:
             raise StageFailed(f"frames {state.received} to {start - 1} of request {state.request_id!r} never came")
-        new = codes[state.received - start :].to("cpu", torch.long)
+        new = codes[state.received - start :].to("cpu", state.codes.dtype)
         if not len(new):
             return
         if list(new.shape[1:]) != [self.decoder.groups]:
             raise StageFailed(f"frames of {list(new.shape[1:])} codes came; the vocoder takes {self.decoder.groups}")
-        wrong = new[(new < 0) | (new >= self.decoder.codebook)]
-        if len(wrong):
-            raise StageFailed(
-                f"code {int(wrong[0])} is outside the codebook, which has codes 0 to {self.decoder.codebook - 1}"
-            )
+        size = self.decoder.codebook
+        if size is not None and len(wrong := new[(new < 0) | (new >= size)]):
+            raise StageFailed(f"code {int(wrong[0])} is outside the codebook, which has codes 0 to {size - 1}")
         state.codes = torch.cat([state.codes, new])
         state.received += len(new)
 

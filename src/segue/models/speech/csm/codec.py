@@ -13,13 +13,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from segue.engines.contract import LoadContext
 from segue.models.shared.speech.pieces import Carry, Past, Piece, Ring, window
+from segue.models.shared.speech.seanet import Kinds, run
 from segue.models.shared.speech.vocoder import StreamingVocoder
 from segue.models.speech.csm.library import MimiConv1d, MimiConvTranspose1d, MimiModel, MimiResnetBlock
 from segue.models.speech.csm.loading import load_config, load_decoder
+
+_KINDS = Kinds(MimiConv1d, MimiConvTranspose1d, MimiResnetBlock)
 
 
 class CodecDecoder:
@@ -51,7 +54,7 @@ class CodecDecoder:
         first = torch.tensor([piece.first for piece in pieces], device=self.device)
         x = self._quantizer.decode(codes_BKn)
         if self._upsample is not None:
-            x = _run(self._upsample, x, carry)
+            x = run(self._upsample, x, carry, _KINDS)
         positions, mask = window(first * self._rate, x.shape[-1], self._window)
         x = self._transformer(
             x.transpose(1, 2),
@@ -61,31 +64,9 @@ class CodecDecoder:
             use_cache=False,
         ).last_hidden_state.transpose(1, 2)
         for layer in self._layers:
-            x = _run(layer, x, carry)
+            x = run(layer, x, carry, _KINDS)
         waves = x[:, 0].float().cpu()
         return [(wave.clone(), past) for wave, past in zip(waves, carry.pasts(), strict=True)]
-
-
-def _run(layer: nn.Module, x: Tensor, carry: Carry) -> Tensor:
-    """One layer over [B, C, t]."""
-    match layer:
-        case MimiConv1d():
-            conv = layer.conv
-            back = (conv.kernel_size[0] - 1) * conv.dilation[0] + 1 - conv.stride[0]
-            return conv(carry.behind(x, back) if back else x)
-        case MimiConvTranspose1d():
-            stride, count = layer.conv.stride[0], x.shape[-1]
-            back = -(-(layer.conv.kernel_size[0] - stride) // stride)
-            # the library trims what inputs to come would add to
-            out = layer(carry.behind(x, back, padded=False) if back else x)
-            return out[..., out.shape[-1] - count * stride :]
-        case MimiResnetBlock():
-            inner = x
-            for part in layer.block:
-                inner = _run(part, inner, carry)
-            return inner + _run(layer.shortcut, x, carry)
-        case _:  # elementwise
-            return layer(x)
 
 
 class Vocoder(StreamingVocoder):
