@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from segue.engines.autoregressive.sample.codes import draw_codes
+from segue.engines.autoregressive.sample.codes import draw_codes, draw_heads
 from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.kernels.attention.interface import AttentionWindow, Chunked
 from segue.kernels.kv.layout import KVLayout, LayerShape, lay_out
@@ -252,6 +252,11 @@ class Draws:
     """[n] bool: the request is greedy."""
     finite: torch.Tensor | None = None
     """[n] bool: no logits of the row had NaN or +inf so far; None: nothing was drawn."""
+    filters: torch.Tensor | None = None
+    """[n, 3] float64: temperature, top-k (0: all) and top-p of each request. Only for `DrawsByHead`."""
+    recent: torch.Tensor | None = None
+    """[n, looks_back, groups] long: the rows before each of these, the newest last; -1 where the output has none. Only
+    for `DrawsByHead`."""
 
     def code(
         self, group: int, logits: torch.Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
@@ -260,6 +265,16 @@ class Draws:
         Waits for nothing on the host. A request with NaN fails alone."""
         number = self.numbers[:, group - 1]
         codes, finite = draw_codes(logits, number, self.greedy, temperature=temperature, top_k=top_k, top_p=top_p)
+        self.finite = finite if self.finite is None else self.finite & finite
+        return codes
+
+    def heads(self, logits: torch.Tensor, first: int, filters: torch.Tensor | None = None) -> torch.Tensor:
+        """[n, heads, vocab] → [n, heads] long: one code per head by the numbers from `first` on, or the most likely if
+        the request is greedy. `filters`: in place of the request's own. Only for `DrawsByHead`."""
+        filters = self.filters if filters is None else filters
+        assert filters is not None, "only a stage model that draws by head gets the requests' filters"
+        count = logits.shape[1]
+        codes, finite = draw_heads(logits, self.numbers[:, first : first + count], self.greedy, filters)
         self.finite = finite if self.finite is None else self.finite & finite
         return codes
 
@@ -283,6 +298,20 @@ class YieldsRows(Protocol):
         Called once per step, for all sequences that draw. Rows must not depend on each other, and nothing but the
         arguments may decide: calls are replayed from captured graphs, on a CPU if the stage model is `Recordable`.
         """
+
+
+@runtime_checkable
+class DrawsByHead(Protocol):
+    """A stage model that yields rows of codes (`YieldsRows`) with a head per code, which draw independently of each
+    other, and depend on rows before (delayed codebooks, repetition rules).
+
+    Its `advance` returns whole rows [n, groups]: it may replace code 0.
+    """
+
+    looks_back: int
+    """The number of rows before its own that a row depends on (`Draws.recent`)."""
+    draws_per_row: int
+    """Random numbers that `advance` uses per row: the width of `Draws.numbers`."""
 
 
 @runtime_checkable

@@ -61,6 +61,8 @@ class InvariantModel(Wrapped):
         for begin in range(0, len(ids), ROWS):
             end = min(begin + ROWS, len(ids))
             tile = Draws(_padded(draws.numbers[begin:end], 0), _padded(draws.greedy[begin:end], 0))
+            if draws.filters is not None and draws.recent is not None:
+                tile.filters, tile.recent = (_padded(draws.filters[begin:end], 0), _padded(draws.recent[begin:end], 0))
             pieces.append(self.inner.advance(_padded(hidden[begin:end], 0), _padded(ids[begin:end], 0), tile))
             finite.append(torch.ones_like(tile.greedy) if tile.finite is None else tile.finite)
         draws.finite = torch.cat(finite)[: len(ids)]  # only the last tile is padded
