@@ -44,7 +44,8 @@ CASES = (
     Case("words", "Hello there"),
     Case("in a hall", "Hello there", "A large hall with an echo."),
     Case("greeting", "Good morning!"),
-    Case("sentence", "No, thanks <|eot_id|> is what nobody said"),
+    Case("sentence", "Nobody says <|eot_id|> aloud"),
+    Case("rivers", "Name three rivers."),
 )
 BY_NAME = {case.name: case for case in CASES}
 

@@ -56,7 +56,7 @@ def test_prompts_are_the_templates(tiny_dir: Path, stages: Stages) -> None:
 def test_rows_are_the_librarys_and_end_by_themselves(stages: Stages, rows: dict) -> None:
     """Each alone. The first row is the beginning, the last the end, and codebook k lags k rows."""
     for case in CASES:
-        [spoken] = Speech(*stages)([case]).values()
+        [spoken] = Speech(*stages, enforce_eager=True)([case]).values()
         assert spoken.rows == rows[case.name]
         assert (spoken.finish, len(spoken.sent)) == ("stop", len(spoken.rows) - 1)
         assert (set(spoken.rows[0]), set(spoken.rows[-1])) == ({BEGIN}, {END})
@@ -71,13 +71,13 @@ def test_rows_are_the_librarys_and_end_by_themselves(stages: Stages, rows: dict)
     ids=["together", "chunks", "preempted"],
 )
 def test_in_a_batch(stages: Stages, rows: dict, config: dict) -> None:
-    speech = Speech(*stages, **config)
+    speech = Speech(*stages, enforce_eager=bool(config), **config)
     assert of(speech(list(CASES))) == rows
     assert (speech.engine.stats()["preemptions_total"] > 0) == ("num_blocks" in config)
 
 
 def test_after_a_prefix_hit(stages: Stages, rows: dict) -> None:
-    speech = Speech(*stages, block_size=4)
+    speech = Speech(*stages, block_size=4, enforce_eager=True)
     speech(list(CASES))
     again = speech(list(CASES))
     assert of(again) == rows
@@ -91,9 +91,9 @@ def test_continued_after_the_worker_was_killed(stages: Stages, rows: dict) -> No
         resume = {name: one[:place] for name, one in rows.items()}
         assert of(Speech(*stages, enforce_eager=True)(list(CASES), resume=resume)) == rows
     drawn = SamplingParams(max_tokens=30)
-    made = of(Speech(*stages)(list(CASES), drawn, seed=3))
+    made = of(Speech(*stages, enforce_eager=True)(list(CASES), drawn, seed=3))
     resume = {name: one[: 5 + 4 * index] for index, (name, one) in enumerate(made.items())}
-    assert of(Speech(*stages)(list(CASES), drawn, seed=3, resume=resume)) == made
+    assert of(Speech(*stages, enforce_eager=True)(list(CASES), drawn, seed=3, resume=resume)) == made
 
 
 def test_draws_come_from_the_seed_and_the_requests_settings(stages: Stages, rows: dict) -> None:

@@ -60,9 +60,7 @@ def draw_heads(
     return codes.reshape(count, heads), finite.reshape(count, heads).all(dim=-1)
 
 
-def _by_number(
-    scores: torch.Tensor, numbers: torch.Tensor, greedy: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_number(scores: torch.Tensor, numbers: torch.Tensor, greedy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(one code per row [n] long, whether its scores are without NaN and +inf [n] bool). `scores` [n, vocab]."""
     # float64, as in `sampler`
     weights = (scores - scores.amax(dim=-1, keepdim=True)).exp().to(torch.float64)

@@ -10,6 +10,7 @@ n sequences, H width, K codebooks, V codes of each with the two of the stream.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +26,8 @@ _UNFILTERED = (1.0, 0.0, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class RepetitionRule:
-    """Repetition-aware sampling: a code that `most` or more of the last `window` rows have in the same codebook is drawn
-    again from the whole distribution."""
+    """Repetition-aware sampling: a code that at least `most` of the last `window` rows have in the same codebook is
+    drawn again from the whole distribution."""
 
     window: int
     most: int
@@ -34,7 +35,8 @@ class RepetitionRule:
 
 def repetition_rule(generation: GenerationConfig) -> RepetitionRule | None:
     """That of `generation_config.json`; None if it has none. Raises `ConfigError`."""
-    values = {name: getattr(generation, name, None) for name in ("ras_win_len", "ras_win_max_num_repeat")}
+    names = ("ras_win_len", "ras_win_max_num_repeat")
+    values: dict[str, Any] = {name: getattr(generation, name, None) for name in names}
     if None in values.values():
         return None
     for name, value in values.items():

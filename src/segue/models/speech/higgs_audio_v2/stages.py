@@ -3,12 +3,12 @@
 Payloads, by edge. `T` text tokens, `K` codebooks.
 
 **input → llm** (`whole`): what `InputProcessor` makes of one request, one payload, final:
-`{"token_ids": LongTensor [T]}`, and `"tokens"` (`segue.models.shared.text.prompt.client_tokens`) if the client requested
-them: the worker removes this entry.
+`{"token_ids": LongTensor [T]}`, and `"tokens"` (`segue.models.shared.text.prompt.client_tokens`) if the client
+requested them: the worker removes this entry.
 
-**llm → vocoder** (`code_rows`): `{"codes": LongTensor [k, K], "start": int}`: k new rows of delayed codes; the first has
-index `start` in the request. The row that ends the utterance, which has the end of the stream in all codebooks, is not
-sent. Final when the language model ends (k may be 0).
+**llm → vocoder** (`code_rows`): `{"codes": LongTensor [k, K], "start": int}`: k new rows of delayed codes; the first
+has index `start` in the request. The row that ends the utterance, which has the end of the stream in all codebooks, is
+not sent. Final when the language model ends (k may be 0).
 """
 
 from __future__ import annotations

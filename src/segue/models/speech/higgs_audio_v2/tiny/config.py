@@ -46,9 +46,7 @@ class Shape:
 
 
 SHAPES = {
-    "tiny": Shape(
-        hidden=64, layers=3, heads=(4, 2), codebooks=8, code_bits=6, codec_hidden=16, codec_channels=64
-    ),
+    "tiny": Shape(hidden=64, layers=3, heads=(4, 2), codebooks=8, code_bits=6, codec_hidden=16, codec_channels=64),
 }
 
 

@@ -56,7 +56,9 @@ def make_codec(config: dict[str, Any], seed: int) -> DecoderHalf:
     with torch.random.fork_rng(devices=[]):
         codec = DecoderHalf(read).eval()
     codec.load_state_dict(_drawn(codec, seed))
-    codes = torch.randint(0, read.codebook_size, (1, read.num_quantizers, 25), generator=torch.Generator().manual_seed(seed))
+    codes = torch.randint(
+        0, read.codebook_size, (1, read.num_quantizers, 25), generator=torch.Generator().manual_seed(seed)
+    )
     last: Any = codec.acoustic_decoder.conv2
     with torch.no_grad():
         last.bias.zero_()
