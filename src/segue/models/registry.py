@@ -38,6 +38,7 @@ def families() -> dict[str, Family]:
     from segue.models.omni.qwen2_5_omni.family import FAMILY as QWEN2_5_OMNI
     from segue.models.omni.qwen3_omni.family import FAMILY as QWEN3_OMNI
     from segue.models.speech.csm.family import FAMILY as CSM
+    from segue.models.speech.higgs_audio_v2.family import FAMILY as HIGGS_AUDIO_V2
     from segue.models.speech.pocket_tts.family import FAMILY as POCKET_TTS
     from segue.models.speech.qwen3_tts.family import FAMILY as QWEN3_TTS
     from segue.models.speech.speech_seq2seq.family import FAMILY as SPEECH_SEQ2SEQ
@@ -47,7 +48,7 @@ def families() -> dict[str, Family]:
     from segue.models.text.text_embedding.family import FAMILY as TEXT_EMBEDDING
 
     named = (
-        *(QWEN2_5_OMNI, QWEN3_OMNI, QWEN3_TTS, CSM, POCKET_TTS),
+        *(QWEN2_5_OMNI, QWEN3_OMNI, QWEN3_TTS, CSM, HIGGS_AUDIO_V2, POCKET_TTS),
         *(QWEN_IMAGE, SDXL, STABLE_DIFFUSION_3, FLUX, FLUX2, Z_IMAGE, WAN),
     )
     generic = (
@@ -95,8 +96,8 @@ def family_of(config: dict[str, Any], model_dir: Path) -> Family:
             return family
     if silent := SPEAKERS & set(wanted):
         raise ConfigError(
-            f"no family serves {min(silent)}; of models that speak, served are CSM, Pocket TTS, Qwen2.5-Omni, "
-            "Qwen3-Omni and Qwen3-TTS: docs/models.md",
+            f"no family serves {min(silent)}; of models that speak, served are CSM, Higgs Audio v2, Pocket TTS, "
+            "Qwen2.5-Omni, Qwen3-Omni and Qwen3-TTS: docs/models.md",
             field="architectures",
         )
     for family in known.values():

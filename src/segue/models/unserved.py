@@ -46,7 +46,6 @@ SPEAKERS = frozenset(
         "FastSpeech2ConformerModel",
         "FastSpeech2ConformerWithHifiGan",
         "GradiumPhononTTSForConditionalGeneration",
-        "HiggsAudioV2ForConditionalGeneration",
         "MoshiForConditionalGeneration",
         "MusicgenForConditionalGeneration",
         "MusicgenMelodyForConditionalGeneration",

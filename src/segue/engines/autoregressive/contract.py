@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from segue.engines.autoregressive.sample.codes import draw_codes
+from segue.engines.autoregressive.sample.codes import draw_codes, draw_heads
 from segue.engines.contract import LoadContext, Payload, StageRequest
 from segue.kernels.attention.interface import AttentionWindow, Chunked
 from segue.kernels.kv.layout import KVLayout, LayerShape, lay_out
@@ -250,10 +250,13 @@ class Draws:
     """[n, groups - 1] float64 in [0, 1): column j is for code j + 1."""
     greedy: torch.Tensor
     """[n] bool: the request is greedy."""
-    temperature: torch.Tensor
-    """[n] float64: the request's temperature, 0 if it is greedy."""
+    filters: torch.Tensor
+    """[n, 3] float64: temperature (0: greedy), top-k (0: all) and top-p of each request."""
     finite: torch.Tensor | None = None
     """[n] bool: no logits of the row had NaN or +inf so far; None: nothing was drawn."""
+    recent: torch.Tensor | None = None
+    """[n, looks_back, groups] long: the rows before each of these, the newest last; -1 where the output has none. Only
+    for `DrawsByHead`."""
 
     def code(
         self, group: int, logits: torch.Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
@@ -268,7 +271,7 @@ class Draws:
     def noise(self) -> torch.Tensor:
         """[n, groups - 1] float64, for rows of numbers: Gaussian, of the request's temperature as its variance; zero if
         it is greedy."""
-        return torch.special.ndtri(self.numbers.clamp(min=2.0**-54)) * self.temperature.sqrt()[:, None]
+        return torch.special.ndtri(self.numbers.clamp(min=2.0**-54)) * self.filters[:, :1].sqrt()
 
     def codes_of(self, numbers: torch.Tensor) -> torch.Tensor:
         """[n, groups - 1] float32 → long, the codes that stand for these numbers (`numbers_of`). A request with NaN or
@@ -276,6 +279,15 @@ class Draws:
         finite = torch.isfinite(numbers).all(dim=-1)
         self.finite = finite if self.finite is None else self.finite & finite
         return numbers.contiguous().view(torch.int32).long()
+
+    def heads(self, logits: torch.Tensor, first: int, filters: torch.Tensor | None = None) -> torch.Tensor:
+        """[n, heads, vocab] → [n, heads] long: one code per head by the numbers from `first` on, or the most likely if
+        the request is greedy. `filters`: in place of the request's own."""
+        filters = self.filters if filters is None else filters
+        count = logits.shape[1]
+        codes, finite = draw_heads(logits, self.numbers[:, first : first + count], self.greedy, filters)
+        self.finite = finite if self.finite is None else self.finite & finite
+        return codes
 
 
 def numbers_of(codes: torch.Tensor) -> torch.Tensor:
@@ -306,6 +318,20 @@ class YieldsRows(Protocol):
         Called once per step, for all sequences that draw. Rows must not depend on each other, and nothing but the
         arguments may decide: calls are replayed from captured graphs, on a CPU if the stage model is `Recordable`.
         """
+
+
+@runtime_checkable
+class DrawsByHead(Protocol):
+    """A stage model that yields rows of codes (`YieldsRows`) with a head per code, which draw independently of each
+    other, and depend on rows before (delayed codebooks, repetition rules).
+
+    Its `advance` returns whole rows [n, groups]: it may replace code 0.
+    """
+
+    looks_back: int
+    """The number of rows before its own that a row depends on (`Draws.recent`)."""
+    draws_per_row: int
+    """Random numbers that `advance` uses per row: the width of `Draws.numbers`."""
 
 
 @runtime_checkable

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from segue.engines.autoregressive.contract import AutoregressiveModel, EndsByRow, Fed, YieldsRows
+from segue.engines.autoregressive.contract import AutoregressiveModel, DrawsByHead, EndsByRow, Fed, YieldsRows
 from segue.engines.contract import HasVoices, Payload, StageRequest
 
 
@@ -29,6 +29,8 @@ class Wrapped:
             self.voices = inner.voices
         if isinstance(inner, YieldsRows):
             self.groups = inner.groups  # with `advance`, it then yields rows as well
+        if isinstance(inner, DrawsByHead):
+            self.looks_back, self.draws_per_row = inner.looks_back, inner.draws_per_row
         if isinstance(inner, EndsByRow):
             self.ends = inner.ends
 

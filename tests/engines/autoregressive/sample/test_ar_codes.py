@@ -8,7 +8,7 @@ import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from segue.engines.autoregressive.contract import Draws
-from segue.engines.autoregressive.sample.codes import draw_codes
+from segue.engines.autoregressive.sample.codes import draw_codes, draw_heads
 from segue.engines.autoregressive.sample.sampler import code_uniforms, uniforms
 
 VOCAB = 41
@@ -67,8 +67,8 @@ def test_ties_of_the_last_kept_code_are_kept():
 def test_nan_is_told_of_its_row_alone():
     two = logits(2)
     two[1, 4] = torch.nan
-    temperature = torch.ones(2, dtype=torch.float64)
-    draws = Draws(torch.full((2, 3), 0.5, dtype=torch.float64), temperature == 0.0, temperature)
+    filters = torch.ones(2, 3, dtype=torch.float64)
+    draws = Draws(torch.full((2, 3), 0.5, dtype=torch.float64), filters[:, 0] == 0.0, filters)
     codes = draws.code(1, two, top_k=4, top_p=0.8)
     assert 0 <= int(codes.min()) <= int(codes.max()) < VOCAB
     draws.code(2, logits(2), top_k=4)
@@ -85,3 +85,28 @@ def test_numbers_are_those_of_their_place():
     assert len(np.unique(np.concatenate([whole.ravel(), of_tokens]))) == whole.size + len(of_tokens)
     assert not np.array_equal(whole, code_uniforms(8, 0, 40, 15))
     assert abs(whole.mean() - 0.5) < 0.05
+
+
+def test_heads_draw_as_single_codes_do():
+    """Each head by its own number, each row under its own filters."""
+    count, heads = 24, 3
+    many = logits(count * heads, seed=7).view(count, heads, VOCAB)
+    numbers = torch.rand(count, heads, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
+    greedy = torch.arange(count) % 5 == 0
+    ways = [(0.6, 0, 1.0), (1.0, 7, 1.0), (1.3, 0, 0.8), (0.9, 9, 0.7), (0.0, 5, 0.5), (1.0, 200, 1.0)]
+    filters = torch.tensor([ways[row % len(ways)] for row in range(count)], dtype=torch.float64)
+    drawn, finite = draw_heads(many, numbers, greedy | (filters[:, 0] == 0), filters)
+    assert finite.all()
+    for row in range(count):
+        temperature, top_k, top_p = ways[row % len(ways)]
+        alone, _ = draw_codes(
+            many[row],
+            numbers[row],
+            (greedy[row] | (temperature == 0)).expand(heads),
+            temperature=temperature or 1.0,
+            top_k=top_k,
+            top_p=top_p,
+        )
+        assert drawn[row].tolist() == alone.tolist()
+    many[3, 1, 0] = torch.nan
+    assert draw_heads(many, numbers, greedy, filters)[1].tolist() == [row != 3 for row in range(count)]

@@ -140,16 +140,17 @@ def test_nan_fails_alone(adapter):
 def test_noise_is_gaussian_with_the_temperature_as_its_variance():
     uniform = torch.rand(20_000, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     heat = torch.tensor([0.0, 0.5, 2.0, 1.0], dtype=torch.float64).repeat(5_000)
-    noise = Draws(uniform, heat == 0, heat).noise()
+    filters = heat[:, None] * torch.tensor([1.0, 0.0, 0.0])
+    noise = Draws(uniform, heat == 0, filters).noise()
     for own in heat.unique():
         part = noise[heat == own]
         assert abs(float(part.mean())) < 0.03
         assert abs(float(part.var()) - float(own)) < 0.05 * float(own) + 1e-12
-    assert torch.isfinite(Draws(torch.zeros(1, 4, dtype=torch.float64), heat[:1] == 0, heat[1:2]).noise()).all()
+    assert torch.isfinite(Draws(torch.zeros(1, 4, dtype=torch.float64), heat[:1] == 0, filters[1:2]).noise()).all()
 
 
 def test_bits_survive():
     numbers = torch.tensor([[0.0, -0.0, 1e-45, -1.5, 3.4e38, 0.1]])
-    draws = Draws(torch.empty(1, 6), torch.tensor([False]), torch.ones(1))
+    draws = Draws(torch.empty(1, 6), torch.tensor([False]), torch.ones(1, 3))
     again = numbers_of(torch.tensor(draws.codes_of(numbers).tolist()))
     assert again.view(torch.int32).equal(numbers.view(torch.int32))

@@ -111,7 +111,7 @@ def test_codes_after_the_first_have_the_librarys_distribution(tiny_dir: Path, st
     hidden = torch.randn(1, 64, generator=torch.Generator().manual_seed(0))
     numbers = torch.full((count, 7), 0.5, dtype=torch.float64)
     numbers[:, 0] = (torch.arange(count) + 0.5) / count
-    draws = Draws(numbers, torch.zeros(count, dtype=torch.bool), torch.ones(count, dtype=torch.float64))
+    draws = Draws(numbers, torch.zeros(count, dtype=torch.bool), torch.ones(count, 3, dtype=torch.float64))
     ids = torch.full((count,), first)
     codes = stages.backbone.advance(hidden.expand(count, -1), ids, draws)[:, 0]
     with torch.no_grad():

@@ -140,8 +140,9 @@ class _Follower:
         width, dtype = order.hidden
         hidden = self.received((order.rows, width), dtype_of(dtype))
         ids, greedy = self.received((2, order.rows), torch.long)
-        drawn = self.received((order.rows, self.model.groups), torch.float64)
-        self.model.advance(hidden, ids, Draws(drawn[:, :-1], greedy.bool(), drawn[:, -1]))
+        numbers = self.received((order.rows, self.model.groups - 1), torch.float64)
+        filters = self.received((order.rows, 3), torch.float64)
+        self.model.advance(hidden, ids, Draws(numbers, greedy.bool(), filters))
 
     def step(self, order: Forward) -> PagedStep | HybridStep | InvariantStep | None:
         if order.store is None:

@@ -213,7 +213,8 @@ class Leader(Wrapped):
             self._tell(Advance(len(ids), (hidden.shape[1], dtype_name(hidden.dtype))))
             self._group.broadcast(hidden.contiguous())
             self._group.broadcast(torch.stack([ids, draws.greedy.long()]))
-            self._group.broadcast(torch.cat([draws.numbers, draws.temperature[:, None]], dim=1))
+            self._group.broadcast(draws.numbers.contiguous())
+            self._group.broadcast(draws.filters.contiguous())
             return self.inner.advance(hidden, ids, draws)
 
     def _open(self, layout: KVLayout, **options: Any) -> KVStore:

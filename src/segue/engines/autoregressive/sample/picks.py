@@ -96,18 +96,29 @@ class CompletesRows(Protocol):
     """Gives the other codes of the rows whose code 0 is drawn: `Advance`."""
 
     def rows(
-        self, hidden: torch.Tensor, tokens: torch.Tensor, samplers: Seq[RowSampler], generated: Seq[int]
+        self,
+        hidden: torch.Tensor,
+        tokens: torch.Tensor,
+        samplers: Seq[RowSampler],
+        generated: Seq[int],
+        recent: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rows [n, groups] long, whether their logits are finite [n] bool)."""
+        """(rows [n, groups] long, whether their logits are finite [n] bool). `recent`: as in `Draws`."""
 
 
 class Drawn:
     """Tokens drawn for some targets, on the device; `settle` turns them into `Pick`s on the host."""
 
     def __init__(
-        self, wanted: Seq[Target], logits: torch.Tensor, hidden: torch.Tensor, advance: CompletesRows | None = None
+        self,
+        wanted: Seq[Target],
+        logits: torch.Tensor,
+        hidden: torch.Tensor,
+        advance: CompletesRows | None = None,
+        recent: torch.Tensor | None = None,
     ) -> None:
-        """`logits` [rows of all targets, vocab] float32, which may be modified; `hidden` [rows, hidden] gave them."""
+        """`logits` [rows of all targets, vocab] float32, which may be modified; `hidden` [rows, hidden] gave them.
+        `recent`: for `advance` that reads the rows before, as in `Draws`."""
         self._wanted = wanted
         sequences = [target.sequence for target in wanted for _ in target.rows]
         finite = torch.isfinite(logits.sum(dim=-1))
@@ -122,8 +133,9 @@ class Drawn:
         self.codes: torch.Tensor | None = None
         """[rows, groups] long, if the stage model yields rows of codes."""
         if advance is not None:
-            codes, sound = advance.rows(hidden, self.tokens, samplers, generated)
+            codes, sound = advance.rows(hidden, self.tokens, samplers, generated, recent)
             self.codes = _forced_rows(sequences, codes)
+            self.tokens = self.codes[:, 0].contiguous()  # heads may replace it
             finite = finite.logical_and_(sound)
         asked = likely.asked(_some(self.tokens, self._telling)) if likely else []
         scores = [] if before is None else [before.gather(1, _some(self.tokens, self._scored)[:, None])]

@@ -10,11 +10,13 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import torch
 
-from segue.engines.autoregressive.contract import AutoregressiveModel, Draws, Recordable, YieldsRows
+from segue.engines.autoregressive.contract import AutoregressiveModel, Draws, DrawsByHead, Recordable, YieldsRows
+from segue.engines.autoregressive.sample.picks import Target
 from segue.engines.autoregressive.sample.sampler import RowSampler
 from segue.engines.autoregressive.step.decode_graphs import batch_sizes
+from segue.engines.autoregressive.step.inputs import Newest
 from segue.kernels.graphs.replay import USES, NetworkGraphs, Replayer, replayer_on
-from segue.kernels.staging import upload_all
+from segue.kernels.staging import upload, upload_all
 
 SECONDS = 2.0
 """On a CPU, no further size is run at the start after this time."""
@@ -37,6 +39,13 @@ class Advance:
         self._model = model
         self._device = device
         self.groups = model.groups
+        self._by_head = isinstance(model, DrawsByHead)
+        self._drawn = model.groups if self._by_head else model.groups - 1
+        """Codes per row that the stage model gives."""
+        self._numbers = model.groups - 1
+        self._looks_back = 0
+        if isinstance(model, DrawsByHead):
+            self._numbers, self._looks_back = model.draws_per_row, model.looks_back
         self._sizes = batch_sizes(most) if padded else list(range(1, most + 1))
         self._padded = padded
         self._graphs: NetworkGraphs | None = None
@@ -44,17 +53,52 @@ class Advance:
             replayer.most = max(replayer.most, len(self._sizes))
             self._graphs = NetworkGraphs(self._run, device, replayer)
 
+    def recent(self, wanted: Seq[Target], newest: Newest | None) -> torch.Tensor | None:
+        """[n, looks_back, groups] long: the rows before the one that each target draws, as in `Draws`; None if the
+        stage model does not read them. `newest`: rows that are not known on the host."""
+        if not self._by_head:
+            return None
+        rows = np.full((len(wanted), self._looks_back, self.groups), -1, dtype=np.int64)
+        coming: list[tuple[int, int]] = []
+        for index, target in enumerate(wanted):
+            known = target.sequence.codes[: target.generated]
+            missing = target.generated - len(known)
+            end = self._looks_back - missing
+            known = known[-end:] if end else []
+            if known:
+                rows[index, end - len(known) : end] = known
+            if missing:
+                assert newest is not None, "a row before the last is not known"
+                coming.append((index, newest.places[target.sequence.job]))
+        given = upload(rows, self._device)
+        if coming:
+            assert newest is not None
+            assert newest.codes is not None
+            places = upload(np.array(coming, dtype=np.int64).T, self._device)
+            given[places[0], -1] = newest.codes.index_select(0, places[1])
+        return given
+
     def rows(
-        self, hidden: torch.Tensor, tokens: torch.Tensor, samplers: Seq[RowSampler], generated: Seq[int]
+        self,
+        hidden: torch.Tensor,
+        tokens: torch.Tensor,
+        samplers: Seq[RowSampler],
+        generated: Seq[int],
+        recent: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(rows of codes [n, groups] long, whether their logits are finite [n] bool).
 
         `hidden` [n, hidden] and `tokens` [n], code 0 drawn from it; row i has `generated[i]` tokens before this one.
+        `recent`: what `recent` gives.
         """
-        others = self.groups - 1
-        numbers = np.stack([sampler.draw_codes(at, others) for sampler, at in zip(samplers, generated, strict=True)])
-        temperature = np.array([sampler.temperature for sampler in samplers], dtype=np.float64)
-        given = [hidden, tokens, *upload_all([numbers, temperature == 0.0, temperature], self._device)]
+        numbers = np.stack(
+            [sampler.draw_codes(at, self._numbers) for sampler, at in zip(samplers, generated, strict=True)]
+        )
+        greedy = np.array([sampler.temperature == 0.0 for sampler in samplers])
+        filters = np.array([(one.temperature, one.top_k, one.top_p) for one in samplers], dtype=np.float64)
+        given = [hidden, tokens, *upload_all([numbers, greedy, filters], self._device)]
+        if recent is not None:
+            given.append(recent)
         count = len(tokens)
         run = self._run if self._graphs is None else self._graphs
         if self._padded:
@@ -64,6 +108,8 @@ class Advance:
             else:
                 given = [_padded(tensor, size) for tensor in given]
         codes, finite = run(*given)
+        if self._by_head:
+            return codes[:count], finite[:count]
         return torch.cat([tokens[:, None], codes[:count]], dim=1), finite[:count]
 
     @torch.inference_mode()
@@ -72,15 +118,21 @@ class Advance:
         [1, hidden] of any token."""
         began = time.monotonic()
         for size in self._sizes:
-            numbers = torch.zeros(size, self.groups - 1, dtype=torch.float64, device=self._device)
-            kinds = (torch.long, torch.bool, torch.float64)
-            ids, greedy, temperature = (torch.zeros(size, dtype=kind, device=self._device) for kind in kinds)
+            numbers = torch.zeros(size, self._numbers, dtype=torch.float64, device=self._device)
+            ids, greedy = (torch.zeros(size, dtype=kind, device=self._device) for kind in (torch.long, torch.bool))
             for _ in range(1 if self._graphs is None else USES):
-                (self._run if self._graphs is None else self._graphs)(
-                    hidden.repeat(size, 1), ids, numbers, greedy, temperature
-                )
+                run = self._run if self._graphs is None else self._graphs
+                run(hidden.repeat(size, 1), ids, numbers, greedy, *self._blank(size))
             if not self._padded and time.monotonic() - began > SECONDS:
                 return
+
+    def _blank(self, size: int) -> list[torch.Tensor]:
+        """Filters and rows before, of outputs without any."""
+        filters = torch.ones(size, 3, dtype=torch.float64, device=self._device)
+        if not self._by_head:
+            return [filters]
+        shape = (size, self._looks_back, self.groups)
+        return [filters, torch.full(shape, -1, dtype=torch.long, device=self._device)]
 
     def _run(
         self,
@@ -88,12 +140,13 @@ class Advance:
         ids: torch.Tensor,
         numbers: torch.Tensor,
         greedy: torch.Tensor,
-        temperature: torch.Tensor,
+        filters: torch.Tensor,
+        recent: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(codes 1 to groups - 1 [n, groups - 1], whether the row's logits are finite [n])."""
-        draws = Draws(numbers, greedy, temperature)
+        """(codes [n, groups - 1], or [n, groups] if drawn by head; whether the row's logits are finite [n])."""
+        draws = Draws(numbers, greedy, filters, recent=recent)
         codes = self._model.advance(hidden, ids, draws)
-        expected = (len(ids), self.groups - 1)
+        expected = (len(ids), self._drawn)
         assert codes.shape == expected, f"advance gave codes of shape {tuple(codes.shape)}, not {expected}"
         return codes, torch.ones_like(greedy) if draws.finite is None else draws.finite
 

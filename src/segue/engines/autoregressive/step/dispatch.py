@@ -131,7 +131,7 @@ class Dispatcher:
         searches = list(
             dict.fromkeys(sequence.branches for sequence, _ in scheduled if isinstance(sequence.branches, BeamGroup))
         )
-        drawn = self._draw(scheduled, hidden)
+        drawn = self._draw(scheduled, hidden, newest)
         back = Readback([finite, *(drawn.tensors if drawn is not None else ())])
         return Ran(hidden, captured, attention, batch.positions[0], drawn, searches, back)
 
@@ -140,7 +140,7 @@ class Dispatcher:
         finite, *arrays = ran.back.wait()
         return StepResult(finite, {} if ran.drawn is None else ran.drawn.settle(arrays, self._model.vocabulary))
 
-    def _draw(self, scheduled: list[Scheduled], hidden: torch.Tensor) -> Drawn | None:
+    def _draw(self, scheduled: list[Scheduled], hidden: torch.Tensor, newest: Newest | None) -> Drawn | None:
         wanted, of_beams = branched(targets(scheduled), self._share_size)
         rows = [row for target in wanted for row in target.rows]
         count = len(rows)
@@ -151,7 +151,10 @@ class Dispatcher:
         if not alike:
             hidden = hidden.index_select(0, upload(np.array(rows), hidden.device))
         logits = self._model.logits(hidden)
-        drawn = Drawn(wanted, logits[:count], hidden[:count], self.advance) if wanted else None
+        drawn = None
+        if wanted:
+            recent = None if self.advance is None else self.advance.recent(wanted, newest)
+            drawn = Drawn(wanted, logits[:count], hidden[:count], self.advance, recent)
         at = count
         for search, beams in of_beams.items():
             search.pick(logits[at : at + len(beams)])

@@ -60,8 +60,9 @@ class InvariantModel(Wrapped):
         pieces, finite = [], []
         for begin in range(0, len(ids), ROWS):
             end = min(begin + ROWS, len(ids))
-            own = (draws.numbers, draws.greedy, draws.temperature)
+            own = (draws.numbers, draws.greedy, draws.filters)
             tile = Draws(*(_padded(tensor[begin:end], 0) for tensor in own))
+            tile.recent = None if draws.recent is None else _padded(draws.recent[begin:end], 0)
             pieces.append(self.inner.advance(_padded(hidden[begin:end], 0), _padded(ids[begin:end], 0), tile))
             finite.append(torch.ones_like(tile.greedy) if tile.finite is None else tile.finite)
         draws.finite = torch.cat(finite)[: len(ids)]  # only the last tile is padded

@@ -237,6 +237,8 @@ def product(
         raise RuntimeError(f"GEMM of {x.dtype} {list(x.shape)} with panels {list(panels.shape)} of kind {kind}")
     x = x.contiguous()
     y = x.new_empty(rows, outputs)
+    if not rows:
+        return y
     scratch = None
     if kind in (ROUNDED, BYTES):
         scratch = x.new_empty(compiled.product_scratch(compiled.number, kind, rows, inputs))
