@@ -46,15 +46,15 @@ class Completion:
         ids = dict.fromkeys(sequence.request.request_id for sequence in here)
         return [self._removal.fail(request_id, error, scrub=True) for request_id in ids]
 
-    def outputs(self, scheduled: Seq[Scheduled], ran: Ran, landed: StepResult) -> list[StageOutput]:
+    def outputs(self, scheduled: Seq[Scheduled], ran: Ran, result: StepResult) -> list[StageOutput]:
         """Outputs of a step in the order of the flat batch, then those of beam searches that have ended."""
         outputs: list[StageOutput] = []
         begin = end = 0
         for sequence, run in scheduled:
             begin, end = end, end + run.tokens
-            finite = bool(landed.finite[begin:end].all())
+            finite = bool(result.finite[begin:end].all())
             if sequence in self._active:
-                outputs += self._given(sequence, run, ran, landed.picks, slice(begin, end), finite=finite)
+                outputs += self._given(sequence, run, ran, result.picks, slice(begin, end), finite=finite)
             elif not finite:
                 # its request failed in this step or ended before it completed: its blocks have no new owner yet
                 self._removal.scrub(run.job.blocks)

@@ -39,7 +39,7 @@ class Resources:
     """None for a decoder without state."""
     pool: BlockPool
     scheduler: Scheduler
-    launcher: Dispatcher
+    dispatcher: Dispatcher
     longest: int
     """Most tokens of a sequence without spans that must be in one step."""
     share_size: int
@@ -52,10 +52,10 @@ class Resources:
     def warm_up(self) -> None:
         """Run small steps once, on a separate store; on a CPU, capture the graphs of decode steps."""
         hidden = warm_up(self.model, self.config, self.store.backend)
-        if self.launcher.advance is not None:
-            self.launcher.advance.warm_up(hidden)
+        if self.dispatcher.advance is not None:
+            self.dispatcher.advance.warm_up(hidden)
         if self.recorded and records_while_serving(self.store.backend):
-            self.launcher.graphs = recorded_lists(self.model, self.store, self.longest, self.config.max_batch)
+            self.dispatcher.graphs = recorded_lists(self.model, self.store, self.longest, self.config.max_batch)
 
     def longest_with(self, prompt: Prompt | None) -> int:
         """The most tokens that a sequence can have."""
@@ -117,7 +117,7 @@ def allocate(model: AutoregressiveModel, config: AutoregressiveConfig, speculati
         states=states,
         pool=pool,
         scheduler=Scheduler(pool, limits, accounts, slots, snapshots),
-        launcher=Dispatcher(model, store, graphs, share_size, states, advance),
+        dispatcher=Dispatcher(model, store, graphs, share_size, states, advance),
         longest=longest,
         share_size=share_size,
         recorded=recorded,
