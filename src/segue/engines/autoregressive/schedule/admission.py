@@ -4,8 +4,8 @@ In the order of admission, each waiting sequence is looked up in the prefix cach
 
 - skipped, if a running one computes its next block in this step: equal prompts are computed once. It keeps a claim to
   its other blocks.
-- admitted, if all blocks of its prompt fit beside those that others will still need. Sequences that hold for more
-  input, and then paused ones, are preempted for it.
+- admitted, if all blocks of its prompt fit in addition to those that others will still need. Sequences that hold for
+  more input, and then paused ones, are preempted for it.
 
 The first one that does not fit ends the admission: smaller ones behind it never overtake it forever."""
 
@@ -170,7 +170,7 @@ def admission_of(
     slots: int | None,
     snapshots: Snapshots | None,
 ) -> Admission:
-    """What a step has left beside the runs of running sequences. Arguments as of `schedule`."""
+    """What a step has left after the runs of running sequences. Arguments as of `schedule`."""
     prefill = limits.prefill(any(run.job.decoding for run in runs))
     prefill -= sum(run.tokens for run in runs if not run.job.decoding)
     planned = {id(run.job): run.allocate for run in runs}

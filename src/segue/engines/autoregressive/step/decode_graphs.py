@@ -263,7 +263,7 @@ def _not_recorded(batch: FlatBatch) -> bool:
     """Whether the batch has inputs that a recording lacks: prompt tokens, LoRA weights or cross-attention inputs."""
     return any(
         prompt is not None
-        and (start < len(prompt.token_ids) or prompt.adapter is not None or prompt.beside is not None)
+        and (start < len(prompt.token_ids) or prompt.adapter is not None or prompt.cross_inputs is not None)
         for prompt, start, _ in batch.prompts
     )
 

@@ -133,7 +133,7 @@ def _backend(
         raise ConfigError("this model yields rows of codes, which have no drafts: leave it out", field="speculation")
     if model.kv.states is not None:
         check_states_served(model.kv.states, config.deterministic, speculation)
-    if model.kv.beside and config.deterministic:
+    if model.kv.cross_attends and config.deterministic:
         raise ConfigError(
             "layers of this model cross-attend to images, which deterministic does not support: tokens that attend to "
             "the same image are one call",

@@ -43,7 +43,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """The images of a prompt: `Prompt.beside`."""
+    """The images of a prompt: `Prompt.cross_inputs`."""
 
     rows: dict[bytes, torch.Tensor]
     """By hash, [n, H] on the host: the encoder states."""

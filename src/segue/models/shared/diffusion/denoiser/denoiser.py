@@ -135,7 +135,7 @@ class Denoiser(ABC):
         """Latent tokens of one row. By default the latents are [1, tokens, channels]."""
         return latents.shape[1]
 
-    def tokens_beside(self, sample: Sample) -> int:
+    def other_tokens(self, sample: Sample) -> int:
         """Further tokens of one row that pass through the same layers as its latents': of a text, or of images."""
         return 0
 
@@ -209,7 +209,7 @@ class Denoiser(ABC):
     def row_bytes(self, sample: Sample) -> int:
         """Bytes per row of a transformer on this rank: a layer's activations for each token (its input and residual,
         queries, keys, values and the attention output, the hidden layer's four widths twice, norms)."""
-        tokens = sample.tokens + self.tokens_beside(sample)
+        tokens = sample.tokens + self.other_tokens(sample)
         cut = CUT_ACTIVATIONS * (1 - 1 / self._tensor_parallel)
         numbers = (ACTIVATIONS - cut) * self._width * tokens / self._sequence_parallel
         return round(numbers) * sample.latents.element_size()
