@@ -306,7 +306,7 @@ class Orchestrator:
         if self.requests.get(books.id) is not books:
             return  # it ended: nothing more is made
         for name, stage in books.walk.items():
-            # a new attempt is told after its `Begin`
+            # a new attempt is informed after its `Begin`
             if stage.to_client and name not in books.waiting and not books.stages[name].done:
                 self._send_throttle(books, name)
 
@@ -340,7 +340,7 @@ class Orchestrator:
 
     # ── messages of workers ────────────────────────────────────────────────────────────────────────────────────────
 
-    def hear(self, message: ToOrchestrator) -> None:
+    def receive(self, message: ToOrchestrator) -> None:
         """Handle a worker's message about a request."""
         match message:
             case Progress():

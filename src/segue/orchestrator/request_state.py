@@ -109,7 +109,7 @@ class RequestState:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     ends: list[OutputEnd] = field(default_factory=list)
     """Ends of the main stage's outputs, once it is done."""
-    told: set[int] = field(default_factory=set)
+    ends_sent: set[int] = field(default_factory=set)
     """Outputs of the main stage whose ends have been sent to the client."""
     timer: asyncio.TimerHandle | None = None
 
@@ -154,8 +154,8 @@ class RequestState:
                 ended.append(emission.turn)
                 if stage == self.main:
                     fresh.append(TurnEnded(stage, emission.turn.finish_reason, emission.turn.stop_reason))
-        if emission.end is not None and stage == self.main and emission.index not in self.told:
-            self.told.add(emission.index)
+        if emission.end is not None and stage == self.main and emission.index not in self.ends_sent:
+            self.ends_sent.add(emission.index)
             fresh += [ChoiceEnded(stage, choice) for choice in self._choices([emission.end])]
         return fresh
 

@@ -295,7 +295,7 @@ def _ended(sequence: Sequence) -> StageOutput:
     reason, stop = sequence.last_end
     return StageOutput(
         sequence.request.request_id,
-        first_index=sequence.told,
+        first_index=sequence.emitted,
         finished=True,
         finish_reason=reason,
         stop_reason=stop,

@@ -106,7 +106,7 @@ class Completion:
     def _end_turn(self, sequence: Sequence, output: StageOutput) -> list[StageOutput]:
         """Let a sequence hold after a turn, or go on with the next piece of its input."""
         try:
-            sequence.end_turn(TurnEnd(sequence.told, output.finish_reason, output.stop_reason))
+            sequence.end_turn(TurnEnd(sequence.emitted, output.finish_reason, output.stop_reason))
         except SegueError as error:
             return [self._removal.fail(output.request_id, error)]
         sequence.refresh(self._share_size)
@@ -123,7 +123,7 @@ class Completion:
                 sequence.tell_prompt(output)
             self._accept(sequence, run, picked, output)
             new = True
-        sequence.told += len(output.token_ids)
+        sequence.emitted += len(output.token_ids)
         if output.error is not None:
             return output, new
         if not forked:
