@@ -141,7 +141,7 @@ def _backend(
         )
     kernel = "torch" if config.deterministic else config.attention
     backend = attention_backend(kernel, model.device, config.block_size)
-    if config.kv_dtype != "auto" and backend is not None and not backend.widens:
+    if config.kv_dtype != "auto" and backend is not None and not backend.upcasts:
         raise ConfigError(f"attention {kernel!r} cannot read a cache in {config.kv_dtype}", field="kv_dtype")
     if model.kv.bidirectional:
         check_bidirectional_served(kernel, backend, model.kv.windows, deterministic=config.deterministic)
