@@ -98,7 +98,7 @@ def quantize(kind: str, decoder: nn.Module, quantization: str, device: torch.dev
     plan = Plan(quantization=quantization, weights=_weights)
     if not prepare(decoder, device, plan) and quantization != "none":
         raise ConfigError(
-            f"quantization is {quantization!r}, but {kind} has no linear layer that can be quantised so",
+            f"quantization is {quantization!r}, but {kind} has no linear layer that can be quantised this way",
             field="quantization",
         )
 
