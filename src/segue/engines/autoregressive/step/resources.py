@@ -75,12 +75,12 @@ def allocate(model: AutoregressiveModel, config: AutoregressiveConfig, speculati
     layout = spec.layout(model.max_model_len)
     check_chunks(layout.windows, config.block_size)
     kept = spec.states
-    # a recording would have to know the state slots that it reads
+    # a captured graph would have to know the state slots that it reads
     recordable = kept is None and not spec.gathered
     recorded = backend is not None and backend.recordable and not config.enforce_eager and recordable
     store = spec.store(
         layout,
-        num_blocks=config.num_blocks + recorded,  # recordings pad their batches with rows of an unowned block
+        num_blocks=config.num_blocks + recorded,  # graphs pad their batches with rows of an unowned block
         block_size=config.block_size,
         dtype=spec.dtype,
         stored=spec.stored,
