@@ -71,7 +71,7 @@ def prompts() -> dict[str, list[dict[str, Any]]]:
         "text": [ask("Say something about the sea.")],
         "photo": [photo, ask("What is in the image?")],
         "speech": [speech, ask("What was said?")],
-        "video with sound": [video, ask("What happens, and what is heard?")],
+        "video with audio": [video, ask("What happens, and what is heard?")],
     }
 
 
