@@ -71,7 +71,7 @@ def prompts() -> dict[str, list[dict[str, Any]]]:
         "text": [ask("Say something about the sea.")],
         "photo": [photo, ask("What is in the image?")],
         "speech": [speech, ask("What was said?")],
-        "video with sound": [video, ask("What happens, and what is heard?")],
+        "video with audio": [video, ask("What happens, and what is heard?")],
     }
 
 
@@ -149,7 +149,7 @@ def draw(shown: list[Shown], path: Path) -> None:
         for span in one.spans:
             row, start, alpha = stages.index(span["stage"]), span["start"], SHADES[span["what"]]
             panel.barh(row, span["end"] - start, left=start, color=colours[span["stage"]], alpha=alpha)
-        for when, mark in ((one.ttft, "first text"), (one.ttfa, "first sound")):
+        for when, mark in ((one.ttft, "first text"), (one.ttfa, "first audio")):
             if when is not None:
                 panel.axvline(when, color="black", linestyle=":", linewidth=0.8)
                 panel.text(when, len(stages) - 0.3, mark, fontsize=6)

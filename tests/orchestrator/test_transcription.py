@@ -16,7 +16,7 @@ from segue.messages.deltas import Delta, Finished, RequestMetrics, SegmentDelta,
 from segue.messages.request import Request
 from segue.messages.speech import SpeechFacts, time_mark
 from segue.models.speech.speech_seq2seq.rule import SpeechRule
-from segue.orchestrator.transcription import frames_heard, spans_of, sure_spans, transcribed
+from segue.orchestrator.transcription import frames_transcribed, spans_of, sure_spans, transcribed
 
 ensure_torchvision()
 
@@ -64,7 +64,7 @@ def test_segments_are_those_of_the_library(ids: list[int], frames: int) -> None:
     assert [(span.begins * 0.02, span.ends * 0.02) for span in spans] == [
         (pytest.approx(float(one["start"])), pytest.approx(float(one["end"]))) for one in segments
     ]
-    assert frames_heard(ids, FACTS, frames) == int(offset)
+    assert frames_transcribed(ids, FACTS, frames) == int(offset)
 
 
 @given(texts(), texts())

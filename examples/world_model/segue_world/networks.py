@@ -20,10 +20,10 @@ class World(nn.Module):
 
     def forward(self, latents: torch.Tensor, time: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
         """[B, channels, frames, h, w], [B] in [0, 1], [B, frames, actions] → [B, channels, frames, h, w]."""
-        told = self.time(time[:, None])[:, None] + self.action(actions)
+        condition = self.time(time[:, None])[:, None] + self.action(actions)
         hidden = self.enter(latents)
         for layer in self.layers:
-            hidden = hidden + layer(nn.functional.silu(hidden + told.movedim(2, 1)[..., None, None]))
+            hidden = hidden + layer(nn.functional.silu(hidden + condition.movedim(2, 1)[..., None, None]))
         return self.leave(hidden)
 
 

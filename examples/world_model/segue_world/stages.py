@@ -80,7 +80,7 @@ class WorldDenoiser(Denoiser):
     def tokens(self, latents: torch.Tensor) -> int:
         return math.prod(latents.shape[2:])
 
-    def told(self, sample: Sample) -> Payload:
+    def decoder_values(self, sample: Sample) -> Payload:
         return {"fps": sample.params.fps}
 
 

@@ -113,7 +113,7 @@ def of_omni(result: Result) -> Measured:
         rivals = [side for side in level.sides if side != "segue"]
         for rival in rivals:
             memory = (level.usage["segue"].peak_pss_bytes, level.usage[rival].peak_pss_bytes)
-            for name, figure in (("jct", "JCT, s"), ("ttfa", "first sound, s"), ("rtf", "real-time factor")):
+            for name, figure in (("jct", "JCT, s"), ("ttfa", "first audio, s"), ("rtf", "real-time factor")):
                 made.append(
                     Comparison(
                         load=_clients(level.concurrency),

@@ -169,7 +169,7 @@ def _add_serve(commands: argparse._SubParsersAction[Parser]) -> None:
         "--allow-runtime-lora", action="store_true", help="let clients load LoRA adapters from this machine's files"
     )
     serve.add_argument(
-        "--allow-voice-cloning", action="store_true", help="let clients have a text said in the voice of a recording"
+        "--allow-voice-cloning", action="store_true", help="let clients request speech in the voice of a recording"
     )
     serve.add_argument(
         "--max-body-bytes", type=_size, default="384MiB", help="size of one HTTP request; default: %(default)s"

@@ -7,7 +7,7 @@
 | linear layers and experts are packed | no | in float32 | in panels |
 | norms and gated layers in one pass, attention | torch's | torch's | those of `segue.kernels.cpu` |
 | rows of repeated inputs are cached | no | yes | yes |
-| calls are replayed | CUDA graphs | no | recordings |
+| calls are replayed | CUDA graphs | no | captured lists |
 
 A model's code states what it knows of its network; kernels are chosen here alone.
 """

@@ -56,7 +56,7 @@ class GenerationWatch:
         self._metrics = metrics
         self._start = metrics.clock()
         self._last_text: dict[int, float] = {}
-        self._heard = False
+        self._audio_began = False
         self._end = "aborted"
 
     def __enter__(self) -> GenerationWatch:
@@ -72,8 +72,8 @@ class GenerationWatch:
             elif delta.index in self._last_text:
                 self._metrics.itl.observe(now - self._last_text[delta.index])
             self._last_text[delta.index] = now
-        elif isinstance(delta, AudioDelta) and not self._heard:
-            self._heard = True
+        elif isinstance(delta, AudioDelta) and not self._audio_began:
+            self._audio_began = True
             self._metrics.ttfa.observe(now - self._start)
         elif isinstance(delta, Finished):
             self._metrics.jct.observe(now - self._start)

@@ -84,7 +84,7 @@ class Adapters:
             if self._at_start.get(name) != directory:
                 self._send(replica.address, LoadAdapter(NOBODY, self.stage, name, directory))
 
-    def heard(self, message: AdapterLoaded) -> None:
+    def loaded(self, message: AdapterLoaded) -> None:
         """Handle a worker's result of loading an adapter."""
         error = error_from(message.kind, message.message, field="lora_path") if message.kind else None
         if message.ticket in self._waiting:

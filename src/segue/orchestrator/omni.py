@@ -171,7 +171,7 @@ class AsyncOmni:
 
     def metrics(self) -> bytes:
         """Return the metrics of the orchestrator and the workers as Prometheus text."""
-        waiting = sum(1 for books in self.orchestrator.requests.values() if books.waiting)
+        waiting = sum(1 for state in self.orchestrator.requests.values() if state.waiting)
         return render_gauges(
             {
                 "segue_requests": ("Requests admitted and not finished.", len(self.orchestrator.requests)),

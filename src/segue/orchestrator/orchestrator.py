@@ -125,8 +125,8 @@ class Orchestrator:
                     await self._idle.wait()
             except TimeoutError:
                 log.warning("%d requests were still running when the drain time was over", len(self.requests))
-        for books in list(self.requests.values()):
-            self._end(books, ShuttingDown("the server is shutting down"))
+        for state in list(self.requests.values()):
+            self._end(state, ShuttingDown("the server is shutting down"))
 
     # ── requests ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -136,39 +136,39 @@ class Orchestrator:
             async for item in deltas:
                 yield item
 
-    async def deltas(self, books: RequestState) -> AsyncGenerator[Delta]:
+    async def deltas(self, state: RequestState) -> AsyncGenerator[Delta]:
         """As `stream`, for a request that has been admitted."""
         try:
             while True:
-                item, caught_up = await books.queue.get()
+                item, caught_up = await state.queue.get()
                 if caught_up:
-                    self._throttle(books)
+                    self._throttle(state)
                 if isinstance(item, SegueError):
                     raise item
                 yield item
                 if isinstance(item, Finished):
                     return
         finally:
-            self.cancel(books)
+            self.cancel(state)
 
-    def cancel(self, books: RequestState) -> None:
+    def cancel(self, state: RequestState) -> None:
         """End a request that its client has given up, unless it has ended."""
-        if self.requests.get(books.id) is books:
-            self._end(books, Cancelled("the client went away"))
+        if self.requests.get(state.id) is state:
+            self._end(state, Cancelled("the client went away"))
 
-    def append(self, books: RequestState, piece: Piece | None) -> bool:
+    def append(self, state: RequestState, piece: Piece | None) -> bool:
         """Append input to an open request; None: close its input. False: the request has ended."""
-        if self.requests.get(books.id) is not books:
+        if self.requests.get(state.id) is not state:
             return False
-        books.appended.append(piece)
+        state.appended.append(piece)
         # a new attempt gets all pieces after its `Begin`
-        if INPUT not in books.waiting and books.stages[INPUT].worker in self.replicas.alive():
-            self._send_piece(books, piece)
+        if INPUT not in state.waiting and state.stages[INPUT].worker in self.replicas.alive():
+            self._send_piece(state, piece)
         return True
 
-    def _send_piece(self, books: RequestState, piece: Piece | None) -> None:
-        book = books.stages[INPUT]
-        self.supervisor.send(book.address, Append(books.id, INPUT, book.attempt, piece))
+    def _send_piece(self, state: RequestState, piece: Piece | None) -> None:
+        stage_state = state.stages[INPUT]
+        self.supervisor.send(stage_state.address, Append(state.id, INPUT, stage_state.attempt, piece))
 
     async def room(self) -> None:
         """Return when there are fewer requests than `limits.max_waiting`, or when no more are admitted."""
@@ -197,175 +197,175 @@ class Orchestrator:
                 own = msgspec.structs.replace(asked, **{key: getattr(both, key) for key in cut})
                 request.sampling = {**request.sampling, name: own}
         queue = ClientQueue(self.plan.limits.unread_bytes)
-        books = RequestState(request=request, walk=walk, main=self.graph.main, queue=queue)
+        state = RequestState(request=request, walk=walk, main=self.graph.main, queue=queue)
         for name, stage in walk.items():
-            books.stages[name] = StageState(tuple(stage.upstreams), tuple(stage.downstreams))
+            state.stages[name] = StageState(tuple(stage.upstreams), tuple(stage.downstreams))
             if kind_of(self.plan.stages[name].engine).samples:
-                books.journal[name] = {}
-        if books.main not in books.stages:
-            books.main = next(name for name, stage in reversed(walk.items()) if stage.to_client)
+                state.journal[name] = {}
+        if state.main not in state.stages:
+            state.main = next(name for name, stage in reversed(walk.items()) if stage.to_client)
         deadline = request.deadline
         if deadline is None and self.plan.limits.default_deadline is not None:
             deadline = time.time() + self.plan.limits.default_deadline
         if deadline is not None:
-            books.timer = self._loop.call_later(
+            state.timer = self._loop.call_later(
                 max(0.0, deadline - time.time()),
-                lambda: self._end(books, DeadlineExceeded("the request's deadline passed before it was finished")),
+                lambda: self._end(state, DeadlineExceeded("the request's deadline passed before it was finished")),
             )
-        self.requests[books.id] = books
+        self.requests[state.id] = state
         self._idle.clear()
-        self._launch(books, set(books.stages))
-        return books
+        self._launch(state, set(state.stages))
+        return state
 
-    def _launch(self, books: RequestState, names: set[str]) -> None:
+    def _launch(self, state: RequestState, names: set[str]) -> None:
         """Start or restart stages as soon as each has a ready worker."""
-        books.waiting |= names
+        state.waiting |= names
         chosen: dict[tuple[str, ...], Replica] = {}
-        for name in books.waiting:
+        for name in state.waiting:
             group = self.replicas.group_of(name)
             if group in chosen:
                 continue
-            replica = self._replica_for(books, group)
+            replica = self._replica_for(state, group)
             if replica is None:
                 if self.replicas.hopeless(name):
-                    self._end(books, StageLost(f"stage {name!r} could not be restarted", stage=name))
+                    self._end(state, StageLost(f"stage {name!r} could not be restarted", stage=name))
                 elif group == (INPUT,):
-                    self._unread[books.id] = None  # `_read` calls this again
+                    self._unread[state.id] = None  # `_read` calls this again
                 return  # `worker_ready` calls this again
             chosen[group] = replica
-        begin, books.waiting = books.waiting, set()
+        begin, state.waiting = state.waiting, set()
         for name in begin:
-            book, replica = books.stages[name], chosen[self.replicas.group_of(name)]
-            book.worker, book.address = replica.worker, replica.address
-            book.attempt += 1
-            book.done = False
-            book.inputs_done.clear()
-            replica.requests.add(books.id)
+            stage_state, replica = state.stages[name], chosen[self.replicas.group_of(name)]
+            stage_state.worker, stage_state.address = replica.worker, replica.address
+            stage_state.attempt += 1
+            stage_state.done = False
+            stage_state.inputs_done.clear()
+            replica.requests.add(state.id)
             if name == INPUT:
-                self._unread.pop(books.id, None)
-                replica.reading[books.id] = _has_media(books.request)
-        self._send_begins(books, begin)
+                self._unread.pop(state.id, None)
+                replica.reading[state.id] = _has_media(state.request)
+        self._send_begins(state, begin)
 
-    def _replica_for(self, books: RequestState, group: tuple[str, ...]) -> Replica | None:
+    def _replica_for(self, state: RequestState, group: tuple[str, ...]) -> Replica | None:
         """Return the worker that already has other stages of this group for the request, else the least loaded one.
 
         Requests on their last retry do not share a worker: if one request kills its workers, the others that were
         there each time then survive, and only the poison request fails.
         """
-        held = {books.stages[stage].worker for stage in group if stage in books.stages}
+        held = {state.stages[stage].worker for stage in group if stage in state.stages}
         for replica in self.replicas.all:
             if replica.group == group and replica.state == "ready" and replica.worker in held:
                 return replica
         if group == (INPUT,):
-            chosen = self.replicas.reader(media=_has_media(books.request))
+            chosen = self.replicas.reader(media=_has_media(state.request))
         else:
             chosen = self.replicas.least_loaded(group[0])
-        if chosen is not None and self._last_try(books, group):
-            others = (self.requests[other] for other in chosen.requests if other != books.id)
+        if chosen is not None and self._last_try(state, group):
+            others = (self.requests[other] for other in chosen.requests if other != state.id)
             if any(self._last_try(other, group) for other in others):
                 return None  # `_end` leads here again
         return chosen
 
-    def _last_try(self, books: RequestState, group: tuple[str, ...]) -> bool:
-        return any(0 < books.losses[stage] == self.plan.limits.max_retries for stage in group)
+    def _last_try(self, state: RequestState, group: tuple[str, ...]) -> bool:
+        return any(0 < state.losses[stage] == self.plan.limits.max_retries for stage in group)
 
-    def _send_begins(self, books: RequestState, begin: set[str]) -> None:
+    def _send_begins(self, state: RequestState, begin: set[str]) -> None:
         """Send `Begin` to downstream stages first, so that chunks seldom overtake it."""
         stripped = msgspec.structs.replace(
-            books.request, messages=[], prompt=None, prompt_token_ids=None, prompt_embeds=None
+            state.request, messages=[], prompt=None, prompt_token_ids=None, prompt_embeds=None
         )
-        for name, stage in reversed(books.walk.items()):
+        for name, stage in reversed(state.walk.items()):
             if name not in begin:
                 continue
-            book = books.stages[name]
+            stage_state = state.stages[name]
             message = Begin(
-                request=books.request if name == INPUT else stripped,
+                request=state.request if name == INPUT else stripped,
                 stage=name,
-                attempt=book.attempt,
-                upstreams=[self._peer(books, up) for up in book.upstreams],
-                downstreams=[self._peer(books, down) for down in book.downstreams],
+                attempt=stage_state.attempt,
+                upstreams=[self._peer(state, up) for up in stage_state.upstreams],
+                downstreams=[self._peer(state, down) for down in stage_state.downstreams],
                 to_client=sorted(stage.to_client),
-                resume=books.resume(name),
-                turns=books.turns.get(name, []),
+                resume=state.resume(name),
+                turns=state.turns.get(name, []),
             )
-            self.supervisor.send(book.address, message)
-            for piece in books.appended if name == INPUT else ():
-                self._send_piece(books, piece)
-            if books.queue.behind and stage.to_client:
-                self._send_throttle(books, name)
-            for down in book.downstreams:
-                if down not in begin and not books.stages[down].done:
-                    self.supervisor.send(books.stages[down].address, Moved(books.id, self._peer(books, name), down))
+            self.supervisor.send(stage_state.address, message)
+            for piece in state.appended if name == INPUT else ():
+                self._send_piece(state, piece)
+            if state.queue.behind and stage.to_client:
+                self._send_throttle(state, name)
+            for down in stage_state.downstreams:
+                if down not in begin and not state.stages[down].done:
+                    self.supervisor.send(state.stages[down].address, Moved(state.id, self._peer(state, name), down))
         for name in begin:
-            for up in books.stages[name].upstreams:
+            for up in state.stages[name].upstreams:
                 if up not in begin:
-                    self.supervisor.send(books.stages[up].address, Resend(books.id, up, self._peer(books, name)))
+                    self.supervisor.send(state.stages[up].address, Resend(state.id, up, self._peer(state, name)))
 
-    def _throttle(self, books: RequestState) -> None:
+    def _throttle(self, state: RequestState) -> None:
         """Pause the stages that answer the client while it is behind; let them go on when it has caught up."""
-        if self.requests.get(books.id) is not books:
+        if self.requests.get(state.id) is not state:
             return  # it ended: nothing more is made
-        for name, stage in books.walk.items():
-            # a new attempt is told after its `Begin`
-            if stage.to_client and name not in books.waiting and not books.stages[name].done:
-                self._send_throttle(books, name)
+        for name, stage in state.walk.items():
+            # a new attempt is informed after its `Begin`
+            if stage.to_client and name not in state.waiting and not state.stages[name].done:
+                self._send_throttle(state, name)
 
-    def _send_throttle(self, books: RequestState, stage: str) -> None:
-        book = books.stages[stage]
-        self.supervisor.send(book.address, Throttle(books.id, stage, book.attempt, books.queue.behind))
+    def _send_throttle(self, state: RequestState, stage: str) -> None:
+        stage_state = state.stages[stage]
+        self.supervisor.send(stage_state.address, Throttle(state.id, stage, stage_state.attempt, state.queue.behind))
 
     @staticmethod
-    def _peer(books: RequestState, stage: str) -> Peer:
-        book = books.stages[stage]
-        return Peer(stage, book.worker, book.address, book.attempt)
+    def _peer(state: RequestState, stage: str) -> Peer:
+        stage_state = state.stages[stage]
+        return Peer(stage, stage_state.worker, stage_state.address, stage_state.attempt)
 
-    def _end(self, books: RequestState, error: SegueError | None) -> None:
+    def _end(self, state: RequestState, error: SegueError | None) -> None:
         """End a request: notify its consumer and free what every stage holds for it."""
-        if self.requests.pop(books.id, None) is None:
+        if self.requests.pop(state.id, None) is None:
             return
         self._left.set()
-        self._unread.pop(books.id, None)
-        if books.timer is not None:
-            books.timer.cancel()
-        workers = books.workers()
+        self._unread.pop(state.id, None)
+        if state.timer is not None:
+            state.timer.cancel()
+        workers = state.workers()
         for replica in self.replicas.all:
-            replica.requests.discard(books.id)
+            replica.requests.discard(state.id)
             if replica.worker in workers and replica.state == "ready":
-                self.supervisor.send(replica.address, Drop(books.id))
-        books.queue.put(error if error is not None else books.finished())
+                self.supervisor.send(replica.address, Drop(state.id))
+        state.queue.put(error if error is not None else state.finished())
         if not self.requests:
             self._idle.set()
-        if books.losses:
+        if state.losses:
             self._launch_waiting()  # another request's last retry may have waited for this one
 
     # ── messages of workers ────────────────────────────────────────────────────────────────────────────────────────
 
-    def hear(self, message: ToOrchestrator) -> None:
+    def receive(self, message: ToOrchestrator) -> None:
         """Handle a worker's message about a request."""
         match message:
             case Progress():
                 for emission in message.emissions:
-                    books = self._current(message.worker, emission.request_id, emission.stage, emission.attempt)
-                    for delta in books.took(emission) if books else ():
-                        assert books is not None
-                        if books.queue.put(delta):
-                            self._throttle(books)
+                    state = self._current(message.worker, emission.request_id, emission.stage, emission.attempt)
+                    for delta in state.took(emission) if state else ():
+                        assert state is not None
+                        if state.queue.put(delta):
+                            self._throttle(state)
             case StageDone():
                 self._read(message)
-                if books := self._current(message.worker, message.request_id, message.stage, message.attempt):
-                    books.ended(message)
-                    if books.complete():
-                        self._end(books, None)
+                if state := self._current(message.worker, message.request_id, message.stage, message.attempt):
+                    state.ended(message)
+                    if state.complete():
+                        self._end(state, None)
             case InputDone():
-                if books := self._current(message.worker, message.request_id, message.stage, message.attempt):
-                    books.stages[message.stage].inputs_done.add(message.source)
+                if state := self._current(message.worker, message.request_id, message.stage, message.attempt):
+                    state.stages[message.stage].inputs_done.add(message.source)
             case InputLost():
                 self._on_input_lost(message)
             case Failed():
                 self._read(message)
-                if books := self._current(message.worker, message.request_id, message.stage, message.attempt):
+                if state := self._current(message.worker, message.request_id, message.stage, message.attempt):
                     error = error_from(message.kind, message.message, field=message.field, stage=message.stage)
-                    self._end(books, error)
+                    self._end(state, error)
 
     def _read(self, message: StageDone | Failed) -> None:
         """Start the next waiting request when an input worker is done with one, even a cancelled one, that has
@@ -375,15 +375,15 @@ class Orchestrator:
             return
         waiting = [self.requests[one] for one in self._unread]
         if waiting:
-            self._launch(min(waiting, key=lambda books: books.request.priority), set())
+            self._launch(min(waiting, key=lambda state: state.request.priority), set())
 
     def _current(self, worker: str, request_id: str, stage: str, attempt: int) -> RequestState | None:
         """Return the state of the request that a message is about; None if the message is from a past attempt."""
-        books = self.requests.get(request_id)
-        if books is None:
+        state = self.requests.get(request_id)
+        if state is None:
             return None
-        book = books.stages[stage]
-        return books if book.worker == worker and book.attempt == attempt else None
+        stage_state = state.stages[stage]
+        return state if stage_state.worker == worker and stage_state.attempt == attempt else None
 
     # ── recovery ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -392,46 +392,46 @@ class Orchestrator:
         self._launch_waiting()
 
     def _launch_waiting(self) -> None:
-        for books in list(self.requests.values()):
-            if books.waiting:
-                self._launch(books, set())
+        for state in list(self.requests.values()):
+            if state.waiting:
+                self._launch(state, set())
 
     def broken(self, error: BaseException) -> None:
         """End all requests, so that none waits forever."""
-        for books in list(self.requests.values()):
-            self._end(books, SegueError(f"the orchestrator failed: {error}"))
+        for state in list(self.requests.values()):
+            self._end(state, SegueError(f"the orchestrator failed: {error}"))
 
     def _on_input_lost(self, message: InputLost) -> None:
-        books = self.requests.get(message.request_id)
-        if books is None or books.stages[message.stage].attempt != message.attempt:
+        state = self.requests.get(message.request_id)
+        if state is None or state.stages[message.stage].attempt != message.attempt:
             return
-        if message.stage in books.waiting:
+        if message.stage in state.waiting:
             return  # it is about to restart anyway
-        books.blamed.add(books.stages[message.source].worker)
-        self._lost(books, {message.stage, message.source}, message.source)
+        state.blamed.add(state.stages[message.source].worker)
+        self._lost(state, {message.stage, message.source}, message.source)
 
     def worker_lost(self, what: str) -> None:
         """Restart every affected request on other workers after a death, or fail it if its retries are spent."""
         alive = self.replicas.alive()
-        for books in list(self.requests.values()):
-            placed = {name: book for name, book in books.stages.items() if book.worker}
-            if books.given() and not books.workers() <= alive:
-                self._end(books, None)  # the client has everything; only the dead workers' reports are lost
-            elif stages_to_rerun(placed, alive) - books.waiting:
-                self._lost(books, set(), what, counted=bool(books.blamed - alive))
-                books.blamed &= alive
-            elif books.waiting:
-                self._launch(books, set())
+        for state in list(self.requests.values()):
+            placed = {name: stage_state for name, stage_state in state.stages.items() if stage_state.worker}
+            if state.given() and not state.workers() <= alive:
+                self._end(state, None)  # the client has everything; only the dead workers' reports are lost
+            elif stages_to_rerun(placed, alive) - state.waiting:
+                self._lost(state, set(), what, counted=bool(state.blamed - alive))
+                state.blamed &= alive
+            elif state.waiting:
+                self._launch(state, set())
 
-    def _lost(self, books: RequestState, again: set[str], what: str, *, counted: bool = False) -> None:
+    def _lost(self, state: RequestState, again: set[str], what: str, *, counted: bool = False) -> None:
         """Restart stages after a loss. `counted`: this loss has been counted, at its first sign."""
-        books.losses[what] += not counted
-        if books.losses[what] > self.plan.limits.max_retries:
+        state.losses[what] += not counted
+        if state.losses[what] > self.plan.limits.max_retries:
             tries = self.plan.limits.max_retries + 1
             message = f"stage {what!r} was lost {tries} times while serving this request"
-            self._end(books, StageLost(message, stage=what))
+            self._end(state, StageLost(message, stage=what))
             return
-        self._launch(books, stages_to_rerun(books.stages, self.replicas.alive(), again))
+        self._launch(state, stages_to_rerun(state.stages, self.replicas.alive(), again))
 
 
 def _has_media(request: Request) -> bool:

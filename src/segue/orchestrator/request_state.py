@@ -52,13 +52,13 @@ class StageState:
     """Upstreams whose last chunk it has received in this attempt."""
 
 
-def settled(name: str, books: dict[str, StageState]) -> bool:
+def settled(name: str, stages: dict[str, StageState]) -> bool:
     """Whether nobody needs this stage or its worker's retained payloads any more."""
-    book = books[name]
-    return book.done and all(books[down].done or name in books[down].inputs_done for down in book.downstreams)
+    stage = stages[name]
+    return stage.done and all(stages[down].done or name in stages[down].inputs_done for down in stage.downstreams)
 
 
-def stages_to_rerun(books: dict[str, StageState], alive: set[str], start: Iterable[str] = ()) -> set[str]:
+def stages_to_rerun(stages: dict[str, StageState], alive: set[str], start: Iterable[str] = ()) -> set[str]:
     """Return the stages that must restart, given the workers that are alive.
 
     A stage must restart if its worker is gone before it was settled. So must the upstream of a restarting stage if it
@@ -66,13 +66,13 @@ def stages_to_rerun(books: dict[str, StageState], alive: set[str], start: Iterab
     names stages that must restart for another reason.
     """
     again = set(start)
-    again.update(name for name, book in books.items() if book.worker not in alive and not settled(name, books))
+    again.update(name for name, stage in stages.items() if stage.worker not in alive and not settled(name, stages))
     frontier = list(again)
     while frontier:
         name = frontier.pop()
-        for up in books[name].upstreams:
-            gone = books[up].worker not in alive
-            if up not in again and (gone or books[name].done):
+        for up in stages[name].upstreams:
+            gone = stages[up].worker not in alive
+            if up not in again and (gone or stages[name].done):
                 again.add(up)
                 frontier.append(up)
     return again
@@ -109,7 +109,7 @@ class RequestState:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     ends: list[OutputEnd] = field(default_factory=list)
     """Ends of the main stage's outputs, once it is done."""
-    told: set[int] = field(default_factory=set)
+    ends_sent: set[int] = field(default_factory=set)
     """Outputs of the main stage whose ends have been sent to the client."""
     timer: asyncio.TimerHandle | None = None
 
@@ -118,7 +118,7 @@ class RequestState:
         return self.request.request_id
 
     def workers(self) -> set[str]:
-        return {book.worker for book in self.stages.values() if book.worker}
+        return {stage.worker for stage in self.stages.values() if stage.worker}
 
     def took(self, emission: Emission) -> list[Delta]:
         """Record an emission; return the deltas that the client does not have (each attempt streams from the start)."""
@@ -154,8 +154,8 @@ class RequestState:
                 ended.append(emission.turn)
                 if stage == self.main:
                     fresh.append(TurnEnded(stage, emission.turn.finish_reason, emission.turn.stop_reason))
-        if emission.end is not None and stage == self.main and emission.index not in self.told:
-            self.told.add(emission.index)
+        if emission.end is not None and stage == self.main and emission.index not in self.ends_sent:
+            self.ends_sent.add(emission.index)
             fresh += [ChoiceEnded(stage, choice) for choice in self._choices([emission.end])]
         return fresh
 

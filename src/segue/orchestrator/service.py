@@ -51,7 +51,7 @@ class ModelCard(msgspec.Struct):
     """The stages that `sampling` may name."""
     stages: list[str]
     voices: list[str] | None
-    """The default first; empty if the model has none; None until its worker has told them."""
+    """The default first; empty if the model has none; None until its worker has reported them."""
     options: frozenset[str]
     """Request options of the family."""
     max_model_len: int | None

@@ -98,7 +98,7 @@ OnProgress = Callable[[str, float, str], None]
 class Owner(Protocol):
     """The owner of the requests, which the supervisor notifies."""
 
-    def hear(self, message: ToOrchestrator) -> None:
+    def receive(self, message: ToOrchestrator) -> None:
         """Handle a worker's message about a request."""
 
     def worker_ready(self) -> None:
@@ -228,9 +228,9 @@ class Supervisor:
                 case StartFailed():
                     self._on_start_failed(message)
                 case AdapterLoaded():
-                    self.adapters.heard(message)
+                    self.adapters.loaded(message)
                 case _:
-                    self._owner.hear(message)
+                    self._owner.receive(message)
 
     def _close_sockets(self) -> None:
         for socket in [*self._out.values(), *filter(None, [self._inbox])]:

@@ -65,7 +65,7 @@ def spans_of(ids: Sequence[int], first: int, frames: int) -> list[Span]:
     return spans
 
 
-def frames_heard(ids: Sequence[int], facts: SpeechFacts, frames: int) -> int:
+def frames_transcribed(ids: Sequence[int], facts: SpeechFacts, frames: int) -> int:
     """Return the number of frames from the start of a window to the start of the next."""
     pairs = _pairs(ids, facts.first_time)
     if not pairs or _single(ids, facts.first_time):
@@ -123,14 +123,14 @@ class TimedText:
             if span.start < self.given:
                 continue
             words, ids = self._words(span), self.ids[span.start : span.stop]
-            told = self._logprobs[span.start : span.stop]
-            mean = sum(one.chosen.logprob for one in told) / len(told) if told else None
+            logprobs = self._logprobs[span.start : span.stop]
+            mean = sum(one.chosen.logprob for one in logprobs) / len(logprobs) if logprobs else None
             begins, ends = (
                 round(self.seek * SECONDS_PER_FRAME + steps * SECONDS_PER_TIME, 2) for steps in (span.begins, span.ends)
             )
             self.given = span.stop
             made += [
-                TextDelta(stage, words, ids, logprobs=told),
+                TextDelta(stage, words, ids, logprobs=logprobs),
                 SegmentDelta(stage, begins, ends, words, ids, self.seek, mean),
             ]
         return made
@@ -309,7 +309,7 @@ async def _long(
         async with aclosing(_window(stream, part, text, here, written)) as deltas:
             async for delta in deltas:
                 yield delta
-        seek += frames_heard(text.ids, facts, here)
+        seek += frames_transcribed(text.ids, facts, here)
 
 
 async def _window(

@@ -79,8 +79,8 @@ class SummedRMSNorm(nn.Module):
         """[..., this rank's features] → the same, in the dtype of `x`; sums are float32."""
         whole = x.float()
         squares = self._group.all_reduce(whole.square().sum(-1, keepdim=True))
-        normed = whole * torch.rsqrt(squares / self._width + self.eps)
-        return (normed if self.weight is None else normed * self.weight).to(x.dtype)
+        normalised = whole * torch.rsqrt(squares / self._width + self.eps)
+        return (normalised if self.weight is None else normalised * self.weight).to(x.dtype)
 
 
 class Gathered(Divided):

@@ -196,11 +196,11 @@ class Crew:
         for end in self._sockets:
             answer(end, data)
 
-    def next_answer(self, heard: Container[int], seconds: float | None) -> tuple[int, bytes]:
-        """(follower number from 0, data) of the next `answer` from a follower that is not in `heard`. Raises `OSError`
-        if one of them is gone, or none answers within `seconds`."""
+    def next_answer(self, answered: Container[int], seconds: float | None) -> tuple[int, bytes]:
+        """(follower number from 0, data) of the next `answer` from a follower that is not in `answered`. Raises
+        `OSError` if one of them is gone, or none answers within `seconds`."""
         poll = select.poll()
-        waited = {end.fileno(): number for number, end in enumerate(self._sockets) if number not in heard}
+        waited = {end.fileno(): number for number, end in enumerate(self._sockets) if number not in answered}
         for descriptor in waited:
             poll.register(descriptor, select.POLLIN)
         ready = poll.poll(None if seconds is None else seconds * 1000)

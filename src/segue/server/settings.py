@@ -36,7 +36,7 @@ class ServerSettings:
     limits: RequestLimits = field(default_factory=RequestLimits)
     """Limits on each request; the application uses those of its service."""
     allow_voice_cloning: bool = False
-    """Clients may have a text said in the voice of a recording, if the model can."""
+    """Clients may request speech in the voice of a recording, if the model supports it."""
     allow_runtime_lora: bool = False
     """Clients may load LoRA adapters from any directory of this machine, and unload them."""
     video_dir: Path | None = None

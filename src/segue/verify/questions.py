@@ -104,7 +104,7 @@ def _chats(subject: Subject, quick: bool) -> list[Question]:
         found.append(Question(mixed.name, mixed.prompt, optional=True))
     if "use_audio_in_video" in subject.family.options and not quick and (file := talking_clip()) is not None:
         part = {"type": "video", "video": file}
-        found.append(asked("video with sound", _QUESTION, part, options={"use_audio_in_video": True}))
+        found.append(asked("video with audio", _QUESTION, part, options={"use_audio_in_video": True}))
     return found
 
 

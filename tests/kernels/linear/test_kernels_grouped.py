@@ -81,7 +81,7 @@ def test_products_are_those_of_the_wide_weights(
     x, bias = torch.randn(rows, group * groups, generator=generator), torch.randn(outputs, generator=generator)
     words = words_of(given, SHARED[bits], bits)
     made = called(kernels, x, words, bias, SHARED[bits], group, gelu)
-    assert torch.equal(made, called(kernels, x, given.wide, bias, FLOATS, 0, gelu))
+    assert torch.equal(made, called(kernels, x, given.dequantised, bias, FLOATS, 0, gelu))
     row = seed % rows
     alone = called(kernels, x[row : row + 1].clone(), words, bias, SHARED[bits], group, gelu)
     assert torch.equal(alone[0], made[row]), "others change a row"
@@ -100,8 +100,8 @@ def test_scales_and_zeros_of_any_floats(
     x, bias = torch.randn(rows, group * groups), torch.randn(outputs)
     words = words_of(given, BY_FLOATS[bits], bits)
     made = called(kernels, x, words, bias, BY_FLOATS[bits], group, False)
-    exact = x.double() @ given.wide.double().T + bias
-    size = x.abs().double() @ given.wide.abs().double().T + bias.abs()
+    exact = x.double() @ given.dequantised.double().T + bias
+    size = x.abs().double() @ given.dequantised.abs().double().T + bias.abs()
     # what is rounded of a weight is that of its largest number times the scale
     away = x.abs().double().unflatten(1, (groups, group)).sum(-1) @ given.scale.double().T * (1 << bits)
     assert ((made - exact).abs() / (size + away)).max() < 1e-6
@@ -149,7 +149,7 @@ def test_layers(bits: int, dtype: torch.dtype, group: int, ordered: bool) -> Non
     order = torch.randperm(96, generator=torch.Generator().manual_seed(1)) if ordered else None
     bias = torch.randn(70).to(dtype)
     layer = layer_of(given, bias, order=order, dtype=dtype)
-    wide = given.wide if order is None else given.wide[:, order.argsort()]
+    wide = given.dequantised if order is None else given.dequantised[:, order.argsort()]
     rough = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 3e-2}[dtype]
     torch.testing.assert_close(layer.weight, wide.to(dtype), rtol=rough, atol=0)
     x = torch.randn(2, 5, 96).to(dtype)

@@ -247,7 +247,7 @@ def test_a_text_takes_memory_at_any_size(tmp_path: Path) -> None:
     per_token = denoiser.row_bytes(sample) / (sample.tokens + 512)
     image = torch.zeros(256, 64)
     edited = replace(sample, conditions=[Edited(*sample.conditions[0], image, (32, 32))])
-    kontext = KontextDenoiser.tokens_beside(object.__new__(KontextDenoiser), edited)
+    kontext = KontextDenoiser.other_tokens(object.__new__(KontextDenoiser), edited)
     assert kontext == 512 + 256
     room = Room(denoiser, denoiser.weight_bytes + int(per_token * (sample.tokens / 2 + 512)))
     refusal = room.refusal(sample)

@@ -22,7 +22,7 @@ from segue.models.registry import family_of, read_config
 from segue.models.shared.decoder.decoder import PagedDecoder
 from segue.models.shared.decoder.interface import decoder_of, name_of
 from segue.models.speech.speech_seq2seq import tiny
-from segue.models.speech.speech_seq2seq.loading import tell_apart
+from segue.models.speech.speech_seq2seq.loading import separate_cross_attention
 
 CONFIG: dict[str, Any] = {"defaults": {"dtype": "float32"}, "stages": {"llm": {"block_size": 4}}}
 
@@ -180,11 +180,11 @@ def test_a_model_that_does_more_than_its_decoder_is_refused(
 ) -> None:
     """What the engine's halves give is compared with the library's forward at load."""
     model = kind.from_pretrained(directory).eval().requires_grad_(False)
-    heard = torch.randn(1, 40, model.config.d_model)
-    tell_apart(model, heard)
+    encoder_states = torch.randn(1, 40, model.config.d_model)
+    separate_cross_attention(model, encoder_states)
     refused = pytest.raises(ConfigError, match="cannot be served: its logits") if kind is Louder else nullcontext()
     with refused:
-        PagedDecoder(model, inner=name_of(decoder_of(model), model), fused=True, heard=heard)
+        PagedDecoder(model, inner=name_of(decoder_of(model), model), fused=True, encoder_states=encoder_states)
 
 
 @pytest.mark.parametrize(

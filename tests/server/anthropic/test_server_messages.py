@@ -376,7 +376,7 @@ USER = {"role": "user", "content": "a"}
         ({"messages": [{"role": "user"}]}, "messages[0].content is None"),
         ({"messages": [USER, {"role": "user", "content": [{"type": "video"}]}]}, "messages[1].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text is None"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "no block this server takes there"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "this server does not accept there"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "file"}}]}]}, "no files"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "ftp:x"}}]}]},

@@ -53,8 +53,8 @@ class KVSpec:
     """Recurrent state that the decoder keeps per sequence besides keys and values; None: no state."""
     state_store: Callable[[StateLayout, int, torch.device], StateStore] = StateStore
     """Constructor of the state stores: `StateStore`, or one that spreads slots over several ranks."""
-    beside: bool = False
-    """Some layers cross-attend to `Prompt.beside`; they store nothing in this cache."""
+    cross_attends: bool = False
+    """Some layers cross-attend to `Prompt.cross_inputs`; they store nothing in this cache."""
     gathered: bool = False
     """Its layers run their own attention over gathered keys and values; its steps are not captured in graphs."""
 
@@ -132,7 +132,7 @@ class Prompt:
     adapter: object | None = None
     """Weight changes for this sequence's tokens (LoRA), passed to the family's forward; `identity` must cover it. A
     step that contains such a sequence is not replayed from a captured graph."""
-    beside: object | None = None
+    cross_inputs: object | None = None
     """Cross-attention inputs that are not tokens (images), passed to the family's forward; `identity` must cover them.
     A step that contains such a sequence is not replayed from a captured graph."""
     rule: TokenRule | None = None

@@ -53,11 +53,11 @@ class AutoregressiveEngine:
         self._model = resources.model
         self._config = config
         self._scheduler = resources.scheduler
-        self._dispatcher = resources.launcher
+        self._dispatcher = resources.dispatcher
         self._speculation = speculation
         # drafts depend on the preceding tokens and on their states
         self._ahead = speculation is None and (model.device.type != "cpu" if ahead is None else ahead)
-        self._flight: StepInFlight | None = None
+        self._in_flight: StepInFlight | None = None
         """The step that was dispatched and has not completed."""
         self._grammars = grammars or Grammars.of(self._model)
         self._active = ActiveSequences(resources.scheduler)
@@ -136,7 +136,7 @@ class AutoregressiveEngine:
 
     def has_work(self) -> bool:
         """True if `step` would do something now."""
-        if self._between or self._flight is not None or any(map(_compiled, self._active)):
+        if self._between or self._in_flight is not None or any(map(_compiled, self._active)):
             return True
         return not self._stalled and any(sequence.job.runnable for sequence in self._active)
 
@@ -146,17 +146,17 @@ class AutoregressiveEngine:
         self._take_grammars()
         self._scheduler.expire(self._clock() - self._config.hold_seconds)
         outputs, self._between = self._between, []
-        before, self._flight = self._flight, None
-        flight = self._dispatch(before)
+        before, self._in_flight = self._in_flight, None
+        step = self._dispatch(before)
         if before is not None:
             outputs += self._complete(before)
-            flight = flight or self._dispatch(None)
-        if flight is not None and self._ahead and flight.open:
-            self._flight = flight
-        elif flight is not None:
-            outputs += self._complete(flight)
+            step = step or self._dispatch(None)
+        if step is not None and self._ahead and step.open:
+            self._in_flight = step
+        elif step is not None:
+            outputs += self._complete(step)
         self._scheduler.note_holding(self._clock())
-        if not self._active and self._flight is None:
+        if not self._active and self._in_flight is None:
             self.resources.pool.audit_idle()
         return outputs
 
@@ -225,7 +225,7 @@ class AutoregressiveEngine:
         if not decision.runs:
             return None
         scheduled, attention = self._dispatcher.plan(decision.runs, self._active)
-        self._scheduler.launched(decision.runs)
+        self._scheduler.dispatched(decision.runs)
         try:
             self.resources.store.copy(copies)
             if self.resources.states is not None and self._scheduler.slots is not None:
@@ -236,38 +236,38 @@ class AutoregressiveEngine:
         foreseeable = all(sequence.foreseeable and not sequence.wants_rows for sequence, _ in scheduled)
         return StepInFlight(scheduled, ran, began, open=foreseeable)
 
-    def _expect(self, flight: StepInFlight) -> None:
+    def _expect(self, step: StepInFlight) -> None:
         """Advance its sequences as if it had completed and had given each the token it draws."""
-        flight.expected = True
-        for sequence, run in flight.scheduled:
+        step.expected = True
+        for sequence, run in step.scheduled:
             if sequence in self._active:
                 drawn = run.stop == sequence.job.length
                 self._scheduler.expect(run)
                 if drawn:
                     sequence.expect(self.resources.share_size)
 
-    def _complete(self, flight: StepInFlight) -> list[StageOutput]:
+    def _complete(self, step: StepInFlight) -> list[StageOutput]:
         """Wait for the device, then postprocess."""
-        self._scheduler.landed(flight.runs)
-        if flight.expected:  # undo the assumption: the real result is known
-            for sequence, run in flight.scheduled:
+        self._scheduler.completed(step.runs)
+        if step.expected:  # undo the assumption: the real result is known
+            for sequence, run in step.scheduled:
                 if sequence in self._active:
                     self._scheduler.recall(run)
                     sequence.refresh(self.resources.share_size)
-        ran = flight.ran
+        ran = step.ran
         if not isinstance(ran, StageFailed):
             try:
-                landed = self._dispatcher.read(ran)
+                result = self._dispatcher.read(ran)
             except Exception as error:  # errors that the device reports asynchronously
-                ran = _failure(flight.scheduled, error)
+                ran = _failure(step.scheduled, error)
         if isinstance(ran, StageFailed):
-            outputs = self._completion.failed(flight.scheduled, ran)
+            outputs = self._completion.failed(step.scheduled, ran)
         else:
-            outputs = self._completion.outputs(flight.scheduled, ran, landed)
+            outputs = self._completion.outputs(step.scheduled, ran, result)
             if self._speculation is not None:
-                alive = {sequence.job.key for sequence, _ in flight.scheduled if sequence in self._active}
-                seconds = time.perf_counter() - flight.began
-                self._speculation.learn(flight.scheduled, alive, ran.hidden, ran.positions, seconds)
+                alive = {sequence.job.key for sequence, _ in step.scheduled if sequence in self._active}
+                seconds = time.perf_counter() - step.began
+                self._speculation.learn(step.scheduled, alive, ran.hidden, ran.positions, seconds)
         self._scheduler.settle()
         self._stalled = False
         return outputs
@@ -295,7 +295,7 @@ def _ended(sequence: Sequence) -> StageOutput:
     reason, stop = sequence.last_end
     return StageOutput(
         sequence.request.request_id,
-        first_index=sequence.told,
+        first_index=sequence.emitted,
         finished=True,
         finish_reason=reason,
         stop_reason=stop,

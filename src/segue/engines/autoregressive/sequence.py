@@ -143,11 +143,11 @@ class Sequence:
         """The turns that have ended."""
         self._known = deque(request.turns if parent is None else [])
         """The ends of the turns of an earlier attempt that are not repeated yet."""
-        self.told = 0
-        """Number of units that its outputs have had."""
+        self.emitted = 0
+        """Units emitted so far."""
         self.counted = 0
-        """Input tokens that its outputs have had."""
-        self.untold: list[tuple[list[Unit], TurnEnd | None]] = []
+        """Input tokens reported so far."""
+        self.to_emit: list[tuple[list[Unit], TurnEnd | None]] = []
         """Units of an earlier attempt for its next output, by turn; with the end of the turn if it is over."""
         self.drafts: list[int] = []
         """Draft tokens after `ids`, to be verified in its next step."""
@@ -221,8 +221,8 @@ class Sequence:
 
     @property
     def reported(self) -> bool:
-        """Whether its outputs had all that is known of it, rows of all tokens but the newest included."""
-        return not self.untold and (not self.wants_rows or self.rows_given >= len(self.ids) - 1)
+        """Whether all that is known of it was emitted, rows of all tokens but the newest included."""
+        return not self.to_emit and (not self.wants_rows or self.rows_given >= len(self.ids) - 1)
 
     @property
     def last_end(self) -> tuple[str, int | str | None]:
@@ -404,7 +404,7 @@ class Sequence:
         units = list(resume[: end.units - (self.turns[-1].units if self.turns else 0)])
         self.ids += ids_of(units)
         self.input.last.codes += rows_of(units)
-        self.untold.append((units, end))
+        self.to_emit.append((units, end))
         self.end_turn(end)
 
     def end_turn(self, end: TurnEnd) -> None:
@@ -420,7 +420,7 @@ class Sequence:
         known, rows = ids_of(resume), rows_of(resume)
         self.ids += known[:-1]
         self.input.last.codes += rows[:-1]
-        self.untold.append((list(resume[:-1]), None))
+        self.to_emit.append((list(resume[:-1]), None))
         for token in known[:-1]:
             self.sampler.saw(token)
         self.forced = known[-1] if known else None

@@ -15,7 +15,7 @@ from segue.engines.autoregressive.contract import LoraHost, TakesLora
 from segue.engines.contract import StageRequest
 from segue.engines.diffusion.contract import CachesBlocks, DiffusionModel, Row, Sample
 from segue.engines.diffusion.memory import Reserve
-from segue.engines.diffusion.ranks import NO_MEMORY, STRAY, gathered, told
+from segue.engines.diffusion.ranks import NO_MEMORY, STRAY, gathered, status_of
 from segue.kernels.device import out_of_memory
 from segue.messages.errors import SegueError, StageFailed
 from segue.parallel.group import ReplicaBroken
@@ -46,7 +46,7 @@ def follow_rows(model: DiffusionModel, ways: Ways, orders: socket.socket) -> Non
     Raises `ReplicaBroken` if this rank alone has failed in a call of a divided network.
     """
     follower = _Follower(model, ways, orders, Reserve(model, ways.everyone.device))
-    while (data := follower.heard()) is not None:
+    while (data := follower.next_order()) is not None:
         follower.obey(decode_row_order(data))
 
 
@@ -74,7 +74,7 @@ class _Follower:
     def rank(self) -> int:
         return self.ways.everyone.rank
 
-    def heard(self) -> bytes | None:
+    def next_order(self) -> bytes | None:
         """Receive the next order. After a failure in this rank's part of a call, a leader that failed too sends one
         soon, and one that did not waits for this rank. A leader of another part is always awaited."""
         alone = self.failed and self.ways.network is not None and self.ways.branch_part == 0
@@ -166,11 +166,11 @@ class _Follower:
         try:
             self.latents = self.room(order)
             rows = [self.row(*order.rows[place]) for place in self.own(order)]
-            return CallStatus() if self.reserve.had(rows) else NO_MEMORY
+            return CallStatus() if self.reserve.fits(rows) else NO_MEMORY
         # any kind, including the stage model's own errors: the leader waits for this answer
         except Exception as error:
             self.note(error)
-            return told(error)
+            return status_of(error)
 
     def room(self, order: Predict) -> torch.Tensor:
         """Allocate the latents of a call: [rows, …]."""
@@ -190,7 +190,7 @@ class _Follower:
             if self.ways.network is not None and out_of_memory(error):
                 raise ReplicaBroken(f"rank {self.rank} ran out of memory in the middle of a call") from error
         self.failed = failure is not None
-        self.say(told(failure))
+        self.say(status_of(failure))
 
     def computed(self, order: Predict, latents: torch.Tensor) -> Sequence[torch.Tensor]:
         rows = [self.row(*order.rows[place], latents[place : place + 1]) for place in self.own(order)]

@@ -30,7 +30,7 @@ class Reserve:
         self._measured: dict[int, tuple[int, int]] = {}
         """Tokens of a row → (most rows of a call, bytes that it took)."""
 
-    def had(self, rows: Sequence[Row]) -> bool:
+    def fits(self, rows: Sequence[Row]) -> bool:
         """Whether there is memory for a call of these rows now."""
         needed = self._needed(rows)
         pieces = [needed // _PIECES] * (_PIECES if needed >= _PIECES else 0)

@@ -51,7 +51,7 @@ STRAY = 30.0
 """Seconds without an order after which a failed rank assumes that the other ranks are waiting for it."""
 
 
-def told(failure: Exception | None) -> CallStatus:
+def status_of(failure: Exception | None) -> CallStatus:
     """A rank's status as sent to the others. Raises `DeviceLost`."""
     if failure is None:
         return CallStatus()
@@ -211,7 +211,7 @@ class RowLeader:
             self._dtype = made[0].dtype
             return made
         latents = torch.cat([row.sample.latents for row in rows])  # before the memory check, which excludes it
-        if self._divided and not self._reserve.had(own):
+        if self._divided and not self._reserve.fits(own):
             raise torch.OutOfMemoryError(NO_MEMORY.message)
         named = [(row.sample.request_id, row.sample.index, row.branch, row.sample.step) for row in rows]
         self._tell(Predict(named, behind_first, list(latents.shape), dtype_name(latents.dtype)))
@@ -256,7 +256,7 @@ class RowLeader:
             if self._divided and out_of_memory(error):
                 raise self._broken(f"rank 0 ran out of memory in the middle of a call ({error})") from error
             failure = error
-        status = self._statuses(told(failure), failure)
+        status = self._statuses(status_of(failure), failure)
         if failure is not None:
             self._check_alike(status, failure)
             raise failure

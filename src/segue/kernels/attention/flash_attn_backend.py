@@ -14,7 +14,7 @@ class FlashAttention:
     multiple of 256."""
 
     recordable = False  # the longest sequence is a host argument
-    widens = False
+    upcasts = False
     bidirectional = False
     page = 256
 

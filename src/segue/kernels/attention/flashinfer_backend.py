@@ -21,7 +21,7 @@ class FlashInferAttention:
     options in it."""
 
     recordable = False  # plans are made on the host
-    widens = False
+    upcasts = False
     bidirectional = False
     page = 1
 

@@ -29,7 +29,7 @@ class FlexAttention:
     """Implements `segue.kernels.attention.paged_step.AttentionBackend`."""
 
     recordable = False  # masks are rebuilt in every step
-    widens = False
+    upcasts = False
     bidirectional = True
     page = 128
     """Its kernels read up to this many tokens at once, all of one block."""

@@ -68,7 +68,7 @@ class Attends(Protocol[StepT]):
 
     recordable: bool
     """It reads no value on the host while it runs, so decode steps can be captured in graphs (`decode_graphs`)."""
-    widens: bool
+    upcasts: bool
     """It can read K and V stored in fewer bits than the queries, upcasting them."""
     bidirectional: bool
     """It supports bidirectional spans (`Part.bidirectional`)."""

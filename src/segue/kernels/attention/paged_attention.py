@@ -43,7 +43,7 @@ class TorchAttention:
     (`segue.kernels.attention.spans`); K and V are never repeated for the query heads that share them."""
 
     recordable = False
-    widens = True
+    upcasts = True
     bidirectional = True
     page = 1
 
@@ -133,7 +133,7 @@ class ReferenceAttention:
     """Sequence by sequence, one dense softmax each: the reference that tests compare other backends with."""
 
     recordable = False
-    widens = True
+    upcasts = True
     bidirectional = True
     page = 1
 

@@ -22,7 +22,7 @@ class TritonAttention:
     page = 1
 
     def __init__(self, device: torch.device) -> None:
-        self.widens = device.type != "cuda" or torch.cuda.get_device_capability(device) >= _FP8
+        self.upcasts = device.type != "cuda" or torch.cuda.get_device_capability(device) >= _FP8
         self._processors = (
             torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _INTERPRETED
         )

@@ -26,7 +26,7 @@ class NativeAttention:
     """Implements `segue.kernels.attention.paged_step.AttentionBackend`."""
 
     recordable = True
-    widens = True
+    upcasts = True
     bidirectional = True
     page = 1
 

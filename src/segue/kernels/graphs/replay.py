@@ -1,14 +1,15 @@
-"""Replays calls of a network from CUDA graphs, or on a CPU from recordings of `segue.kernels.cpu.recorder`: one launch
-per call, whatever its number of kernels. `replayer_on` and `capture_on` choose by device.
+"""Replays calls of a network from captured graphs (CUDA graphs, or on a CPU lists of calls by
+`segue.kernels.cpu.recorder`): one launch per call, whatever its number of kernels. `replayer_on` and `capture_on`
+choose by device.
 
-A recording has fixed addresses and shapes, so there is one per kind of call: shapes and dtypes of all tensors, values
-of everything else. The first calls of a kind run normally; from the third on (a request of few steps is not worth a
-recording) the call's tensors are copied into the recording's and it is replayed. Recordings are bounded in number and
-in memory: a call that holds much memory has kernels so large that launching them takes negligible time, and its
-recording would hold that memory permanently. A call with arguments other than tensors and plain values is not
-recorded, because they may hide state that changes.
+A captured graph has fixed addresses and shapes, so there is one per kind of call: shapes and dtypes of all tensors,
+values of everything else. The first calls of a kind run normally; from the third on (a request of few steps is not
+worth a graph) the call's tensors are copied into the graph's and it is replayed. Graphs are bounded in number and in
+memory: a call that holds much memory has kernels so large that launching them takes negligible time, and its graph
+would hold that memory permanently. A call with arguments other than tensors and plain values is not captured, because
+they may hide state that changes.
 
-A network that reads tensor values on the host cannot be recorded: its calls stay unrecorded, and a line is logged.
+A network that reads tensor values on the host cannot be captured: its calls run normally, and a line is logged.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from segue.kernels.cpu_kernels import cpu_kernels
 from segue.kernels.graphs.cuda_capture import CudaCapture, Outside, mapped
 
 USES = 3
-"""The n-th call of a kind is recorded."""
+"""The n-th call of a kind is captured."""
 MOST = 16
-"""Most recordings of a network at one time; the least recently used one is dropped first."""
+"""Most captured graphs of a network at one time; the least recently used one is dropped first."""
 HELD_BYTES = 256 << 20
-"""A call that holds more than this besides its inputs is not recorded."""
+"""A call that holds more than this besides its inputs is not captured."""
 
 _VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 """Immutable types whose equality is exact."""
@@ -63,12 +64,12 @@ Call: TypeAlias = Callable[[Sequence[torch.Tensor]], Any]
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A recorded network call that is launched as one piece."""
+    """A captured network call that is launched as one piece."""
 
     inputs: Sequence[torch.Tensor]
     run: Callable[[], None]
     made: Any
-    """The results that `run` computes from `inputs`; valid until another recording runs."""
+    """The results that `run` computes from `inputs`; valid until another graph runs."""
 
     def __call__(self, given: Sequence[torch.Tensor]) -> Any:
         """Replay with other tensors; returns copies that the caller owns."""
@@ -82,20 +83,20 @@ class Replayer(Protocol):
     """Makes network calls replayable on a device."""
 
     held_bytes: int
-    """Most memory that all recordings share, not counting the device's allocator."""
+    """Most memory that all graphs share, not counting the device's allocator."""
     most: int
-    """Most recordings at one time."""
+    """Most captured graphs at one time."""
 
     def held(self, run: Callable[[], Any]) -> tuple[Any, int]:
         """The result of a call, and the peak bytes that it held."""
 
     def record(self, call: Call, given: Sequence[torch.Tensor]) -> tuple[Recorded, Any]:
-        """(a recording of the call, its result for `given`). Raises `RuntimeError` or `NotRecordable` if the network's
-        calls cannot be recorded, `TooLarge` if this one cannot."""
+        """(the captured call, its result for `given`). Raises `RuntimeError` or `NotRecordable` if the network's calls
+        cannot be captured, `TooLarge` if this one cannot."""
 
 
 class CudaRecorder:
-    """Records on a CUDA device; all recordings share one memory pool."""
+    """Captures on a CUDA device; all graphs share one memory pool."""
 
     held_bytes = 0
     most = MOST
@@ -140,7 +141,7 @@ def capture_on(device: torch.device) -> Capture[Any] | None:
 
 
 class Active(Protocol):
-    """A recording in progress."""
+    """A capture in progress."""
 
     def anew(self, function: Callable[..., torch.Tensor], given: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Call a function now and in each replay."""
@@ -150,8 +151,8 @@ ACTIVE: ContextVar[Active | None] = ContextVar("recording", default=None)
 
 
 def anew(function: Callable[..., torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
-    """Call a function that reads values on the host. A recording on a CPU calls it in each replay; its result must then
-    have the same shape."""
+    """Call a function that reads values on the host. A graph captured on a CPU calls it in each replay; its
+    result must then have the same shape."""
     active = ACTIVE.get()
     return function(*given) if active is None else active.anew(function, given)
 
@@ -175,7 +176,7 @@ class NetworkGraphs:
         self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
         self._eager = False
         self.held_bytes = replayer.held_bytes
-        """Most memory that its recordings share."""
+        """Most memory that its graphs share."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors: list[torch.Tensor] = []

@@ -104,29 +104,29 @@ class KVStore:
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write keys [tokens, kv_heads, head_dim] and values [tokens, kv_heads, value_dim] to `slots` [tokens]."""
-        self._key_slots[layer].index_copy_(0, slots, self._narrow(keys))
-        self._value_slots[layer].index_copy_(0, slots, self._narrow(values))
+        self._key_slots[layer].index_copy_(0, slots, self._downcast(keys))
+        self._value_slots[layer].index_copy_(0, slots, self._downcast(values))
 
     def as_kept(self, tensor: torch.Tensor) -> torch.Tensor:
         """The values that would be read back if `tensor` were written."""
-        return self._wide(self._narrow(tensor))
+        return self._upcast(self._downcast(tensor))
 
-    def _narrow(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _downcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """Convert to the storage format, viewed as a movable dtype."""
         if self.stored is None:
             return tensor
         most = torch.finfo(self.stored).max
         return tensor.clamp(-most, most).to(self.stored).view(torch.uint8)
 
-    def _wide(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _upcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """Convert back from the storage format; rounding remains."""
         return tensor if self.stored is None else tensor.view(self.stored).to(self.dtype)
 
     def read(self, layer: int, blocks: torch.Tensor, sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of `blocks` [sequences * n], as `[sequences, kv_heads, n * block_size, head_dim]` (`value_dim`)."""
         shape = self.layout.shapes[layer]
-        keys = self._wide(self._key_blocks[layer].index_select(0, blocks))
-        values = self._wide(self._value_blocks[layer].index_select(0, blocks))
+        keys = self._upcast(self._key_blocks[layer].index_select(0, blocks))
+        values = self._upcast(self._value_blocks[layer].index_select(0, blocks))
         return (
             keys.view(sequences, -1, shape.kv_heads, shape.head_dim).transpose(1, 2),
             values.view(sequences, -1, shape.kv_heads, shape.value_dim).transpose(1, 2),

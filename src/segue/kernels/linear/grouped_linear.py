@@ -35,7 +35,7 @@ class GroupedWeights(NamedTuple):
     """[outputs, groups] float32"""
 
     @property
-    def wide(self) -> torch.Tensor:
+    def dequantised(self) -> torch.Tensor:
         """[outputs, inputs] float32, dequantised."""
         groups = self.numbers.unflatten(1, (self.scale.shape[1], -1)).float()
         return groups.sub_(self.zero[..., None]).mul_(self.scale[..., None]).flatten(1)
@@ -111,7 +111,7 @@ class GroupedLinear(QuantizedLinear):
     def weight(self) -> torch.Tensor:
         """[out_features, in_features], dequantised, with columns in the order of the inputs."""
         if self.panels is not None:
-            wide = self.grouped.wide.to(self.weight_dtype)
+            wide = self.grouped.dequantised.to(self.weight_dtype)
         else:
             numbers, scale, zero = self.grouped
             groups = numbers.unflatten(1, (self.groups, -1)).to(self.weight_dtype)

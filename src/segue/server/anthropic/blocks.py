@@ -161,7 +161,8 @@ def _kind(block: dict[str, Any], at: str, known: tuple[str, ...]) -> str:
     kind = block.get("type")
     if not isinstance(kind, str) or kind not in known:
         raise Unsupported(
-            f"{at}.type is {shown(kind)}, no block this server takes there{nearest(kind, known)}", field=f"{at}.type"
+            f"{at}.type is {shown(kind)}, which this server does not accept there{nearest(kind, known)}",
+            field=f"{at}.type",
         )
     # clients send answers back, with null for every key that this server did not set
     check_names({name: value for name, value in block.items() if value is not None}, _KEYS[kind], at)

@@ -119,7 +119,9 @@ def _checked(
     check_model(body.model, card, settings)
     if "text" not in card.gives:
         gives = ", ".join(sorted(card.gives))
-        raise Unsupported(f"model {shown(body.model)} gives no text (it gives {gives}), so no message", field="model")
+        raise Unsupported(
+            f"model {shown(body.model)} gives no text (it gives {gives}), so it cannot answer messages", field="model"
+        )
     turns = Turns()
     if body.system:
         turns.system(body.system, "system")

@@ -51,7 +51,7 @@ async def pooled(
         raise
     if len(found) != len(requests):
         missing = next(index for index in range(len(requests)) if index not in found)
-        raise StageFailed(f"{field}: text {missing} came to nothing")
+        raise StageFailed(f"{field}: text {missing} has no result")
     return [found[index] for index in range(len(requests))], tokens
 
 

@@ -53,12 +53,12 @@ class Model:
                 if place in run.job.held:
                     self.memory[run.job.held[place]] = text[:place]
             self.computed += run.tokens
-        scheduler.launched(decision.runs)
+        scheduler.dispatched(decision.runs)
         return decision
 
     def land(self, decision: Decision, *, broken: bool = False, letter: str = "a", accepted: int = 0) -> None:
         """`accepted`: of the drafts of each, where it has so many."""
-        self.scheduler.landed(decision.runs)
+        self.scheduler.completed(decision.runs)
         for run in decision.runs:
             if run.job in self.texts:
                 computed = run.stop
@@ -110,7 +110,7 @@ prompts = st.lists(st.sampled_from(["aaaa", "bbbb", "ab", "a"]), min_size=1, max
         st.one_of(
             st.tuples(st.just("add"), prompts),
             st.tuples(st.sampled_from(["remove", "pause"]), st.integers(0, 9)),
-            st.tuples(st.sampled_from(["step", "step", "broken", "while launched"]), st.sampled_from("ab")),
+            st.tuples(st.sampled_from(["step", "step", "broken", "in flight"]), st.sampled_from("ab")),
             st.tuples(st.just("draft"), st.integers(0, 3)),
         ),
         max_size=40,
@@ -141,7 +141,7 @@ def test_whoever_goes_on_finds_its_own_tokens(actions, spare, sequences, kept, m
                 for job in live:
                     job.drafts = 3 * (job.running and job.computed == job.length - 1)
                 model.land(model.launch(), accepted=given_)
-            case "while launched":
+            case "in flight":
                 decision = model.launch()
                 for run in decision.runs[:1]:
                     model.remove(run.job)
@@ -243,7 +243,7 @@ def test_what_restarts_gives_all_back():
     model.step()
     job.drafts = 3
     decision = model.launch()
-    model.scheduler.landed(decision.runs)
+    model.scheduler.completed(decision.runs)
     model.scheduler.restart(job)
     job.drafts = 0
     model.scheduler.audit()

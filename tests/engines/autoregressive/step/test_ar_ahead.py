@@ -1,4 +1,4 @@
-"""A step launched before the one before it has landed gives what it gives after it: the same code as on a device that
+"""A step dispatched before the previous one completes gives what it gives after it: the same code as on a device that
 runs beside the host, here on one that does not."""
 
 from __future__ import annotations
@@ -91,12 +91,12 @@ def test_the_next_step_is_launched_before_the_last_has_landed(adapter):
     drive = driver(adapter, ahead=True)
     drive.add(stage_request("it", sampling=sampling(0, max_tokens=4)), PROMPTS[0])
     adapter.forwards.clear()
-    launched, given = [], []
+    dispatched, given = [], []
     while drive.engine.has_work():
         given.append(sum(len(output.token_ids) for output in drive.step()))
-        launched.append(len(adapter.forwards))
+        dispatched.append(len(adapter.forwards))
     assert given == [0, 1, 1, 1, 1]
-    assert launched == [1, 2, 3, 4, 4], "the last token is known to be the last: nothing is computed behind it"
+    assert dispatched == [1, 2, 3, 4, 4], "the last token is known to be the last: nothing is computed behind it"
 
 
 def test_what_ends_by_itself_costs_one_row(adapter):
@@ -205,7 +205,7 @@ def test_all_cancelled_under_way(adapter):
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_nan_of_one_is_nobody_elses(fragile, cancelled):
     """r5 draws a token whose state is NaN: its request fails in the step that computes it, or is cancelled before that
-    step has landed. Its blocks, which others get, hold no NaN."""
+    step is complete. Its blocks, which others get, hold no NaN."""
     expected = serve(fragile, ahead=False).run()
     right = said(expected)
     place = 2
@@ -262,7 +262,7 @@ def test_equal_prompts_are_computed_once(adapter):
 
 
 def test_a_stage_that_is_driven_by_another():
-    """Rows arrive one by one, late: a step is launched where the row for its token is there."""
+    """Rows arrive one by one, late: a step is dispatched where the row for its token is there."""
     adapter = ConditionedAdapter(tiny_model("qwen2", seed=3))
     rows = torch.randn(6, adapter.model.config.hidden_size, generator=torch.Generator().manual_seed(1))
     got = {}
@@ -314,7 +314,7 @@ def test_alone_with_windows(hybrid, house, wanted):
 
 
 def mixed(adapter: SeenWords, house: House, wanted: list[Case], *, plain: bool) -> None:
-    """`plain`: without what lets nothing be launched ahead."""
+    """`plain`: without what keeps steps from being dispatched ahead."""
     if plain:
         needs_token = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "bad_words": [], "prompt_logprobs": None}
         wanted = [_plain(case, needs_token) for case in wanted]

@@ -306,7 +306,7 @@ def test_blocks_of_a_budget():
     layout = spec.layout(256)
     assert bytes_per_block(spec, layout, 16) == 16 * (2 * 2 * 2 * 8 * 2 + 4 * 4)
     assert blocks_for(10_000, spec, layout, 16) == 10_000 // 2304
-    assert blocks_for(10_000, spec, layout, 16, beside=2304) == 10_000 // 4608
+    assert blocks_for(10_000, spec, layout, 16, elsewhere=2304) == 10_000 // 4608
     with pytest.raises(ConfigError, match="2304 bytes"):
         blocks_for(2303, spec, layout, 16)
 

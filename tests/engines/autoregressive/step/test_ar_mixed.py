@@ -168,7 +168,7 @@ class House:
     failing: int | None
     """In this step the device fails."""
     ahead: bool = False
-    """Steps are launched before the ones before them have landed."""
+    """Steps are dispatched before the previous ones complete."""
 
 
 HOUSES = st.builds(

@@ -83,12 +83,12 @@ def test_a_step_is_dispatched_before_the_rows_before_it_are_known(adapter, plain
     drive = rows_driver(adapter, ahead=True)
     name = start(drive, 1)
     adapter.forwards.clear()
-    given, launched = [], []
+    given, dispatched = [], []
     while drive.engine.has_work():
         given.append(sum(len(output.codes) for output in drive.step()))
-        launched.append(len(adapter.forwards))
+        dispatched.append(len(adapter.forwards))
     assert given == [0] + [1] * TOKENS
-    assert launched == [*range(1, TOKENS + 1), TOKENS]
+    assert dispatched == [*range(1, TOKENS + 1), TOKENS]
     assert codes(drive, name) == plain[1]
 
 
@@ -319,7 +319,7 @@ def test_padded_to_the_sizes_captured_at_the_start(plain):
     adapter = RowAdapter(seed=2)
     drive = rows_driver(adapter)
     advance = Advance(adapter, adapter.device, 8, Again(), padded=True)
-    drive.engine.resources.launcher.advance = advance
+    drive.engine.resources.dispatcher.advance = advance
     advance.warm_up(torch.ones(1, HIDDEN))
     adapter.advances.clear()
     for _ in range(2):

@@ -35,7 +35,7 @@ def test_a_step_takes_the_rows_of_its_tokens_to_the_device() -> None:
 def test_a_step_takes_the_images_that_it_must_look_at_to_the_device() -> None:
     seen = ((b"sea", 6),)
     shown = Shown({b"sea": torch.ones(6, 8)}, (Span(0, None, seen, True),))
-    prompt = Prompt(token_ids=[1, 2, 3], beside=shown)
+    prompt = Prompt(token_ids=[1, 2, 3], cross_inputs=shown)
     positions = torch.arange(3, device=ELSEWHERE)
     others = step_images([(prompt, 0, 3)], positions, KeptMedia(frozenset({0}), 4, 64), [], torch.bfloat16)
     states = others["cross_attention_states"]

@@ -227,7 +227,7 @@ def test_four_bits_from_a_zero_are_no_less_exact() -> None:
     most = ((numbers.float().unflatten(1, (-1, GROUP)) - 8) * scale[..., None] + middle[..., None] - groups).abs()
     ours = four_bits_from_zero(weight, GROUP)
     assert kind_of(ours.scale, ours.zero, 4) == FOURS
-    off = (ours.wide.unflatten(1, (-1, GROUP)) - groups).abs()
+    off = (ours.dequantised.unflatten(1, (-1, GROUP)) - groups).abs()
     usual = [*range(8), *range(19, 96)]
     assert float(off[usual].square().sum() / most[usual].square().sum()) < 1.01
     assert float((off / (scale[..., None] * 0.55 + groups.abs() * 0.006)).max()) < 1

@@ -153,7 +153,7 @@ def test_a_paused_one_gives_its_state_away(some: Path) -> None:
 
 
 def test_steps_launched_ahead(some: Path) -> None:
-    """Each before the one before it has landed, as on a GPU."""
+    """Each step before the previous one completes, as on a GPU."""
     answers = Served(load(some), ahead=True, max_tokens_per_step=48).run(PROMPTS[:20], TOKENS)
     assert answers == generate(some, PROMPTS[:20], TOKENS)
 
@@ -180,7 +180,7 @@ def test_input_that_is_appended(some: Path, ahead: bool) -> None:
 
 
 def test_prompts_with_a_common_beginning(some: Path) -> None:
-    """Together, in pieces, launched ahead; then again, and with the replies before them."""
+    """Together, in pieces, dispatched ahead; then again, and with the replies before them."""
     adapter = load(some)
     assert adapter.kv.states is not None
     common = PROMPTS[-1][:45]

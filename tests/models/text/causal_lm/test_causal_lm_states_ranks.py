@@ -56,7 +56,7 @@ def test_two_equal_one(kind: str, tmp_path: Path, second: Second) -> None:
         hits = served.engine.stats()["prefix_hit_tokens_total"]
         assert served.run(PROMPTS, TOKENS, min_tokens=TOKENS) == expected
         assert (served.engine.stats()["prefix_hit_tokens_total"] > hits + 100) == led.kv.states.continues
-        # steps are launched ahead on the followers, too
+        # steps are dispatched ahead on the followers, too
         tight = Served(led, ahead=True, num_blocks=16, max_tokens_per_step=64)
         assert tight.run(PROMPTS, TOKENS, min_tokens=TOKENS) == expected
         assert tight.engine.stats()["preemptions_total"] > 0

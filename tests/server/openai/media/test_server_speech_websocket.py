@@ -183,7 +183,7 @@ def test_a_sentence_that_fails_or_a_wrong_message_ends_no_session(server: Live) 
         ([{**PCM, "model": "tts-1"}], 1008, "not served here"),
         ([PCM, "word " * (MOST_STREAMED // 5), "Bye. "], 1009, f"more than {MOST_STREAMED} characters"),
         ([{**PCM, "split_granularity": "none"}, "a" * (MOST_CHARACTERS + 1)], 1009, f"{MOST_CHARACTERS} characters"),
-        ([PCM, *[DONE] * 1100], 1009, "wait to be said"),
+        ([PCM, *[DONE] * 1100], 1009, "wait to be spoken"),
     ],
 )
 def test_errors_that_end_the_session(server: Live, messages: list[object], code: int, said: str) -> None:

@@ -35,8 +35,12 @@ PNG = "data:image/png;base64," + base64.b64encode(encode_png(bytes(range(12)), 2
         ({"input": None}, "input", "got null"),
         ({"input": []}, "input", "input is empty"),
         ({"input": [3]}, "input[0]", "it must be an item"),
-        ({"input": [{"type": "web_search_call"}]}, "input[0].type", "no item this server takes"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type", "no item this server takes"),
+        ({"input": [{"type": "web_search_call"}]}, "input[0].type", "not an item that this server accepts"),
+        (
+            {"input": [{"type": "item_reference", "id": "msg_1"}]},
+            "input[0].type",
+            "not an item that this server accepts",
+        ),
         ({"input": [{"role": "robot", "content": "a"}]}, "input[0].role", "no known role"),
         ({"input": [{"role": "user", "content": "a", "tone": 1}]}, "input[0].tone", "unknown parameter"),
         ({"input": [{"role": "user"}]}, "input[0].content", "it must be a string or a list"),
@@ -60,7 +64,7 @@ PNG = "data:image/png;base64," + base64.b64encode(encode_png(bytes(range(12)), 2
         (
             {"input": [{"type": "message", "role": "user", "content": [{"type": []}]}]},
             "input[0].content[0].type",
-            "no part this server takes",
+            "not a part that this server accepts",
         ),
         ({"conversation": "conv_1"}, "conversation", "leave it out"),
         ({"prompt": {"id": "p"}}, "prompt", "leave it out"),

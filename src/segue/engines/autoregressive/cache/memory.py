@@ -19,14 +19,14 @@ def bytes_per_block(spec: KVSpec, layout: KVLayout, block_size: int) -> int:
 
 
 def blocks_for(
-    budget: int, spec: KVSpec, layout: KVLayout, block_size: int, beside: int = 0, *, most: int = sys.maxsize
+    budget: int, spec: KVSpec, layout: KVLayout, block_size: int, elsewhere: int = 0, *, most: int = sys.maxsize
 ) -> int:
-    """Blocks that fit `budget` bytes, up to `most`, if `block_size` tokens take `beside` more bytes elsewhere (a
+    """Blocks that fit `budget` bytes, up to `most`, if `block_size` tokens take `elsewhere` bytes outside of it (a
     drafter's cache).
 
     Raises `ConfigError` if the budget does not hold one block per group.
     """
-    least = layout.groups * bytes_per_block(spec, layout, block_size) + beside
+    least = layout.groups * bytes_per_block(spec, layout, block_size) + elsewhere
     if not least:
         return most
     if budget < least:

@@ -94,10 +94,10 @@ class Likelihoods:
     def of(self, chosen: Seq[int], vocabulary: Vocabulary | None) -> list[TokenLogprobs]:
         """The log-probabilities to report per row, given the `chosen` tokens."""
         asked = self.asked(upload(np.array(chosen, dtype=np.int64), self._scores.device))
-        return told(self._wanted, Readback(asked).wait(), vocabulary)
+        return token_logprobs(self._wanted, Readback(asked).wait(), vocabulary)
 
     def asked(self, chosen: torch.Tensor) -> list[torch.Tensor]:
-        """Device tensors for `told`. `chosen` [rows] long: the tokens.
+        """Device tensors for `token_logprobs`. `chosen` [rows] long: the tokens.
 
         [rows, 1 + n] the chosen token, then those requested by id (rows with fewer repeat the chosen one);
         their log-probabilities; their ranks; [rows, most] the most likely tokens; their log-probabilities.
@@ -114,7 +114,7 @@ class Likelihoods:
         return [ids, values, torch.stack(ranks, dim=1), *best]
 
 
-def told(wanted: Seq[Wanted], asked: Seq[np.ndarray], vocabulary: Vocabulary | None) -> list[TokenLogprobs]:
+def token_logprobs(wanted: Seq[Wanted], asked: Seq[np.ndarray], vocabulary: Vocabulary | None) -> list[TokenLogprobs]:
     """Log-probabilities per row, from the result of `Likelihoods.asked` copied to the host."""
     ids, values, places, best_ids, best_values = (array.tolist() for array in asked)
     said = _Texts(vocabulary)

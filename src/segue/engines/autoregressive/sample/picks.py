@@ -13,7 +13,7 @@ from segue.engines.autoregressive.branches.beam_group import BeamGroup
 from segue.engines.autoregressive.branches.branches import Forks, scored
 from segue.engines.autoregressive.contract import Vocabulary
 from segue.engines.autoregressive.grammar.grammar import GrammarRows, apply_grammars
-from segue.engines.autoregressive.sample.logprobs import Likelihoods, told
+from segue.engines.autoregressive.sample.logprobs import Likelihoods, token_logprobs
 from segue.engines.autoregressive.sample.penalties import apply_rules
 from segue.engines.autoregressive.sample.sampler import RowSampler, choose
 from segue.engines.autoregressive.sequence import Sequence
@@ -122,9 +122,9 @@ class Drawn:
         self._wanted = wanted
         sequences = [target.sequence for target in wanted for _ in target.rows]
         finite = torch.isfinite(logits.sum(dim=-1))
-        self._telling = [row for row, sequence in enumerate(sequences) if sequence.logprobs is not None]
+        self._with_logprobs = [row for row, sequence in enumerate(sequences) if sequence.logprobs is not None]
         self._scored = scored(sequences)
-        likely = _likelihoods(sequences, self._telling, logits)
+        likely = _likelihoods(sequences, self._with_logprobs, logits)
         before = _some(logits, self._scored).log_softmax(dim=-1) if self._scored else None
         samplers, generated = _rules(wanted, logits)
         stuck = _stuck(sequences, logits)
@@ -137,7 +137,7 @@ class Drawn:
             self.codes = _forced_rows(sequences, codes)
             self.tokens = self.codes[:, 0].contiguous()  # heads may replace it
             finite = finite.logical_and_(sound)
-        asked = likely.asked(_some(self.tokens, self._telling)) if likely else []
+        asked = likely.asked(_some(self.tokens, self._with_logprobs)) if likely else []
         scores = [] if before is None else [before.gather(1, _some(self.tokens, self._scored)[:, None])]
         rows = [] if self.codes is None else [self.codes]
         self.tensors = [self.tokens, finite, stuck, *rows, *scores, *asked]
@@ -160,8 +160,8 @@ class Drawn:
         codes = None if self.codes is None else rest.pop(0).tolist()
         scores = dict(zip(self._scored, rest.pop(0)[:, 0].tolist() if self._scored else (), strict=True))
         sequences = [target.sequence for target in self._wanted for _ in target.rows]
-        asking = [asked for row in self._telling if (asked := sequences[row].logprobs) is not None]
-        likely = dict(zip(self._telling, told(asking, rest, vocabulary) if asking else (), strict=True))
+        asking = [asked for row in self._with_logprobs if (asked := sequences[row].logprobs) is not None]
+        likely = dict(zip(self._with_logprobs, token_logprobs(asking, rest, vocabulary) if asking else (), strict=True))
         picks, begin = {}, 0
         for target in self._wanted:
             rows = range(begin, begin + len(target.rows))

@@ -4,8 +4,8 @@ In the order of admission, each waiting sequence is looked up in the prefix cach
 
 - skipped, if a running one computes its next block in this step: equal prompts are computed once. It keeps a claim to
   its other blocks.
-- admitted, if all blocks of its prompt fit beside those that others will still need. Sequences that hold for more
-  input, and then paused ones, are preempted for it.
+- admitted, if all blocks of its prompt fit in addition to those that others will still need. Sequences that hold for
+  more input, and then paused ones, are preempted for it.
 
 The first one that does not fit ends the admission: smaller ones behind it never overtake it forever."""
 
@@ -54,7 +54,7 @@ class Admission:
     limits: Limits
     pool: BlockPool
     snapshots: Snapshots | None
-    launched: Seq[Run]
+    in_flight: Seq[Run]
     runs: list[Run]
     """Of running sequences. If states are reused, they are changed to keep the states that waiting sequences need."""
     tokens: int
@@ -78,10 +78,10 @@ class Admission:
         # at least one token is always computed, because the logits of the last one are needed
         chain = [] if job.fresh else job.hashes[: (job.ready - 1) // self.limits.block_size]
         length, hit = _hit(job, chain, self.pool, self.limits, self.snapshots)
-        alike = _in_flight(job, chain, length, [*self.launched, *self.runs, *self.admitted], self.limits)
+        alike = _in_flight(job, chain, length, [*self.in_flight, *self.runs, *self.admitted], self.limits)
         coming = alike
         if self.snapshots is not None and alike > length:
-            coming = _kept(job, chain, length, self.launched, (self.runs, self.admitted), self.limits)
+            coming = _kept(job, chain, length, self.in_flight, (self.runs, self.admitted), self.limits)
         return Prefix(chain, length, hit, coming, alike)
 
     def skip(self, job: Job, prefix: Prefix) -> bool:
@@ -166,11 +166,11 @@ def admission_of(
     ledger: Ledger,
     limits: Limits,
     pool: BlockPool,
-    launched: Seq[Run],
+    in_flight: Seq[Run],
     slots: int | None,
     snapshots: Snapshots | None,
 ) -> Admission:
-    """What a step has left beside the runs of running sequences. Arguments as of `schedule`."""
+    """What a step has left after the runs of running sequences. Arguments as of `schedule`."""
     prefill = limits.prefill(any(run.job.decoding for run in runs))
     prefill -= sum(run.tokens for run in runs if not run.job.decoding)
     planned = {id(run.job): run.allocate for run in runs}
@@ -179,7 +179,7 @@ def admission_of(
         limits,
         pool,
         snapshots,
-        launched,
+        in_flight,
         runs,
         tokens=min(limits.max_tokens - sum(run.tokens for run in runs), prefill),
         room=limits.max_batch - sum(job.width for job in running if not (job.paused or job.holding)),
@@ -241,13 +241,13 @@ def _alike(job: Job, chain: Seq[bytes], length: int, runs: Seq[Run], limits: Lim
 
 
 def _kept(
-    job: Job, chain: Seq[bytes], length: int, launched: Seq[Run], deciding: Seq[list[Run]], limits: Limits
+    job: Job, chain: Seq[bytes], length: int, in_flight: Seq[Run], deciding: Seq[list[Run]], limits: Limits
 ) -> int:
     """`_in_flight`, limited to kept states. Runs not yet dispatched are changed to keep theirs at the common prefix."""
     size = limits.block_size
     borders = [length * size]
-    for place, blocks in _alike(job, chain, length, launched, limits):
-        borders += [border for border in launched[place].job.held if border <= blocks * size]
+    for place, blocks in _alike(job, chain, length, in_flight, limits):
+        borders += [border for border in in_flight[place].job.held if border <= blocks * size]
     for runs in deciding:
         for place, blocks in _alike(job, chain, length, runs, limits):
             runs[place] = keep_for(runs[place], blocks * size)

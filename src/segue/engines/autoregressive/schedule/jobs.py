@@ -27,7 +27,7 @@ class Table:
 @dataclass(slots=True, eq=False)
 class Job:
     """The scheduler's view of a sequence. The engine owns `length`, `ready`, `drafts`, `hashes`, `fresh`,
-    `bidirectional`, `entire`, `paused`, `open` and `appended`; the scheduler owns `computed`, `launched`, `tables`,
+    `bidirectional`, `entire`, `paused`, `open` and `appended`; the scheduler owns `computed`, `dispatched`, `tables`,
     `slot`, `wanted`, `held`, `drafted`, `newest`, `forked` and `running`. `parked` and `since` are set by the scheduler
     and reset by the engine when more input arrives."""
 
@@ -42,7 +42,7 @@ class Job:
     """Draft tokens after the known ones, to be verified in the step that computes the last known one."""
     computed: int = 0
     """Tokens in the KV cache."""
-    launched: int = 0
+    dispatched: int = 0
     """A step in flight computes tokens up to here; 0: it is in no such step."""
     tables: list[Table] = field(default_factory=list)
     """One per group of layers, all ending at the same block; none while it waits."""

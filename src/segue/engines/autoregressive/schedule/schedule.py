@@ -135,12 +135,12 @@ def schedule(
     pool: BlockPool,
     limits: Limits,
     accounts: Accounts | None = None,
-    launched: Seq[Run] = (),
+    in_flight: Seq[Run] = (),
     slots: int | None = None,
     snapshots: Snapshots | None = None,
 ) -> Decision:
     """Decide the next step. `running` and `waiting` are sorted by rank; nothing is changed. `accounts`: admit waiting
-    requests in fair shares, else by rank. `launched`: runs of the step in flight, whose blocks are not yet published.
+    requests in fair shares, else by rank. `in_flight`: runs of the step in flight, whose blocks are not yet published.
     `slots`: how many more sequences can have a state; None: the decoder has no states. `snapshots`: the kept states of
     prefixes, if states are reused."""
     ledger = Ledger(pool)
@@ -150,7 +150,7 @@ def schedule(
         size = limits.block_size
         runs = [replace(run, keep=places(run.job, run.start, run.stop, run.job.wanted, size)) for run in runs]
     if not preempted and waiting:
-        admission = admission_of(running, runs, ledger, limits, pool, launched, slots, snapshots)
+        admission = admission_of(running, runs, ledger, limits, pool, in_flight, slots, snapshots)
         admit_waiting(admission, waiting, accounts)
         runs = admission.runs + admission.admitted
         preempted = admission.preempted

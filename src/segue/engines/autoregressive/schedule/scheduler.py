@@ -31,7 +31,7 @@ class Scheduler:
         self.snapshots = snapshots
         self.running: list[Job] = []
         self.waiting: list[Job] = []
-        self.leaving: list[Job] = []
+        self.removed: list[Job] = []
         """Finished jobs whose blocks a step in flight still writes to."""
         self.preemptions = 0
         self.expired = 0
@@ -42,13 +42,13 @@ class Scheduler:
     def add(self, job: Job) -> None:
         insort(self.waiting, job, key=_rank)
 
-    def next(self, launched: Seq[Run] = ()) -> Decision:
-        """Decide the next step. `launched`: runs of the step in flight, which count as computed (`expect`)."""
+    def next(self, in_flight: Seq[Run] = ()) -> Decision:
+        """Decide the next step. `in_flight`: runs of the step in flight, which count as computed (`expect`)."""
         if self.accounts is not None:
             self.accounts.notice(self.waiting, self.running)
         slots = None if self.slots is None else self.slots.available
         return schedule(
-            self.running, self.waiting, self.pool, self.limits, self.accounts, launched, slots, self.snapshots
+            self.running, self.waiting, self.pool, self.limits, self.accounts, in_flight, slots, self.snapshots
         )
 
     def expect(self, run: Run) -> None:
@@ -59,23 +59,23 @@ class Scheduler:
         """Undo `expect`."""
         run.job.computed = run.start
 
-    def launched(self, runs: Seq[Run]) -> None:
+    def dispatched(self, runs: Seq[Run]) -> None:
         """Mark the runs as dispatched: until they complete, the blocks they write to stay theirs."""
         for run in runs:
-            run.job.launched = run.stop
+            run.job.dispatched = run.stop
 
-    def landed(self, runs: Seq[Run]) -> None:
+    def completed(self, runs: Seq[Run]) -> None:
         """Mark the runs as complete. Blocks of removed jobs stay readable until `settle`."""
         for run in runs:
-            if run.job.launched == run.stop:  # otherwise a later step computes it
-                run.job.launched = 0
+            if run.job.dispatched == run.stop:  # otherwise a later step computes it
+                run.job.dispatched = 0
 
     def settle(self) -> None:
         """Free the blocks of removed jobs that are in no step in flight any more."""
-        for job in self.leaving:
-            if not job.launched:
+        for job in self.removed:
+            if not job.dispatched:
                 self._release(job)
-        self.leaving = [job for job in self.leaving if job.launched]
+        self.removed = [job for job in self.removed if job.dispatched]
 
     def apply(self, decision: Decision) -> list[tuple[int, int]]:
         """Preempt, then share cached blocks, then allocate: sharing first keeps hits from being evicted.
@@ -84,7 +84,7 @@ class Scheduler:
         sources before writing any.
         """
         for job in decision.preempt:
-            assert not job.launched, f"{job.key} is preempted while it is computed"
+            assert not job.dispatched, f"{job.key} is preempted while it is computed"
             self.restart(job)
             self.preemptions += 1
         for run in decision.runs:
@@ -148,7 +148,7 @@ class Scheduler:
         """Publish the states computed by now."""
         size = self.limits.block_size
         for place in sorted(job.held):
-            if computed < place <= job.launched:
+            if computed < place <= job.dispatched:
                 continue  # a step in flight writes it
             slot, index = job.held.pop(place), place // size - 1
             if place % size or place > computed or not publish or index >= len(job.hashes):
@@ -179,7 +179,7 @@ class Scheduler:
     def expire(self, before: float) -> None:
         """Give back the blocks of sequences that have held since a time up to `before`."""
         for job in [job for job in self.running if job.since is not None and job.since <= before]:
-            if job.holding and not job.launched:
+            if job.holding and not job.dispatched:
                 self.restart(job)
                 self.expired += 1
 
@@ -240,7 +240,7 @@ class Scheduler:
                 self.pool.release(table.blocks[:behind])
                 del table.blocks[:behind]
                 table.first += behind
-            keep = self.limits.blocks(max(computed, job.launched)) - table.first
+            keep = self.limits.blocks(max(computed, job.dispatched)) - table.first
             self.pool.release(table.blocks[keep:])
             del table.blocks[keep:]
 
@@ -248,8 +248,8 @@ class Scheduler:
         """Remove a finished, failed or cancelled sequence; free its blocks once no step in flight writes to them."""
         (self.running if job.running else self.waiting).remove(job)
         job.running = False
-        if job.launched:
-            self.leaving.append(job)
+        if job.dispatched:
+            self.removed.append(job)
         else:
             self._release(job)
 
@@ -283,20 +283,20 @@ class Scheduler:
 
     def audit(self) -> None:
         """Check the state: blocks against owners, and each sequence against its interval."""
-        self.pool.audit(job.blocks for job in [*self.running, *self.leaving])
+        self.pool.audit(job.blocks for job in [*self.running, *self.removed])
         if self.slots is not None:
-            slots = [job.slot for job in [*self.running, *self.leaving] if job.slot is not None]
-            assert len(slots) == len(self.running) + len(self.leaving), "a running sequence has no state slot"
+            slots = [job.slot for job in [*self.running, *self.removed] if job.slot is not None]
+            assert len(slots) == len(self.running) + len(self.removed), "a running sequence has no state slot"
             self.slots.audit(slots)
         if self.snapshots is not None:
-            jobs = [*self.running, *self.leaving]
+            jobs = [*self.running, *self.removed]
             self.snapshots.audit(slot for job in jobs for slot in job.held.values())
             for job in jobs:
-                assert all(job.computed < place <= job.launched for place in job.held), (
+                assert all(job.computed < place <= job.dispatched for place in job.held), (
                     f"{job.key} holds slots for states that no step writes: {job.held}"
                 )
-        for job in self.leaving:
-            assert job.launched, f"{job.key} is removed but keeps blocks that no step writes to"
+        for job in self.removed:
+            assert job.dispatched, f"{job.key} is removed but keeps blocks that no step writes to"
         for job in self.waiting:
             assert not job.running, f"{job.key} waits and runs"
             assert not job.tables, f"{job.key} waits and holds blocks"

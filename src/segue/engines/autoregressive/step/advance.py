@@ -158,7 +158,7 @@ def advance_of(model: AutoregressiveModel, most: int, *, eager: bool) -> Advance
     on_gpu = model.device.type == "cuda"
     recordable = on_gpu or (isinstance(model, Recordable) and model.recordable)
     replayer = replayer_on(model.device) if recordable and not eager else None
-    padded = replayer is not None and on_gpu  # rows cost little time there, recordings memory
+    padded = replayer is not None and on_gpu  # rows cost little time there, graphs memory
     return Advance(model, model.device, most, replayer, padded=padded)
 
 

@@ -46,15 +46,15 @@ class Completion:
         ids = dict.fromkeys(sequence.request.request_id for sequence in here)
         return [self._removal.fail(request_id, error, scrub=True) for request_id in ids]
 
-    def outputs(self, scheduled: Seq[Scheduled], ran: Ran, landed: StepResult) -> list[StageOutput]:
+    def outputs(self, scheduled: Seq[Scheduled], ran: Ran, result: StepResult) -> list[StageOutput]:
         """Outputs of a step in the order of the flat batch, then those of beam searches that have ended."""
         outputs: list[StageOutput] = []
         begin = end = 0
         for sequence, run in scheduled:
             begin, end = end, end + run.tokens
-            finite = bool(landed.finite[begin:end].all())
+            finite = bool(result.finite[begin:end].all())
             if sequence in self._active:
-                outputs += self._given(sequence, run, ran, landed.picks, slice(begin, end), finite=finite)
+                outputs += self._given(sequence, run, ran, result.picks, slice(begin, end), finite=finite)
             elif not finite:
                 # its request failed in this step or ended before it completed: its blocks have no new owner yet
                 self._removal.scrub(run.job.blocks)
@@ -106,7 +106,7 @@ class Completion:
     def _end_turn(self, sequence: Sequence, output: StageOutput) -> list[StageOutput]:
         """Let a sequence hold after a turn, or go on with the next piece of its input."""
         try:
-            sequence.end_turn(TurnEnd(sequence.told, output.finish_reason, output.stop_reason))
+            sequence.end_turn(TurnEnd(sequence.emitted, output.finish_reason, output.stop_reason))
         except SegueError as error:
             return [self._removal.fail(output.request_id, error)]
         sequence.refresh(self._share_size)
@@ -123,7 +123,7 @@ class Completion:
                 sequence.tell_prompt(output)
             self._accept(sequence, run, picked, output)
             new = True
-        sequence.told += len(output.token_ids)
+        sequence.emitted += len(output.token_ids)
         if output.error is not None:
             return output, new
         if not forked:

@@ -1,10 +1,10 @@
 """Captured graphs for decode steps: a step of single tokens is one launch, whatever its number of kernels.
 
-A recording (a CUDA graph; on a CPU a list of calls: `segue.kernels.graphs.replay`) has fixed addresses and shapes, so
-there is one per batch size of a short list, over tensors that live as long as the recording. On a GPU a step is copied
+A captured graph (a CUDA graph; on a CPU a list of calls: `segue.kernels.graphs.replay`) has fixed addresses and shapes,
+so there is one per batch size of a short list, over tensors that live as long as the graph. On a GPU a step is copied
 into the tensors of the next larger size and padded with rows that attend to one token of an unowned block; all
 sizes are captured at the start, never while requests wait. On a CPU, where every row costs time, a step runs at its own
-size. The smallest sizes are recorded at the start, which shows whether the model can be recorded; others are recorded
+size. The smallest sizes are captured at the start, which shows whether the model can be captured; others are captured
 in their third step, which takes about three times as long as a plain one."""
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Recorded:
 
 
 class DecodeGraphs:
-    """Runs decode steps (one token per sequence) from recordings."""
+    """Runs decode steps (one token per sequence) from captured graphs."""
 
     def __init__(
         self,
@@ -180,8 +180,8 @@ class DecodeGraphs:
             faithful = self.faithful(size, trials=3 if size <= _SMALL else 1)
         except NotRecordable:
             raise
-        # any kind: library code that runs well may raise any class of error while its operators are recorded; steps
-        # then run without the recording
+        # any kind: library code that runs well may raise any class of error while its operators are captured; steps
+        # then run without the graph
         except Exception as error:
             raise NotRecordable(f"{type(error).__name__}: {error}") from error
         finally:
@@ -212,7 +212,7 @@ class DecodeGraphs:
         return _Recorded(ids, embeds, positions, groups, batch, replay, result)
 
     def _input(self, name: str, size: int, made: Callable[[int], torch.Tensor]) -> torch.Tensor:
-        """[size, …], the tensor that a step's input is copied into. Recordings made while serving share it, as no two
+        """[size, …], the tensor that a step's input is copied into. Graphs captured while serving share it, as no two
         of them run at once: one per size would take memory outside the budget."""
         if not self._later:
             return made(size)
@@ -260,16 +260,16 @@ def _there(forward: Forward) -> list[torch.Tensor]:
 
 
 def _not_recorded(batch: FlatBatch) -> bool:
-    """Whether the batch has inputs that a recording lacks: prompt tokens, LoRA weights or cross-attention inputs."""
+    """Whether the batch has inputs that a graph lacks: prompt tokens, LoRA weights or cross-attention inputs."""
     return any(
         prompt is not None
-        and (start < len(prompt.token_ids) or prompt.adapter is not None or prompt.beside is not None)
+        and (start < len(prompt.token_ids) or prompt.adapter is not None or prompt.cross_inputs is not None)
         for prompt, start, _ in batch.prompts
     )
 
 
 def batch_sizes(most: int) -> list[int]:
-    """1, 2, 4, 8, then every 8th up to 64, then every 16th, and `most` last: little padding, few recordings."""
+    """1, 2, 4, 8, then every 8th up to 64, then every 16th, and `most` last: little padding, few graphs."""
     sizes = {1, 2, 4, *range(8, 65, 8), *range(80, most + 1, 16), most}
     return sorted(size for size in sizes if size <= most)
 
@@ -291,7 +291,7 @@ def recorded_decodes(model: AutoregressiveModel, store: KVStore, longest: int, m
 
 
 def recorded_lists(model: AutoregressiveModel, store: KVStore, longest: int, max_batch: int) -> DecodeGraphs | None:
-    """Recordings on a CPU; None if the model cannot be recorded."""
+    """Captured lists of calls on a CPU; None if the model cannot be captured."""
     recordable = isinstance(model, Recordable) and model.recordable
     capture = capture_on(store.device) if recordable else None
     if capture is None:

@@ -46,20 +46,20 @@ def repeats(tokens: abc.Sequence[Unit], asked: RepetitionDetection) -> bool:
 def announce(sequence: Sequence, run: Run, output: StageOutput) -> bool:
     """Fill the first output of a sequence, and the first after more input: counts, and tokens of an earlier attempt.
     False: there are none."""
-    output.first_index = sequence.told
+    output.first_index = sequence.emitted
     tokens = sequence.input.input_tokens
-    new = bool(sequence.untold) or tokens > sequence.counted
+    new = bool(sequence.to_emit) or tokens > sequence.counted
     if tokens > sequence.counted and sequence.index == 0:
         output.prompt_tokens = tokens
         output.modality_tokens = sequence.input.modality_tokens
         if not sequence.counted:
             output.cached_tokens = min(run.start, tokens)
     sequence.counted = tokens
-    for units, end in sequence.untold:
+    for units, end in sequence.to_emit:
         output.token_ids += ids_of(units)
         output.codes += rows_of(units)
         output.text += _text_again(sequence, ids_of(units), end)
-    sequence.untold = []
+    sequence.to_emit = []
     return new
 
 

@@ -39,7 +39,7 @@ class Resources:
     """None for a decoder without state."""
     pool: BlockPool
     scheduler: Scheduler
-    launcher: Dispatcher
+    dispatcher: Dispatcher
     longest: int
     """Most tokens of a sequence without spans that must be in one step."""
     share_size: int
@@ -52,10 +52,10 @@ class Resources:
     def warm_up(self) -> None:
         """Run small steps once, on a separate store; on a CPU, capture the graphs of decode steps."""
         hidden = warm_up(self.model, self.config, self.store.backend)
-        if self.launcher.advance is not None:
-            self.launcher.advance.warm_up(hidden)
+        if self.dispatcher.advance is not None:
+            self.dispatcher.advance.warm_up(hidden)
         if self.recorded and records_while_serving(self.store.backend):
-            self.launcher.graphs = recorded_lists(self.model, self.store, self.longest, self.config.max_batch)
+            self.dispatcher.graphs = recorded_lists(self.model, self.store, self.longest, self.config.max_batch)
 
     def longest_with(self, prompt: Prompt | None) -> int:
         """The most tokens that a sequence can have."""
@@ -75,12 +75,12 @@ def allocate(model: AutoregressiveModel, config: AutoregressiveConfig, speculati
     layout = spec.layout(model.max_model_len)
     check_chunks(layout.windows, config.block_size)
     kept = spec.states
-    # a recording would have to know the state slots that it reads
+    # a captured graph would have to know the state slots that it reads
     recordable = kept is None and not spec.gathered
     recorded = backend is not None and backend.recordable and not config.enforce_eager and recordable
     store = spec.store(
         layout,
-        num_blocks=config.num_blocks + recorded,  # recordings pad their batches with rows of an unowned block
+        num_blocks=config.num_blocks + recorded,  # graphs pad their batches with rows of an unowned block
         block_size=config.block_size,
         dtype=spec.dtype,
         stored=spec.stored,
@@ -117,7 +117,7 @@ def allocate(model: AutoregressiveModel, config: AutoregressiveConfig, speculati
         states=states,
         pool=pool,
         scheduler=Scheduler(pool, limits, accounts, slots, snapshots),
-        launcher=Dispatcher(model, store, graphs, share_size, states, advance),
+        dispatcher=Dispatcher(model, store, graphs, share_size, states, advance),
         longest=longest,
         share_size=share_size,
         recorded=recorded,
@@ -133,7 +133,7 @@ def _backend(
         raise ConfigError("this model yields rows of codes, which have no drafts: leave it out", field="speculation")
     if model.kv.states is not None:
         check_states_served(model.kv.states, config.deterministic, speculation)
-    if model.kv.beside and config.deterministic:
+    if model.kv.cross_attends and config.deterministic:
         raise ConfigError(
             "layers of this model cross-attend to images, which deterministic does not support: tokens that attend to "
             "the same image are one call",
@@ -141,7 +141,7 @@ def _backend(
         )
     kernel = "torch" if config.deterministic else config.attention
     backend = attention_backend(kernel, model.device, config.block_size)
-    if config.kv_dtype != "auto" and backend is not None and not backend.widens:
+    if config.kv_dtype != "auto" and backend is not None and not backend.upcasts:
         raise ConfigError(f"attention {kernel!r} cannot read a cache in {config.kv_dtype}", field="kv_dtype")
     if model.kv.bidirectional:
         check_bidirectional_served(kernel, backend, model.kv.windows, deterministic=config.deterministic)

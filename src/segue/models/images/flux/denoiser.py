@@ -44,7 +44,7 @@ class FluxDenoiser(Denoiser):
     def bucket_of(self, latents: torch.Tensor, given: Given, conditions: Sequence[Any]) -> Hashable:
         return (*self._sides(given.params), len(conditions[0].text))
 
-    def tokens_beside(self, sample: Sample) -> int:
+    def other_tokens(self, sample: Sample) -> int:
         return max(len(one.text) for one in sample.conditions)
 
     def conditions(self, given: Given) -> list[Any]:
@@ -126,9 +126,9 @@ class KontextDenoiser(FluxDenoiser):
         [tokens] = to_tokens(mean[None])
         return [Edited(one.text, one.pooled, tokens, (mean.shape[-2], mean.shape[-1])) for one in plain]
 
-    def tokens_beside(self, sample: Sample) -> int:
+    def other_tokens(self, sample: Sample) -> int:
         first = sample.conditions[0]
-        return super().tokens_beside(sample) + (len(first.image) if isinstance(first, Edited) else 0)
+        return super().other_tokens(sample) + (len(first.image) if isinstance(first, Edited) else 0)
 
     def bucket_of(self, latents: torch.Tensor, given: Given, conditions: Sequence[Any]) -> Hashable:
         first = conditions[0]

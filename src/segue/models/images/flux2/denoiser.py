@@ -58,7 +58,7 @@ class Flux2Denoiser(Denoiser):
         shapes = tuple(tuple(image["latents"].shape) for image in given.images(self.device))
         return (super().bucket_of(latents, given, conditions), shapes, len(conditions[0]))
 
-    def tokens_beside(self, sample: Sample) -> int:
+    def other_tokens(self, sample: Sample) -> int:
         return max(map(len, sample.conditions))
 
     def conditions(self, given: Given) -> list[torch.Tensor]:

@@ -76,7 +76,7 @@ class QwenImageDenoiser(Denoiser):
             return None
         return next(iter(given.images(self.device)), None)
 
-    def tokens_beside(self, sample: Sample) -> int:
+    def other_tokens(self, sample: Sample) -> int:
         return max(map(len, sample.conditions))
 
     def conditions(self, given: Given) -> list[torch.Tensor]:

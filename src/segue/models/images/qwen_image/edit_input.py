@@ -112,8 +112,8 @@ class EditInput(DiffusionInput):
         if text + longest // self.rules.sizes.multiple // 2 > PLACES:
             fits = max(0, 2 * (PLACES - text)) * self.rules.sizes.multiple
             raise TooLarge(
-                f"height {height} x width {width}, a prompt and images of {text} tokens: with so many, a side has at "
-                f"most {fits} pixels, also that of an image at {AREA} pixels: ask for a smaller size, or write less",
+                f"height {height} x width {width}: with {text} tokens of prompt and images, no side may exceed {fits} "
+                f"pixels, nor one of an input image scaled to {AREA} pixels: ask for a smaller size, or write less",
                 field="height" if height >= width else "width",
             )
 

@@ -174,18 +174,18 @@ class SdxlDenoiser(Denoiser):
         """The size conditions [1, 6]. The text-to-image pipeline uses negative sizes only if both are set."""
         params, image = given.params, "vae_encoder" in given.inputs
         size = (params.height or 0, params.width or 0)
-        told = {
+        sizes = {
             "original_size": params.original_size or size,
             "crops_coords_top_left": params.crops_coords_top_left or (0, 0),
             "target_size": params.target_size or size,
         }
         others = params.negative_original_size, params.negative_target_size
         if negative and (image or None not in others):
-            told["original_size"] = params.negative_original_size or told["original_size"]
-            told["target_size"] = params.negative_target_size or told["target_size"]
+            sizes["original_size"] = params.negative_original_size or sizes["original_size"]
+            sizes["target_size"] = params.negative_target_size or sizes["target_size"]
             if not image:  # the image-to-image pipeline uses the same crop for both branches
-                told["crops_coords_top_left"] = params.negative_crops_coords_top_left or (0, 0)
-        values = [value for name in SIZES for value in told[name]]
+                sizes["crops_coords_top_left"] = params.negative_crops_coords_top_left or (0, 0)
+        values = [value for name in SIZES for value in sizes[name]]
         return torch.tensor([values], dtype=self.dtype, device=self.device)
 
 

@@ -61,7 +61,7 @@ class StableDiffusion3Denoiser(Denoiser):
             return latents
         return super().started_from(start, latents, scheduler, first, given)
 
-    def tokens_beside(self, sample: Sample) -> int:
+    def other_tokens(self, sample: Sample) -> int:
         return max(len(one.text) for one in sample.conditions)
 
     def conditions(self, given: Given) -> list[Condition]:

@@ -121,7 +121,7 @@ class WanDenoiser(Denoiser):
             return latents
         return torch.cat([given, latents[:, :, 1:]], dim=2)
 
-    def told(self, sample: Sample) -> Payload:
+    def decoder_values(self, sample: Sample) -> Payload:
         return {"fps": sample.params.fps}
 
     def _is_second(self, sample: Sample) -> bool:

@@ -46,7 +46,7 @@ class ZImageDenoiser(Denoiser):
     def begins_with(self, given: Given) -> dict[str, torch.Tensor] | None:
         return next(iter(given.images(self.device)), None)
 
-    def tokens_beside(self, sample: Sample) -> int:
+    def other_tokens(self, sample: Sample) -> int:
         return max(map(len, sample.conditions))
 
     def conditions(self, given: Given) -> list[torch.Tensor]:

@@ -23,13 +23,13 @@ TINY = ("qwen2.5-vl", "qwen3-vl", "llava-onevision", "gemma3-vision", "llama3.2-
 _SUFFIXES = ("ForConditionalGeneration", "ForCausalLM", "NemotronH_Omni_Reasoning_V3")
 _CROSS = "its decoder attends to media by cross-attention, which the engine does not support"
 _CODES = "images are tokens of its vocabulary, made by an autoencoder, not encoder rows"
-_BESIDE = "it takes an audio row along with every generated token, which the engine does not support"
+_AUDIO_ROWS = "it takes an audio row along with every generated token, which the engine does not support"
 _ADAPTER = "its language model has other weights (a LoRA adapter) for prompts with audio than for those without"
 _REASONS = MappingProxyType(
     {
         **dict.fromkeys(("idefics", "blip", "evolla"), _CROSS),
         **dict.fromkeys(("chameleon", "emu3"), _CODES),
-        **dict.fromkeys(("kyutai_speech_to_text", "voxtral_realtime"), _BESIDE),
+        **dict.fromkeys(("kyutai_speech_to_text", "voxtral_realtime"), _AUDIO_ROWS),
         **dict.fromkeys(("granite_speech", "granite_speech_plus"), _ADAPTER),
         **dict.fromkeys(("t5gemma2", "udop", "vision-encoder-decoder"), ENCODER_DECODER),
         "nemotron_h_omni": "its decoder is a hybrid (nemotron_h), whose layers keep a state per sequence",

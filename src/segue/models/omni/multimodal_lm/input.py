@@ -99,7 +99,7 @@ class InputProcessor(InputStage):
                 raise InvalidRequest(f"the {unit['kind']} is too small or too short for this model", field=form)
         return {
             "token_ids": torch.tensor(ids, dtype=torch.long),
-            **({} if made is None else self._beside(made)),
+            **({} if made is None else self._extra_entries(made)),
             "media": units,
             **(client_tokens(ids, self._processor.tokenizer) if TOKENS in request.modalities else {}),
         }
@@ -107,7 +107,7 @@ class InputProcessor(InputStage):
     def _units(self, made: Processed, count: Mapping[str, int]) -> list[Payload]:
         return units_of(made, count)
 
-    def _beside(self, made: Processed) -> Payload:
+    def _extra_entries(self, made: Processed) -> Payload:
         """Further payload entries of a prompt with media."""
         positions = self._positions(made)
         return {} if positions is None else {"positions": positions[0], "position_delta": positions[1]}

@@ -84,13 +84,13 @@ class TokenRows:
     embedding: nn.Module
     always: Overlay | None = None
     """Replacements that apply everywhere, in replies as well."""
-    beside: Mapping[str, Overlay] = field(default_factory=lambda: MappingProxyType({}))
+    with_media: Mapping[str, Overlay] = field(default_factory=lambda: MappingProxyType({}))
     """By kind, further replacements in prompts with media of that kind."""
 
     def __call__(self, ids: torch.Tensor, kinds: Iterable[str] = ()) -> torch.Tensor:
         """[n] ids, of a prompt with media of these kinds → [n, H]."""
         rows: torch.Tensor = self.embedding(ids)
-        for overlay in (self.always, *(self.beside.get(kind) for kind in sorted(kinds))):
+        for overlay in (self.always, *(self.with_media.get(kind) for kind in sorted(kinds))):
             if overlay is not None:
                 rows = overlay.over(ids, rows)
         return rows

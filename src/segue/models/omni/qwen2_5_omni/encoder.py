@@ -25,7 +25,7 @@ class Encoder(MediaEncoder):
         self._net: Encoders = load_encoders(ctx, config)
         prepare(self._net, ctx.device, Plan(rows=PATCHES))
 
-    def see(self, media: Sequence[Medium]) -> list[torch.Tensor]:
+    def encode_images(self, media: Sequence[Medium]) -> list[torch.Tensor]:
         """Encode images and clips in one flat call; each attends only to itself. → [n, H] each."""
         grids = torch.tensor([medium.grid for medium in media], device=self.device)
         pixels = torch.cat([medium.data.to(device=self.device, dtype=self.dtype) for medium in media])
@@ -33,7 +33,7 @@ class Encoder(MediaEncoder):
         counts = (grids.prod(-1) // self.shapes.merged).tolist()
         return [rows.clone() for rows in merged.split(counts)]
 
-    def hear(self, media: Sequence[Medium]) -> list[torch.Tensor]:
+    def encode_audio(self, media: Sequence[Medium]) -> list[torch.Tensor]:
         """Encode recordings in one flat call, each cut into its own windows. → [n, H] each."""
         lengths = torch.tensor([medium.data.shape[1] for medium in media], device=self.device)
         features = torch.cat([medium.data.to(device=self.device) for medium in media], dim=1)

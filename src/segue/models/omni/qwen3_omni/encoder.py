@@ -26,7 +26,7 @@ class Encoder(MediaEncoder):
         self._net: Encoders = load_encoders(ctx, load_config(ctx))
         prepare(self._net, ctx.device, Plan(rows=PATCHES))
 
-    def see(self, media: Sequence[Medium]) -> list[torch.Tensor]:
+    def encode_images(self, media: Sequence[Medium]) -> list[torch.Tensor]:
         """Encode images and clips in one flat call; each attends only to itself. → [n, 1 + L, H] each."""
         grids = torch.tensor([medium.grid for medium in media], device=self.device)
         pixels = torch.cat([medium.data.to(device=self.device, dtype=self.dtype) for medium in media])
@@ -35,7 +35,7 @@ class Encoder(MediaEncoder):
         counts = (grids.prod(-1) // self.shapes.merged).tolist()
         return [own.clone() for own in rows.split(counts)]
 
-    def hear(self, media: Sequence[Medium]) -> list[torch.Tensor]:
+    def encode_audio(self, media: Sequence[Medium]) -> list[torch.Tensor]:
         """Encode recordings of one width in one flat call, each cut into its own windows. → [n, 1, H] each."""
         frames = [medium.data.shape[1] for medium in media]
         features = [medium.data.to(device=self.device, dtype=self.dtype) for medium in media]

@@ -22,13 +22,13 @@ def user_tokens(ids: torch.Tensor, config: Qwen3OmniMoeConfig) -> torch.Tensor:
 
 
 def media_in(
-    media: Sequence[dict[str, Any]], ids: torch.Tensor, heard: torch.Tensor, config: Qwen3OmniMoeConfig
+    media: Sequence[dict[str, Any]], ids: torch.Tensor, wanted: torch.Tensor, config: Qwen3OmniMoeConfig
 ) -> list[dict[str, Any]]:
-    """The media, in order, that begin in the tokens `heard` [T] bool of the prompt `ids` [T]."""
+    """The media, in order, that begin at tokens `wanted` [T] bool of the prompt `ids` [T]."""
     thinker = config.thinker_config
     begins = {
-        "vision": heard[ids == thinker.vision_start_token_id].tolist(),
-        "audio": heard[ids == thinker.audio_start_token_id].tolist(),
+        "vision": wanted[ids == thinker.vision_start_token_id].tolist(),
+        "audio": wanted[ids == thinker.audio_start_token_id].tolist(),
     }
     found = []
     for medium in media:

@@ -241,12 +241,12 @@ class Talker:
         assistant[3:] += self._model.codec_embedding(torch.tensor(specials, device=self.device))
         length = len(embeds) + len(assistant)
         positions, delta = None, 0
-        if heard := media_in(state.facts["media"], ids, user, self._config):
+        if used := media_in(state.facts["media"], ids, user, self._config):
             pads = torch.full((len(assistant),), self._config.tts_pad_token_id)
             # the library does not tell the talker of audio in videos
             positions, delta = self._positions(
                 torch.cat([ids[user], pads]),
-                [facts_of(item) for item in heard],
+                [facts_of(item) for item in used],
                 use_audio_in_video=False,
             )
             positions = positions.to(self.device)

@@ -92,13 +92,13 @@ class Thinker:
         )
         self.lora = self._decoder.lora
         self.library_decoder = self._decoder.model
-        self._heard = _Layer(self._decoder.model, config) if config.enable_audio_output else None
+        self._middle_layer = _Layer(self._decoder.model, config) if config.enable_audio_output else None
         self._tokenizer = load_tokenizer(ctx.model_dir)
         self.vocabulary = vocabulary_of(self._tokenizer)
         self.device = self._decoder.device
         self._prompt = Prompts(thinker, self._decoder.embed, self.device)
         self.kv: KVSpec = self._decoder.kv
-        if self._heard is not None:
+        if self._middle_layer is not None:
             self.kv = replace(self.kv, capture_width=thinker.text_config.hidden_size, capture_dtype=ctx.dtype)
         self.vocab_size: int = self._decoder.vocab_size
         self.weight_bytes: int = self._decoder.weight_bytes
@@ -132,13 +132,13 @@ class Thinker:
     @torch.inference_mode()
     def forward(self, embeds: torch.Tensor, batch: FlatBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[tokens, H] → (hidden states after the final norm [tokens, H], rows for the talker [tokens, H] or None)."""
-        media = None if self._heard is None else _media_rows(batch)
-        if self._heard is None or media is None:
+        media = None if self._middle_layer is None else _media_rows(batch)
+        if self._middle_layer is None or media is None:
             hidden = self._decoder.forward(embeds, batch, **deep_features(batch, embeds))
-            return hidden, None if self._heard is None else embeds
-        with self._heard.output() as heard:
+            return hidden, None if self._middle_layer is None else embeds
+        with self._middle_layer.output() as captured:
             hidden = self._decoder.forward(embeds, batch, **deep_features(batch, embeds))
-        return hidden, torch.where(media.to(embeds.device)[:, None], heard[0][0], embeds)
+        return hidden, torch.where(media.to(embeds.device)[:, None], captured[0][0], embeds)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, H] → [rows, vocab] float32."""

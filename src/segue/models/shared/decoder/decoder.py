@@ -98,7 +98,7 @@ def quantize(kind: str, decoder: nn.Module, quantization: str, device: torch.dev
     plan = Plan(quantization=quantization, weights=_weights)
     if not prepare(decoder, device, plan) and quantization != "none":
         raise ConfigError(
-            f"quantization is {quantization!r}, but {kind} has no linear layer that can be quantised so",
+            f"quantization is {quantization!r}, but {kind} has no linear layer that can be quantised this way",
             field="quantization",
         )
 
@@ -112,7 +112,7 @@ def _weights(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None] | No
     return None
 
 
-HEARD = "encoder_hidden_states"
+ENCODER_STATES = "encoder_hidden_states"
 """The argument by which decoders of encoder-decoder models take the encoder states: [1, rows, H]."""
 
 
@@ -151,17 +151,17 @@ class PagedDecoder:
         read_as: Mapping[int, int] = READ_AS,
         rows: Callable[[torch.Tensor], torch.Tensor] | None = None,
         across: frozenset[int] = frozenset(),
-        heard: torch.Tensor | None = None,
+        encoder_states: torch.Tensor | None = None,
         head: str | None = None,
         of_ids: Callable[[torch.Tensor], dict[str, torch.Tensor]] | None = None,
     ) -> None:
         """`fused`: run layers with the same input as one matmul, unless there are LoRA adapters. `read_as`: as in
         `takes_ids_again`. `rows`: embeds ids [n], if the embedding alone does not. `across`: the cross-attention
-        layers, which are skipped if a batch has no media; their inputs go to `forward` as `others`. `heard`: for an
-        encoder-decoder model, encoder states [1, n, H] that the load check's short text attends to. `head`: the dotted
-        name of the layer that maps final hidden states to logits, if it is a single one: needed if the model's own
-        forward of embeddings does more than run decoder and head. `of_ids`: the arguments of its forward for a text of
-        ids [n] in the load check, if they are not the ids alone.
+        layers, which are skipped if a batch has no media; their inputs go to `forward` as `others`.
+        `encoder_states`: for an encoder-decoder model, [1, n, H] that the load check's short text attends to. `head`:
+        the dotted name of the layer that maps final hidden states to logits, if it is a single one: needed if the
+        model's own forward of embeddings does more than run decoder and head. `of_ids`: the arguments of its forward
+        for a text of ids [n] in the load check, if they are not the ids alone.
 
         Raises `ConfigError` with the model and the reason if the model cannot be served.
         """
@@ -171,9 +171,9 @@ class PagedDecoder:
         config = model.config.get_text_config(decoder=True)
         stateful = keeps_states(config)
         layers = attending(config) if stateful else frozenset(range(config.num_hidden_layers)) - across
-        self._heard, self._of_ids = heard, of_ids
+        self._encoder_states, self._of_ids = encoder_states, of_ids
         if layers:
-            check_interface(model, decoder, stateful=stateful or heard is not None)
+            check_interface(model, decoder, stateful=stateful or encoder_states is not None)
             decoder.set_attn_implementation(PAGED)  # type: ignore[operator]
         else:
             check_takes(self._kind, self._parameters, "inputs_embeds")
@@ -201,7 +201,7 @@ class PagedDecoder:
             check_same(self._kind, self._library_logits(model), theirs.logits, self.dtype, coarse=False)
             quantize(self._kind, decoder, quantization, self.device)
             theirs.logits = self._library_logits(model)
-        keep = _beside(model, own, inner) | theirs.bypassed
+        keep = _outside(model, own, inner) | theirs.bypassed
         states = None
         if stateful:
             with bypassed(model) as read:  # with a cache, the model may read other weights directly than without
@@ -215,7 +215,7 @@ class PagedDecoder:
         self.kv = replace(
             kv_spec(self._kind, theirs.record, count, self.dtype, layers),
             coarse=self._coarse,
-            beside=bool(across) or heard is not None,
+            cross_attends=bool(across) or encoder_states is not None,
             states=None if states is None else states.layout,
         )
         prepare(model, self.device, Plan(rows=DECODE_ROWS, keep=keep, experts=decoder))
@@ -304,7 +304,7 @@ class PagedDecoder:
         forward."""
         ids = self._probe()
         positions = torch.arange(len(ids), device=self.device)[None]
-        others = {} if self._heard is None else {HEARD: self._heard}
+        others = {} if self._encoder_states is None else {ENCODER_STATES: self._encoder_states}
         try:
             with library_attention():
                 hidden = self.forward(self.embed(ids), FlatBatch(ids, None, positions, None), **others)
@@ -315,9 +315,9 @@ class PagedDecoder:
 
     def _given(self, name: str, text: torch.Tensor) -> dict[str, Any]:
         """Arguments of the model's own forward for a text: [tokens] ids, or [tokens, H] rows."""
-        if self._heard is None:
+        if self._encoder_states is None:
             return {name: text[None]}
-        return {f"decoder_{name}": text[None], "encoder_outputs": (self._heard,)}
+        return {f"decoder_{name}": text[None], "encoder_outputs": (self._encoder_states,)}
 
     def _probe(self) -> torch.Tensor:
         """[tokens] ids of the load check's short text."""
@@ -350,7 +350,7 @@ def kv_spec(kind: str, record: LibraryRecord, layers: int, dtype: torch.dtype, a
     )
 
 
-def _beside(model: nn.Module, decoder: str, inner: str) -> set[str]:
+def _outside(model: nn.Module, decoder: str, inner: str) -> set[str]:
     """The modules of `inner` outside the decoder and its ancestors: encoders, which do not run here."""
     names = (name for name, _ in model.named_modules())
     return {

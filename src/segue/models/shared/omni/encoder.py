@@ -62,11 +62,11 @@ class MediaEncoder(ABC):
         self.cache = EncoderCache(cache_bytes(ctx))
 
     @abstractmethod
-    def see(self, media: Sequence[Medium]) -> list[torch.Tensor]:
+    def encode_images(self, media: Sequence[Medium]) -> list[torch.Tensor]:
         """Encode images and clips in one call; each attends only to itself. → their rows, [n, …] each."""
 
     @abstractmethod
-    def hear(self, media: Sequence[Medium]) -> list[torch.Tensor]:
+    def encode_audio(self, media: Sequence[Medium]) -> list[torch.Tensor]:
         """Encode recordings in one call. → their rows, [n, …] each."""
 
     @torch.inference_mode()
@@ -74,9 +74,9 @@ class MediaEncoder(ABC):
         """Encode a small image and one second of audio, bypassing the cache."""
         shapes = self.shapes
         side = 2 * math.isqrt(shapes.merged)
-        self.see([Medium("image", b"", torch.zeros(side * side, shapes.patch_values), (1, side, side))])
+        self.encode_images([Medium("image", b"", torch.zeros(side * side, shapes.patch_values), (1, side, side))])
         second = torch.zeros(shapes.mel_bins, FRAMES_PER_SECOND, dtype=self.dtype)
-        self.hear([Medium("audio", b"", second, width=FRAMES_PER_SECOND)])
+        self.encode_audio([Medium("audio", b"", second, width=FRAMES_PER_SECOND)])
 
     def begin(self, request: StageRequest) -> tuple[str, list[Work]]:
         return request.request_id, []
@@ -127,7 +127,7 @@ class MediaEncoder(ABC):
 
     def _encode(self, media: Sequence[Medium]) -> list[torch.Tensor]:
         """Media of one bucket → their rows."""
-        return self.hear(media) if media[0].kind == "audio" else self.see(media)
+        return self.encode_audio(media) if media[0].kind == "audio" else self.encode_images(media)
 
 
 def _payload(medium: Medium | None, rows: dict[tuple[str, bytes], torch.Tensor]) -> Payload:

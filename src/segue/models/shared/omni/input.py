@@ -205,9 +205,9 @@ def _check_audio(parts: list[MediaPart], media: list[Expanded]) -> None:
     videos = [
         (part, len(medium.entries) > 1) for part, medium in zip(parts, media, strict=True) if part.kind == "video"
     ]
-    if any(heard for _, heard in videos):
-        for part, heard in videos:
-            if not heard:
+    if any(has_audio for _, has_audio in videos):
+        for part, has_audio in videos:
+            if not has_audio:
                 raise InvalidRequest(
                     f"{part.field or 'video'}: has no audio track while another video has; with use_audio_in_video "
                     "either all have one or none",

@@ -193,13 +193,13 @@ class PackedReader(HfQuantizer):
         """Dequantise tensors before the library fuses them."""
         patterns = {pattern for _, pattern in self._fused}
         made = [
-            self._widening(conversion) if patterns.intersection(conversion.source_patterns) else conversion
+            self._dequantising(conversion) if patterns.intersection(conversion.source_patterns) else conversion
             for conversion in weight_conversions
         ]
         dotted = [(leaf, end) for leaf, end in self.packed.format.leaves.items() if leaf != end]
         return [*made, *(WeightRenaming(rf"\.{re.escape(end)}$", f".{leaf}") for leaf, end in dotted)]
 
-    def _widening(self, converter: Any) -> Any:
+    def _dequantising(self, converter: Any) -> Any:
         sources = list(converter.source_patterns)
         if not all(source.endswith(f".{_STEM}") for source in sources):
             [(_, layers), *_] = self._fused.items()
@@ -213,7 +213,7 @@ class PackedReader(HfQuantizer):
         made = WeightConverter(
             [stem + leaf for stem in stems for leaf in leaves],
             list(converter._original_target_patterns),
-            operations=[_Widen(self, stems), *converter.operations],
+            operations=[_Dequantise(self, stems), *converter.operations],
             force_cpu=converter.force_cpu,
         )
         made.scope_prefix, made.base_model_prefix = converter.scope_prefix, converter.base_model_prefix
@@ -245,16 +245,16 @@ class PackedReader(HfQuantizer):
         for name, own in [*holder._parameters.items(), *holder._buffers.items()]:
             if name in module._parameters or name in module._buffers:
                 setattr(module, name, own)
-        module.register_parameter(_STEM, nn.Parameter(weights.wide(weight.dtype), requires_grad=False))
+        module.register_parameter(_STEM, nn.Parameter(weights.dequantised(weight.dtype), requires_grad=False))
         return module
 
-    def widened(self, name: str, pattern: str, number: int, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
+    def dequantised(self, name: str, pattern: str, number: int, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
         """Dequantise one of the tensors that the library fuses into `name`. Raises `ConfigError`."""
         layer = self._fused[name, pattern][number]
-        return self.packed.read(layer, (layer,), tensors, None).wide(dtype)
+        return self.packed.read(layer, (layer,), tensors, None).dequantised(dtype)
 
 
-class _Widen(ConversionOps):
+class _Dequantise(ConversionOps):
     """Packed tensors → dequantised ones, before the library rearranges them."""
 
     def __init__(self, reader: PackedReader, stems: Sequence[str]) -> None:
@@ -262,7 +262,7 @@ class _Widen(ConversionOps):
         self.hf_quantizer = reader
         self._stems = stems
 
-    def __deepcopy__(self, memo: Any) -> _Widen:
+    def __deepcopy__(self, memo: Any) -> _Dequantise:
         return self
 
     def convert(
@@ -276,12 +276,12 @@ class _Widen(ConversionOps):
         **others: Any,
     ) -> dict[str, list[torch.Tensor]]:
         try:
-            return self._wide(input_dict, full_layer_name, model.get_parameter(full_layer_name).dtype)
+            return self._dequantised(input_dict, full_layer_name, model.get_parameter(full_layer_name).dtype)
         except ConfigError as error:
             self.hf_quantizer.packed.error = error
             raise
 
-    def _wide(
+    def _dequantised(
         self, given: dict[str, list[torch.Tensor]], name: str, dtype: torch.dtype
     ) -> dict[str, list[torch.Tensor]]:
         made: dict[str, list[torch.Tensor]] = {}
@@ -294,7 +294,7 @@ class _Widen(ConversionOps):
                 counts = ", ".join(f"{len(of)} {leaf}" for leaf, of in sorted(parts.items()))
                 raise ConfigError(f"{self.hf_quantizer.packed.checkpoint.directory}: {name} is of {counts}")
             made[stem + _STEM] = [
-                self.hf_quantizer.widened(name, stem + _STEM, number, dict(zip(parts, of, strict=True)), dtype)
+                self.hf_quantizer.dequantised(name, stem + _STEM, number, dict(zip(parts, of, strict=True)), dtype)
                 for number, of in enumerate(zip(*parts.values(), strict=True))
             ]
         return made

@@ -34,7 +34,7 @@ class Weights(Protocol):
     def shape(self) -> tuple[int, int]:
         """(out_features, in_features)"""
 
-    def wide(self, dtype: torch.dtype) -> torch.Tensor:
+    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
         """The dequantised weights, [out_features, in_features]."""
 
     def layer(self, bias: torch.Tensor | None, dtype: torch.dtype) -> nn.Module:
@@ -60,7 +60,7 @@ class Grouped:
     def shape(self) -> tuple[int, int]:
         return self.numbers.shape[0], self.numbers.shape[1]
 
-    def wide(self, dtype: torch.dtype) -> torch.Tensor:
+    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
         scale, zero = (part.float().index_select(1, self.group) for part in (self.scale, self.zero))
         return (self.numbers.float() - zero).mul_(scale).to(dtype)
 
@@ -101,7 +101,7 @@ class Scaled:
     def shape(self) -> tuple[int, int]:
         return self.held.shape[0], self.held.shape[1]
 
-    def wide(self, dtype: torch.dtype) -> torch.Tensor:
+    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
         return layer_of_scales(self.held, self.scale, None, block=self.block, dtype=dtype, rounded=False).weight
 
     def layer(self, bias: torch.Tensor | None, dtype: torch.dtype) -> QuantizedLinear:
@@ -121,7 +121,7 @@ class Coded:
     shape: tuple[int, int]
     """(out_features, in_features)"""
 
-    def wide(self, dtype: torch.dtype) -> torch.Tensor:
+    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
         return self.layer(None, dtype).weight
 
     def layer(self, bias: torch.Tensor | None, dtype: torch.dtype) -> QuantizedLinear:

@@ -1,8 +1,8 @@
 """Run the layers of the library's Code2Wav, of which the vocoders of Qwen's speech models consist, over pieces of
 utterances.
 
-Every layer looks back a fixed way and never ahead: the attention over a window of frames, a convolution over its
-kernel, a transposed convolution over the inputs that overlap an output.
+Every layer has a bounded left context and no look-ahead: attention a window of frames, a convolution its
+kernel, a transposed convolution the inputs that overlap an output.
 
 B utterances, n frames of each, C channels, t samples at a layer's own rate.
 """
@@ -66,7 +66,7 @@ def run(layer: nn.Module, x: Tensor, carry: Carry) -> Tensor:
             return layer.conv2(layer.act2(run(layer.conv1, layer.act1(x), carry))) + x
         case Qwen3OmniMoeConvNeXtBlock():
             back = layer.dwconv.padding
-            return layer(carry.behind(x, back))[..., back:]  # the outputs of what it looks back on were given before
+            return layer(carry.behind(x, back))[..., back:]  # the outputs of the left context were returned before
         case Qwen3OmniMoeCode2WavDecoderBlock():
             return run(layer.block, x, carry)
         case nn.ModuleList():

@@ -1,7 +1,7 @@
 """Run a causal network over pieces of utterances: each piece continues where the one before it ended.
 
-A layer of such a network looks back a fixed way and never ahead. What it looks back on is kept per utterance (`Past`),
-so that the pieces of an utterance, in any split, give what one call over the whole utterance gives.
+Each layer of such a network has a bounded left context and no look-ahead. The left context is kept per utterance
+(`Past`), so that the pieces of an utterance, in any split, give what one call over the whole utterance gives.
 
 B utterances, n frames of each, K codes or numbers per frame, C channels, t samples at a layer's own rate.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 Past = list[Tensor]
-"""What the layers of one utterance look back on, in the order of their calls: [C, t], or [heads, frames, head_dim]."""
+"""Left context of the layers for one utterance, in the order of their calls: [C, t], or [heads, frames, head_dim]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class PieceDecoder(Protocol):
 
 
 class Carry:
-    """What the layers look back on in one call; a layer's index is the number of calls before its own."""
+    """Left context of the layers in one call; a layer's index is the number of calls before its own."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         pasts = [piece.past for piece in pieces if piece.past is not None]
@@ -77,7 +77,7 @@ class Ring:
     """The cache that the library's attention layers append their keys and values to."""
 
     def __init__(self, carry: Carry, size: int) -> None:
-        """`size`: positions that a layer looks back, itself not included."""
+        """`size`: positions before the current one that a layer attends to."""
         self._carry, self._size = carry, size
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *more: object) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ An utterance is decoded in pieces, whose lengths depend only on their index (`GR
 codes arrived, on load, or on the rest of the batch, and are those of one call over the whole utterance. The last frame
 is decoded with the samples of all frames before it: there is no look-ahead.
 
-A request holds, whatever the length of its utterance, what the network looks back on (`pieces`), and the codes of a
+A request holds, whatever the length of its utterance, the network's left context (`pieces`), and the codes of a
 piece that is not complete yet.
 """
 

@@ -70,8 +70,8 @@ class SequenceClassifier:
     def _call(self, rows: Sequence[Row]) -> torch.Tensor:
         ids, mask = padded([row.ids for row in rows], self._pad)
         types = [row.types for row in rows if row.types is not None]
-        told = {"token_type_ids": padded(types, 0)[0].to(self._device)} if len(types) == len(rows) else {}
-        out = self.model(input_ids=ids.to(self._device), attention_mask=mask.to(self._device), **told)
+        more = {"token_type_ids": padded(types, 0)[0].to(self._device)} if len(types) == len(rows) else {}
+        out = self.model(input_ids=ids.to(self._device), attention_mask=mask.to(self._device), **more)
         return out.logits.float().cpu()
 
 

@@ -1,8 +1,8 @@
 """Run the decoder of the library's Mimi over pieces of utterances, as the vocoder stage.
 
-Every layer looks back a fixed way and never ahead: the attention of the transformer over `sliding_window` of its
-positions, itself included, a convolution over its kernel, a transposed convolution over the inputs that overlap an
-output. n frames give n times as many samples as one, from the first frame on.
+Every layer has a bounded left context and no look-ahead: attention `sliding_window` positions, the current one
+included, a convolution its kernel, a transposed convolution the inputs that overlap an output. n frames give n times
+as many samples as one, from the first frame on.
 
 B utterances, n frames of each, K codes per frame, C channels, t samples at a layer's own rate.
 """

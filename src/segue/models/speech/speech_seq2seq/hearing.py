@@ -12,13 +12,13 @@ import torch
 from segue.engines.autoregressive.contract import Prompt
 from segue.kernels.attention.cross_attention import CrossStep, KeysValues, Look
 from segue.kernels.staging import upload
-from segue.models.shared.decoder.decoder import HEARD
+from segue.models.shared.decoder.decoder import ENCODER_STATES
 from segue.models.shared.decoder.kept_media import KeptMedia
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """`Prompt.beside`: the encoder states of a request's window."""
+    """`Prompt.cross_inputs`: the encoder states of a request's window."""
 
     key: bytes
     rows: torch.Tensor
@@ -52,17 +52,17 @@ def step_windows(
     places: dict[bytes, list[np.ndarray]] = {}
     begin = 0
     for prompt, start, stop in prompts:
-        if prompt is not None and isinstance(prompt.beside, Window):
-            window = prompt.beside
+        if prompt is not None and isinstance(prompt.cross_inputs, Window):
+            window = prompt.cross_inputs
             windows[window.key] = window.rows
             places.setdefault(window.key, []).append(np.arange(begin, begin + stop - start))
         begin += stop - start
     if not windows:  # the engine's trial runs have no windows
-        return {HEARD: example}
+        return {ENCODER_STATES: example}
     sizes: Mapping[bytes, int] = {key: len(rows) for key, rows in windows.items()}
     missing = kept.begin(sizes)
     step = _StepWindows(kept, [(key, sizes[key]) for key in missing])
     looks = [Look(upload(np.concatenate(at), example.device), ((key, sizes[key]),)) for key, at in places.items()]
     first = next(iter(windows.values()))
     rows = torch.cat([windows[key] for key in missing]) if missing else first[:0]
-    return {HEARD: rows.to(example)[None], "across": CrossStep(frozenset(), looks, step.of, step.made)}
+    return {ENCODER_STATES: rows.to(example)[None], "across": CrossStep(frozenset(), looks, step.of, step.made)}

@@ -33,7 +33,7 @@ KEPT_BYTES = 128 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class _Heard:
+class _Spectrogram:
     """The spectrogram of a recording."""
 
     frames: torch.Tensor
@@ -63,7 +63,7 @@ class InputProcessor(InputStage):
         self._tasks: dict[str, int] = generation["task_to_id"] if self._facts.languages else {}
         # a preceding text is truncated to this many tokens, as in Whisper's own program
         self._most_before = config.max_target_positions // 2 - 1
-        self._kept: OrderedDict[bytes, _Heard] = OrderedDict()
+        self._kept: OrderedDict[bytes, _Spectrogram] = OrderedDict()
 
     def warm_up(self) -> None:
         """Process one second of silence."""
@@ -80,8 +80,8 @@ class InputProcessor(InputStage):
         options = request.options
         seek = int(options.get("seek", 0))
         times = bool(options.get("timestamps"))
-        heard = self._heard(part, long=times)
-        window = heard.frames[:, seek : seek + self._facts.window]
+        spectrogram = self._spectrogram(part, long=times)
+        window = spectrogram.frames[:, seek : seek + self._facts.window]
         window = pad(window, (0, self._facts.window - window.shape[1]))
         digest = hashlib.blake2b(digest_size=16)
         add_content(digest, window)
@@ -89,7 +89,7 @@ class InputProcessor(InputStage):
         tokens: Payload = {}
         if TOKENS in request.modalities:
             tokens = client_tokens(ids, self._tokenizer)
-            tokens[TOKENS] |= {"frames": heard.frames.shape[1], "seconds": heard.seconds}
+            tokens[TOKENS] |= {"frames": spectrogram.frames.shape[1], "seconds": spectrogram.seconds}
         return {
             "token_ids": torch.tensor(ids, dtype=torch.long),
             "times": times,
@@ -117,19 +117,19 @@ class InputProcessor(InputStage):
             raise InvalidRequest(f"prompt cannot be tokenized: {error}", field="prompt") from error
         return [ids[0], *ids[1:][-self._most_before :]]
 
-    def _heard(self, part: MediaPart, *, long: bool) -> _Heard:
+    def _spectrogram(self, part: MediaPart, *, long: bool) -> _Spectrogram:
         content = hashlib.blake2b(part.data, digest_size=16)
         content.update(repr(part.array).encode())
         key = content.digest()
         known = self._kept.get(key)
         if known is None or known.whole != (long or known.longer):
-            known = self._kept[key] = self._listened(part, long=long)
+            known = self._kept[key] = self._spectrogram_of(part, long=long)
             while len(self._kept) > 1 and sum(one.frames.nbytes for one in self._kept.values()) > KEPT_BYTES:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
         return known
 
-    def _listened(self, part: MediaPart, *, long: bool) -> _Heard:
+    def _spectrogram_of(self, part: MediaPart, *, long: bool) -> _Spectrogram:
         rate = self._extractor.sampling_rate
         samples = decode_audio(part, rate, self._limits)
         if len(samples) < self._extractor.hop_length or len(samples) <= self._extractor.n_fft // 2:
@@ -139,7 +139,7 @@ class InputProcessor(InputStage):
             )
         # a recording longer than a window is extracted as a whole, as `generate` requires
         longer = len(samples) > self._extractor.n_samples
-        return _Heard(self._extracted(samples, long=long or longer), len(samples) / rate, long or longer, longer)
+        return _Spectrogram(self._extracted(samples, long=long or longer), len(samples) / rate, long or longer, longer)
 
     def _extracted(self, samples: Any, *, long: bool) -> torch.Tensor:
         """[bins, n] of all samples; unless `long`, of one window, padded with silence."""

@@ -24,7 +24,7 @@ from segue.models.shared.encoder_cache import cache_bytes
 from segue.models.shared.text.tokenizer import decode, load_tokenizer, vocabulary_of
 from segue.models.speech.speech_seq2seq.facts import speech_facts
 from segue.models.speech.speech_seq2seq.hearing import Window, step_windows
-from segue.models.speech.speech_seq2seq.loading import tell_apart, without_encoder
+from segue.models.speech.speech_seq2seq.loading import separate_cross_attention, without_encoder
 from segue.models.speech.speech_seq2seq.rule import SpeechRule
 
 _WINDOWS = 8
@@ -38,7 +38,7 @@ class _State:
     """The inputs of one request that have arrived."""
 
     asked: Payload | None = None
-    heard: Payload | None = None
+    encoded: Payload | None = None
 
 
 class LLM:
@@ -57,12 +57,12 @@ class LLM:
         config = load_config(ctx)
         self.max_model_len: int = whole_length(config, config.max_target_positions, "", ctx.max_model_len)
         model = without_encoder(ctx)
-        heard = torch.randn(1, _EXAMPLE, config.d_model, generator=torch.Generator().manual_seed(0))
-        heard = heard.to(model.device, model.dtype)
-        layers = tell_apart(model, heard)
-        self._example = heard
+        example = torch.randn(1, _EXAMPLE, config.d_model, generator=torch.Generator().manual_seed(0))
+        example = example.to(model.device, model.dtype)
+        layers = separate_cross_attention(model, example)
+        self._example = example
         inner = name_of(decoder_of(model), model)
-        self._decoder = PagedDecoder(model, inner=inner, fused=ctx.fused, heard=heard)
+        self._decoder = PagedDecoder(model, inner=inner, fused=ctx.fused, encoder_states=example)
         self._tokenizer = load_tokenizer(ctx.model_dir)
         self.vocabulary = vocabulary_of(self._tokenizer)
         self.device = self._decoder.device
@@ -100,12 +100,12 @@ class LLM:
     def feed(self, state: _State, upstream: str, payload: Payload, *, final: bool) -> Fed:
         """Collect the input stage's tokens and the encoder's rows; return the prompt once complete."""
         if upstream == "encoder":
-            state.heard = payload
+            state.encoded = payload
         else:
             state.asked = payload
-        if state.asked is None or state.heard is None:
+        if state.asked is None or state.encoded is None:
             return Fed()
-        return Fed(prompt=self._prompt(state.asked, state.heard))
+        return Fed(prompt=self._prompt(state.asked, state.encoded))
 
     def embed(self, token_ids: torch.Tensor, conditioning: torch.Tensor | None) -> torch.Tensor:
         """[n] → [n, H]."""
@@ -136,11 +136,11 @@ class LLM:
     def _words(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         return decode(self._tokenizer, token_ids, skip_special_tokens=skip_special_tokens) if token_ids else ""
 
-    def _prompt(self, asked: Payload, heard: Payload) -> Prompt:
+    def _prompt(self, asked: Payload, encoded: Payload) -> Prompt:
         ids = asked["token_ids"].tolist()
-        rows = heard["rows"].cpu()  # the engine does not account such device memory
+        rows = encoded["rows"].cpu()  # the engine does not account such device memory
         # the first token's key identifies the window, and so for all following tokens
-        first = hashlib.blake2b(heard["hash"], digest_size=16)
+        first = hashlib.blake2b(encoded["hash"], digest_size=16)
         first.update(b"%d" % ids[0])
         rule = self._rule.copy()
         rule.times = asked["times"]
@@ -148,6 +148,6 @@ class LLM:
             token_ids=ids,
             identity=[first.digest(), *ids[1:]],
             modality_tokens={"text": len(ids)},
-            beside=Window(heard["hash"], rows),
+            cross_inputs=Window(encoded["hash"], rows),
             rule=None if asked["detect"] else rule,
         )

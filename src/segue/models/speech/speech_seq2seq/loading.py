@@ -40,9 +40,9 @@ def without_encoder(ctx: AutoregressiveContext) -> PreTrainedModel:
 
 
 @torch.inference_mode()
-def tell_apart(model: PreTrainedModel, heard: torch.Tensor) -> int:
-    """Set a separate attention function on the decoder's modules that attend to `heard` [1, n, H]; returns how many
-    there are. Raises `ConfigError` unless every layer has one."""
+def separate_cross_attention(model: PreTrainedModel, encoder_states: torch.Tensor) -> int:
+    """Set a separate attention function on the decoder's modules that attend to `encoder_states` [1, n, H]; returns
+    how many there are. Raises `ConfigError` unless every layer has one."""
     found: list[nn.Module] = []
 
     def see(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
@@ -54,7 +54,7 @@ def tell_apart(model: PreTrainedModel, heard: torch.Tensor) -> int:
     try:
         decoder(
             input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device),
-            encoder_hidden_states=heard,
+            encoder_hidden_states=encoder_states,
             use_cache=False,
         )
     finally:

@@ -85,10 +85,10 @@ def _scale(model: PreTrainedModel, ids: dict[str, int]) -> None:
         rows[ids["<|endoftext|>"]] *= 2.5
         # subtract the mean of the hidden states, so that no word is the likeliest everywhere
         generator = torch.Generator().manual_seed(0)
-        heard = model.get_encoder()(torch.randn(4, 80, 3000, generator=generator)).last_hidden_state
+        encoder_states = model.get_encoder()(torch.randn(4, 80, 3000, generator=generator)).last_hidden_state
         some = torch.randint(0, BASE_VOCAB, (4, _LONGEST), generator=generator)
         decoder = model.get_decoder()
-        hidden = decoder(input_ids=some, encoder_hidden_states=heard, use_cache=False).last_hidden_state
+        hidden = decoder(input_ids=some, encoder_hidden_states=encoder_states, use_cache=False).last_hidden_state
         decoder.layer_norm.bias -= hidden.mean((0, 1))
 
 

@@ -145,7 +145,7 @@ def _form(body: TranslationBody, *, chats: bool) -> str:
 
 
 def _options(task: str, body: TranslationBody, form: str) -> dict[str, Any]:
-    """What a model that only transcribes is told about the recording."""
+    """The options of a request to a model that only transcribes."""
     return {
         "task": task,
         "timestamps": form in _TIMED,
@@ -155,7 +155,7 @@ def _options(task: str, body: TranslationBody, form: str) -> dict[str, Any]:
 
 
 def _asked(task: str, body: TranslationBody) -> str:
-    """What a model that chats is asked about the recording before it."""
+    """The instruction for a model that chats, after the recording."""
     text = _ASKS[task].format(known=f", which is in the language {body.language!r}" if body.language else "")
     return f"{text}\nContext: {body.prompt}" if body.prompt and body.prompt.strip() else text
 

@@ -84,13 +84,13 @@ async def encoded(asked: SpeechRequest, deltas: AsyncGenerator[Delta]) -> AsyncG
                     yield piece, []
             elif isinstance(delta, Finished):
                 if encoding is None or not audible:
-                    raise StageFailed("the model made no sound of this text")
+                    raise StageFailed("the model returned no audio for this text")
                 audible = False
                 usages.append(delta.usage)
                 if piece := await asyncio.to_thread(encoding.end_text):
                     yield piece, []
     if encoding is None:
-        raise StageFailed("the model made no sound")
+        raise StageFailed("the model returned no audio")
     yield await asyncio.to_thread(encoding.finish), usages
 
 

@@ -226,8 +226,8 @@ class SpeechSession:
         self._waiting += unit.size
         if self._waiting > MOST_STREAMED or len(self._given) > MOST_SENTENCES:
             raise TooLarge(
-                f"more than {MOST_STREAMED} characters or {MOST_SENTENCES} sentences wait to be said; "
-                "send more when they have been",
+                f"more than {MOST_STREAMED} characters or {MOST_SENTENCES} sentences wait to be spoken; "
+                "send more once they have been spoken",
                 field="text",
             )
         self._given.append(unit)

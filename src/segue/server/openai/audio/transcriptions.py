@@ -54,7 +54,7 @@ def _said(pieces: list[Piece]) -> str:
 
 
 @dataclass(slots=True)
-class Heard:
+class Transcript:
     """A complete transcript."""
 
     finished: Finished
@@ -62,7 +62,7 @@ class Heard:
     segments: list[SegmentDelta] = field(default_factory=list)
 
 
-async def heard(asked: TranscriptionRequest, service: Service, metrics: ServerMetrics) -> Heard:
+async def transcript(asked: TranscriptionRequest, service: Service, metrics: ServerMetrics) -> Transcript:
     """Collect the transcript. Raises `SegueError`."""
     pieces: list[str] = []
     words = _Words(asked)
@@ -74,11 +74,11 @@ async def heard(asked: TranscriptionRequest, service: Service, metrics: ServerMe
             elif isinstance(delta, SegmentDelta):
                 segments.append(delta)
             elif isinstance(delta, Finished):
-                return Heard(delta, "".join([*pieces, words.finish()]).strip(), segments)
+                return Transcript(delta, "".join([*pieces, words.finish()]).strip(), segments)
     raise StageFailed("a generation ended without saying how")
 
 
-def json_object(whole: Heard, asked: TranscriptionRequest) -> dict[str, Any]:
+def json_object(whole: Transcript, asked: TranscriptionRequest) -> dict[str, Any]:
     """The answer in the formats `json` and `verbose_json`."""
     usage = _usage(whole.finished, asked)
     if asked.response_format == "json":
@@ -109,7 +109,7 @@ def _segment(number: int, segment: SegmentDelta, asked: TranscriptionRequest) ->
     }
 
 
-def plain_text(whole: Heard, form: str) -> str:
+def plain_text(whole: Transcript, form: str) -> str:
     """The answer in the formats `text`, `srt` (SubRip) and `vtt` (WebVTT)."""
     if form == "text":
         return f"{whole.text}\n"
@@ -180,7 +180,7 @@ def add_transcriptions(app: FastAPI, service: Service, settings: ServerSettings,
         asked = transcription_request(values, task, service.card, settings)
         if asked.stream:
             return EventStream(named_events(transcript_events(asked, service, metrics)), settings.stall_seconds)
-        whole = await while_connected(request.receive, heard(asked, service, metrics))
+        whole = await while_connected(request.receive, transcript(asked, service, metrics))
         if asked.response_format in ("json", "verbose_json"):
             return json_response(json_object(whole, asked))
         return PlainTextResponse(plain_text(whole, asked.response_format))

@@ -74,12 +74,12 @@ class _StreamedChoice:
         return self._reader.thought_tokens
 
     def _of_tokens(self, delta: TextDelta) -> dict[str, Any]:
-        told: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if delta.logprobs and self._chat.wants_logprobs:
-            told["logprobs"] = logprobs_object(delta.logprobs, as_ids=self._chat.tokens_as_ids)
+            fields["logprobs"] = logprobs_object(delta.logprobs, as_ids=self._chat.tokens_as_ids)
         if delta.token_ids and self._chat.return_token_ids:
-            told["token_ids"] = delta.token_ids
-        return told
+            fields["token_ids"] = delta.token_ids
+        return fields
 
     def _read(self, pieces: list[Piece]) -> list[dict[str, Any]]:
         """The entries for parsed pieces. If the client wants no text, only a transcript is sent."""

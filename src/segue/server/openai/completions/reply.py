@@ -147,8 +147,8 @@ class CompletionChoice:
             entry["prompt_logprobs"] = prompt_logprobs_object(prompt.logprobs)
         if completion.return_token_ids:
             entry |= {"prompt_token_ids": prompt.token_ids, "token_ids": []}
-        told = completion.echo or completion.wants_prompt_logprobs or completion.return_token_ids
-        return entry if told else None
+        wanted = completion.echo or completion.wants_prompt_logprobs or completion.return_token_ids
+        return entry if wanted else None
 
     def text(self, delta: TextDelta) -> dict[str, Any] | None:
         """New text. A delta with tokens but no text is sent too, because a client may count them."""

@@ -152,7 +152,8 @@ class Conversation:
         kind = item.get("type", "message" if "role" in item else None)
         if not isinstance(kind, str) or kind not in _KEYS:
             raise Unsupported(
-                f"{at}.type is {shown(kind)}, no item this server takes{nearest(kind, _KEYS)}", field=f"{at}.type"
+                f"{at}.type is {shown(kind)}, which is not an item that this server accepts{nearest(kind, _KEYS)}",
+                field=f"{at}.type",
             )
         check_names(item, _KEYS[kind], at)
         if kind == "message":
@@ -246,7 +247,9 @@ def _part(part: object, at: str) -> object:
         return part
     if not isinstance(kind, str) or kind not in _PARTS:
         hint = nearest(kind, (*_PARTS, *_OF_CHAT))
-        raise Unsupported(f"{at}.type is {shown(kind)}, no part this server takes{hint}", field=f"{at}.type")
+        raise Unsupported(
+            f"{at}.type is {shown(kind)}, which is not a part that this server accepts{hint}", field=f"{at}.type"
+        )
     check_names(part, _PARTS[kind], at)
     if kind == "input_audio":
         return part

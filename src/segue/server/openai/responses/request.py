@@ -152,7 +152,9 @@ def responses_request(
     check_model(body.model, card, settings)
     if "text" not in card.gives:
         gives = ", ".join(sorted(card.gives))
-        raise Unsupported(f"model {shown(body.model)} gives no text (it gives {gives}), so no response", field="model")
+        raise Unsupported(
+            f"model {shown(body.model)} gives no text (it gives {gives}), so it cannot make responses", field="model"
+        )
     _check(body)
     asked = _asked(body)
     for name, value in (*asked.items(), ("input", body.input)):

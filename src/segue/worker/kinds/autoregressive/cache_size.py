@@ -51,8 +51,8 @@ def kv_blocks(
             f"lower {lower}",
             field=f"stages.{plan.name}.max_batch",
         )
-    beside = drafter.bytes_per_block(plan.block_size) if drafter is not None else 0
-    return blocks_for(room - states, spec, layout, plan.block_size, beside, most=most)
+    elsewhere = drafter.bytes_per_block(plan.block_size) if drafter is not None else 0
+    return blocks_for(room - states, spec, layout, plan.block_size, elsewhere, most=most)
 
 
 def _cache_bytes(plan: AutoregressivePlan, model: AutoregressiveModel, drafter: LoadedDrafter | None) -> int:

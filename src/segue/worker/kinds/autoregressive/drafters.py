@@ -112,19 +112,19 @@ def _draft_model(
         raise ConfigError(f"{directory}: {graph.name!r} has no language model to draft with", field="speculation.model")
     # without the stage's own options, which belong to the target's family; undivided, on the leader of a divided target
     own = replace(context, model_dir=directory, stage=name, options={}, group=None, lora=None, quantization="none")
-    adapter = family.load_stages().STAGE_MODELS[name](own)
-    if adapter.kv.states is not None:
+    draft = family.load_stages().STAGE_MODELS[name](own)
+    if draft.kv.states is not None:
         raise ConfigError(
             f"speculation.model is {str(directory)!r}, whose layers keep a state per sequence; a draft model must keep "
             "keys and values",
             field="speculation.model",
         )
-    _check_vocabularies(context.model_dir, directory, target, adapter)
+    _check_vocabularies(context.model_dir, directory, target, draft)
 
     def make(num_blocks: int) -> Drafter:
-        return ModelDrafter(adapter, target.vocab_size, num_blocks, stage.block_size, stage.max_tokens_per_step)
+        return ModelDrafter(draft, target.vocab_size, num_blocks, stage.block_size, stage.max_tokens_per_step)
 
-    return LoadedDrafter(make, adapter.weight_bytes, adapter.kv)
+    return LoadedDrafter(make, draft.weight_bytes, draft.kv)
 
 
 def _medusa(directory: Path, target: AutoregressiveModel, context: AutoregressiveContext) -> LoadedDrafter:

@@ -49,7 +49,7 @@ class CrossInput(InputProcessor):
     def _units(self, made: Processed, count: Mapping[str, int]) -> list[Payload]:
         return units_by_image(made)
 
-    def _beside(self, made: Processed) -> Payload:
+    def _extra_entries(self, made: Processed) -> Payload:
         return seen_tiles(made)
 
 
@@ -148,7 +148,7 @@ class CrossLLM(LLM):
             token_ids=ids.tolist(),
             identity=identity_of(ids, units, shown),
             modality_tokens={"text": len(ids) - len(units), KIND: len(units)},
-            beside=shown,
+            cross_inputs=shown,
         )
 
     def _looks(self, batch: FlatBatch, dtype: torch.dtype) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """The images of a prompt: `Prompt.beside`."""
+    """The images of a prompt: `Prompt.cross_inputs`."""
 
     rows: dict[bytes, torch.Tensor]
     """By hash, [n, H] on the host: the encoder states."""
@@ -99,8 +99,8 @@ def shown_by(payload: Payload, media: Sequence[Payload]) -> Shown:
     counts = [tuple(row) for row in payload["seen"].tolist()]
     for seen, tokens in groupby(counts):
         start = spans[-1].stop or 0 if spans else 0
-        told = tuple((hashes[i], count * per_tile[i]) for i, count in enumerate(seen) if count)
-        spans.append(Span(start, start + len(list(tokens)), told or everything, bool(told)))
+        own = tuple((hashes[i], count * per_tile[i]) for i, count in enumerate(seen) if count)
+        spans.append(Span(start, start + len(list(tokens)), own or everything, bool(own)))
     last = spans.pop()
     spans.append(Span(last.start, None, last.seen, last.unmasked))
     return Shown(dict(zip(hashes, (medium["rows"] for medium in media), strict=True)), tuple(spans))

@@ -73,9 +73,9 @@ def step_images(
     unmasked = np.zeros(positions.shape[-1], dtype=np.float32)
     begin = 0
     for prompt, start, stop in prompts:
-        if prompt is not None and isinstance(prompt.beside, Shown):
-            rows |= prompt.beside.rows
-            for first, last, span in prompt.beside.within(start, stop):
+        if prompt is not None and isinstance(prompt.cross_inputs, Shown):
+            rows |= prompt.cross_inputs.rows
+            for first, last, span in prompt.cross_inputs.within(start, stop):
                 here = slice(begin + first - start, begin + last - start)
                 looks.setdefault(span.seen, []).append(np.arange(here.start, here.stop))
                 unmasked[here] = span.unmasked

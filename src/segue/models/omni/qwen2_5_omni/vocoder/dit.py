@@ -88,9 +88,9 @@ class _View:
     seen: Tensor | None
     """[R, 1, 1, keys] bool: true for real frames. None: all are real."""
     behind: Tensor | None = None
-    """[R] rows of the previous blocks: first the batch's, then those of `past`. None: the layer does not look back."""
+    """[R] rows of the previous blocks: first the batch's, then those of `past`. None: the layer ignores them."""
     ahead: Tensor | None = None
-    """[R] rows of the next blocks. None: the layer does not look ahead."""
+    """[R] rows of the next blocks. None: the layer ignores them."""
     past: Sequence[Tensor] = ()
     """Each [2 (key, value), branches, H, F, d]: blocks that are no longer in the batch."""
     keep: Sequence[tuple[int, Tensor]] = ()
@@ -112,7 +112,7 @@ class _Layer(nn.Module):
         self.norm_eps, self.ff_norm_eps = layer.attn_norm.norm.eps, layer.ff_norm.eps
         self.qkv = _joined([attention.to_q, attention.to_k, attention.to_v])
         self.out = attention.to_out[0]
-        self.widen, self.gelu, self.narrow = feed_forward[0], feed_forward[1].approximate, feed_forward[3]
+        self.up, self.gelu, self.down = feed_forward[0], feed_forward[1].approximate, feed_forward[3]
         parts = layer.attn_norm.linear(embedded).chunk(6, dim=1)  # each [E, D]
         self.shift_attn, self.scale_attn, self.gate_attn = parts[0], 1 + parts[1], parts[2]
         self.shift_mlp, self.scale_mlp, self.gate_mlp = parts[3], 1 + parts[4], parts[5]
@@ -124,7 +124,7 @@ class _Layer(nn.Module):
         mixed = self.out(self._attend(self.qkv(norm), rotation, view))
         hidden = torch.addcmul(hidden, self.gate_attn[evaluation], mixed)
         norm = F.layer_norm(hidden, width, self.scale_mlp[evaluation], self.shift_mlp[evaluation], self.ff_norm_eps)
-        return torch.addcmul(hidden, self.gate_mlp[evaluation], self.narrow(then_gelu(self.widen, norm, self.gelu)))
+        return torch.addcmul(hidden, self.gate_mlp[evaluation], self.down(then_gelu(self.up, norm, self.gelu)))
 
     def _attend(self, qkv: Tensor, rotation: Tensor, view: _View) -> Tensor:
         """[R, F, 3 · H · d] → [R, F, H · d]: blocks attend to themselves and the neighbours in their view."""
@@ -190,13 +190,13 @@ class FlowDecoder:
             self._scale_out, self._norm_eps = 1 + scale, dit.norm_out.norm.eps
         for layer in self.layers:
             prepare(layer, self.device, Plan(rows=ROWS))
-        looking = [index for index, layer in enumerate(self.layers) if layer.back]
-        self.slots = {index: slot for slot, index in enumerate(looking)}
+        with_past = [index for index, layer in enumerate(self.layers) if layer.back]
+        self.slots = {index: slot for slot, index in enumerate(with_past)}
         """Layers that attend to the previous block → their index in a past."""
 
     @property
     def past_shape(self) -> tuple[int, ...]:
-        """[E, look-back layers, 2 (key, value), branches, H, F, d]: a stream's state between windows, float32."""
+        """[E, layers with left context, 2 (key, value), branches, H, F, d]: a stream's state, float32."""
         evaluations = 4 * len(self._steps)
         return (evaluations, len(self.slots), 2, self.branches, self._heads, self.block, self._head_dim)
 

@@ -135,7 +135,7 @@ class Denoiser(ABC):
         """Latent tokens of one row. By default the latents are [1, tokens, channels]."""
         return latents.shape[1]
 
-    def tokens_beside(self, sample: Sample) -> int:
+    def other_tokens(self, sample: Sample) -> int:
         """Further tokens of one row that pass through the same layers as its latents': of a text, or of images."""
         return 0
 
@@ -160,7 +160,7 @@ class Denoiser(ABC):
         share = sample.timestep / self.schedulers.config.get("num_train_timesteps", 1000)
         return sample.latents - share.to(sample.latents) * prediction
 
-    def told(self, sample: Sample) -> Payload:
+    def decoder_values(self, sample: Sample) -> Payload:
         """Further values for the decoder, e.g. `fps`."""
         return {}
 
@@ -209,7 +209,7 @@ class Denoiser(ABC):
     def row_bytes(self, sample: Sample) -> int:
         """Bytes per row of a transformer on this rank: a layer's activations for each token (its input and residual,
         queries, keys, values and the attention output, the hidden layer's four widths twice, norms)."""
-        tokens = sample.tokens + self.tokens_beside(sample)
+        tokens = sample.tokens + self.other_tokens(sample)
         cut = CUT_ACTIVATIONS * (1 - 1 / self._tensor_parallel)
         numbers = (ACTIVATIONS - cut) * self._width * tokens / self._sequence_parallel
         return round(numbers) * sample.latents.element_size()
@@ -276,7 +276,7 @@ class Denoiser(ABC):
             "latents": self.unpacked(sample, sample.latents),
             "index": sample.index,
             "latent_tokens": self.tokens(sample.latents),
-            **self.told(sample),
+            **self.decoder_values(sample),
         }
 
     def preview(self, sample: Sample, prediction: torch.Tensor) -> Payload:
@@ -286,7 +286,11 @@ class Denoiser(ABC):
         size = (max(1, latents.shape[-2] // PREVIEW_SHRINK), max(1, latents.shape[-1] // PREVIEW_SHRINK))
         flat = latents.reshape(-1, 1, *latents.shape[-2:])
         small = functional.adaptive_avg_pool2d(flat.float(), size).to(latents.dtype)
-        return {"latents": small.reshape(*latents.shape[:-2], *size), "index": sample.index, **self.told(sample)}
+        return {
+            "latents": small.reshape(*latents.shape[:-2], *size),
+            "index": sample.index,
+            **self.decoder_values(sample),
+        }
 
     def end(self, state: Given) -> None:
         """Nothing to free: only the state itself is kept."""

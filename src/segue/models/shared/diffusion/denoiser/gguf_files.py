@@ -89,12 +89,12 @@ def read_gguf(ctx: DenoiserContext, component: str, file: Path) -> Any:
 def _check_read(network: nn.Module, file: Path, field: str) -> None:
     from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter  # imports gguf
 
-    widened = {name for name, module in network.named_modules() if isinstance(module, GGUFLinear)}
+    readable = {name for name, module in network.named_modules() if isinstance(module, GGUFLinear)}
     for name, parameter in network.named_parameters():
         if parameter.device.type == "meta":
             raise ConfigError(f"{file}: it has no tensor {name!r}", field=field)
         holder, _, leaf = name.rpartition(".")
-        if isinstance(parameter, GGUFParameter) and not (holder in widened and leaf == "weight"):
+        if isinstance(parameter, GGUFParameter) and not (holder in readable and leaf == "weight"):
             raise ConfigError(
                 f"{file}: {name!r} is of type {parameter.quant_type.name}; except weights of linear layers, tensors "
                 "must be F32 or F16",

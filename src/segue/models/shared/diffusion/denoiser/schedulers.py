@@ -112,9 +112,13 @@ def _across(
         if config.get("use_dynamic_shifting") and config.get("time_shift_type", "exponential") != "exponential":
             yield FlowMatchLCMScheduler, {}
             return  # the other schedulers support only the exponential shift
-        told = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": config.get("shift", 1.0)}
-        yield UniPCMultistepScheduler, told
-        yield DPMSolverMultistepScheduler, told
+        options = {
+            "use_flow_sigmas": True,
+            "prediction_type": "flow_prediction",
+            "flow_shift": config.get("shift", 1.0),
+        }
+        yield UniPCMultistepScheduler, options
+        yield DPMSolverMultistepScheduler, options
         yield FlowMatchLCMScheduler, {}
         if not config.get("use_dynamic_shifting"):  # Heun's does not support dynamic shifting
             yield FlowMatchHeunDiscreteScheduler, {}

@@ -168,7 +168,7 @@ def _quantize(network: nn.Module, ctx: DenoiserContext) -> None:
     if not sum(prepare(block, ctx.device, Plan(quantization=ctx.quantization)) for block in blocks):
         raise ConfigError(
             f"stage {ctx.stage!r}: quantization is {ctx.quantization!r}, but {type(network).__name__} has no linear "
-            "layer that can be quantised so",
+            "layer that can be quantised this way",
             field=f"stages.{ctx.stage}.quantization",
         )
 
