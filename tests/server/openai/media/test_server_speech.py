@@ -271,7 +271,7 @@ def test_a_failure_at_first_has_its_status(http: httpx.Client, server: Live) -> 
     server.service.script = script
     answer = http.post(PATH, json=body())
     assert answer.status_code == 500
-    assert "no sound" in answer.json()["error"]["message"]
+    assert "no audio" in answer.json()["error"]["message"]
 
 
 def test_a_client_that_leaves_is_cancelled() -> None:

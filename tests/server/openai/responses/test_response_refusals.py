@@ -44,7 +44,7 @@ PNG = "data:image/png;base64," + base64.b64encode(encode_png(bytes(range(12)), 2
         ({"input": [{"role": "robot", "content": "a"}]}, "input[0].role", "no known role"),
         ({"input": [{"role": "user", "content": "a", "tone": 1}]}, "input[0].tone", "unknown parameter"),
         ({"input": [{"role": "user"}]}, "input[0].content", "it must be a string or a list"),
-        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type", "no part"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type", "not a part"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]},
             "input[0].content[0].file_id",
