@@ -79,7 +79,7 @@ def gptq(weight: torch.Tensor, bits: int = 4, size: int = 32, *, ordered: bool =
         "scales": made.scale.T.contiguous().half(),
         "g_idx": group.int(),
     }
-    return tensors, made.dequantised
+    return tensors, made.wide
 
 
 def _in_words(numbers: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
@@ -99,7 +99,7 @@ def awq(weight: torch.Tensor, size: int = 32) -> Packed:
         "qzeros": _in_words(made.zero.T, order),
         "scales": made.scale.T.contiguous().half(),
     }
-    return tensors, made.dequantised
+    return tensors, made.wide
 
 
 def awq_gemv(weight: torch.Tensor, size: int = 32) -> Packed:
@@ -113,7 +113,7 @@ def awq_gemv(weight: torch.Tensor, size: int = 32) -> Packed:
         "qzeros": _in_words(zero, tuple(range(8))),
         "scales": scale.half(),
     }
-    return tensors, made.dequantised
+    return tensors, made.wide
 
 
 def compressed(
@@ -135,7 +135,7 @@ def compressed(
         tensors["weight_zero_point"] = stream(made.zero.T, bits).T.contiguous()
     if ordered:
         tensors["weight_g_idx"] = group.int()
-    return tensors, made.dequantised
+    return tensors, made.wide
 
 
 def bitsandbytes8(weight: torch.Tensor) -> Packed:
