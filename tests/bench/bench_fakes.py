@@ -12,7 +12,7 @@ from segue.messages.request import Message, TextPart
 
 def request(index: int, tokens: int = 2) -> BenchRequest:
     kinds = ("text", "image", "audio", "video")
-    return BenchRequest(index, kinds[index % 4], [Message("user", [TextPart(f"number {index}")])], tokens)
+    return BenchRequest(index, kinds[index % 4], [Message("user", [TextPart(f"number {index}")])], tokens, 4 * tokens)
 
 
 def outcome(asked: BenchRequest, jct: float = 1.0, scale: float = 1.0) -> Outcome:

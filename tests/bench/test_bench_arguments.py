@@ -9,7 +9,7 @@ import pytest
 
 from segue.bench.main import main, parser
 from segue.bench.omni.checkpoint import make_preset, make_shape, overlay
-from segue.bench.omni.workload import Suppressed
+from segue.bench.omni.families import FAMILIES
 from segue.cli.main import main as segue
 
 pytestmark = pytest.mark.slow
@@ -37,6 +37,7 @@ def test_lists_are_read() -> None:
         (["omni", "--concurrency", "1,x"], "'x' must be a whole number above 0"),
         (["omni", "--requests", "-3"], "must be a whole number above 0"),
         (["omni", "--baseline", "statik"], "there is no baseline 'statik'; did you mean 'static'?"),
+        (["omni", "--rates", "0.1,0"], "'0.1,0' must be numbers above 0"),
         (["omni", "--size", "big"], "invalid choice: 'big'"),
         (["omni", "--size", "tiny", "--model", "x"], "not allowed with argument"),
         (["omny"], "invalid choice: 'omny'"),
@@ -61,6 +62,11 @@ def test_a_missing_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFix
     assert "segue: error: no checkpoint at" in capsys.readouterr().err
 
 
+def test_a_preset_goes_with_no_other_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    assert segue(["bench", "omni", "--preset", "qwen3-omni", "--shape", "7b"]) == 2
+    assert "--preset goes with --size" in capsys.readouterr().err
+
+
 def test_a_preset_is_made_once(tmp_path: Path) -> None:
     made = make_preset(tmp_path, "tiny")
     config = made / "config.json"
@@ -80,7 +86,7 @@ def test_the_published_shape_has_its_dimensions_and_the_presets_tokens(tmp_path:
     assert config["thinker_config"]["image_token_index"] == talker["image_token_index"]
     assert not list(made.glob("*.safetensors*"))
     assert {"tokenizer.json", "preprocessor_config.json", "spk_dict.pt"} <= {path.name for path in made.iterdir()}
-    suppressed = Suppressed.of(config)
+    suppressed = FAMILIES["qwen2_5_omni"].suppressed(config)
     assert suppressed.talker[0] == config["token2wav_config"]["dit_config"]["num_embeds"]
     assert set(suppressed.talker_ends) <= set(suppressed.talker)
 

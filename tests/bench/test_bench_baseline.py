@@ -10,16 +10,18 @@ import pytest
 from segue.bench.harness.load import closed, turn
 from segue.bench.omni.baseline import Options, baseline, baseline_process
 from segue.bench.omni.checkpoint import make_preset
+from segue.bench.omni.families import FAMILIES, OmniFamily, Suppressed
 from segue.bench.omni.outcome import Outcome
-from segue.bench.omni.workload import BenchRequest, Suppressed
+from segue.bench.omni.workload import BenchRequest
 from segue.messages.errors import StageFailed
 from segue.messages.request import Message, TextPart
 from segue.models.registry import read_config
 
 
-def options(model: Path, suppressed: Suppressed) -> Options:
+def options(model: Path, family: OmniFamily, suppressed: Suppressed) -> Options:
     return Options(
         model_dir=str(model),
+        reference=family.reference,
         device="cpu",
         dtype="float32",
         load_format="auto",
@@ -31,16 +33,20 @@ def options(model: Path, suppressed: Suppressed) -> Options:
 
 
 @pytest.mark.slow
-def test_both_ways_of_serving_do_the_work_asked_for(tmp_path: Path) -> None:
-    model = make_preset(tmp_path, "tiny")
-    suppressed = Suppressed.of(read_config(model))
+@pytest.mark.parametrize(("name", "seconds"), [("qwen2_5_omni", 0.02), ("qwen3_omni", 0.08)])
+def test_both_ways_of_serving_do_the_work_asked_for(name: str, seconds: float, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    model = make_preset(tmp_path, "tiny", family.preset)
+    suppressed = family.suppressed(read_config(model))
     requests = [
-        BenchRequest(index, "text", [Message("user", [TextPart(f"Say something, number {index}.")])], length)
+        BenchRequest(
+            index, "text", [Message("user", [TextPart(f"Say something, number {index}.")])], length, 4 * length
+        )
         for index, length in enumerate([3, 6, 4])
     ]
 
     async def serve() -> tuple[list[Outcome], list[Outcome]]:
-        process = baseline_process(options(model, suppressed))
+        process = baseline_process(options(model, family, suppressed))
         try:
             loaded = await process.start()
             assert loaded.threads == 1
@@ -61,7 +67,7 @@ def test_both_ways_of_serving_do_the_work_asked_for(tmp_path: Path) -> None:
         assert one.text_ids == many.text_ids, "the library's own answer does not depend on company"
         assert not set(one.text_ids) & set(suppressed.thinker)
         assert not set(one.code_ids) & set(suppressed.talker)
-        assert one.audio_seconds == many.audio_seconds == pytest.approx(request.codes * 0.02)
+        assert one.audio_seconds == many.audio_seconds == pytest.approx(request.codes * seconds, abs=0.024)
         assert 0 < one.ttft < one.ttfa == one.jct
         stages = [stage for stage, _, _, _ in one.spans]
         assert stages == ["queue", "input", "thinker", "talker", "vocoder"]
@@ -74,7 +80,7 @@ def test_both_ways_of_serving_do_the_work_asked_for(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_what_the_process_cannot_load_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     async def start() -> None:
-        process = baseline_process(options(tmp_path / "none", Suppressed((), (), ())))
+        process = baseline_process(options(tmp_path / "none", FAMILIES["qwen2_5_omni"], Suppressed((), (), ())))
         try:
             await process.start()
         finally:

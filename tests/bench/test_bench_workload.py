@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 
-from segue.bench.omni.workload import CODES_PER_TOKEN, KINDS, REPLY_TOKENS, BenchRequest, Material, Suppressed, Workload
+from segue.bench.omni.families import FAMILIES
+from segue.bench.omni.paper import PaperWorkload, audio_seconds, video_seconds
+from segue.bench.omni.workload import AUDIO_RATE, KINDS, REPLY_TOKENS, VIDEO_FPS, BenchRequest, Material, Workload
 from segue.messages.errors import ConfigError
 from segue.messages.request import MediaPart, TextPart
 
@@ -26,14 +29,14 @@ def media(request: BenchRequest) -> list[MediaPart]:
 
 
 def test_the_table_is_frozen() -> None:
-    table = hashlib.sha256(repr((REPLY_TOKENS, CODES_PER_TOKEN, KINDS)).encode()).hexdigest()
+    table = hashlib.sha256(repr((REPLY_TOKENS, FAMILIES["qwen2_5_omni"].codes_per_token, KINDS)).encode()).hexdigest()
     assert table[:16] == "dfa4891f7b729d01", "figures of earlier runs can no longer be compared"
 
 
 def test_the_table_is_what_the_benchmark_promises() -> None:
     assert min(REPLY_TOKENS) == 32
     assert max(REPLY_TOKENS) == 96
-    assert CODES_PER_TOKEN == 4
+    assert FAMILIES["qwen3_omni"].codes_per_token * 64 * 0.08 == pytest.approx(10.24), "seconds of an average reply"
     for place in range(len(KINDS)):
         lengths = REPLY_TOKENS[place :: len(KINDS)]
         assert sum(lengths) / len(lengths) == 64, f"{KINDS[place]} requests would be longer or shorter than others"
@@ -78,6 +81,41 @@ def test_arrays_are_what_their_description_says(material: Material) -> None:
                 assert array.std() > 5, "the image must show something"
 
 
+def test_the_papers_workload_has_the_sizes_of_its_data_sets(material: Material) -> None:
+    count = PaperWorkload.count
+    requests = PaperWorkload(material, codes_per_token=2).requests(0, count)
+    found = {kind: [part.array for r in requests if r.kind == kind for part in media(r)] for kind in KINDS}
+    assert {kind: len(arrays) for kind, arrays in found.items()} == {
+        "text": 0,
+        "audio": 100,
+        "image": 100,
+        "video": 100,
+    }
+    seconds = [info.shape[0] / AUDIO_RATE for info in found["audio"] if info is not None]
+    assert 1 <= min(seconds) < 8 < 18 < max(seconds) <= 35
+    assert sum(seconds) / 100 == pytest.approx(12.3, abs=1)
+    for info in found["image"]:
+        assert info is not None
+        assert max(info.shape[:2]) == 512
+        assert min(info.shape[:2]) in (341, 384, 512)
+    frames = [info.shape[0] for info in found["video"] if info is not None]
+    assert {info.shape[1:] for info in found["video"] if info is not None} == {(240, 320, 3)}
+    assert {count % 2 for count in frames} == {0}
+    assert 4 <= min(frames) < 8 < 24 < max(frames) <= 142
+    assert sum(frames) / 100 / VIDEO_FPS == pytest.approx(7.2, abs=1)
+    assert len({part.data for request in requests for part in media(request)}) == count
+    encode = msgspec.msgpack.encode
+    again = PaperWorkload(Material.read(ASSETS), codes_per_token=2)
+    assert [encode(one) for one in again.requests(0, 6)] == [encode(one) for one in requests[:6]]
+
+
+def test_the_papers_lengths_have_the_means_of_its_data_sets() -> None:
+    draw = random.Random(0)
+    audio, video = ([of(draw) for _ in range(20_000)] for of in (audio_seconds, video_seconds))
+    assert sum(audio) / len(audio) == pytest.approx(12.3, abs=0.1)
+    assert sum(video) / len(video) == pytest.approx(7.2, abs=0.1)
+
+
 def test_material_names_the_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"photo\.jpg"):
         Material.read(tmp_path)
@@ -96,7 +134,7 @@ def test_ends_placeholders_and_unheard_codes_are_suppressed() -> None:
         "talker_config": {"vocab_size": 20, "tts_codec_pad_token_id": 12, "tts_codec_end_token_id": 14},
         "token2wav_config": {"dit_config": {"num_embeds": 17}},
     }
-    found = Suppressed.of(config)
+    found = FAMILIES["qwen2_5_omni"].suppressed(config)
     assert found.thinker == (2, 3, 5, 6, 7, 8, 9)
     assert found.talker == (12, 14, 17, 18, 19)
     assert found.talker_ends == (12, 14)

@@ -18,6 +18,7 @@ from segue.bench.omni.results import LevelResult, Result
 from segue.bench.text.results import TextResult
 
 GIB = 2**30
+_MEDIA = {"mixed": "mixed media", "paper": "media of the paper's lengths and sizes"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +117,7 @@ def of_omni(result: Result) -> Measured:
             for name, figure in (("jct", "JCT, s"), ("ttfa", "first audio, s"), ("rtf", "real-time factor")):
                 made.append(
                     Comparison(
-                        load=_clients(level.concurrency),
+                        load=level.load,
                         figure=figure,
                         lower_is_better=True,
                         segue=settings.dtype,
@@ -128,7 +129,7 @@ def of_omni(result: Result) -> Measured:
                     )
                 )
     return Measured(
-        title=f"Speech from mixed media ({settings.model})",
+        title=f"Speech from {_MEDIA[settings.workload]} ({settings.model})",
         machine=result.machine,
         finished=result.finished,
         rounds=settings.rounds,
@@ -148,7 +149,7 @@ def _round_means(level: LevelResult, side: str, name: str, requests: int) -> lis
 
 def _hops(levels: Sequence[LevelResult]) -> str:
     rows = [
-        [_clients(level.concurrency), edge, str(hop.count), f"{1000 * hop.p50:.1f}", f"{1000 * hop.p99:.1f}"]
+        [level.load, edge, str(hop.count), f"{1000 * hop.p50:.1f}", f"{1000 * hop.p99:.1f}"]
         for level in levels
         for edge, hop in level.hops.items()
     ]
@@ -224,10 +225,6 @@ def of_diffusion(result: DiffusionResult) -> Measured:
         ],
         comparisons=made,
     )
-
-
-def _clients(count: int) -> str:
-    return "1 client" if count == 1 else f"{count} clients"
 
 
 def _environment(alike: bool) -> str:

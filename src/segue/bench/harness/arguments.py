@@ -128,6 +128,17 @@ def counts(text: str) -> list[int]:
     return list(dict.fromkeys(count(part.strip()) for part in text.split(",")))
 
 
+def rates(text: str) -> list[float]:
+    """Parse positive numbers separated by commas."""
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = [0.0]
+    if not all(rate > 0 for rate in found):
+        raise argparse.ArgumentTypeError(f"{text!r} must be numbers above 0, with commas between them")
+    return found
+
+
 def some_of(known: Sequence[str], what: str = "baseline") -> Callable[[str], list[str]]:
     """Parse several names separated by commas, or `none`; `what` describes a name in errors."""
 

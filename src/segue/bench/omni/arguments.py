@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from segue.bench.harness.arguments import ModelBench, counts, execute, option, some_of
+from segue.bench.harness.arguments import ModelBench, counts, execute, option, rates, some_of
+from segue.bench.omni.families import PRESETS
 from segue.cli.parser import count
+from segue.messages.errors import ConfigError
 
 BASELINES = ("one", "static")
-SIZES = ("tiny", "small")
+SIZES = ("tiny", "small", "medium")
+WORKLOADS = ("mixed", "paper")
 SHAPES = ("7b",)
 NEEDS = ("matplotlib", "psutil")
 _ASSETS = Path(__file__).parents[4] / "assets"
@@ -20,18 +23,21 @@ _ASSETS = Path(__file__).parents[4] / "assets"
 class OmniBench(ModelBench):
     """Settings of a run."""
 
-    size: str = option("small", "a frozen preset, made if absent (default: small)", choices=SIZES, exclusive=True)
+    preset: str = option(PRESETS[0], f"made if absent (default: {PRESETS[0]})", choices=PRESETS)
+    size: str = option("small", "of the preset (default: small)", choices=SIZES, exclusive=True)
     shape: str | None = option(
         None,
         "a published shape without weights; implies --load-format dummy",
         choices=SHAPES,
         exclusive=True,
     )
+    workload: str = option("mixed", "mixed: short media; paper: that of vLLM-Omni's paper", choices=WORKLOADS)
     assets: Path = option(_ASSETS, "photo, speech and video", type=Path)
     config: Path | None = option(None, "deployment file of Segue", type=Path)
     threads: int | None = option(None, "CPU threads of the baseline (default: as many as cores)", type=count)
     concurrency: Sequence[int] = option([1, 8], "clients, e.g. 1,8", type=counts)
-    requests: int = option(16, "per round and side (default: 16)", type=count)
+    rates: Sequence[float] = option([], "also Poisson arrivals per second, e.g. 0.05,0.1", type=rates)
+    requests: int | None = option(None, "per round and side (default: 16; of the paper's workload 300)", type=count)
     rounds: int = option(3, type=count)
     warmup: int = option(4, "requests not counted, per side (default: 4)", type=count)
     baseline: Sequence[str] = option(list(BASELINES), "of one,static; or none", type=some_of(BASELINES))
@@ -58,8 +64,10 @@ def start(bench: OmniBench) -> int:
     from segue.bench.omni.omni import run
     from segue.bench.omni.report import markdown, plot
 
+    if bench.preset != PRESETS[0] and (bench.shape is not None or bench.model is not None):
+        raise ConfigError("--preset goes with --size: not with --model or --shape", field="preset")
     if bench.shape is not None:
         bench = replace(bench, model=make_shape(bench.cache, bench.shape))
     elif bench.model is None:
-        bench = replace(bench, model=make_preset(bench.cache, bench.size))
+        bench = replace(bench, model=make_preset(bench.cache, bench.size, bench.preset))
     return execute(bench, "omni", run, markdown, plot)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 
 import msgspec
 import numpy as np
@@ -31,6 +32,8 @@ class Options(msgspec.Struct, kw_only=True):
     """Options for loading the baseline; its process receives them as JSON in `argv`."""
 
     model_dir: str
+    reference: str
+    """The module whose `Reference` loads it."""
     device: str
     dtype: str
     load_format: str
@@ -127,9 +130,9 @@ def _spans(answer: Answer, sent: float) -> list[tuple[str, str, float, float]]:
 
 def load(options: Options) -> tuple[Loaded, Callable[[str], Generate[BenchRequest]]]:
     """Load the model; both ways of serving are the same call."""
-    from segue.bench.omni.reference import Reference, torch
+    import torch
 
-    reference = Reference(options)
+    reference = import_module(options.reference).Reference(options)
     return Loaded(torch.get_num_threads()), lambda way: reference.generate
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from segue.models.omni.qwen2_5_omni.tiny import presets as tiny
+from segue.models.registry import tiny_preset
 from segue.models.shared.tiny.made import filled
 
 # the entries of Qwen/Qwen2.5-Omni-7B's config.json that determine compute. Token ids stay those of the tiny
@@ -83,12 +84,13 @@ _REFERENCE_FRAMES = 300
 """Mel frames of the voice's sample: 3 s."""
 
 
-def make_preset(directory: Path, size: str) -> Path:
-    """The preset of a size under `directory`, made if absent."""
-    target = directory / f"qwen2.5-omni-{size}"
-    if not (target / "spk_dict.pt").is_file():  # the file that is written last
+def make_preset(directory: Path, size: str, name: str = "qwen2.5-omni") -> Path:
+    """The preset of a name and size under `directory`, made if absent. Raises `InvalidRequest` for an unknown size."""
+    preset = tiny_preset(name)
+    target = directory / f"{name}-{size}"
+    if not (target / "vocab.json").is_file():  # the file that is moved there last
         with filled(target) as made:
-            tiny.make(made, size=size)
+            preset.make(made, size, 0)
     return target
 
 

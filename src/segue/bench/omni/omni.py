@@ -1,9 +1,10 @@
-"""`segue bench omni`: compare Segue with `transformers` on Qwen2.5-Omni. `docs/benchmarks.md` explains the results."""
+"""`segue bench omni`: compare Segue with `transformers` on Qwen2.5-Omni or Qwen3-Omni; `docs/benchmarks.md` has the method."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ import msgspec
 
 from segue.bench.harness.hardware import machine
 from segue.bench.harness.load import (
+    Load,
     LoadDriver,
+    arriving,
     by_side,
     closed,
     in_turn,
     outcomes_of,
+    poisson,
     serving,
     turn,
     warm_up,
@@ -25,21 +29,25 @@ from segue.bench.harness.meters import Watch, gpu_bytes_used
 from segue.bench.harness.results import measure
 from segue.bench.harness.stats import added, mean, snapshot
 from segue.bench.omni.arguments import OmniBench
-from segue.bench.omni.baseline import Options, baseline, baseline_process
+from segue.bench.omni.baseline import STATIC_BATCH, Options, baseline, baseline_process
+from segue.bench.omni.families import OmniFamily, Suppressed, omni_family
 from segue.bench.omni.outcome import OmniDriver, OmniSlice
+from segue.bench.omni.paper import PaperWorkload
 from segue.bench.omni.results import (
     LevelResult,
     Result,
     Settings,
     agreement,
     baseline_stages,
+    check_agreement,
     figures,
     hop_figures,
+    load_name,
     ratios,
     segue_stages,
 )
 from segue.bench.omni.segue_driver import SegueDriver
-from segue.bench.omni.workload import Material, Suppressed, Workload
+from segue.bench.omni.workload import Material, Workload
 from segue.models.registry import read_config
 from segue.orchestrator.placement import WORKER_ENVIRONMENT
 
@@ -49,15 +57,20 @@ CLIENT_BLOCKS, FEWEST_CLIENTS = 128, 16
 """KV blocks per client, of 16 tokens each: a request with its answer has fewer than 1,000."""
 SILENCE = 1e-4
 """Root mean square below which a waveform is silence (full scale is 1)."""
+WORKLOADS = {kind.name: kind for kind in (Workload, PaperWorkload)}
 
 
 async def run(bench: OmniBench) -> Result:
     """Start every side, measure, stop every side."""
     found = machine()
-    suppressed = Suppressed.of(read_config(bench.model_dir))
+    config = read_config(bench.model_dir)
+    family = omni_family(config, bench.model_dir)
+    suppressed = family.suppressed(config)
     # the library's random initialisation of the full shape is nearly silent
     silence = 0.0 if bench.loads == "dummy" else SILENCE
-    workload = Workload(Material.read(bench.assets), bench.seed)
+    made = WORKLOADS[bench.workload]
+    bench = replace(bench, requests=bench.requests or made.count)
+    workload = made(Material.read(bench.assets), bench.seed, codes_per_token=family.codes_per_token)
     segue = SegueDriver(
         bench.model_dir,
         suppressed,
@@ -66,7 +79,7 @@ async def run(bench: OmniBench) -> Result:
         load_format=bench.loads,
         config=_deployment(bench),
     )
-    process = baseline_process(_options(bench, suppressed, bench.threads or found.cores))
+    process = baseline_process(_options(bench, family, suppressed, bench.threads or found.cores))
     baselines = {way: baseline(way, process, silence) for way in bench.baseline}
     gpu_before = gpu_bytes_used()
     async with serving([segue], bench.say):
@@ -77,15 +90,18 @@ async def run(bench: OmniBench) -> Result:
                 threads["transformers"] = {"process": (await process.start()).threads}
             result = Result(machine=found, settings=_settings(bench, threads, silence), levels=[])
 
-            async def level(number: int, concurrency: int) -> None:
+            async def level(number: int, clients: int, rate: float) -> None:
                 # with one client a static batch is one request, so it is left out
-                ways = [one for way, one in baselines.items() if way == "one" or concurrency > 1]
-                result.levels.append(await _level(bench, workload, segue, ways, concurrency, number * LEVEL_SPACING))
+                ways = [one for way, one in baselines.items() if way == "one" or clients != 1]
+                start = number * LEVEL_SPACING
+                result.levels.append(await _level(bench, workload, segue, ways, clients, rate, start))
                 if found.gpus:
                     peak = 0 if process.last is None else process.last.gpu_bytes
                     result.gpu_peak_bytes = {"segue": gpu_segue, "transformers": peak}
 
-            return await measure(result, [partial(level, *one) for one in enumerate(bench.concurrency)], bench.keep)
+            loads = [*((clients, 0.0) for clients in bench.concurrency), *((0, rate) for rate in bench.rates)]
+            levels = [partial(level, number, *load) for number, load in enumerate(loads)]
+            return await measure(result, levels, bench.keep)
 
 
 async def _level(
@@ -93,14 +109,18 @@ async def _level(
     workload: Workload,
     segue: SegueDriver,
     baselines: Sequence[OmniDriver],
-    concurrency: int,
+    clients: int,
+    rate: float,
     start: int,
 ) -> LevelResult:
+    """`clients`: of a closed loop; 0 for arrivals at `rate`. `start`: index of the first request."""
+    assert bench.requests is not None, "the workload says it"
     drivers: list[OmniDriver] = [segue, *baselines]
-    load = closed(concurrency)
-    bench.say(f"concurrency {concurrency}: warming up")
+    together = clients or STATIC_BATCH
+    load: Load = closed(clients) if clients else arriving(poisson(rate, bench.requests, bench.seed))
+    bench.say(f"{load_name(clients, rate)}: warming up")
     # every kind at least once; indices outside the measured requests
-    await warm_up(drivers, workload.requests(start + LEVEL_SPACING // 2, bench.warmup), load, concurrency)
+    await warm_up(drivers, workload.requests(start + LEVEL_SPACING // 2, bench.warmup), closed(together), together)
     before = snapshot(segue.stats())
     everyone = [pid for driver in drivers for pid in driver.processes()]
     watches = {driver.name: Watch(driver.processes(), everyone) for driver in drivers}
@@ -111,17 +131,21 @@ async def _level(
             yield
 
     rounds = [workload.requests(start + number * bench.requests, bench.requests) for number in range(bench.rounds)]
-    slices = by_side(await in_turn(drivers, rounds, load, concurrency, bench.say, _told, watched))
+    slices = by_side(await in_turn(drivers, rounds, load, together, bench.say, _told, watched))
     # idle workers report; Segue goes first in a round, so that its last turn's report has arrived by now
     between = added(snapshot(segue.stats()), before)
     mine = slices[segue.name]
     theirs = {driver.name: slices[driver.name] for driver in baselines}
     outcomes = {name: outcomes_of(own) for name, own in slices.items()}
+    agreed = {name: agreement(outcomes[segue.name], outcomes[name]) for name in theirs}
+    if bench.computes == "float32" and bench.loads != "dummy":  # else the sides round, or draw their weights, apart
+        check_agreement(agreed)
     return LevelResult(
-        concurrency=concurrency,
+        concurrency=clients,
+        rate=rate,
         sides={name: figures(own) for name, own in slices.items()},
         ratios={name: ratios(mine, own) for name, own in theirs.items()},
-        agreement={name: agreement(outcomes[segue.name], outcomes[name]) for name in theirs},
+        agreement=agreed,
         stages={segue.name: segue_stages(between, mine)} | {name: baseline_stages(own) for name, own in theirs.items()},
         hops=hop_figures(between),
         usage={name: watch.usage for name, watch in watches.items()},
@@ -152,9 +176,10 @@ def _deployment(bench: OmniBench) -> Path | dict[str, object] | None:
     return here
 
 
-def _options(bench: OmniBench, suppressed: Suppressed, threads: int) -> Options:
+def _options(bench: OmniBench, family: OmniFamily, suppressed: Suppressed, threads: int) -> Options:
     return Options(
         model_dir=str(bench.model_dir),
+        reference=family.reference,
         device="cuda:0" if bench.device == "cuda" else "cpu",
         dtype=bench.computes,
         load_format=bench.loads,
@@ -168,11 +193,12 @@ def _options(bench: OmniBench, suppressed: Suppressed, threads: int) -> Options:
 def _settings(bench: OmniBench, threads: dict[str, dict[str, int]], silence: float) -> Settings:
     return Settings(
         model=bench.model_dir.name,
+        workload=bench.workload,
         device=bench.device,
         dtype=bench.computes,
         load_format=bench.loads,
         seed=bench.seed,
-        requests=bench.requests,
+        requests=bench.requests or 0,
         rounds=bench.rounds,
         warmup=bench.warmup,
         sides=["segue", *bench.baseline],

@@ -27,7 +27,7 @@ def markdown(result: Result) -> str:
     """The whole result, as tables."""
     parts = [f"## {title(result)}", conditions(result), *result.unfinished]
     for level in result.levels:
-        parts += [f"### Concurrency {level.concurrency}", latency_table(level), ratio_table(level)]
+        parts += [f"### {level.load}", latency_table(level), ratio_table(level)]
         parts += [stage_table(level), hop_table(level), usage_table(level)]
     return page(parts)
 
@@ -46,7 +46,8 @@ def conditions(result: Result) -> str:
     )
     return (
         f"{host(result.machine, result.machine.packages)} CPU threads: {threads}. "
-        f"{settings.rounds} rounds of {settings.requests} requests per side after {settings.warmup} to warm up; "
+        f"Workload `{settings.workload}`: {settings.rounds} rounds of {settings.requests} requests per side after "
+        f"{settings.warmup} to warm up; "
         f"seed {settings.seed}, weights {'random' if settings.load_format == 'dummy' else 'of the checkpoint'}."
     )
 
@@ -137,7 +138,7 @@ def _bars(axes: Any, level: LevelResult) -> None:
         axes.bar_label(drawn, fmt="%.2f", fontsize=8)
     axes.set_xticks([place + 0.4 - width / 2 for place in range(len(metrics))], [metric.upper() for metric in metrics])
     axes.set_ylabel("seconds, mean")
-    axes.set_title(f"concurrency {level.concurrency}")
+    axes.set_title(level.load)
     axes.margins(y=0.12)
     axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3, frameon=False)
 

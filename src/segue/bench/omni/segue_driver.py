@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from segue.bench.harness.async_omni import AsyncOmniDriver
+from segue.bench.omni.families import Suppressed
 from segue.bench.omni.outcome import FirstAudio, Outcome
-from segue.bench.omni.workload import BenchRequest, Suppressed
+from segue.bench.omni.workload import BenchRequest
 from segue.messages.deltas import AudioDelta, Finished, TextDelta
 from segue.messages.request import Request
 from segue.messages.sampling import SamplingParams

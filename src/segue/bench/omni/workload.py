@@ -1,18 +1,20 @@
 """The mixed multimodal workload: text, image, audio and video in equal parts, the same requests for every side.
 
-Request `i` is of kind `KINDS[i % 4]` and is answered with `REPLY_TOKENS[i % 32]` text tokens and four codes for each.
+Request `i` is of kind `KINDS[i % 4]` and is answered with `REPLY_TOKENS[i % 32]` text tokens, and for each of them with
+as many codes as `segue.bench.omni.families` says.
 The tables below are frozen: figures of two runs are comparable only while the tables stay the same. Media are cut from
 the files of the repository's `assets/`, at a different offset for each request, so that no content cache sees an image
 twice; prompts differ in their words. All media are arrays: decoding files counts to no side's time, the processor's
 work on the arrays counts to every side's.
 
-End tokens, codes that the vocoder has no embedding for and media placeholders are suppressed (`Suppressed`) on every
-side, so that lengths match the table and every side does the same work.
+End tokens, codes that the vocoder has no embedding for and media placeholders are suppressed on every side, so that
+lengths match the table and every side does the same work.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,7 +32,6 @@ from segue.messages.request import ArrayInfo, MediaPart, Message, TextPart
 Kind = Literal["text", "image", "audio", "video"]
 
 KINDS: tuple[Kind, ...] = ("text", "image", "audio", "video")
-CODES_PER_TOKEN = 4
 # 32 to 96 tokens; the mean of each kind's eight lengths is 64
 REPLY_TOKENS = (
     *(64, 40, 88, 56), *(32, 96, 48, 72), *(96, 32, 64, 88), *(48, 80, 40, 64),
@@ -46,8 +47,8 @@ VIDEO_SIDE = 112
 VIDEO_FRAMES = 4
 VIDEO_FPS = 2.0
 """The published processor's sampling rate: two seconds, and some 290 prompt tokens (it enlarges the frames)."""
-_CLIP_STRIDE = 6
-_CLIP_FPS = VIDEO_FPS * _CLIP_STRIDE
+CLIP_STRIDE = 6
+_CLIP_FPS = VIDEO_FPS * CLIP_STRIDE
 """Frame rate at which the clip is read; every sixth frame is used, so that cuts may begin at different times."""
 
 _SUBJECTS = ("the harbour", "a violin", "this winter", "the old bridge", "my garden", "the night train", "a red kite")
@@ -67,34 +68,8 @@ class BenchRequest(msgspec.Struct, frozen=True):
     kind: Kind
     messages: list[Message]
     reply_tokens: int
-
-    @property
-    def codes(self) -> int:
-        """Number of the talker's codes."""
-        return CODES_PER_TOKEN * self.reply_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Suppressed:
-    """Token ids that no side may generate."""
-
-    thinker: tuple[int, ...]
-    talker: tuple[int, ...]
-    talker_ends: tuple[int, ...]
-    """The talker's end tokens, which are also in `talker`."""
-
-    @classmethod
-    def of(cls, config: dict[str, Any]) -> Suppressed:
-        """Read them from a checkpoint's `config.json`."""
-        thinker, talker = config["thinker_config"], config["talker_config"]
-        media = [thinker[f"{kind}_token_index"] for kind in ("image", "audio", "video")]
-        media += [thinker["vision_start_token_id"], thinker["audio_start_token_id"]]
-        named = thinker["text_config"].get("eos_token_id", thinker.get("eos_token_id"))
-        ends = [] if named is None else named if isinstance(named, list) else [named]
-        talker_ends = (talker["tts_codec_pad_token_id"], talker["tts_codec_end_token_id"])
-        embedded = config["token2wav_config"]["dit_config"]["num_embeds"]
-        unheard = range(embedded, talker["vocab_size"])
-        return cls(tuple(sorted({*media, *ends})), tuple(sorted({*unheard, *talker_ends})), talker_ends)
+    codes: int
+    """Number of the talker's codes, or rows of codes."""
 
 
 @dataclass(frozen=True)
@@ -126,20 +101,27 @@ def _file(assets: Path, name: str, kind: Literal["image", "audio", "video"]) -> 
 
 
 class Workload:
-    """All requests by index; equal seed and material give equal requests."""
+    """All requests by index; equal arguments give equal requests."""
 
-    def __init__(self, material: Material, seed: int = 0) -> None:
+    kinds: Sequence[Kind] = KINDS
+    name = "mixed"
+    count = 16
+    """Requests per round, unless the user says otherwise."""
+
+    def __init__(self, material: Material, seed: int = 0, *, codes_per_token: int = 4) -> None:
         self._material = material
         self._seed = seed
+        self._codes_per_token = codes_per_token
 
     def request(self, index: int) -> BenchRequest:
         """The request of an index from 0."""
-        kind = KINDS[index % len(KINDS)]
+        kind = self.kinds[index % len(self.kinds)]
         draw = random.Random(f"{self._seed}/{index}")
         parts: list[MediaPart | TextPart] = [] if kind == "text" else [self._media(kind, draw)]
         topic = f"{draw.choice(_TASKS)} {draw.choice(_SUBJECTS)}, number {index}."
         parts.append(TextPart(f"{_ASKS[kind]} {topic}".strip()))
-        return BenchRequest(index, kind, [Message("user", list(parts))], REPLY_TOKENS[index % len(REPLY_TOKENS)])
+        tokens = REPLY_TOKENS[index % len(REPLY_TOKENS)]
+        return BenchRequest(index, kind, [Message("user", list(parts))], tokens, self._codes_per_token * tokens)
 
     def requests(self, start: int, count: int) -> list[BenchRequest]:
         return [self.request(index) for index in range(start, start + count)]
@@ -153,25 +135,27 @@ class Workload:
         side = draw.choice(IMAGE_SIDES)
         height, width, _ = self._material.photo.shape
         top, left = draw.randrange(height - side + 1), draw.randrange(width - side + 1)
-        crop = np.ascontiguousarray(self._material.photo[top : top + side, left : left + side])
-        return MediaPart("image", crop.tobytes(), ArrayInfo("uint8", crop.shape), "messages[0].content[0]")
+        return medium("image", self._material.photo[top : top + side, left : left + side])
 
     def _audio(self, draw: random.Random) -> MediaPart:
-        """The speech in a loop, from a random position, of the requested length."""
-        samples = draw.choice(AUDIO_SECONDS) * AUDIO_RATE
-        speech = np.roll(self._material.speech, -draw.randrange(len(self._material.speech)))
-        cut = np.resize(speech, samples).astype("<f4")
-        info = ArrayInfo("float32", cut.shape, float(AUDIO_RATE))
-        return MediaPart("audio", cut.tobytes(), info, "messages[0].content[0]")
+        return spoken(self._material, draw.choice(AUDIO_SECONDS) * AUDIO_RATE, draw)
 
     def _video(self, draw: random.Random) -> MediaPart:
         count, height, width, _ = self._material.clip.shape
         top, left = draw.randrange(height - VIDEO_SIDE + 1), draw.randrange(width - VIDEO_SIDE + 1)
-        last = (VIDEO_FRAMES - 1) * _CLIP_STRIDE
+        last = (VIDEO_FRAMES - 1) * CLIP_STRIDE
         first = draw.randrange(count - last)
-        shown = self._material.clip[first : first + last + 1 : _CLIP_STRIDE]
-        cut = shown[:, top : top + VIDEO_SIDE, left : left + VIDEO_SIDE]
-        frames = np.ascontiguousarray(cut)
-        return MediaPart(
-            "video", frames.tobytes(), ArrayInfo("uint8", frames.shape, VIDEO_FPS), "messages[0].content[0]"
-        )
+        shown = self._material.clip[first : first + last + 1 : CLIP_STRIDE]
+        return medium("video", shown[:, top : top + VIDEO_SIDE, left : left + VIDEO_SIDE], VIDEO_FPS)
+
+
+def medium(kind: Literal["image", "audio", "video"], array: np.ndarray, rate: float | None = None) -> MediaPart:
+    """A medium of a request, from an array of its dtype and shape."""
+    info = ArrayInfo(array.dtype.name, array.shape, rate)
+    return MediaPart(kind, np.ascontiguousarray(array).tobytes(), info, "messages[0].content[0]")
+
+
+def spoken(material: Material, samples: int, draw: random.Random) -> MediaPart:
+    """The speech in a loop, from a random position, of so many samples."""
+    speech = np.roll(material.speech, -draw.randrange(len(material.speech)))
+    return medium("audio", np.resize(speech, samples).astype("<f4"), float(AUDIO_RATE))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from segue.bench.harness.arguments import ModelBench, counts, execute, option, some_of
+from segue.bench.harness.arguments import ModelBench, counts, execute, option, rates, some_of
 from segue.bench.text.workload import Shape
 from segue.cli.parser import count
 from segue.graph.deployment.options import QUANTIZATIONS
@@ -32,18 +32,8 @@ def _shapes(text: str) -> list[Shape]:
     return [Shape(count(prompt), count(output)) for prompt, _, output in pairs]
 
 
-def _rates(text: str) -> list[float]:
-    try:
-        rates = [float(part) for part in text.split(",")]
-    except ValueError:
-        rates = [0.0]
-    if not all(rate > 0 for rate in rates):
-        raise argparse.ArgumentTypeError(f"{text!r} must be numbers above 0, with commas between them")
-    return rates
-
-
 def _objective(text: str) -> tuple[float, float]:
-    limits = _rates(text)
+    limits = rates(text)
     if len(limits) != 2:
         raise argparse.ArgumentTypeError(f"{text!r} must be two numbers: TTFT,TPOT in seconds")
     return limits[0], limits[1]
@@ -70,7 +60,7 @@ class TextBench(ModelBench):
     preload: Path | None = option(None, "library preloaded on every side, e.g. libiomp5.so or an allocator", type=Path)
     threads: int = option(_CORES, "CPU threads of every side (default: all cores)", type=count)
     dtype: str = option("float32", "to compute in", choices=["float32", "bfloat16"])
-    rates: Sequence[float] = option([], "Poisson arrivals per second, e.g. 0.2,0.5", type=_rates)
+    rates: Sequence[float] = option([], "Poisson arrivals per second, e.g. 0.2,0.5", type=rates)
     arrivals: int = option(24, "per rate and round (default: 24)", type=count)
     objective: tuple[float, float] = option((2.0, 0.25), "TTFT,TPOT seconds of goodput (2,0.25)", type=_objective)
     shared_prefix: float = option(0.0, "share, e.g. 0.8: TTFT with and without the cache", type=float)

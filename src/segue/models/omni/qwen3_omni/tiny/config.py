@@ -27,6 +27,16 @@ RESERVED = 1024
 
 
 @dataclass(frozen=True)
+class Encoder:
+    """The shape of one media encoder."""
+
+    layers: int
+    hidden: int
+    heads: int
+    intermediate: int
+
+
+@dataclass(frozen=True)
 class Shape:
     """The numbers that differ between sizes; everything else is as published."""
 
@@ -43,17 +53,60 @@ class Shape:
     head_dim: int
     accepted_layer: int
     """The thinker's layer whose hidden states the talker takes."""
-    encoder_layers: int
-    encoder_hidden: int
-    encoder_heads: int
+    audio: Encoder
+    downsample: int
+    """Channels of the convolutions before the audio encoder."""
+    vision: Encoder
     deep_layers: tuple[int, ...]
     """Layers of the vision encoder whose features enter the thinker's first layers."""
+    position_rows: int
+    """The vision encoder's learned positions, a square number."""
     codebook: int
     code_groups: int
     predictor_layers: int
+    predictor_heads: tuple[int, int]
+    predictor_intermediate: int
     vocoder_hidden: int
     vocoder_layers: int
+    vocoder_heads: int
+    vocoder_intermediate: int
     vocoder_channels: int
+
+
+def narrowed(by: int) -> Shape:
+    """Qwen3-Omni-30B-A3B with all widths divided by `by`, 4 or 8, and all numbers of layers by 4, rounded.
+
+    As published: numbers of experts, code groups and codes, rates and upsampling. Heads are a quarter as wide, so that
+    their number need not be a fraction; the text vocabulary is that of the tiny checkpoints.
+    """
+    heads = by // 4
+    return Shape(
+        thinker_hidden=2048 // by,
+        thinker_layers=12,
+        thinker_heads=(32 // heads, 4 // heads),
+        thinker_experts=(128, 8, 768 // by),
+        talker_hidden=1024 // by,
+        talker_layers=5,
+        talker_heads=(16 // heads, 2 // heads),
+        talker_experts=(128, 6, 384 // by),
+        head_dim=32,
+        accepted_layer=6,
+        audio=Encoder(8, 1280 // by, 20 // heads, 5120 // by),
+        downsample=480 // by,
+        vision=Encoder(7, 1152 // by, 16 // by, 4304 // by),
+        deep_layers=(2, 4, 6),
+        position_rows=2304,
+        codebook=2048,
+        code_groups=16,
+        predictor_layers=1,
+        predictor_heads=(16 // heads, 8 // heads),
+        predictor_intermediate=3072 // by,
+        vocoder_hidden=1024 // by,
+        vocoder_layers=2,
+        vocoder_heads=16 // by,
+        vocoder_intermediate=3072 // by,
+        vocoder_channels=1536 // by,
+    )
 
 
 SHAPES = {
@@ -68,18 +121,26 @@ SHAPES = {
         talker_experts=(4, 2, 32),
         head_dim=32,
         accepted_layer=2,
-        encoder_layers=3,
-        encoder_hidden=64,
-        encoder_heads=2,
+        audio=Encoder(3, 64, 2, 128),
+        downsample=16,
+        vision=Encoder(3, 64, 2, 128),
         deep_layers=(0, 1),
+        position_rows=64,
         codebook=64,
         code_groups=4,
         predictor_layers=2,
+        predictor_heads=(4, 2),
+        predictor_intermediate=128,
         vocoder_hidden=32,
         vocoder_layers=2,
+        vocoder_heads=2,
+        vocoder_intermediate=64,
         vocoder_channels=64,
     ),
+    "small": narrowed(8),
+    "medium": narrowed(4),
 }
+"""`small` and `medium` are for benchmarks."""
 
 
 def config_json(shape: Shape, roles: Mapping[str, int]) -> dict[str, Any]:
@@ -164,30 +225,30 @@ def _thinker(shape: Shape, user: int) -> dict[str, Any]:
         "audio_config": {
             "model_type": "qwen3_omni_moe_audio_encoder",
             "num_mel_bins": 128,
-            "encoder_layers": shape.encoder_layers,
-            "encoder_attention_heads": shape.encoder_heads,
-            "encoder_ffn_dim": 2 * shape.encoder_hidden,
-            "d_model": shape.encoder_hidden,
+            "encoder_layers": shape.audio.layers,
+            "encoder_attention_heads": shape.audio.heads,
+            "encoder_ffn_dim": shape.audio.intermediate,
+            "d_model": shape.audio.hidden,
             "max_source_positions": 1500,
             "n_window": 50,
             "n_window_infer": 800,
             "conv_chunksize": 500,
-            "downsample_hidden_size": 16,
+            "downsample_hidden_size": shape.downsample,
             "output_dim": shape.thinker_hidden,
         },
         "vision_config": {
             "model_type": "qwen3_omni_moe_vision_encoder",
-            "depth": shape.encoder_layers,
-            "hidden_size": shape.encoder_hidden,
+            "depth": shape.vision.layers,
+            "hidden_size": shape.vision.hidden,
             "hidden_act": "gelu_pytorch_tanh",
-            "intermediate_size": 2 * shape.encoder_hidden,
-            "num_heads": shape.encoder_heads,
+            "intermediate_size": shape.vision.intermediate,
+            "num_heads": shape.vision.heads,
             "in_channels": 3,
             "patch_size": 16,
             "spatial_merge_size": 2,
             "temporal_patch_size": 2,
             "out_hidden_size": shape.thinker_hidden,
-            "num_position_embeddings": 64,
+            "num_position_embeddings": shape.position_rows,
             "deepstack_visual_indexes": list(shape.deep_layers),
         },
     }
@@ -232,10 +293,10 @@ def _talker(shape: Shape) -> dict[str, Any]:
             "model_type": "qwen3_omni_moe_talker_code_predictor",
             "vocab_size": shape.codebook,
             "hidden_size": hidden,
-            "intermediate_size": 2 * hidden,
+            "intermediate_size": shape.predictor_intermediate,
             "num_hidden_layers": shape.predictor_layers,
-            "num_attention_heads": heads[0],
-            "num_key_value_heads": heads[1],
+            "num_attention_heads": shape.predictor_heads[0],
+            "num_key_value_heads": shape.predictor_heads[1],
             "head_dim": shape.head_dim,
             "hidden_act": "silu",
             "max_position_embeddings": 32768,
@@ -252,10 +313,10 @@ def _code2wav(shape: Shape) -> dict[str, Any]:
         "codebook_size": shape.codebook,
         "num_quantizers": shape.code_groups,
         "hidden_size": shape.vocoder_hidden,
-        "intermediate_size": 2 * shape.vocoder_hidden,
+        "intermediate_size": shape.vocoder_intermediate,
         "num_hidden_layers": shape.vocoder_layers,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
+        "num_attention_heads": shape.vocoder_heads,
+        "num_key_value_heads": shape.vocoder_heads,
         "sliding_window": 72,
         "max_position_embeddings": 8000,
         "rope_theta": 10000,

@@ -16,7 +16,7 @@ from segue.models.shared.tiny.sizes import check_size
 
 SIZES = tuple(SHAPES)
 _DATA = Path(__file__).parent / "data"
-_SHARD = "2MB"
+_SHARD = {"tiny": "2MB", "small": "300MB", "medium": "300MB"}
 _MODEL_SPECIFIC = {
     "image_token": "<|image_pad|>",
     "audio_token": "<|audio_pad|>",
@@ -74,7 +74,7 @@ def make(directory: Path, size: str = "tiny", seed: int = 0) -> None:
     write("preprocessor_config.json", _PREPROCESSOR)
     write("chat_template.json", {"chat_template": (_DATA / "chat_template.jinja").read_text()})
     weights = make_weights(config, speakable(tokenizer), tokenizer.encode("\n").ids[0], seed)
-    save_torch_state_dict(weights, directory, max_shard_size=_SHARD)
+    save_torch_state_dict(weights, directory, max_shard_size=_SHARD[size])
 
 
 PRESETS = {"qwen3-omni": TinyPreset(SIZES, make)}

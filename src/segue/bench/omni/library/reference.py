@@ -1,4 +1,4 @@
-"""Run `Qwen2_5OmniForConditionalGeneration.generate` of `transformers`, called as documented.
+"""Serve a batch of requests with `generate` of `transformers`, called as documented.
 
 It uses all features that apply: KV cache, inference mode, SDPA, all cores, one forward for a whole batch (left
 padding). In a batch with replies of different lengths each row ends at its own: stopping criteria answer per row, the
@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,8 +30,6 @@ from transformers import (  # noqa: E402
     AutoProcessor,
     LogitsProcessor,
     LogitsProcessorList,
-    Qwen2_5OmniConfig,
-    Qwen2_5OmniForConditionalGeneration,
     StoppingCriteria,
     StoppingCriteriaList,
 )
@@ -39,28 +37,36 @@ from transformers.generation.streamers import BaseStreamer  # noqa: E402
 
 SAMPLE_RATE = 24_000
 
-# generate() in transformers 5.17–5.23 passes these to the talker, which refuses them, unless they are prefixed
-_THINKER_ONLY = ("pixel_values", "pixel_values_videos")
 
-
-class Reference:
+class Reference(ABC):
     """The loaded model and its processor."""
 
+    config_class: type[Any]
+    model_class: type[Any]
+    thinker_only: Sequence[str] = ()
+    """Arguments of `generate` to be prefixed with `thinker_`."""
+
     def __init__(self, options: Options) -> None:
-        self._device = torch.device(options.device)
+        self.device = torch.device(options.device)
         self._dtype = dtype_of(options.dtype)
-        # the talker's config names ids of the thinker's vocabulary: the library warns of them at every start
+        # configs name ids of other vocabularies: the library warns of them at every start
         logging.getLogger("transformers").setLevel(logging.ERROR)
         torch.set_num_threads(options.threads)
-        model_dir = Path(options.model_dir)
-        self._processor = AutoProcessor.from_pretrained(model_dir)
-        self._model = _dummy(options) if options.load_format == "dummy" else _stored(options)
-        self._model.eval()
-        self._ends = options.talker_ends
-        self._thinker_bans = _Bans(options.suppressed_thinker, self._device)
-        self._talker_bans = _Bans(options.suppressed_talker, self._device)
-        # pads finished rows of a batch: the library recognises them as ended
-        self._thinker_pad = _thinker_end(self._model)
+        self._processor = AutoProcessor.from_pretrained(options.model_dir)
+        self.model = self._dummy(options) if options.load_format == "dummy" else self._stored(options)
+        self.model.eval()
+        self.ends = options.talker_ends
+        self._thinker_bans = Bans(options.suppressed_thinker, self.device)
+        self.talker_bans = Bans(options.suppressed_talker, self.device)
+
+    @abstractmethod
+    def thinker_arguments(self) -> dict[str, Any]:
+        """Arguments of `generate` for the thinker, besides length, greedy sampling and bans; with the end token as
+        `thinker_pad_token_id`: it pads finished rows of a batch, and the library recognises them as ended."""
+
+    @abstractmethod
+    def talker_arguments(self, codes: Sequence[int]) -> dict[str, Any]:
+        """Arguments of `generate` for the talker, greedy, so that row i is spoken with `codes[i]` codes."""
 
     @torch.inference_mode()
     def generate(self, requests: Sequence[BenchRequest]) -> list[Answer]:
@@ -70,27 +76,19 @@ class Reference:
         prepared = time.monotonic()
         thinker, talker = _Clock(), _Clock()
         replies = [request.reply_tokens for request in requests]
-        codes = [request.codes for request in requests]
-        sequences, waves = self._model.generate(
+        sequences, waves = self.model.generate(
             **inputs,
             thinker_max_new_tokens=max(replies),
             thinker_do_sample=False,
-            thinker_pad_token_id=self._thinker_pad,
             thinker_logits_processor=LogitsProcessorList([self._thinker_bans]),
-            thinker_stopping_criteria=StoppingCriteriaList([_RowLimits(replies)]),
+            thinker_stopping_criteria=StoppingCriteriaList([RowLimits(replies)]),
             thinker_streamer=thinker,
-            talker_max_new_tokens=max(codes),
-            talker_do_sample=False,
-            talker_top_k=None,
-            talker_top_p=None,
-            talker_temperature=None,
-            talker_eos_token_id=self._ends,
-            talker_logits_processor=LogitsProcessorList([self._talker_bans]),
-            talker_stopping_criteria=StoppingCriteriaList([_RowLimits(codes)]),
+            **self.thinker_arguments(),
             talker_streamer=talker,
+            **self.talker_arguments([request.codes for request in requests]),
         )
         waves = [waves] if len(requests) == 1 else waves
-        waves = [wave.cpu().numpy().astype("<f4") for wave in waves]
+        waves = [wave.reshape(-1).cpu().numpy().astype("<f4") for wave in waves]
         done = time.monotonic()
         padded = inputs["input_ids"].shape[1]
         prompts = inputs["attention_mask"].sum(dim=1).tolist()
@@ -117,7 +115,7 @@ class Reference:
 
     def gpu_bytes(self) -> int:
         """Peak GPU memory of this process; 0 on a CPU."""
-        return torch.cuda.max_memory_reserved(self._device) if self._device.type == "cuda" else 0
+        return torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else 0
 
     def _prepare(self, requests: Sequence[BenchRequest]) -> dict[str, Any]:
         media = _Media([], [], [])
@@ -135,11 +133,28 @@ class Reference:
         )
         ready: dict[str, Any] = {}
         for name, value in inputs.items():
-            moved = value.to(self._device) if isinstance(value, torch.Tensor) else value
+            moved = value.to(self.device) if isinstance(value, torch.Tensor) else value
             if isinstance(moved, torch.Tensor) and moved.is_floating_point():
                 moved = moved.to(self._dtype)
-            ready[f"thinker_{name}" if name in _THINKER_ONLY else name] = moved
+            ready[f"thinker_{name}" if name in self.thinker_only else name] = moved
         return ready
+
+    def _stored(self, options: Options) -> Any:
+        model = self.model_class.from_pretrained(
+            options.model_dir, dtype=dtype_of(options.dtype), attn_implementation="sdpa"
+        )
+        return model.to(options.device)
+
+    def _dummy(self, options: Options) -> Any:
+        """A model with random weights of the config's shape, created on the device."""
+        config = self.config_class.from_pretrained(options.model_dir)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype_of(options.dtype))
+        try:
+            with torch.device(options.device):
+                return self.model_class._from_config(config, attn_implementation="sdpa")
+        finally:
+            torch.set_default_dtype(before)
 
 
 @dataclass(frozen=True)
@@ -192,7 +207,7 @@ class _Clock(BaseStreamer):
         return torch.stack(self._tokens, dim=1)
 
 
-class _RowLimits(StoppingCriteria):
+class RowLimits(StoppingCriteria):
     """Row i ends after `limits[i]` new tokens. Called once per step."""
 
     def __init__(self, limits: Sequence[int]) -> None:
@@ -204,7 +219,23 @@ class _RowLimits(StoppingCriteria):
         return (self._steps >= self._limits).to(input_ids.device)  # type: ignore[return-value]
 
 
-class _Bans(LogitsProcessor):
+class RowEnds(LogitsProcessor):
+    """Row i ends with the token `end` after `limits[i]` others. Called once per step."""
+
+    def __init__(self, limits: Sequence[int], end: int) -> None:
+        self._limits = torch.tensor(limits)
+        self._end = end
+        self._steps = 0
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        ended = (self._steps >= self._limits).to(scores.device)
+        self._steps += 1
+        scores = scores.masked_fill(ended[:, None], float("-inf"))  # type: ignore[assignment]
+        scores[:, self._end] = scores[:, self._end].masked_fill(ended, 0.0)
+        return scores
+
+
+class Bans(LogitsProcessor):
     """Forbids ids. (`generate` itself takes the talker's `suppress_tokens`.)"""
 
     def __init__(self, ids: Sequence[int], device: torch.device) -> None:
@@ -212,29 +243,3 @@ class _Bans(LogitsProcessor):
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         return scores.index_fill(1, self._ids, float("-inf"))  # type: ignore[return-value]
-
-
-def _stored(options: Options) -> Qwen2_5OmniForConditionalGeneration:
-    model = Qwen2_5OmniForConditionalGeneration.from_pretrained(
-        options.model_dir, dtype=dtype_of(options.dtype), attn_implementation="sdpa"
-    )
-    return model.to(options.device)
-
-
-def _dummy(options: Options) -> Qwen2_5OmniForConditionalGeneration:
-    """A model with random weights of the config's shape, created on the device."""
-    config = Qwen2_5OmniConfig.from_pretrained(options.model_dir)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype_of(options.dtype))
-    try:
-        with torch.device(options.device):
-            model = Qwen2_5OmniForConditionalGeneration._from_config(config, attn_implementation="sdpa")
-    finally:
-        torch.set_default_dtype(before)
-    model.load_speakers(str(Path(options.model_dir) / "spk_dict.pt"))
-    return model
-
-
-def _thinker_end(model: Qwen2_5OmniForConditionalGeneration) -> int | None:
-    named = model.thinker.generation_config.eos_token_id
-    return named[0] if isinstance(named, list) else named
