@@ -18,7 +18,7 @@ from segue.bench.harness.meters import SideUsage
 from segue.bench.harness.report import result_path, write_report
 from segue.bench.harness.results import measure, read_values, result_of, write_result
 from segue.bench.harness.stats import HistogramFigures
-from segue.bench.omni.outcome import OmniSlice
+from segue.bench.omni.outcome import OmniSlice, WrongWork
 from segue.bench.omni.report import markdown, plot, typical
 from segue.bench.omni.results import (
     LevelResult,
@@ -27,6 +27,7 @@ from segue.bench.omni.results import (
     StageFigures,
     agreement,
     baseline_stages,
+    check_agreement,
     figures,
     ratios,
 )
@@ -142,13 +143,19 @@ def test_the_tables_say_what_was_measured(result: Result) -> None:
     text = markdown(result)
     assert "2 cores of A Processor, 24 GiB" in text
     assert "Load average at the start: 0.2, 0.3, 0.4" in text
-    assert "### Concurrency 8" in text
+    assert "### 8 clients" in text
     assert "| segue | 3.00 / 2.50 / 5.91 | 0.10 | 0.40 / 0.40 / 0.40 | 1.50 | 0.667 | 1.33 |" in text
     assert "| Segue against transformers one at a time | -75% (-75% to -75%)" in text
     assert "100% / 100%" in text
     assert "| segue | thinker | 2.7 tokens/s | 50% | 40 × 12.5 ms (p99 30) |" in text
     assert "| thinker->talker | 9 | 0.50 | 0.40 | 2.00 |" in text
     assert "| segue | 700 MiB | talker 3.2 | 0.1 |" in text
+
+
+def test_sides_whose_replies_differ_are_not_compared() -> None:
+    check_agreement({BASELINE: {"reply": 0.9, "codes": 0.0}})
+    with pytest.raises(WrongWork, match="only 25% of the replies of transformers one at a time equal Segue's"):
+        check_agreement({BASELINE: {"reply": 0.25, "codes": 0.25}})
 
 
 def test_every_row_of_a_table_has_as_many_cells_as_its_head(result: Result) -> None:

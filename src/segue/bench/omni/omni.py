@@ -1,4 +1,4 @@
-"""`segue bench omni`: compare Segue with `transformers` on Qwen2.5-Omni or Qwen3-Omni; `docs/benchmarks.md` has the method."""
+"""`segue bench omni`: compare Segue with `transformers` on omni models. `docs/benchmarks.md` explains the results."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ from segue.models.omni.qwen3_omni import loading
 from segue.models.omni.qwen3_omni.library import Qwen3OmniMoeForConditionalGeneration
 from segue.models.omni.qwen3_omni.talker import Talker
 from segue.models.omni.qwen3_omni.thinker import Thinker
+from segue.models.omni.qwen3_omni.tiny.config import ROLES, SHAPES, config_json
 
 SOME = [BY_NAME[name] for name in ("text", "mixed")]
 Said = dict[str, tuple[list[int], list[list[int]]]]
@@ -165,3 +166,57 @@ def test_every_parameter_of_the_published_shape_has_a_home() -> None:
         homes |= own
     assert homes == {name: tensor.shape for name, tensor in whole.items()}
     assert sum(shape.numel() for shape in homes.values()) / 1e9 == pytest.approx(35.26, abs=0.01)
+
+
+WIDTHS = (
+    "hidden_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "d_model",
+    "encoder_ffn_dim",
+    "downsample_hidden_size",
+    "output_dim",
+    "out_hidden_size",
+    "decoder_dim",
+    "thinker_hidden_size",
+)
+LAYERS = ("num_hidden_layers", "encoder_layers", "depth", "accept_hidden_layer")
+SAME = (
+    "num_experts",
+    "num_experts_per_tok",
+    "num_code_groups",
+    "num_quantizers",
+    "codebook_size",
+    "upsample_rates",
+    "upsampling_ratios",
+    "sliding_window",
+    "position_id_per_seconds",
+)
+
+
+@pytest.mark.parametrize(("size", "by"), [("small", 8), ("medium", 4)])
+def test_benchmark_sizes_are_the_published_shape_made_narrower(size: str, by: int) -> None:
+    published = json.loads((PUBLISHED / "config.json").read_text())
+    found = config_json(SHAPES[size], dict.fromkeys(ROLES, 0))
+    compared = dict.fromkeys((*WIDTHS, *LAYERS, *SAME), 0)
+
+    def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+        for key, value in ours.items():
+            if isinstance(value, dict) and key in theirs and key != "speaker_id":
+                compare(value, theirs[key])
+            if key not in compared or (wanted := theirs.get(key)) is None:
+                continue
+            compared[key] += 1
+            if key in WIDTHS:
+                assert value * by == wanted, key
+            elif key in LAYERS:
+                assert value == round(wanted / 4), key
+            else:
+                assert value == wanted, key
+        heads, wide = ours.get("num_attention_heads"), ours.get("head_dim")
+        if heads and wide:
+            assert heads * wide * by == theirs["num_attention_heads"] * theirs["head_dim"]
+            assert ours["num_key_value_heads"] * wide * by == theirs["num_key_value_heads"] * theirs["head_dim"]
+
+    compare(found, published)
+    assert all(compared.values()), compared
