@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("toy_path")
 @pytest.fixture(scope="module")
 def numbers_system(toy_path: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     from segue_toy.family import make
-    from segue_toy.numbers import ARCHITECTURE
+    from segue_toy.numbers.family import ARCHITECTURE
 
     system = System(make(tmp_path_factory.mktemp("toy-numbers"), ARCHITECTURE))
     yield system

@@ -59,9 +59,9 @@ def test_a_text_and_images_that_leave_no_place(tmp_path: Path) -> None:
     with pytest.raises(TooLarge) as refused:
         chain.run({**asked, "prompt": WORDS * 1000, "width": 65_536})
     assert refused.value.field == "width"
-    fits = int(str(refused.value).split("at most ")[1].split()[0])
+    fits = int(str(refused.value).split("may exceed ")[1].split()[0])
     assert 16 < fits < 65_536
-    text = int(str(refused.value).split("images of ")[1].split()[0])
+    text = int(str(refused.value).split(": with ")[1].split()[0])
     assert places(chain, fits, text) == text > 3000
     assert places(chain, fits + 32, text) < text
 

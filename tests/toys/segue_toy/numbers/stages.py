@@ -1,5 +1,4 @@
-"""input → counter (autoregressive, text and rows) → talker (autoregressive, rows of numbers that end by a score) →
-tones (module, audio)."""
+"""A talker of numbers with a stop score, and a stage that makes audio of them."""
 
 from __future__ import annotations
 
@@ -11,12 +10,9 @@ from segue.engines.autoregressive.contract import Draws, numbers_of
 from segue.engines.contract import LoadContext, Payload, StageOutput, StageRequest
 from segue.engines.module.contract import Result, Work
 from segue.messages.sampling import SamplingParams
-from segue.models.family import Family
-from segue_toy.rows.family import graph as graph_of_rows
 from segue_toy.rows.stages import Talker
 from segue_toy.stages import SAMPLES_PER_TOKEN, Counter, Input, Tone, ids_forward, rows_forward, stop_point
 
-ARCHITECTURE = "ToyNumbersForConditionalGeneration"
 STOP = 1
 WIDTH = 4
 NEVER = -1e30
@@ -80,10 +76,3 @@ TRANSFERS = {
     ("counter", "talker"): rows_forward,
     ("talker", "tones"): numbers_forward,
 }
-FAMILY = Family(
-    name="toy_numbers",
-    architectures=frozenset({ARCHITECTURE}),
-    graph=graph_of_rows,
-    stages_module="segue_toy.numbers",
-    options=frozenset({"hold"}),
-)
