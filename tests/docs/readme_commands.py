@@ -113,7 +113,7 @@ def install(command: str) -> None:
             print(f"WARNING: the index of packages was not reached; not tried: {command}", flush=True)
             return
         run(f"{own}/bin/segue --help > /dev/null", Path(temporary))
-        [module] = own.glob("lib/python*/site-packages/segue/cli.py")
+        [module] = own.glob("lib/python*/site-packages/segue/cli/main.py")
         print(f"  {module.relative_to(own)}")
 
 
