@@ -28,6 +28,7 @@ from segue.bench.omni.results import (
     agreement,
     baseline_stages,
     check_agreement,
+    check_lengths,
     figures,
     ratios,
 )
@@ -156,6 +157,10 @@ def test_sides_whose_replies_differ_are_not_compared() -> None:
     check_agreement({BASELINE: {"reply": 0.9, "codes": 0.0}})
     with pytest.raises(WrongWork, match="only 25% of the replies of transformers one at a time equal Segue's"):
         check_agreement({BASELINE: {"reply": 0.25, "codes": 0.25}})
+    mine = [outcome(request(0))]
+    check_lengths(mine, mine)
+    with pytest.raises(WrongWork, match=r"request 0: 2\.000 s of audio; the baseline has 2\.080 s"):
+        check_lengths(mine, [msgspec.structs.replace(mine[0], audio_seconds=2.08)])
 
 
 def test_every_row_of_a_table_has_as_many_cells_as_its_head(result: Result) -> None:

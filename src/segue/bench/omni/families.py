@@ -29,6 +29,8 @@ class OmniFamily:
     """Name of its tiny preset."""
     codes_per_token: int
     """Codes, or rows of codes, per token of the reply."""
+    unspoken_codes: int
+    """Codes that the talker must make after those that become audio, if a length and not an end token stops it."""
     suppressed: Callable[[Mapping[str, Any]], Suppressed]
     """From a checkpoint's `config.json`."""
     reference: str
@@ -60,12 +62,14 @@ FAMILIES = {
     "qwen2_5_omni": OmniFamily(
         preset="qwen2.5-omni",
         codes_per_token=4,  # 80 ms of speech: 5 s on average
+        unspoken_codes=0,
         suppressed=_suppressed_2_5,
         reference="segue.bench.omni.library.qwen2_5_omni",
     ),
     "qwen3_omni": OmniFamily(
         preset="qwen3-omni",
         codes_per_token=2,  # 160 ms of speech: 10 s on average
+        unspoken_codes=1,  # its first code begins a row, which the next step completes
         suppressed=_suppressed_3,
         reference="segue.bench.omni.library.qwen3_omni",
     ),

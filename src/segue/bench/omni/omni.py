@@ -40,6 +40,7 @@ from segue.bench.omni.results import (
     agreement,
     baseline_stages,
     check_agreement,
+    check_lengths,
     figures,
     hop_figures,
     load_name,
@@ -77,6 +78,7 @@ async def run(bench: OmniBench) -> Result:
         silence=silence,
         dtype=bench.computes,
         load_format=bench.loads,
+        unspoken_codes=family.unspoken_codes,
         config=_deployment(bench),
     )
     process = baseline_process(_options(bench, family, suppressed, bench.threads or found.cores))
@@ -138,6 +140,8 @@ async def _level(
     theirs = {driver.name: slices[driver.name] for driver in baselines}
     outcomes = {name: outcomes_of(own) for name, own in slices.items()}
     agreed = {name: agreement(outcomes[segue.name], outcomes[name]) for name in theirs}
+    for name in theirs:
+        check_lengths(outcomes[segue.name], outcomes[name])
     if bench.computes == "float32" and bench.loads != "dummy":  # else the sides round, or draw their weights, apart
         check_agreement(agreed)
     return LevelResult(

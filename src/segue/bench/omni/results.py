@@ -30,6 +30,8 @@ METRICS: dict[str, Callable[[Outcome], float]] = {
 }
 """Compared figures of a request."""
 LEAST_AGREEMENT = 0.5
+SAME_LENGTH = 0.001
+"""Seconds by which the audio of two sides may differ."""
 UNITS = {"thinker": "tokens", "talker": "codes", "vocoder": "audio seconds"}
 
 
@@ -176,6 +178,15 @@ def check_agreement(agreed: Mapping[str, Mapping[str, float]]) -> None:
     for name, shares in agreed.items():
         if shares["reply"] < LEAST_AGREEMENT:
             raise WrongWork(f"only {shares['reply']:.0%} of the replies of {name} equal Segue's")
+
+
+def check_lengths(mine: Iterable[Outcome], theirs: Iterable[Outcome]) -> None:
+    """Raise `WrongWork` if an answer's audio is longer on one side."""
+    for a, b in zip(mine, theirs, strict=True):
+        if abs(a.audio_seconds - b.audio_seconds) > SAME_LENGTH:
+            raise WrongWork(
+                f"request {a.index}: {a.audio_seconds:.3f} s of audio; the baseline has {b.audio_seconds:.3f} s"
+            )
 
 
 def hop_figures(between: Snapshot) -> dict[str, HistogramFigures]:

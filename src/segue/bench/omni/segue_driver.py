@@ -28,11 +28,14 @@ class SegueDriver(AsyncOmniDriver):
         silence: float,
         dtype: str,
         load_format: str,
+        unspoken_codes: int = 0,
         config: dict[str, Any] | Path | None = None,
     ) -> None:
+        """`unspoken_codes`: `segue.bench.omni.families.OmniFamily`."""
         super().__init__("segue", model_dir, dtype=dtype, load_format=load_format, config=config)
         self._suppressed = suppressed
         self._silence = silence
+        self._unspoken = unspoken_codes
 
     def threads(self) -> dict[str, int]:
         """CPU threads of each worker."""
@@ -54,7 +57,9 @@ class SegueDriver(AsyncOmniDriver):
                         rate = delta.sample_rate
                         first_audio.add(delta.array, rate, now)
                     case Finished():
-                        return _outcome(request, delta, sent, now, first_token, first_audio, rate)
+                        codes = delta.token_ids.get("talker", [])
+                        codes = codes[: max(0, len(codes) - self._unspoken)]
+                        return _outcome(request, delta, codes, sent, now, first_token, first_audio, rate)
         raise AssertionError("a stream ends with Finished or an error")
 
     def _request(self, request: BenchRequest) -> Request:
@@ -64,7 +69,7 @@ class SegueDriver(AsyncOmniDriver):
             modalities=["text", "audio"],
             sampling={
                 "thinker": _exactly(request.reply_tokens, self._suppressed.thinker),
-                "talker": _exactly(request.codes, self._suppressed.talker),
+                "talker": _exactly(request.codes + self._unspoken, self._suppressed.talker),
             },
         )
 
@@ -79,13 +84,13 @@ def _exactly(tokens: int, suppressed: tuple[int, ...]) -> SamplingParams:
 def _outcome(
     request: BenchRequest,
     finished: Finished,
+    codes: list[int],
     sent: float,
     now: float,
     first_token: float | None,
     first_audio: FirstAudio,
     rate: int,
 ) -> Outcome:
-    codes = finished.token_ids.get("talker", [])
     return Outcome(
         index=request.index,
         kind=request.kind,
