@@ -32,8 +32,6 @@ class WorkerSpec(msgspec.Struct, kw_only=True):
     connector: str
     """Address of this worker's shared-memory connector."""
     load_format: str = "auto"
-    log: tuple[str, bool] | None = None
-    """(level, as JSON) of its log lines on stderr; None: only warnings, as Python prints them."""
 
 
 class Spawn(msgspec.Struct, tag=True):

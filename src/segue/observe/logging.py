@@ -15,6 +15,9 @@ http_request_id: ContextVar[str | None] = ContextVar("http_request_id", default=
 
 _LOGGERS = ("segue", "uvicorn.error")
 
+_LIBRARIES = ("torch", "transformers")
+"""Loggers to which their libraries give handlers of their own when they are imported."""
+
 
 class _Formatter(logging.Formatter):
     """Base of the formatters. `worker`: name of the process, added to each line; empty: none."""
@@ -70,10 +73,18 @@ def _plain(value: object) -> str:
 def configure_logging(
     level: str = "info", *, as_json: bool = False, stream: TextIO | None = None, worker: str = ""
 ) -> None:
-    """Send the logs of this program and its HTTP server to `stream` (stderr). Calling it again replaces the handler.
-    `worker`: name of this process, added to each line."""
+    """Send the logs of this program and its HTTP server to `stream` (stderr), and what other libraries warn of, unless
+    the program has a handler for them. Calling it again replaces the handler. `worker`: name of this process, added to
+    each line."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter(worker) if as_json else TextFormatter(worker))
+    root = logging.getLogger()
+    if all(isinstance(other.formatter, _Formatter) for other in root.handlers):
+        root.handlers = [handler]
+        for name in _LIBRARIES:
+            library = logging.getLogger(name)
+            library.handlers, library.propagate = [], True
+    logging.captureWarnings(True)
     for name in _LOGGERS:
         logger = logging.getLogger(name)
         logger.handlers = [handler]

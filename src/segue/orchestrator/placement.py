@@ -29,6 +29,7 @@ from segue.messages.process import (
     encode,
     from_fork_server,
 )
+from segue.observe.logging import configured
 
 
 class Placement(Protocol):
@@ -135,8 +136,13 @@ class LocalPlacement:
             os.set_inheritable(theirs.fileno(), True)
             source = str(Path(segue.__file__).parents[1])
             paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
+            logs = configured()  # workers log alike, and so does what they import
+            level, form = ("", "") if logs is None else (logs[0], "json" if logs[1] else "text")
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "segue.worker", str(theirs.fileno()), self.runtime_dir, *self._preload],
+                [
+                    *(sys.executable, "-m", "segue.worker", str(theirs.fileno()), self.runtime_dir, level, form),
+                    *self._preload,
+                ],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 env={**WORKER_ENVIRONMENT, **os.environ, **self._hidden, "PYTHONPATH": os.pathsep.join(paths)},

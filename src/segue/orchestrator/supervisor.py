@@ -38,7 +38,6 @@ from segue.messages.wire import (
     decode_for_orchestrator,
     encode,
 )
-from segue.observe.logging import configured
 from segue.orchestrator.lora_adapters import Adapters
 from segue.orchestrator.placement import LocalPlacement, Placement
 from segue.orchestrator.replicas import Replica, Replicas
@@ -261,7 +260,6 @@ class Supervisor:
                 orchestrator=self._address,
                 connector=f"{directory}/{replica.worker}.shm",
                 load_format=self._load_format,
-                log=configured(),
             )
         )
 

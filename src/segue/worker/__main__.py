@@ -1,12 +1,18 @@
-"""`python -m segue.worker CONTROL_FD RUNTIME_DIR MODULE...`: the fork server of one orchestrator."""
+"""`python -m segue.worker CONTROL_FD RUNTIME_DIR LOG_LEVEL LOG_FORMAT MODULE...`: the fork server of one orchestrator.
+
+LOG_LEVEL and LOG_FORMAT ("text" or "json") are empty if the program has not configured our logs: then it and its
+workers print warnings only, as Python does.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 import sys
 
 from segue.messages.process import WorkerSpec
+from segue.observe.logging import configure_logging
 from segue.observe.stderr import say
 from segue.worker.forkserver import serve
 
@@ -24,7 +30,10 @@ def _no_kernels() -> str:
 
 
 if __name__ == "__main__":
-    fd, runtime_dir, *preload = sys.argv[1:]
+    fd, runtime_dir, log_level, log_format, *preload = sys.argv[1:]
+    if log_level:
+        importlib.import_module("torch")  # now, since it makes itself a log handler, which the next line takes away
+        configure_logging(log_level, as_json=log_format == "json")
     serve(socket.socket(fileno=int(fd)), runtime_dir, [*preload, "segue.worker.life"], _run, _no_kernels)
     say("")
     os._exit(0)  # tearing down torch's modules takes a second, and everything that matters is closed

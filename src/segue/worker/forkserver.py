@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 import os
 import selectors
 import shutil
 import signal
 import socket
-import traceback
 from collections.abc import Callable
 
 from segue.messages.process import (
@@ -35,6 +35,8 @@ from segue.messages.process import (
     to_fork_server,
 )
 from segue.worker.processes import adopt_orphans, end_children, live, name_process
+
+log = logging.getLogger(__name__)
 
 
 def serve(
@@ -60,7 +62,7 @@ def serve(
                 importlib.import_module(module)
         except Exception as error:
             # any exception of the family's import is the error of the start: report it completely
-            traceback.print_exc()
+            log.error("a module that the stages need cannot be imported", exc_info=error)
             control.send(encode(PreloadFailed(message=f"{type(error).__name__}: {error}")))
             return
         gc.freeze()  # collections then leave these objects alone, so that their pages stay shared with workers

@@ -9,7 +9,7 @@ import torch
 from segue.messages.errors import SegueError
 from segue.messages.process import WorkerSpec
 from segue.messages.wire import StartFailed, encode
-from segue.observe.logging import configure_logging
+from segue.observe.logging import configure_logging, configured
 from segue.worker.build import build
 from segue.worker.compilers import fork_home
 from segue.worker.kinds.kind import Host
@@ -27,8 +27,8 @@ def run(spec: WorkerSpec) -> None:
     """Build and run a worker until it exits; called in a process of its own."""
     # transformers warns at each load of every config in which one part names ids of another part's vocabulary
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    if spec.log is not None:
-        level, as_json = spec.log
+    if (logs := configured()) is not None:  # as the fork server was told
+        level, as_json = logs
         configure_logging(level, as_json=as_json, worker=spec.worker)
     ranks = fork_ranks(spec)
     home = fork_home(spec)
