@@ -85,7 +85,7 @@ bench: $(INSTALLED)
 	$(BIN)/segue bench
 
 # It needs pip and an index. Where segue is installed already, without network and in parts of some 15 minutes:
-# segue bench gpu --only AB --out out/gpu/AB; then CD, then EF.
+# segue bench gpu --only AB --out out/gpu/AB; then CD, then EFG.
 gpu-check: $(INSTALLED)  ## on a machine with an NVIDIA GPU: tests and measurements in 40 minutes; report in out/gpu/
 	$(BIN)/segue bench gpu
 

@@ -12,6 +12,8 @@ import pytest
 from segue.bench.gpu_check import Step, check, steps
 from segue.bench.harness.results import read_values
 from segue.bench.main import main, parser
+from segue.bench.steps.arguments import AttentionBench
+from segue.bench.steps.attention import measure, variants
 from segue.graph.machine.hardware import detect_hardware
 
 pytestmark = pytest.mark.slow
@@ -26,7 +28,7 @@ time.sleep(600)
 
 def test_the_steps_can_be_run_and_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     every = steps(tmp_path)
-    assert [step.name for step in every] == list("ABCDEF")
+    assert [step.name for step in every] == list("ABCDEFG")
     assert sum(step.minutes for step in every) <= 40
     for step in every:
         if "bench" in step.command:
@@ -85,3 +87,14 @@ def test_attention_by_itself(tmp_path: Path) -> None:
     assert {row["level"] for row in rows} >= {"1 x 32768", "128 x 8192", "63 x 512 and 1 x 65536"}
     assert main(["attention", *device, "--backends", "flashinfer", "--out", str(tmp_path)]) == 1, "it is not installed"
     assert "flashinfer" in json.loads((tmp_path / "attention.json").read_text())[0]["failure"]
+
+
+def test_other_tiles_of_the_decode_kernel() -> None:
+    pytest.importorskip("triton")
+    tried = variants(AttentionBench(backends=["torch"], tiles=True))
+    assert [one.name for one in tried[:2]] == ["torch", "triton, 3 stages, 64 keys, 2 splits"]
+    assert len({one.name for one in tried}) == 1 + 8
+    one = measure(tried[1], "few", (5, 90), "cpu", "float32")  # in Triton's interpreter
+    assert one.failure is None
+    assert one.backend == tried[1].name
+    assert one.gigabytes_per_second

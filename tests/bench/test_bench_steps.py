@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,23 @@ def test_every_side_is_measured(shape: str, tmp_path: Path, capsys: pytest.Captu
     assert all(one["seconds"] > 0 for one in result["prefills"])
     assert (tmp_path / f"steps-shape-{shape}.png").stat().st_size > 1000
     assert "| segue | 2 |" in capsys.readouterr().out
+
+
+def test_a_profile(tmp_path: Path) -> None:
+    assert bench(tmp_path, "--shape", "tiny", "--sides", "segue", "--profile", "2") == 0
+    result = json.loads((tmp_path / "steps-shape-tiny.json").read_text())
+    [one] = result["profiles"]
+    assert 0 < one["busy"] < one["step"]
+    assert one["kernels"] >= sum(calls for _, calls, _ in one["longest"]) > 0
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch's own compiler
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+def test_compiled_layers(tmp_path: Path) -> None:
+    assert bench(tmp_path, "--shape", "tiny", "--sides", "segue-compiled", "--profile", "1") == 0
+    result = json.loads((tmp_path / "steps-shape-tiny.json").read_text())
+    assert {one["side"] for one in [*result["decodes"], *result["profiles"]]} == {"segue, compiled layers"}
 
 
 def test_what_fails_is_kept_and_the_rest_is_measured(tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
 Steps run one after the other, each as a process with a time limit. A step that fails or exceeds its limit does not stop
 the others, since a machine with a GPU may be available only for an hour. The report is rewritten after each step.
 
-Not measured: other tiles, stages and splits of the attention kernels (`decode_tile`, `_SPLIT_KEYS` and `_FILLED` of
-`segue.kernels.attention.triton_attention`), which are constants; step C measures the current choice.
+Step C measures other tiles, stages and splits of the decode kernel beside the current ones (`decode_tile` and `FILLED`
+of `segue.kernels.attention.triton_attention`), which are constants: after a better one is written there, `--only BF`
+measures the steps again.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def steps(out: Path) -> list[Step]:
     tests = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
     tests += ["-o", "filterwarnings=default"]  # versions may differ from the pinned ones
     bench = [sys.executable, "-m", "segue.cli", "bench"]
-    of_steps = [*bench, "steps", "--sides", "segue", "--batches", "1,32,128"]
+    of_steps = [*bench, "steps", "--batches", "1,32,128", "--prefills", "128,2048,8192", "--repeats", "2"]
     omni = [*bench, "omni", "--shape", "7b", "--device", "cuda", "--concurrency", "4"]
     return [
         Step(
@@ -93,23 +94,27 @@ def steps(out: Path) -> list[Step]:
         Step(
             name="B",
             what="decode steps and prefill of a 7B shape",
-            command=[*of_steps, "--prefills", "128,2048,8192", "--seconds", "360", "--out", str(out / "B")],
-            minutes=7,
+            command=[
+                *[*of_steps, "--sides", "segue", "--profile", "1,128", "--seconds", "300"],
+                *["--out", str(out / "B")],
+            ],
+            minutes=6,
             expected="steps recorded at least 95% (0: capture failed, the warning says why); decode at most 1.9 times "
-            "the bandwidth bound, prefill at least 55% of the ceiling",
+            "the bandwidth bound, prefill at least 55% of the ceiling; about 38 kernels per layer in the profile",
         ),
         Step(
             name="C",
             what="attention of a decode step by itself",
-            command=[*bench, "attention", "--out", str(out / "C")],
-            minutes=4,
-            expected="long and many sequences near the bandwidth of B's copy, 63 short with a long one not far below",
+            command=[*bench, "attention", "--tiles", "--out", str(out / "C")],
+            minutes=6,
+            expected="long and many sequences near the bandwidth of B's copy, 63 short with a long one not far below; "
+            "the best tile per level is the last table",
         ),
         Step(
             name="D",
             what="whole systems: forked workers, kill and restart, compiled, quantised, images",
             command=[*tests, "tests/e2e", "tests/bench"],
-            minutes=9,
+            minutes=8,
             expected="all pass",
         ),
         Step(
@@ -117,19 +122,26 @@ def steps(out: Path) -> list[Step]:
             what="a denoiser against the library",
             command=[
                 *[*bench, "denoise", "--steps", "10", "--sides", "segue,segue-compiled,eager,compiled"],
-                *["--seconds", "360", "--out", str(out / "E")],
+                *["--seconds", "300", "--out", str(out / "E")],
             ],
-            minutes=7,
+            minutes=6,
             expected="segue like eager, segue-compiled like compiled",
         ),
         Step(
             name="F",
+            what="B again with compiled layers",
+            command=[*of_steps, "--sides", "segue-compiled", "--seconds", "150", "--out", str(out / "F")],
+            minutes=3,
+            expected="steps recorded at least 95%; decode below B's, since elementwise kernels are fused",
+        ),
+        Step(
+            name="G",
             what="an omni model of 7B against the library, few requests",
             command=[
                 *[*omni, "--requests", "4", "--rounds", "1", "--warmup", "1", "--baseline", "one"],
-                *["--out", str(out / "F")],
+                *["--out", str(out / "G")],
             ],
-            minutes=5,
+            minutes=3,
             expected="every request answered; JCT, RTF and time to first audio of both sides",
         ),
     ]
@@ -141,7 +153,7 @@ def add_gpu(commands: argparse._SubParsersAction[Parser]) -> None:
         "gpu",
         help="check and measure everything that needs a GPU; one report",
         epilog="All steps take 40 minutes. In parts, each with a report of its own, and without network: "
-        "segue bench gpu --only AB --out out/gpu/AB; then CD, then EF.",
+        "segue bench gpu --only AB --out out/gpu/AB; then CD, then EFG.",
     )
     command.add_argument("--out", type=Path, default=Path("out/gpu"), help="directory of the report")
     command.add_argument("--minutes", type=float, default=40.0, help="for all steps together (default: 40)")

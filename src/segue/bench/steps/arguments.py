@@ -10,7 +10,7 @@ from segue.bench.harness.arguments import DeviceBench, counts, execute, option, 
 from segue.cli.parser import count
 from segue.messages.errors import ConfigError
 
-SIDES = ("segue", "static", "continuous")
+SIDES = ("segue", "segue-compiled", "static", "continuous")
 SHAPES = ("qwen2.5-7b", "qwen3-30b-a3b", "tiny", "tiny-moe")
 DENOISE_SIDES = ("segue", "segue-compiled", "eager", "compiled", "fp8", "first-block", "taylorseer")
 DENOISE_SHAPES = ("qwen-image", "wan2.2-ti2v-5b", "tiny-image", "tiny-video")
@@ -30,7 +30,10 @@ class StepsBench(DeviceBench):
     prompt: int = option(512, "tokens before the decode steps (default: 512)", type=count)
     output: int = option(64, "tokens of each sequence (default: 64)", type=count)
     prefills: Sequence[int] = option([2048, 8192], "prompts in tokens (default: 2048,8192)", type=counts)
-    sides: Sequence[str] = option(list(SIDES), "of segue,static,continuous", type=some_of(SIDES))
+    sides: Sequence[str] = option(["segue", "static", "continuous"], f"of {','.join(SIDES)}", type=some_of(SIDES))
+    profile: Sequence[int] = option(
+        [], "sequences whose decode steps are run again under torch's profiler, for segue's sides", type=counts
+    )
     repeats: int = option(3, type=count)
     seconds: int = option(540, "nothing new is begun after so long (default: 540)", type=count)
     seed: int = option(0, type=int)
@@ -75,6 +78,7 @@ class AttentionBench(DeviceBench):
 
     backends: Sequence[str] = option(["triton", "torch"], type=some_of(BACKENDS, "backend"))
     shorter: int = option(1, "divide all lengths by this (default: 1)", type=count)
+    tiles: bool = option(False, "other tiles, stages and splits of triton, too")
 
 
 def start_attention(bench: AttentionBench) -> int:

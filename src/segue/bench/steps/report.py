@@ -55,6 +55,21 @@ class Prefill(msgspec.Struct, kw_only=True):
     of_ceiling: float
 
 
+class Profile(msgspec.Struct, kw_only=True):
+    """Decode steps of one side under the profiler, which slows the host down."""
+
+    side: str
+    batch: int
+    step: float
+    """Seconds of a step."""
+    busy: float
+    """Seconds of a step in which the device worked; the rest is the host's gap."""
+    kernels: float
+    """Kernels and copies of a step; on a CPU the operators called from Python."""
+    longest: list[tuple[str, float, float]]
+    """Those that took longest: (name, calls of a step, seconds of a step)."""
+
+
 class StepsResult(DeviceResult, kw_only=True):
     benchmark: str = "steps"
     settings: StepsSettings
@@ -62,6 +77,7 @@ class StepsResult(DeviceResult, kw_only=True):
     work: Work
     decodes: list[Decode] = msgspec.field(default_factory=list)
     prefills: list[Prefill] = msgspec.field(default_factory=list)
+    profiles: list[Profile] = msgspec.field(default_factory=list)
 
 
 def markdown(result: StepsResult) -> str:
@@ -82,6 +98,14 @@ def markdown(result: StepsResult) -> str:
         "prefill (ms)": lambda one: f"{1e3 * one.seconds:.1f}",
         "of the ceiling": lambda one: f"{one.of_ceiling:.0%}",
     }
+    profiles: Columns[Profile] = {
+        "profiled": lambda one: one.side,
+        "sequences": lambda one: str(one.batch),
+        "step (ms)": lambda one: f"{1e3 * one.step:.2f}",
+        "device (ms)": lambda one: f"{1e3 * one.busy:.2f}",
+        "kernels": lambda one: f"{one.kernels:.0f}",
+        "longest": lambda one: ", ".join(f"{name[:40]} {1e3 * taken:.2f} ms" for name, _, taken in one.longest[:3]),
+    }
     return device_page(
         result,
         f"{settings.model}, {settings.dtype}, {settings.device}",
@@ -90,6 +114,7 @@ def markdown(result: StepsResult) -> str:
         f"{settings.repeats} repeats; {versions(result.machine.packages)}.",
         table_of(result.decodes, decodes),
         table_of(result.prefills, prefills),
+        *([table_of(result.profiles, profiles)] if result.profiles else []),
     )
 
 

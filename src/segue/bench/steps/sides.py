@@ -10,19 +10,28 @@ from typing import Any, Protocol
 
 import msgspec
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from segue.bench.harness.device import settle
 from segue.bench.harness.library import Continuous, answers, generate, padded
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.contract import AutoregressiveContext
 from segue.engines.autoregressive.engine import AutoregressiveEngine
+from segue.engines.autoregressive.speculation.contract import OpenTarget
 from segue.engines.contract import StageRequest
+from segue.kernels.graphs.compiled import compile_layers
 from segue.messages.request import Request
 from segue.messages.sampling import FALLBACK
 from segue.models.registry import family_of, read_config
 from segue.models.shared.checkpoint.pretrained import load_config, load_model
 
 SEGUE, STATIC, CONTINUOUS = "segue", "transformers generate", "transformers generate_batch"
+COMPILED = "segue, compiled layers"
+PROFILED = 8
+"""Decode steps under the profiler."""
+_BEFORE = 4
+"""Tokens of each sequence before them."""
 _STAGE = "llm"
 _TOKENS_PER_STEP = {"cpu": 512, "cuda": 8192}
 _KV_BLOCK = 16
@@ -40,6 +49,14 @@ class Timed:
     wall: float
     recorded: float | None = None
     """Share of the steps that were replayed from captured graphs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A kernel or copy of the device, or on a CPU an operator."""
+
+    name: str
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,16 +93,22 @@ class Side(Protocol):
 class SegueSide:
     """The engine of a stage, without a worker."""
 
-    def __init__(self, model: Model, **options: Any) -> None:
-        """`options`: fields of `AutoregressiveConfig`."""
+    def __init__(self, model: Model, *, compiled: bool = False, **options: Any) -> None:
+        """`compiled`: the decoder's layers, with `torch.compile`. `options`: fields of `AutoregressiveConfig`."""
         family = family_of(read_config(model.directory), model.directory)
-        stage_model = family.load_stages().STAGE_MODELS[_STAGE](model.context)
+        context = model.context
+        context.fused = not compiled  # as a worker's stage has them
+        stage_model = family.load_stages().STAGE_MODELS[_STAGE](context)
+        if compiled:
+            assert isinstance(stage_model, OpenTarget)
+            compile_layers(stage_model.library_decoder, model.device.type)
         given = {
             "num_blocks": model.batch * -(-model.longest // _KV_BLOCK),
             "block_size": _KV_BLOCK,
             "max_batch": model.batch,
             "max_tokens_per_step": max(model.batch, _TOKENS_PER_STEP[model.device.type]),
             "prefix_caching": False,
+            "enforce_eager": compiled and model.device.type == "cpu",  # as a worker does
         }
         self._device = model.device
         self._engine = AutoregressiveEngine(stage_model, AutoregressiveConfig(**{**given, **options}))
@@ -95,10 +118,55 @@ class SegueSide:
 
     def run(self, prompts: Sequence[Sequence[int]], tokens: int) -> Timed:
         engine = self._engine
-        sampling = msgspec.structs.replace(FALLBACK, temperature=0.0, max_tokens=tokens, ignore_eos=True)
         settle(self._device)
         steps, played = 0, engine.stats()["recorded_steps_total"]
         began = time.perf_counter()
+        left = self._add(prompts, tokens)
+        waiting = set(left)
+        all_began = all_ended = 0.0
+        together = 0
+        while engine.has_work():
+            waiting -= self._step(left)
+            steps += 1
+            if not waiting and not all_began:
+                all_began, together = time.perf_counter(), min(left.values())
+            if not all_ended and not min(left.values()):
+                all_ended = time.perf_counter()
+        settle(self._device)
+        wall = time.perf_counter() - began
+        if any(left.values()):
+            raise RuntimeError(f"a sequence lacks tokens, or has too many: {left}")
+        recorded = (engine.stats()["recorded_steps_total"] - played) / steps
+        # between these two times every step had a token of every sequence
+        return Timed(all_began - began, (all_ended - all_began) / together if together else 0.0, wall, recorded)
+
+    def profile(self, prompts: Sequence[Sequence[int]]) -> tuple[float, list[Event]]:
+        """Profile `PROFILED` decode steps of all prompts. Returns (seconds of the wall clock, what the device ran; on a
+        CPU the operators that were called from Python)."""
+        left = self._add(prompts, PROFILED + _BEFORE)
+        waiting = set(left)
+        while waiting or max(left.values()) > PROFILED:
+            waiting -= self._step(left)
+        on_gpu = self._device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+        settle(self._device)
+        with profile(activities=activities, acc_events=True) as profiler:
+            began = time.perf_counter()
+            while any(left.values()):
+                self._step(left)
+            settle(self._device)
+            wall = time.perf_counter() - began
+        found = [
+            Event(one.name, one.time_range.elapsed_us() / 1e6)
+            for one in profiler.events() or ()
+            if (one.device_type != DeviceType.CPU if on_gpu else one.cpu_parent is None)
+        ]
+        return wall, found
+
+    def _add(self, prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, int]:
+        """Start requests. Returns, by name, how many tokens each of them lacks."""
+        engine = self._engine
+        sampling = msgspec.structs.replace(FALLBACK, temperature=0.0, max_tokens=tokens, ignore_eos=True)
         left = {}
         for prompt in prompts:
             name = str(self._served)
@@ -111,29 +179,18 @@ class SegueSide:
                 )
             )
             engine.feed(name, "input", {"token_ids": torch.tensor(prompt)}, final=True)
-        waiting = set(left)
-        all_began = all_ended = 0.0
-        together = 0
-        while engine.has_work():
-            outputs = engine.step()
-            steps += 1
-            for output in outputs:
-                if output.error is not None:
-                    raise output.error
-                left[output.request_id] -= len(output.token_ids)
-                if output.token_ids:
-                    waiting.discard(output.request_id)
-            if not waiting and not all_began:
-                all_began, together = time.perf_counter(), min(left.values())
-            if not all_ended and not min(left.values()):
-                all_ended = time.perf_counter()
-        settle(self._device)
-        wall = time.perf_counter() - began
-        if any(left.values()):
-            raise RuntimeError(f"a sequence lacks tokens, or has too many: {left}")
-        recorded = (engine.stats()["recorded_steps_total"] - played) / steps
-        # between these two times every step had a token of every sequence
-        return Timed(all_began - began, (all_ended - all_began) / together if together else 0.0, wall, recorded)
+        return left
+
+    def _step(self, left: dict[str, int]) -> set[str]:
+        """Run one step of the engine. Returns the requests that got tokens."""
+        got = set()
+        for output in self._engine.step():
+            if output.error is not None:
+                raise output.error
+            left[output.request_id] -= len(output.token_ids)
+            if output.token_ids:
+                got.add(output.request_id)
+        return got
 
 
 class LibrarySide:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,14 +17,26 @@ from segue.bench.harness.device import OneLoaded, ceilings, name_of
 from segue.bench.harness.hardware import machine
 from segue.bench.harness.results import Level, measure
 from segue.bench.steps.arguments import StepsBench
-from segue.bench.steps.report import Decode, Prefill, StepsResult, StepsSettings
-from segue.bench.steps.sides import CONTINUOUS, SEGUE, STATIC, LibrarySide, Model, SegueSide, Side
+from segue.bench.steps.report import Decode, Prefill, Profile, StepsResult, StepsSettings
+from segue.bench.steps.sides import (
+    COMPILED,
+    CONTINUOUS,
+    PROFILED,
+    SEGUE,
+    STATIC,
+    LibrarySide,
+    Model,
+    SegueSide,
+    Side,
+)
 from segue.bench.steps.work import work_of
 from segue.models.registry import read_config
 from segue.parallel.orders import dtype_of
 
 _WARM = 4
 """Tokens of the warm-up load before every level."""
+_SHOWN = 12
+"""Kernels that a profile keeps: those that took longest."""
 
 
 @dataclass
@@ -37,6 +50,7 @@ class _Run:
 
 MAKERS: dict[str, tuple[str, Callable[[Model], Side]]] = {
     "segue": (SEGUE, SegueSide),
+    "segue-compiled": (COMPILED, partial(SegueSide, compiled=True)),
     "static": (STATIC, partial(LibrarySide, continuous=False)),
     "continuous": (CONTINUOUS, partial(LibrarySide, continuous=True)),
 }
@@ -49,8 +63,8 @@ async def run(bench: StepsBench, directory: Path) -> StepsResult:
         directory=directory,
         device=torch.device(bench.device),
         dtype=dtype_of(bench.dtype),
-        batch=max(bench.batches),
-        longest=max(bench.prompt + max(bench.output, _WARM), *(tokens + 1 for tokens in bench.prefills)),
+        batch=max(*bench.batches, *bench.profile),
+        longest=max(bench.prompt + max(bench.output, _WARM, 2 * PROFILED), *(tokens + 1 for tokens in bench.prefills)),
     )
     device = name_of(model.device)
     bench.say("the device's ceilings")
@@ -75,6 +89,8 @@ async def run(bench: StepsBench, directory: Path) -> StepsResult:
         levels += [partial(_level, one, way, batch, "decode", _decode) for batch in bench.batches]
         if way != "continuous":  # for one prompt its time is mostly its own start-up
             levels += [partial(_level, one, way, tokens, "prefill", _prefill) for tokens in bench.prefills]
+        if way.startswith("segue"):
+            levels += [partial(_level, one, way, batch, "profile", _profile) for batch in bench.profile]
     return await measure(result, levels, bench.keep)
 
 
@@ -120,3 +136,25 @@ def _prefill(one: _Run, name: str, side: Side, tokens: int) -> str:
     share = one.result.work.prefill_flops(tokens) / seconds / one.result.ceilings.flops
     one.result.prefills.append(Prefill(side=name, tokens=tokens, seconds=seconds, of_ceiling=share))
     return f"{1e3 * seconds:.1f} ms, {share:.0%} of the ceiling"
+
+
+def _profile(one: _Run, name: str, side: Side, batch: int) -> str:
+    assert isinstance(side, SegueSide)
+    side.run(_prompts(one, batch, one.bench.prompt, -1), _WARM)
+    wall, events = side.profile(_prompts(one, batch, one.bench.prompt, 0))
+    counted, seconds = Counter(event.name for event in events), defaultdict[str, float](float)
+    for event in events:
+        seconds[event.name] += event.seconds
+    longest = sorted(seconds.items(), key=lambda entry: -entry[1])
+    busy = sum(event.seconds for event in events)
+    one.result.profiles.append(
+        Profile(
+            side=name,
+            batch=batch,
+            step=wall / PROFILED,
+            busy=busy / PROFILED,
+            kernels=len(events) / PROFILED,
+            longest=[(what, counted[what] / PROFILED, taken / PROFILED) for what, taken in longest[:_SHOWN]],
+        )
+    )
+    return f"{len(events) / PROFILED:.0f} kernels a step; the device works for {busy / wall:.0%} of the time"

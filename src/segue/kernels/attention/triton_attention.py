@@ -24,7 +24,7 @@ from segue.kernels.attention.interface import AttentionOptions
 _FEWEST_ROWS = 16  # smallest dimension of a Triton GEMM
 _SPLIT_KEYS = 256
 """Fewest keys for which a program of the split decode pays off."""
-_FILLED = 2
+FILLED = 2
 """A decode splits keys until its programs fill a device's multiprocessors this many times."""
 _JOINED = 16
 """Splits of a sequence that are combined in one iteration."""
@@ -87,6 +87,8 @@ class Splits:
     """[3, p]: the sequence of each split, its first key, and the key after its last. The rest of p is unused."""
     firsts: torch.Tensor
     """[n + 1]: the first split of each sequence; the last entry is the number of splits."""
+    tile: Tile
+    """Of the programs that read them."""
 
 
 @triton.jit
@@ -369,22 +371,26 @@ def split_keys(
     dtype: torch.dtype,
     processors: int,
     window: int | None = None,
+    tile: Tile | None = None,
+    filled: int = FILLED,
 ) -> Splits:
     """Plan the keys that each program of `decode` reads, for lengths [n] int32, each at most `longest`.
 
     Keys are split until the programs of all K/V heads fill a device with `processors` multiprocessors, whatever the
-    number of sequences: the longest are split most. `width`: of a head or its values, the larger. The host reads
-    nothing from the device, and shapes depend on n and `longest` alone, so the call can be captured in a CUDA graph.
+    number of sequences: the longest are split most. `width`: of a head or its values, the larger. `tile`: in place of
+    `decode_tile`'s; `filled`: in place of `FILLED`. The host reads nothing from the device, and shapes depend on n and
+    `longest` alone, so the call can be captured in a CUDA graph.
     """
     sequences = len(lengths)
-    most = sequences + max(1, min(math.ceil(_FILLED * processors / kv_heads), sequences * longest // _SPLIT_KEYS))
+    tile = tile or decode_tile(_padded(width), dtype)
+    most = sequences + max(1, min(math.ceil(filled * processors / kv_heads), sequences * longest // _SPLIT_KEYS))
     splits = torch.empty(3, most, dtype=torch.int32, device=lengths.device)
     firsts = torch.empty(sequences + 1, dtype=torch.int32, device=lengths.device)
     _split[(sequences,)](
         lengths, firsts, splits, sequences, most, window or 0,
-        fewest=_SPLIT_KEYS, keys=decode_tile(_padded(width), dtype).keys, counted=_COUNTED,
+        fewest=_SPLIT_KEYS, keys=tile.keys, counted=_COUNTED,
     )  # fmt: skip
-    return Splits(splits, firsts)
+    return Splits(splits, firsts, tile)
 
 
 def decode(
@@ -407,7 +413,6 @@ def decode(
     group = heads // kv_heads
     most = splits.table.shape[1]
     q = _side_by_side(q)
-    own = decode_tile(_padded(max(width, value_width)), q.dtype)
     _check_slots(keys, values)
     mixed = torch.empty(most, heads, value_width, dtype=torch.float32, device=q.device)
     sums = torch.empty(most, heads, dtype=torch.float32, device=q.device)
@@ -417,8 +422,8 @@ def decode(
         *q.stride()[:2], *keys.stride()[1:3], *values.stride()[1:3],
         group=group, rows=max(_FEWEST_ROWS, triton.next_power_of_2(group)), block_size=block_size, width=width,
         value_width=value_width, padded=_padded(width), value_padded=_padded(value_width),
-        has_cap=form.softcap is not None, keys=own.keys, precision=_precision(q),
-        num_warps=own.warps, num_stages=own.stages,
+        has_cap=form.softcap is not None, keys=splits.tile.keys, precision=_precision(q),
+        num_warps=splits.tile.warps, num_stages=splits.tile.stages,
     )  # fmt: skip
     _decode_join[sequences, heads](
         mixed, sums, out, _sinks(form, q), splits.firsts, heads, *out.stride()[:2],

@@ -6,7 +6,7 @@ import torch
 
 from segue.kernels.attention.interface import AttentionOptions
 from segue.kernels.attention.paged_step import PagedStep
-from segue.kernels.attention.triton_attention import Splits, Tables, decode, prefill, split_keys
+from segue.kernels.attention.triton_attention import FILLED, Splits, Tables, Tile, decode, prefill, split_keys
 
 _FP8 = (8, 9)
 """Lowest compute capability on which Triton reads float8_e4m3fn."""
@@ -21,7 +21,9 @@ class TritonAttention:
     bidirectional = True
     page = 1
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, tile: Tile | None = None, filled: int = FILLED) -> None:
+        """`tile`: of single queries, in place of `decode_tile`'s. `filled`: splits of keys per multiprocessor."""
+        self._tile, self._filled = tile, filled
         self.upcasts = device.type != "cuda" or torch.cuda.get_device_capability(device) >= _FP8
         self._processors = (
             torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _INTERPRETED
@@ -61,6 +63,10 @@ class TritonAttention:
         if key not in step.plans:
             tables = step.tables
             lengths = tables.lengths[: tables.singles]
-            step.plans[key] = split_keys(lengths, tables.longest_key, kv_heads, width, dtype, self._processors, window)
+            step.plans[key] = split_keys(
+                *(lengths, tables.longest_key, kv_heads, width, dtype, self._processors, window),
+                tile=self._tile,
+                filled=self._filled,
+            )
         found: Splits = step.plans[key]
         return found
