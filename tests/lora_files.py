@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -33,19 +34,28 @@ SHARED_CONFIG: dict[str, Any] = {
 
 
 def make_adapter(
-    base: Path, directory: Path, targets: Iterable[str], *, rank: int, seed: int, alpha: float = 16.0, **config: Any
+    base: Path,
+    directory: Path,
+    targets: Iterable[str],
+    *,
+    rank: int,
+    seed: int,
+    alpha: float = 16.0,
+    of: Any = AutoModelForCausalLM,
+    within: str = "",
+    **config: Any,
 ) -> Path:
     """Random A and B for every linear layer of the decoder whose name ends in one of `targets`, about as large as the
-    weights they are added to."""
+    weights they are added to. `of`: the class that loads the model; `within`: the decoder's name in it."""
     ends = tuple(targets)
     directory.mkdir(parents=True, exist_ok=True)
     written = {**SHARED_CONFIG, "r": rank, "lora_alpha": alpha, "target_modules": list(ends), **config}
     (directory / "adapter_config.json").write_text(json.dumps(written))
     generator = torch.Generator().manual_seed(seed)
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = of.from_pretrained(base, dtype=torch.float32)
     tensors: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | Conv1D) and name.rpartition(".")[2] in ends:
+        if isinstance(module, nn.Linear | Conv1D) and name.startswith(within) and name.rpartition(".")[2] in ends:
             weight = module.weight.T if isinstance(module, Conv1D) else module.weight
             rows, columns = weight.shape
             size = float(weight.detach().std()) / scale_of(written)
@@ -63,15 +73,13 @@ def scale_of(config: dict[str, Any]) -> float:
     return config["lora_alpha"] / (config["r"] ** 0.5 if config["use_rslora"] else config["r"])
 
 
-def merge(base: Path, adapter: Path, directory: Path) -> Path:
+def merge(base: Path, adapter: Path, directory: Path, of: Any = AutoModelForCausalLM) -> Path:
     """The checkpoint with `W + scale B A` in the place of W: what transformers is asked in the adapter's stead."""
     from safetensors.torch import load_file
 
-    from segue.models.shared.library import AutoTokenizer
-
     config = json.loads((adapter / "adapter_config.json").read_text())
     tensors = load_file(adapter / "adapter_model.safetensors")
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = of.from_pretrained(base, dtype=torch.float32)
     for key in tensors:
         if not key.endswith("lora_A.weight"):
             continue
@@ -80,6 +88,7 @@ def merge(base: Path, adapter: Path, directory: Path) -> Path:
         with torch.no_grad():
             module.weight += added.T if isinstance(module, Conv1D) else added
     model.save_pretrained(directory)
-    if (base / "tokenizer.json").is_file():
-        AutoTokenizer.from_pretrained(base).save_pretrained(directory)
+    for path in base.iterdir():
+        if path.is_file() and "safetensors" not in path.name and not (directory / path.name).exists():
+            shutil.copy(path, directory)
     return directory

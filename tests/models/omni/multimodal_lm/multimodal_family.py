@@ -3,6 +3,7 @@ three stages driven as a worker would drive them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -150,10 +151,11 @@ def request_of(case: Case, name: str = "r") -> Request:
 class Stages:
     """The adapters of one checkpoint."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, **llm: Any) -> None:
+        """`llm`: fields of the language model's context."""
         self.input: InputProcessor = STAGE_MODELS["input"](context(directory, "input"))
         self.encoder: Encoder = STAGE_MODELS["encoder"](context(directory, "encoder"))
-        self.llm: LLM = STAGE_MODELS["llm"](context(directory, "llm"))
+        self.llm: LLM = STAGE_MODELS["llm"](context(directory, "llm", **llm))
 
     def encoded(self, payload: Payload) -> list[tuple[Payload, bool]]:
         """The encoder's chunks for the language model, one unit per call."""
@@ -173,12 +175,15 @@ def sent(source: str, target: str, payload: Payload) -> Payload:
 
 
 def stage_request(
-    name: str, upstreams: frozenset[str] = frozenset(), sampling: SamplingParams = FALLBACK
+    name: str,
+    upstreams: frozenset[str] = frozenset(),
+    sampling: SamplingParams = FALLBACK,
+    adapter: str | None = None,
 ) -> StageRequest:
     return StageRequest(
         name,
         "llm",
-        Request(request_id=name),
+        Request(request_id=name, adapter=adapter),
         sampling,
         seed=0,
         upstreams=upstreams,
@@ -197,19 +202,32 @@ class Run:
         )
         self.cached: dict[str, int] = {}
 
-    def __call__(self, cases: tuple[Case, ...] | list[Case], tokens: int = TOKENS) -> dict[str, list[int]]:
-        for case in cases:
-            self.add(case.name, self.stages.input.process(request_of(case)), tokens)
-        return self.finish([case.name for case in cases])
+    def __call__(
+        self, cases: tuple[Case, ...] | list[Case], tokens: int = TOKENS, adapters: Sequence[str | None] = (None,)
+    ) -> dict[str, list[int]]:
+        """The replies, by the case's name; with several `adapters` by adapter and name."""
+        names = {
+            (adapter, case): case.name if adapter is None else f"{adapter} {case.name}"
+            for adapter in adapters
+            for case in cases
+        }
+        for (adapter, case), name in names.items():
+            self.add(name, self.stages.input.process(request_of(case)), tokens, adapter=adapter)
+        return self.finish([*names.values()])
 
     def add(
-        self, name: str, payload: Payload, tokens: int = TOKENS, chunks: list[tuple[Payload, bool]] | None = None
+        self,
+        name: str,
+        payload: Payload,
+        tokens: int = TOKENS,
+        chunks: list[tuple[Payload, bool]] | None = None,
+        adapter: str | None = None,
     ) -> None:
         """`chunks`: what the encoder sends, where it is not what ours would."""
         media = bool(payload["media"])
         upstreams = frozenset({"input", "encoder"} if media else {"input"})
         sampling = SamplingParams(max_tokens=tokens).over(self.stages.llm.default_sampling).over(FALLBACK)
-        self.engine.add(stage_request(name, upstreams, sampling))
+        self.engine.add(stage_request(name, upstreams, sampling, adapter))
         self.engine.feed(name, "input", sent("input", "llm", payload), final=True)
         if chunks is None and media:
             chunks = self.stages.encoded(payload)

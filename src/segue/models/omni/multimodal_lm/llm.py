@@ -14,6 +14,7 @@ import torch
 from segue.engines.autoregressive.contract import AutoregressiveContext, Fed, FlatBatch, KVSpec, Prompt
 from segue.engines.contract import Payload, StageRequest
 from segue.kernels.attention.interface import Chunked
+from segue.kernels.linear.lora import Lora
 from segue.messages.errors import InvalidRequest, StageFailed
 from segue.messages.sampling import SamplingParams
 from segue.models.omni.multimodal_lm.bidirectional import MaskProbe, Sight
@@ -32,6 +33,7 @@ from segue.models.shared.decoder.deep_features import DEEP, MEDIA, deep_features
 from segue.models.shared.decoder.generation import context_length, default_sampling, end_tokens, generation_of
 from segue.models.shared.decoder.interface import decoder_of
 from segue.models.shared.library import PreTrainedModel
+from segue.models.shared.lora import named_adapter, with_adapter
 from segue.models.shared.text.tokenizer import decode, load_tokenizer, vocabulary_of
 
 
@@ -41,6 +43,7 @@ class _State:
 
     from_encoder: bool
     """The request visits the encoder stage: wait for its rows."""
+    adapter: Lora | None = None
     prompt: Payload | None = None
     rows: list[Payload] = field(default_factory=list)
     encoder_done: bool = False
@@ -57,7 +60,7 @@ class LLM:
     recordable = True
 
     def __init__(self, ctx: AutoregressiveContext) -> None:
-        """Raises `ConfigError` for an unreadable checkpoint or an unsupported model."""
+        """Raises `ConfigError` for an unreadable checkpoint, an unsupported model or option."""
         config = load_config(ctx)
         text = config.get_text_config(decoder=True)
         self.max_model_len: int = context_length(text, ctx.max_model_len)
@@ -66,6 +69,8 @@ class LLM:
         self._sight = Sight()
         """The bidirectional spans of media."""
         self._decoder = self._paged(ctx, model)
+        self.lora = self._decoder.lora
+        self.library_decoder = self._decoder.model
         self._tokenizer = load_tokenizer(ctx.model_dir)
         self.vocabulary = vocabulary_of(self._tokenizer)
         self.device = self._decoder.device
@@ -83,10 +88,19 @@ class LLM:
         probe = _probe(ctx, model)
         self._rows = token_rows(probe)
         self._sight = replace(probe, plain=self._rows).sight()
-        return PagedDecoder(model, inner=inner_of(model), fused=ctx.fused, read_as=stand_ins(probe), rows=self._rows)
+        return PagedDecoder(
+            model,
+            inner=inner_of(model),
+            quantization=ctx.quantization,
+            lora=ctx.lora,
+            fused=ctx.fused,
+            read_as=stand_ins(probe),
+            rows=self._rows,
+        )
 
     def begin(self, request: StageRequest) -> _State:
-        return _State(from_encoder="encoder" in request.upstreams)
+        """Raises `NotFound` for an unknown LoRA adapter."""
+        return _State("encoder" in request.upstreams, named_adapter(self.lora, request.request.adapter))
 
     def feed(self, state: _State, upstream: str, payload: Payload, *, final: bool) -> Fed:
         """Collect the input stage's prompt and the encoder's media rows; return the prompt once complete."""
@@ -98,7 +112,7 @@ class LLM:
         if not (state.ready and state.prompt):
             return Fed()
         prompt, state.rows = self._prompt(state.prompt, state.rows), []  # the rows may be on the device: drop them here
-        return Fed(prompt=prompt)
+        return Fed(prompt=prompt if state.adapter is None else with_adapter(prompt, state.adapter))
 
     def embed(self, token_ids: torch.Tensor, conditioning: torch.Tensor | None) -> torch.Tensor:
         """[n] → [n, H]."""
