@@ -11,7 +11,7 @@ import torch
 from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
 from diffusion_chain import WITHIN, Chain, apart, expected, pipeline_of
-from image_parity import ImageParity, called_on_meta, full_size, on_meta, parameters
+from image_parity import ImageParity, called_on_meta, full_size, on_meta, parameters, published
 from PIL import Image
 
 from segue.messages.diffusion import DiffusionParams
@@ -134,20 +134,16 @@ def test_what_is_taken_from_the_library() -> None:
             assert shift(tokens, steps) == pytest.approx(compute_empirical_mu(tokens, steps), rel=1e-12)
 
 
-VAE = {"_class_name": "AutoencoderKLFlux2", "block_out_channels": [128, 256, 512, 512]}
-SCHEDULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "use_dynamic_shifting": True, "shift": 3.0}
-DEV = {"num_layers": 8, "num_single_layers": 48, "num_attention_heads": 48, "joint_attention_dim": 15360}
-KLEIN = {"num_layers": 5, "num_single_layers": 20, "num_attention_heads": 24, "joint_attention_dim": 7680}
-
-
-@pytest.mark.parametrize(("sizes", "billions", "guided"), [(DEV, 32.2, True), (KLEIN, 3.9, False)])
-def test_published_shapes(tmp_path: Path, sizes: dict[str, int], billions: float, guided: bool) -> None:
-    transformer = {"_class_name": "Flux2Transformer2DModel", "in_channels": 128, "guidance_embeds": guided, **sizes}
-    configs = {"transformer": transformer, "scheduler": SCHEDULER, "vae": VAE}
-    full_size(tmp_path, "Flux2Pipeline" if guided else "Flux2KleinPipeline", tiny.PARTS, configs)
+@pytest.mark.parametrize(
+    ("model", "pipeline", "billions"),
+    [("FLUX.2-dev", "Flux2Pipeline", 32.2), ("FLUX.2-klein-4B", "Flux2KleinPipeline", 3.9)],
+)
+def test_published_shapes(tmp_path: Path, model: str, pipeline: str, billions: float) -> None:
+    configs = {part: published(model, part) for part in ("transformer", "scheduler", "vae")}
+    full_size(tmp_path, pipeline, tiny.PARTS, configs)
     denoiser = Flux2Denoiser(on_meta(tmp_path, "denoiser"))
     assert parameters(denoiser.network) / 1e9 == pytest.approx(billions, abs=0.1)
-    text = torch.zeros(512, sizes["joint_attention_dim"], dtype=torch.bfloat16, device="meta")
+    text = torch.zeros(512, configs["transformer"]["joint_attention_dim"], dtype=torch.bfloat16, device="meta")
     params = DiffusionParams(height=1024, width=768, guidance_scale=4.0)
     sample, prediction = called_on_meta(denoiser, params, [text])
     assert prediction.shape == sample.latents.shape == (1, 64 * 48, 128)

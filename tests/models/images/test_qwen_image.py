@@ -12,6 +12,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from diffusion_chain import WITHIN, Chain, apart, expected, pipeline_of
+from image_parity import published
 from safetensors.torch import load_file, save_file
 
 from segue.engines.diffusion.contract import DenoiserContext, Row
@@ -152,12 +153,13 @@ def test_large_outputs_in_tiles_and_one_by_one(chain: Chain, qwen_image_dir: Pat
 
 
 def test_the_published_shape(chain: Chain) -> None:
-    """20 billion parameters, nothing computed: the library's defaults are those of the published checkpoint."""
+    """20 billion parameters, nothing computed."""
     adapters = {name: copy.copy(chain.adapters[name]) for name in ("denoiser", "decoder")}
     meta = torch.device("meta")
     with meta:
-        adapters["denoiser"].network = QwenImageTransformer2DModel().to(torch.bfloat16)
-        adapters["decoder"].vae = AutoencoderKLQwenImage()
+        network = QwenImageTransformer2DModel.from_config(published("Qwen-Image", "transformer"))
+        adapters["denoiser"].network = network.to(torch.bfloat16)
+        adapters["decoder"].vae = AutoencoderKLQwenImage.from_config(published("Qwen-Image", "vae"))
     assert sum(weight.numel() for weight in adapters["denoiser"].network.parameters()) > 20e9
     adapters["denoiser"].device, adapters["denoiser"].dtype = meta, torch.bfloat16
     params = DiffusionParams(height=928, width=1664, num_inference_steps=2)

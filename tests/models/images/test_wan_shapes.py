@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from image_parity import published
 
 from segue.engines.contract import StageRequest
 from segue.engines.diffusion.contract import DenoiserContext, Row
@@ -24,29 +25,16 @@ from segue.models.shared.diffusion.loading import build, component_class
 from segue.models.shared.diffusion.tiny import write_index
 
 META = torch.device("meta")
-# config.json of the transformers of Wan-AI's *-Diffusers checkpoints, in what decides shapes
-WAN_14B = {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40, "in_channels": 16, "out_channels": 16}
-WAN_1_3B = {**WAN_14B, "num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}
-I2V_14B = {**WAN_14B, "in_channels": 36}
+WAN_14B = published("Wan2.2-T2V-A14B-Diffusers", "transformer")
+"""Of Wan2.1-T2V-14B, too."""
+I2V_14B = published("Wan2.2-I2V-A14B-Diffusers", "transformer")
 LOOKS = {**I2V_14B, "image_dim": 1280, "added_kv_proj_dim": 5120}
-TI2V_5B = {"num_attention_heads": 24, "ffn_dim": 14336, "num_layers": 30, "in_channels": 48, "out_channels": 48}
-VAE_16: dict[str, Any] = {"base_dim": 96, "z_dim": 16}
-VAE_48: dict[str, Any] = {
-    "base_dim": 160,
-    "decoder_base_dim": 256,
-    "z_dim": 48,
-    "is_residual": True,
-    "in_channels": 12,
-    "out_channels": 12,
-    "patch_size": 2,
-    "scale_factor_spatial": 16,
-    "latents_mean": [0.0] * 48,
-    "latents_std": [1.0] * 48,
-}
+"""Of Wan2.1-I2V-14B."""
 UMT5_XXL = {"model_type": "umt5", "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_heads": 64, "num_layers": 24}
 CLIP_H = {"model_type": "clip_vision_model", "hidden_size": 1280, "num_hidden_layers": 32, "num_attention_heads": 16}
+TI2V_5B = published("Wan2.2-TI2V-5B-Diffusers", "transformer")
 CHECKPOINTS: dict[str, dict[str, Any]] = {
-    "Wan2.1-T2V-1.3B": {"network": WAN_1_3B, "billions": 1.42},
+    "Wan2.1-T2V-1.3B": {"network": published("Wan2.1-T2V-1.3B-Diffusers", "transformer"), "billions": 1.42},
     "Wan2.1-T2V-14B": {"network": WAN_14B, "billions": 14.29},
     "Wan2.1-I2V-14B-720P": {"network": LOOKS, "billions": 16.40, "looks": True, "sees": True},
     "Wan2.2-T2V-A14B": {"network": WAN_14B, "billions": 14.29, "boundary": 0.875},
@@ -69,15 +57,13 @@ def write(directory: Path, said: dict[str, Any]) -> None:
     kind = "WanImageToVideoPipeline" if said.get("sees") else "WanPipeline"
     settings = {"boundary_ratio": said.get("boundary"), "expand_timesteps": bool(said.get("per_token"))}
     write_index(directory, kind, parts, **settings)
+    like = "Wan2.2-TI2V-5B-Diffusers" if said.get("per_token") else "Wan2.2-T2V-A14B-Diffusers"
     configs: dict[str, tuple[str, dict[str, Any]]] = {
-        "transformer": ("config.json", {"_class_name": "WanTransformer3DModel", **said["network"]}),
-        "vae": ("config.json", {"_class_name": "AutoencoderKLWan", **(VAE_48 if said.get("per_token") else VAE_16)}),
+        "transformer": ("config.json", said["network"]),
+        "vae": ("config.json", published(like, "vae")),
         "text_encoder": ("config.json", {**UMT5_XXL, "feed_forward_proj": "gated-gelu", "vocab_size": 256384}),
         "image_encoder": ("config.json", {**CLIP_H, "intermediate_size": 5120, "patch_size": 14, "image_size": 224}),
-        "scheduler": (
-            "scheduler_config.json",
-            {"_class_name": "UniPCMultistepScheduler", "prediction_type": "flow_prediction", "use_flow_sigmas": True},
-        ),
+        "scheduler": ("scheduler_config.json", published(like, "scheduler")),
     }
     configs["transformer_2"] = configs["transformer"]
     for name, (file, config) in configs.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,93 +16,33 @@ from segue.models.omni.qwen2_5_omni.loading import load_encoders, load_talker, l
 
 pytestmark = pytest.mark.slow
 
-# config.json of Qwen/Qwen2.5-Omni-7B and -3B, in what decides shapes and names
-IDS = {
-    "audio_token_index": 151646,
-    "image_token_index": 151655,
-    "video_token_index": 151656,
-    "audio_start_token_id": 151647,
-    "audio_end_token_id": 151648,
-    "vision_start_token_id": 151652,
-    "vision_end_token_id": 151653,
-    "pad_token_id": 151643,
-}
-ROPE = {
-    "rope_theta": 1000000.0,
-    "rope_scaling": {"mrope_section": [16, 24, 24], "rope_type": "default", "type": "default"},
-}
+PUBLISHED = Path(__file__).parents[2] / "published" / "Qwen2.5-Omni-3B" / "config.json"
 
 
-def published(text: dict[str, Any], talker: dict[str, Any]) -> dict[str, Any]:
-    hidden = text["hidden_size"]
-    return {
-        "architectures": ["Qwen2_5OmniModel"],
-        "model_type": "qwen2_5_omni",
-        "enable_audio_output": True,
-        "thinker_config": {
-            **IDS,
-            "bos_token_id": 151644,
-            "eos_token_id": 151645,
-            "text_config": {**ROPE, **text, "rms_norm_eps": 1e-06, "max_position_embeddings": 32768},
-            "vision_config": {
-                "depth": 32,
-                "hidden_size": 1280,
-                "intermediate_size": 3420,
-                "num_heads": 16,
-                "out_hidden_size": hidden,
-                "patch_size": 14,
-                "fullatt_block_indexes": [7, 15, 23, 31],
-                "window_size": 112,
-            },
-            "audio_config": {
-                "d_model": 1280,
-                "encoder_layers": 32,
-                "encoder_attention_heads": 20,
-                "encoder_ffn_dim": 5120,
-                "num_mel_bins": 128,
-                "output_dim": hidden,
-            },
-        },
-        "talker_config": {
-            **{name: IDS[name] for name in ("audio_token_index", "image_token_index", "video_token_index")},
-            **ROPE,
-            "vocab_size": 8448,
-            "embedding_size": hidden,
-            "hidden_size": 896,
-            "num_hidden_layers": 24,
-            **talker,
-        },
-        "token2wav_config": {
-            "dit_config": {"hidden_size": 1024, "num_hidden_layers": 22, "num_attention_heads": 16},
-            "bigvgan_config": {"upsample_initial_channel": 1536},
-        },
+def of_7b(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of the 7B model, from that of the 3B, with which it has all else in common."""
+    thinker, talker = config["thinker_config"], config["talker_config"]
+    thinker["text_config"] |= {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
     }
+    thinker["vision_config"]["out_hidden_size"] = thinker["audio_config"]["output_dim"] = 3584
+    talker |= {
+        "embedding_size": 3584,
+        "intermediate_size": 18944,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+    }
+    talker["rope_scaling"]["mrope_section"] = [16, 24, 24]
+    return config
 
 
-CONFIGS = {
-    "7B": published(
-        {
-            "hidden_size": 3584,
-            "intermediate_size": 18944,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 28,
-            "num_key_value_heads": 4,
-            "vocab_size": 152064,
-        },
-        {"intermediate_size": 18944, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 128},
-    ),
-    "3B": published(
-        {
-            "hidden_size": 2048,
-            "intermediate_size": 11008,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 2,
-            "vocab_size": 151936,
-        },
-        {"intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 64},
-    ),
-}
+CONFIGS = {"7B": of_7b(json.loads(PUBLISHED.read_text())), "3B": json.loads(PUBLISHED.read_text())}
 PARAMETERS = {"7B": (10.4e9, 11.0e9), "3B": (5.0e9, 6.1e9)}
 
 
