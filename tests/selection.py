@@ -1,6 +1,6 @@
 """Which tests run: pytest's options `--quick`, `--nightly`, `--shuffle`, `--minutes`; the markers `needs`, `named`.
 
-`make test` runs every test but those marked `nightly`, `needs(package)` or `named`; `make nightly` runs the first two.
+`make test` runs every test but those marked `nightly`, `needs(name)` or `named`; `make nightly` runs the first two.
 A file or a test that is named on the command line runs whole, however it is marked. The rules look at the tests
 themselves; there is no list of them to keep."""
 
@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
+import shutil
+import sys
 import time
 from collections.abc import Collection, Iterable, Iterator
 from functools import cache
@@ -47,7 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "nightly: proves again what other tests prove; runs in `make nightly`")
     config.addinivalue_line("markers", "named: runs only where it, or its file, is named on the command line")
-    config.addinivalue_line("markers", "needs(package): runs where this package is installed; otherwise like nightly")
+    config.addinivalue_line("markers", "needs(name): runs where this package or program is there, in `make nightly`")
     if config.option.nightly:
         settings.load_profile("search")
 
@@ -89,8 +91,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if minutes is not None and time.monotonic() - STARTED > minutes * 60:
         pytest.skip(f"the {minutes:g} minutes of --minutes are over")
     for marker in item.iter_markers("needs"):
-        if importlib.util.find_spec(marker.args[0]) is None:
-            pytest.skip(f"{marker.args[0]} is not installed")
+        name = marker.args[0]
+        if importlib.util.find_spec(name) is None and shutil.which(name, path=Path(sys.executable).parent) is None:
+            pytest.skip(f"{name} is not installed")
 
 
 def is_nightly(item: pytest.Item) -> bool:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from markdown_blocks import ROOT
@@ -30,6 +33,14 @@ def test_images_start_the_server() -> None:
         copied = [name for line in re.findall(r"^COPY (?!--)(.*) \S+$", text, re.MULTILINE) for name in line.split()]
         assert set(copied) == sent
         assert all((ROOT / name).exists() for name in copied)
+
+
+@pytest.mark.needs("hadolint")
+@pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.stem)
+def test_images_are_written_as_the_linter_wants_them(image: Path) -> None:
+    linter = Path(sys.executable).with_name("hadolint")
+    done = subprocess.run([linter, "--no-color", image], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 def test_the_unit_starts_the_server_and_waits_until_it_has_drained() -> None:
