@@ -10,11 +10,12 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 
+import msgspec
 import numpy as np
 
 from segue.messages.deltas import AudioDelta, Delta, Finished, ImageDelta, RequestMetrics, TextDelta, TokensDelta, Usage
 from segue.messages.errors import InvalidRequest, NotFound
-from segue.messages.request import Request
+from segue.messages.request import Message, Request, TextPart
 from segue.orchestrator.service import Health, ModelCard, ReplicaHealth, StageHealth
 from segue.server.serve import http_server, listen
 from segue.server.settings import ServerSettings
@@ -100,6 +101,26 @@ class FakeService:
             async for delta in self.script(request):
                 ended = isinstance(delta, Finished)
                 yield delta
+            ended = True
+        finally:
+            if not ended:
+                self.cancelled.put(request.request_id)
+
+    async def stream_appended(self, request: Request, pieces: AsyncGenerator[str]) -> AsyncGenerator[Delta]:
+        """Plays the script once for the request, and once for each piece."""
+        self.requests.append(request)
+        ended = False
+        try:
+            async for delta in self.script(request):
+                if not isinstance(delta, Finished):
+                    yield delta
+            async for piece in pieces:
+                [message] = request.messages
+                said = msgspec.structs.replace(request, messages=[Message(message.role, [TextPart(piece)])])
+                async for delta in self.script(said):
+                    if not isinstance(delta, Finished):
+                        yield delta
+            yield finished()
             ended = True
         finally:
             if not ended:

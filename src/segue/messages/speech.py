@@ -44,6 +44,9 @@ class TextToSpeech(msgspec.Struct, frozen=True):
     cloning: bool = False
     """Whether it says the text in the voice of a recording (`MediaPart.role` is `voice`), with the option `ref_text`:
     the recording's words."""
+    appends: bool = False
+    """Whether it goes on with text that is appended to a running request, token by token. Pieces are then cut where no
+    tokenizer joins characters: before a mark or space that follows a letter or digit."""
     options: dict[str, Any] = {}
     """Options that every such request has."""
     sampling: dict[str, SamplingParams] = {}

@@ -196,6 +196,12 @@ class AsyncOmni:
         self._check(request)
         return OpenRequest(self.orchestrator, opened(request, self.card, reply=reply), self.plan.limits)
 
+    async def stream_appended(self, request: Request, pieces: AsyncGenerator[str]) -> AsyncGenerator[Delta]:
+        """As `stream`, of an open request to which the pieces are appended as they come."""
+        async with self.open(request) as running, aclosing(running.follow(pieces)) as deltas:
+            async for delta in deltas:
+                yield delta
+
     async def room(self) -> None:
         """Return as soon as the queue is not full."""
         await self.orchestrator.room()

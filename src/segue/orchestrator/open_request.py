@@ -13,8 +13,10 @@ pieces arrive (`segue.engines.autoregressive.hold`); text is tokenized piece by 
 
 from __future__ import annotations
 
+import asyncio
 import operator
 from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -65,7 +67,11 @@ class OpenRequest:
         """Append text or token ids to the input; with `reply`, the model then replies to all that it has not replied
         to. Raises `InvalidRequest` or `TooLarge`, naming the limit, and then nothing was appended."""
         self._check_going_on()
-        made = piece_of(piece, reply)
+        if not self._take(piece_of(piece, reply)):
+            raise InvalidRequest(f"append was called after request {self.request_id!r} had ended", field="append")
+
+    def _take(self, made: Piece) -> bool:
+        """Give a piece to the request; False if it has ended. Raises `InvalidRequest` or `TooLarge`."""
         size = len((made.prompt or "").encode()) + TOKEN_BYTES * len(made.prompt_token_ids or ())
         if self._pieces >= (most := self._limits.max_appends):
             raise InvalidRequest(
@@ -79,7 +85,36 @@ class OpenRequest:
             )
         self._pieces += 1
         self._bytes += size
-        self._give(made)
+        return self._requests.append(self._books, made)
+
+    async def follow(self, pieces: AsyncGenerator[str]) -> AsyncGenerator[Delta]:
+        """Append pieces as they come, and close the input at their end; yield the deltas meanwhile, `Finished` last.
+        Raises what `pieces` raises. Pieces that come after the request has ended are not read."""
+        appending = asyncio.create_task(self._append_all(pieces))
+        following: asyncio.Task[Delta] | None = None
+        try:
+            while True:
+                following = asyncio.create_task(_next(self._deltas))
+                if not appending.done():
+                    await asyncio.wait((appending, following), return_when=asyncio.FIRST_COMPLETED)
+                if not following.done() and appending.done():
+                    appending.result()
+                delta = await following
+                yield delta
+                if isinstance(delta, Finished):
+                    return
+        finally:
+            tasks = [appending, *([] if following is None else [following])]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _append_all(self, pieces: AsyncGenerator[str]) -> None:
+        async with aclosing(pieces):
+            async for piece in pieces:
+                if not self._take(piece_of(piece, reply=False)):
+                    return
+        await self.close()
 
     async def close(self) -> None:
         """End the input. The model replies to what it has not replied to, then the request ends. Idempotent."""
@@ -118,9 +153,9 @@ class OpenRequest:
         if self._closed:
             raise InvalidRequest("append was called after the input was closed", field="append")
 
-    def _give(self, piece: Piece) -> None:
-        if not self._requests.append(self._books, piece):
-            raise InvalidRequest(f"append was called after request {self.request_id!r} had ended", field="append")
+
+async def _next(deltas: AsyncGenerator[Delta]) -> Delta:
+    return await anext(deltas)
 
 
 def piece_of(piece: str | Iterable[int], reply: bool) -> Piece:

@@ -94,6 +94,10 @@ class Service(Protocol):
         """Yield deltas, `Finished` last; raises `SegueError`. Closing the generator cancels the request."""
         ...
 
+    def stream_appended(self, request: Request, pieces: AsyncGenerator[str]) -> AsyncGenerator[Delta]:
+        """As `stream`, of an open request to which the pieces are appended as they come."""
+        ...
+
     async def room(self) -> None:
         """Return as soon as the queue is not full: `stream` then succeeds unless another request is faster."""
         ...

@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from truth_system import System, spans
 
+from lora_files import make_adapter, merge
 from segue.media.limits import MediaLimits
 from segue.media.parts import messages_from
 from segue.media.sources import PYTHON_POLICY
@@ -71,18 +72,24 @@ class Library:
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory, assets: Path) -> Iterator[tuple[System, Library]]:
+def running(tmp_path_factory: pytest.TempPathFactory, assets: Path) -> Iterator[tuple[System, Library, Library]]:
+    """A model, the library on it, and the library on it with an adapter merged in."""
     directory = tmp_path_factory.mktemp(FAMILY)
     tiny.make(FAMILY, directory)
-    system = System(directory, stages={"llm": {"max_tokens_per_step": 64}})
-    yield system, Library(directory, assets)
+    of = AutoModelForMultimodalLM
+    poet = make_adapter(
+        directory, directory / "poet", ("q_proj", "down_proj"), rank=4, seed=3, of=of, within="model.language_model"
+    )
+    lora = {"adapters": {"poet": str(poet)}, "max_rank": 4}
+    system = System(directory, stages={"llm": {"max_tokens_per_step": 64, "lora": lora}})
+    yield system, Library(directory, assets), Library(merge(directory, poet, directory / "merged", of), assets)
     system.close()
 
 
-def ask(assets: Path, text: str, *kinds: str) -> dict[str, Any]:
+def ask(assets: Path, text: str, *kinds: str, adapter: str | None = None) -> dict[str, Any]:
     files = {"image": assets / "photo.jpg", "video": assets / "video.mp4", "audio": assets / "speech.wav"}
     content = [*({"type": kind, kind: files[kind]} for kind in kinds), {"type": "text", "text": text}]
-    return {"messages": [{"role": "user", "content": content}], "sampling": GREEDY}
+    return {"messages": [{"role": "user", "content": content}], "sampling": GREEDY, "adapter": adapter}
 
 
 QUESTIONS = (
@@ -94,8 +101,8 @@ QUESTIONS = (
 )
 
 
-def test_all_at_once_and_once_more(running: tuple[System, Library], assets: Path) -> None:
-    system, library = running
+def test_all_at_once_and_once_more(running: tuple[System, Library, Library], assets: Path) -> None:
+    system, library, _ = running
     expected = [library.answer(*question) for question in QUESTIONS]
     assert len({tuple(reply) for reply, _ in expected}) == len(QUESTIONS)
     for _ in range(2):
@@ -107,7 +114,17 @@ def test_all_at_once_and_once_more(running: tuple[System, Library], assets: Path
     assert all(output.usage.cached_tokens > 32 for output in outputs[1:])
 
 
-def test_a_kind_that_the_model_does_not_take(running: tuple[System, Library], assets: Path) -> None:
-    system, _ = running
+def test_with_an_adapter_beside_requests_without(running: tuple[System, Library, Library], assets: Path) -> None:
+    system, library, merged = running
+    names = {None: library, "poet": merged}
+    asked = [(question, adapter) for question in QUESTIONS[:4] for adapter in names]
+    outputs = system.ask(*(ask(assets, *question, adapter=adapter) for question, adapter in asked))
+    answers = [names[adapter].answer(*question)[0] for question, adapter in asked]
+    assert [output.token_ids["llm"] for output in outputs] == answers
+    assert all(plain != adapted for plain, adapted in zip(answers[::2], answers[1::2], strict=True))
+
+
+def test_a_kind_that_the_model_does_not_take(running: tuple[System, Library, Library], assets: Path) -> None:
+    system, *_ = running
     with pytest.raises(InvalidRequest, match="audio"):
         system.ask(ask(assets, "what was said", "audio"))

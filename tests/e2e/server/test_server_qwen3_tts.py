@@ -46,6 +46,21 @@ def test_the_audio_is_the_packages(client: openai.OpenAI, name: str) -> None:
     assert float(np.abs(samples[::EVERY] - expected).max()) < 2e-4
 
 
+def test_a_text_that_is_still_being_written(server: Served) -> None:
+    """It is said by one generation, as the package says a text that is not there yet."""
+    case = CASES["arriving"]
+    limits = {"talker": {"temperature": 0, "max_tokens": case["max_tokens"]}}
+    asked = {"voice": case["given"]["speaker"].title(), "response_format": "pcm", "sampling": json.dumps(limits)}
+    letters = (letter.encode() for letter in case["given"]["text"])
+    with server.client() as http:
+        answer = http.post("/v1/audio/speech", params=asked, content=letters, headers={"Content-Type": "text/plain"})
+    assert answer.status_code == 200, answer.text
+    samples = np.frombuffer(answer.content, "<i2") / 32768
+    expected = load_file(GOLDEN / "golden.safetensors")["arriving.samples"]
+    assert len(samples[::EVERY]) == len(expected)
+    assert float(np.abs(samples[::EVERY] - expected).max()) < 2e-4
+
+
 def test_other_voices_and_languages_are_named(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="speaks with: Vivian, Ryan, Dylan"):
         say(client, CASES["plain"], voice="alloy")

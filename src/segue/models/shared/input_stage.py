@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -17,6 +19,13 @@ THEN = "then"
 """Key of a payload: what follows this piece of an open request."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Appended:
+    """A piece of an open request's input, as a request of its own."""
+
+    request: Request
+
+
 class InputStage(ABC):
     """`ModuleModel` that works on the request itself: one item per request, or per piece of an open one."""
 
@@ -28,6 +37,10 @@ class InputStage(ABC):
     @abstractmethod
     def process(self, request: Request) -> Payload:
         """The payload of one request. Raises `InvalidRequest` with the field, its value and the accepted values."""
+
+    def process_appended(self, request: Request) -> Payload:
+        """The payload of a piece that was appended to an open request. Raises `InvalidRequest`."""
+        return self.process(request)
 
     def warm_up(self) -> None:
         """Process one short text, unless the stage accepts none (no tokenizer)."""
@@ -52,7 +65,7 @@ class InputStage(ABC):
             add_special_tokens=False,
             reply=piece.reply,
         )
-        return [Work(state.request_id, item, last=final)]
+        return [Work(state.request_id, _Appended(item), last=final)]
 
     def end(self, state: Any) -> None:
         """Nothing to free."""
@@ -60,14 +73,24 @@ class InputStage(ABC):
     def run(self, works: list[Work]) -> list[Result]:
         """Requests → payloads, or an error for each invalid request. Payloads of open requests say what follows the
         input (`THEN`: a value of the autoregressive engine's `Then`); that of the end has nothing else."""
-        return [Result({THEN: "end"}) if work.item is None else self._result(work.item) for work in works]
+        return [self._answer(work.item) for work in works]
+
+    def _answer(self, item: Request | _Appended | None) -> Result:
+        if item is None:
+            return Result({THEN: "end"})
+        if isinstance(item, _Appended):
+            return self._made(item.request, self.process_appended)
+        return self._result(item)
 
     def _result(self, request: Request) -> Result:
+        return self._made(request, self.process)
+
+    def _made(self, request: Request, process: Callable[[Request], Payload]) -> Result:
         if self.budget is not None:
             self.budget.begin()
         try:
             self._check_embeds(request)
-            payload = self.process(request)
+            payload = process(request)
         except SegueError as error:
             return Result(error=error)
         if request.open:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 
 import msgspec
@@ -36,6 +36,7 @@ async def run_generations(
     *,
     timed: bool = True,
     at_once: int = AT_ONCE,
+    stream: Callable[[Request], AsyncGenerator[Delta]] | None = None,
 ) -> AsyncGenerator[tuple[int, Delta]]:
     """Yield (index of the request, delta) as deltas come, until all requests have finished.
 
@@ -43,10 +44,12 @@ async def run_generations(
     for the prompt of each request). At most `at_once` generations run concurrently. The event loop serves other
     requests after every `PER_TURN` starts or `BYTES_PER_TURN`, so that thousands of prompts, or large ones, block
     neither the queue nor the loop. `timed`: requests without a deadline get the server's.
+    `stream`: starts a request (default: `service.stream`).
 
     At most one delta per request is buffered, so a slow consumer slows the service down. Closing this generator closes
     the service's generators, which cancels the running requests.
     """
+    start = stream or service.stream
     deadline = deadline_of(service) if timed else None
     running: dict[int, tuple[AsyncGenerator[Delta], GenerationWatch]] = {}
     waiting: dict[asyncio.Task[Delta], int] = {}
@@ -62,11 +65,11 @@ async def run_generations(
                 request = requests[index]
                 request.deadline = request.deadline or deadline
                 try:
-                    stream = service.stream(request)
+                    deltas = start(request)
                 except SegueError as error:
                     raise as_written(error, named(index)) from error
-                running[index] = stream, GenerationWatch(metrics).__enter__()
-                waiting[asyncio.ensure_future(_next(stream))] = index
+                running[index] = deltas, GenerationWatch(metrics).__enter__()
+                waiting[asyncio.ensure_future(_next(deltas))] = index
                 begun = index + 1
                 began_bytes += _nbytes(request)
                 if began_bytes >= BYTES_PER_TURN:
@@ -75,7 +78,7 @@ async def run_generations(
             done, _ = await asyncio.wait(waiting, timeout=0 if more else None, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 index = waiting.pop(task)
-                stream, watch = running[index]
+                deltas, watch = running[index]
                 try:
                     delta = _result(task, watch, requests[index].request_id)
                 except SegueError as error:
@@ -85,14 +88,14 @@ async def run_generations(
                 if isinstance(delta, Finished):
                     del running[index]
                     watch.__exit__()
-                    await stream.aclose()
+                    await deltas.aclose()
                 else:
-                    waiting[asyncio.ensure_future(_next(stream))] = index
+                    waiting[asyncio.ensure_future(_next(deltas))] = index
     finally:
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-        await asyncio.gather(*(stream.aclose() for stream, _ in running.values()), return_exceptions=True)
+        await asyncio.gather(*(deltas.aclose() for deltas, _ in running.values()), return_exceptions=True)
         for _, watch in running.values():
             watch.__exit__()
 

@@ -55,6 +55,15 @@ class TenantService:
 
     def stream(self, request: Request) -> AsyncGenerator[Delta]:
         """Stream a request as the caller's tenant, whatever tenant the request names."""
+        request, account = self._of_caller(request)
+        return _charged(self._service.stream(request), request, account)
+
+    def stream_appended(self, request: Request, pieces: AsyncGenerator[str]) -> AsyncGenerator[Delta]:
+        request, account = self._of_caller(request)
+        return _charged(self._service.stream_appended(request, pieces), request, account)
+
+    def _of_caller(self, request: Request) -> tuple[Request, Account]:
+        """The request as that of the caller's tenant, and the account that pays for it. Raises `NotFound`."""
         call = calling.get()
         account = self._tenants.account(request.tenant) if call is NOBODY else call.account
         adapter = request.adapter
@@ -63,11 +72,8 @@ class TenantService:
             if adapter not in adapters:
                 raise NotFound(f"there is no LoRA adapter {shown(adapter)}{nearest(adapter, adapters)}", field="model")
             adapter = adapters[adapter]
-        request = msgspec.structs.replace(
-            request, tenant=account.tenant.name, share=account.tenant.share, adapter=adapter
-        )
-        deltas = self._service.stream(request)
-        return _charged(deltas, request, account) if account.counts_tokens else deltas
+        own = msgspec.structs.replace(request, tenant=account.tenant.name, share=account.tenant.share, adapter=adapter)
+        return own, account
 
     async def load_lora(self, name: str, path: str) -> None:
         own = self._own(name)
@@ -94,7 +100,11 @@ class TenantService:
         return f"{caller()}/{name}" if caller() else name
 
 
-async def _charged(deltas: AsyncGenerator[Delta], request: Request, account: Account) -> AsyncGenerator[Delta]:
+def _charged(deltas: AsyncGenerator[Delta], request: Request, account: Account) -> AsyncGenerator[Delta]:
+    return _charging(deltas, request, account) if account.counts_tokens else deltas
+
+
+async def _charging(deltas: AsyncGenerator[Delta], request: Request, account: Account) -> AsyncGenerator[Delta]:
     """Yield the deltas and charge their tokens as they come.
 
     The prompt is charged by its length first, and corrected by `usage` at the end. A request that fails before its

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import safe_open
 
@@ -18,7 +19,7 @@ from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.contract import AutoregressiveContext
 from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.contract import StageOutput, StageRequest
-from segue.messages.request import Message, Request, TextPart
+from segue.messages.request import Message, Piece, Request, TextPart
 from segue.messages.sampling import FALLBACK, SamplingParams
 from segue.models.speech.qwen3_tts.input import InputProcessor
 from segue.models.speech.qwen3_tts.stages import TRANSFERS
@@ -42,6 +43,8 @@ class Case:
     codes: list[list[int]]
     samples: torch.Tensor
     """Every `EVERY`th one."""
+    arriving: bool = False
+    """Of the package's form for a text that is not there yet."""
 
 
 def _request(name: str, given: dict[str, str]) -> Request:
@@ -66,13 +69,14 @@ def cases() -> dict[str, Case]:
                 request=_request(one["name"], one["given"]),
                 codes=file.get_tensor(f"{one['name']}.codes").tolist(),
                 samples=file.get_tensor(f"{one['name']}.samples"),
+                arriving=one.get("arriving", False),
             )
             for one in json.loads((GOLDEN / "cases.json").read_text())
         }
 
 
-def spoken_by(kind: str) -> list[Case]:
-    return [case for case in cases().values() if case.kind == kind]
+def spoken_by(kind: str, *, arriving: bool = False) -> list[Case]:
+    return [case for case in cases().values() if case.kind == kind and case.arriving is arriving]
 
 
 def check_same_weights(directory: Path, kind: str) -> None:
@@ -146,6 +150,37 @@ class Speech:
         assert payload is not None
         self.engine.feed(case.name, "input", payload, final=True)
 
+    def arriving(self, case: Case, pieces: Sequence[str], resume: list[list[int]] | None = None) -> tuple[Spoken, int]:
+        """A text in pieces, each given when the talker waits for more. Returns what came of it, and how often the
+        talker waited."""
+        text = msgspec.structs.replace(case.request, open=True, messages=_said(pieces[0]))
+        sampling = SamplingParams(temperature=0.0, max_tokens=case.max_tokens)
+        whole = sampling.over(self._talker.default_sampling).over(FALLBACK)
+        self.engine.add(stage_request("talker", text, sampling=whole, resume=resume or []))
+        state, works = self.input.begin(stage_request("input", text))
+        for piece in pieces[1:]:
+            works += self.input.feed(state, "client", {"piece": Piece(prompt=piece)}, final=False)
+        works += self.input.feed(state, "client", {"piece": None}, final=True)
+        spoken, waits = Spoken(), 0
+        for work in works:
+            [result] = self.input.run([work])
+            if result.error is not None:
+                raise result.error
+            assert result.payload is not None
+            if spoken.finish:
+                break
+            self.engine.feed(case.name, "input", result.payload, final=work.last)
+            for _ in range(2 * case.max_tokens):
+                before = len(spoken.talked)
+                for output in self.engine.step():
+                    if output.error is not None:
+                        raise output.error
+                    self._take(output, spoken)
+                if spoken.finish or len(spoken.talked) == before:
+                    waits += not spoken.finish
+                    break
+        return spoken, waits
+
     def _take(self, output: StageOutput, spoken: Spoken) -> None:
         spoken.talked += output.codes
         spoken.cached += output.cached_tokens
@@ -153,6 +188,10 @@ class Speech:
             spoken.codes += sent["codes"].tolist()
         if output.finished:
             spoken.finish = output.finish_reason
+
+
+def _said(text: str) -> list[Message]:
+    return [Message("user", [TextPart(text)])]
 
 
 def wave_of(vocoder: Vocoder, codes: list[list[int]], split: Sequence[int] = ()) -> torch.Tensor:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
-from qwen3_tts_family import Case, Speech, Spoken, cases, context, spoken_by
+from qwen3_tts_family import Case, Speech, Spoken, cases, context, spoken_by, stage_request
 
+from segue.messages.errors import InvalidRequest
+from segue.messages.request import Piece, TextPart
 from segue.models.speech.qwen3_tts.talker import Talker
+from segue.server.openai.audio.words import Words
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +86,61 @@ def test_sampled_rows_depend_on_the_seed_alone(tiny_dir: Path, talker: Talker, c
     together = of(Speech(tiny_dir, talker)(asked, temperature=0.9))
     assert together["plain"] != codes["plain"]
     assert of(Speech(tiny_dir, talker)([cases()["plain"]], temperature=0.9))["plain"] == together["plain"]
+
+
+# --- a text that arrives --------------------------------------------------------------------------------------------
+
+
+def text_of(case: Case) -> str:
+    part = case.request.messages[0].content[0]
+    assert isinstance(part, TextPart)
+    return part.text
+
+
+def in_pieces(text: str, size: int) -> list[str]:
+    """As the server cuts a text that comes in pieces of so many characters."""
+    words = Words()
+    pieces = [piece for at in range(0, len(text), size) for piece in words.feed(text[at : at + size])]
+    return [piece for piece in (*pieces, *words.finish()) if piece]
+
+
+@pytest.mark.parametrize("size", [1, 9, 1000])
+@pytest.mark.parametrize("case", spoken_by("custom_voice", arriving=True), ids=lambda case: case.name)
+def test_a_text_that_arrives(tiny_dir: Path, talker: Talker, case: Case, size: int) -> None:
+    """The codes are the package's, whatever the pieces; without its next token the talker waits."""
+    pieces = in_pieces(text_of(case), size)
+    spoken, waits = Speech(tiny_dir, talker).arriving(case, pieces)
+    assert spoken.codes == case.codes
+    assert spoken.finish == "stop"
+    assert len(pieces) > 1
+    assert waits >= (5 if size == 1 else 0)
+
+
+def test_a_text_that_arrives_in_a_described_voice(design_dir: Path) -> None:
+    speech = Speech(design_dir, Talker(context(design_dir, "talker")))
+    for case in spoken_by("voice_design", arriving=True):
+        assert speech.arriving(case, in_pieces(text_of(case), 4))[0].codes == case.codes
+
+
+def test_a_text_that_arrives_after_the_worker_was_killed(tiny_dir: Path, talker: Talker) -> None:
+    [case, *_] = spoken_by("custom_voice", arriving=True)
+    pieces = in_pieces(text_of(case), 1)
+    whole, _ = Speech(tiny_dir, talker).arriving(case, pieces)
+    for done in (1, 4, len(whole.talked) - 1):
+        again, _ = Speech(tiny_dir, talker, block_size=4).arriving(case, pieces, resume=whole.talked[:done])
+        assert again.codes == case.codes
+
+
+def test_what_cannot_be_appended(tiny_dir: Path, talker: Talker) -> None:
+    speech = Speech(tiny_dir, talker)
+    [case, *_] = spoken_by("custom_voice", arriving=True)
+    request = msgspec.structs.replace(case.request, open=True)
+    state, _ = speech.input.begin(stage_request("input", request))
+    for piece, field in ((Piece(prompt_token_ids=[5]), "append"), (Piece(prompt="a", reply=True), "reply")):
+        [work] = speech.input.feed(state, "client", {"piece": piece}, final=False)
+        [result] = speech.input.run([work])
+        assert isinstance(result.error, InvalidRequest)
+        assert result.error.field == field
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`/v1/audio/speech` with a text as the body: it is said while it arrives, sentence by sentence, within limits."""
+"""`/v1/audio/speech` with a text as the body: it is said while it arrives, by sentences or by words, within limits."""
 
 from __future__ import annotations
 
@@ -117,6 +117,50 @@ def test_a_file_holds_all_sentences(http: httpx.Client, server: Live) -> None:
     assert [(one.voice, one.priority) for one in server.service.requests] == [("Ben", 1)] * 3
     wav = http.post(PATH, content=THREE, params={"response_format": "wav"}, headers=TEXT).content
     assert wav[44:] == pcm("One is here.", "Two is there!", "Three has 3.5 metres.")
+
+
+def goes_on(script: Any = speak) -> FakeService:
+    made = service(script)
+    made.card.says = TextToSpeech(appends=True)
+    return made
+
+
+def test_a_model_that_goes_on_gets_the_text_as_it_arrives() -> None:
+    """One request; a word is said when the character after it has come."""
+    with live(goes_on(), ServerSettings(drain_seconds=1)) as server, Upload(server) as upload:
+        upload.send("  One is")
+        upload.answer.begin()
+        said = upload.answer.read(len(pcm("One")))
+        upload.send(" here. T")
+        said += upload.answer.read(len(pcm(" is here")))
+        upload.send("wo")
+        upload.send("")
+        assert said + upload.answer.read() == pcm("One", " is here", ". Two")
+        assert [text_of(request) for request in server.service.requests] == ["One"]
+
+
+def test_a_long_text_that_goes_on_is_said_in_passages() -> None:
+    sentence = "Words of a sentence. "
+    with live(goes_on(), ServerSettings(drain_seconds=1)) as server:
+        answer = httpx.post(
+            f"{server.url}{PATH}", content=sentence * 250, params={"stream_format": "sse"}, headers=TEXT, timeout=120
+        )
+        assert answer.text.count("speech.audio.done") == 2  # the event's name and its data
+        assert len(server.service.requests) == 3
+
+
+def test_errors_of_a_text_that_goes_on() -> None:
+    with live(goes_on(), ServerSettings(drain_seconds=1, stall_seconds=0.3)) as server:
+        with Upload(server, "?response_format=pcm&stream_format=sse") as upload:
+            upload.send("Hello ther")
+            upload.answer.begin()
+            events = upload.answer.read().decode()
+            assert events.index("speech.audio.delta") < events.index("no more text arrived")
+            assert "speech.audio.done" not in events
+        assert server.service.cancelled.get(timeout=120) == server.service.requests[-1].request_id
+        for content, status in (("", 400), (" ... \n\n!", 400), ("word " * (MOST_STREAMED // 4), 413)):
+            answer = httpx.post(f"{server.url}{PATH}", content=content, headers=TEXT, timeout=120)
+            assert answer.status_code == status
 
 
 def test_the_next_sentence_is_made_meanwhile_and_no_more(server: Live, http: httpx.Client) -> None:

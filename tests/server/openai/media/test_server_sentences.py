@@ -1,4 +1,4 @@
-"""A text that arrives in pieces, split into sentences."""
+"""A text that arrives in pieces, split into sentences, or into pieces and passages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from segue.server.openai.audio import words
 from segue.server.openai.audio.sentences import LONGEST, Sentences
+from segue.server.openai.audio.words import Words
 
 LETTERS = "aZ1é你।．. ...!?。！」\"')\n ,，;-…e.g.Dr.\t"
 TEXTS = st.text(st.sampled_from(LETTERS) | st.characters(), max_size=120) | st.builds(
@@ -72,3 +74,47 @@ def test_a_sentence_without_end_is_cut_at_a_clause() -> None:
     assert split("word " * 70 + "end, " + "more " * 20)[0].endswith("end, ")
     assert split("word " * 200)[0] == ("word " * 80)[: LONGEST - 1]
     assert [len(one) for one in split("x" * 1000)] == [400, 400, 200]
+
+
+# --- words -----------------------------------------------------------------------------------------------------------
+
+
+def words_of(*pieces: str) -> list[str | None]:
+    splitter = Words()
+    return [one for piece in pieces for one in splitter.feed(piece)] + splitter.finish()
+
+
+@given(TEXTS, st.lists(st.integers(0, 1500)))
+def test_pieces_end_where_a_tokenizer_splits(text: str, cuts: list[int]) -> None:
+    at = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    pieces = [piece for piece in words_of(*(text[start:end] for start, end in pairwise(at))) if piece is not None]
+    assert "".join(pieces) == text
+    for before, after in pairwise(pieces):
+        assert before[-1].isalnum()
+        assert not after[0].isalnum()
+
+
+def test_a_word_comes_with_the_character_after_it() -> None:
+    splitter = Words()
+    assert splitter.feed("Good mor") == ["Good"]
+    assert splitter.feed("ning") == []
+    assert splitter.feed(", all") == [" morning"]
+    assert splitter.feed("你好") == []
+    assert splitter.feed("。") == [", all你好"]
+    assert splitter.feed("e\u0301 ") == []
+    assert splitter.finish() == ["。e\u0301 "]
+
+
+def test_passages_end_with_a_sentence() -> None:
+    sentence = "These are words of a sentence. "
+    made = words_of(*(sentence * 200))
+    passages = "".join("|" if piece is None else piece for piece in made).split("|")
+    assert "".join(passages) == sentence * 200
+    assert len(passages) == 4
+    for passage in passages[:-1]:
+        assert passage.endswith("sentence.")
+        assert words.PASSAGE <= len(passage) < words.PASSAGE + len(sentence) + 1
+    endless = "".join("|" if piece is None else piece for piece in words_of(*("word " * 2000))).split("|")
+    assert max(map(len, endless)) <= words.LONGEST
+    assert len(endless) == 3
+    assert all(passage.endswith("word") for passage in endless[:-1])

@@ -14,7 +14,7 @@ from segue.models.speech.qwen3_tts.graph import graph
 def says(config: dict[str, Any], model_dir: Path) -> TextToSpeech:
     """How a checkpoint says a given text. Raises `ConfigError`, as `graph`."""
     values = config_of(config, model_dir / "config.json")
-    return TextToSpeech(instructions=values.takes_instructions, languages=values.languages)
+    return TextToSpeech(instructions=values.takes_instructions, languages=values.languages, appends=True)
 
 
 FAMILY = Family(
@@ -23,6 +23,7 @@ FAMILY = Family(
     graph=graph,
     stages_module="segue.models.speech.qwen3_tts.stages",
     says=says,
+    appends=True,
     options=frozenset({"instructions", "language"}),
     stage_keys=frozenset({"quantization"}),
     tiny_module="segue.models.speech.qwen3_tts.tiny.presets",

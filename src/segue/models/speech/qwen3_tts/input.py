@@ -9,6 +9,9 @@ their default): text tokens above, codec tokens below, `·` none::
     ·            ·         ·  think think-bos language think-eos voice  pad   pad…  pad  bos
 
 Without a language: `nothink think-bos think-eos`. Voice design has no voice.
+
+A text that is appended to (an open request) has the package's other form, without `non_streaming_mode`: the prompt ends
+with the text's first token over `bos`, and each further token, and at last `eos`, is a row of the talker's next step.
 """
 
 from __future__ import annotations
@@ -65,12 +68,37 @@ class InputProcessor(InputStage):
         """The payload of one request. Raises `InvalidRequest` with the field, its value and the accepted values."""
         text, field = _said(request)
         ids = self._ids(text, request, field)
-        pairs = [*self._instructions(request), *self._spoken(ids, self._codec_ids(request))]
+        codec = self._codec_ids(request)
+        if request.open:
+            return self._begun(ids, codec, request)
+        pairs = [*self._instructions(request), *self._spoken(ids, codec)]
         if not own_tokens_only(request):
             check_length(len(pairs), self._longest, field)
         text_ids, codec_ids = torch.tensor(pairs, dtype=torch.long).T
         seen = client_tokens(ids, self._tokenizer) if TOKENS in request.modalities else {}
         return {"text_ids": text_ids.contiguous(), "codec_ids": codec_ids.contiguous(), **seen}
+
+    def process_appended(self, request: Request) -> Payload:
+        """The ids of a piece of the text. Raises `InvalidRequest`."""
+        _check_no_reply(request)
+        if request.prompt is None:
+            raise wrong("append", "token ids", "text: this model says it")
+        return {"following": torch.tensor(self._ids(request.prompt, request, "append"), dtype=torch.long)}
+
+    def _begun(self, ids: list[int], codec: list[int], request: Request) -> Payload:
+        """The payload of an open request: its prompt, and the ids after the first."""
+        _check_no_reply(request)
+        pairs = [
+            *self._instructions(request),
+            *self._head(codec),
+            (ids[0], self._config.talker_config.codec_bos_id),
+        ]
+        text_ids, codec_ids = torch.tensor(pairs, dtype=torch.long).T
+        return {
+            "text_ids": text_ids.contiguous(),
+            "codec_ids": codec_ids.contiguous(),
+            "following": torch.tensor(ids[1:], dtype=torch.long),
+        }
 
     def _instructions(self, request: Request) -> Pairs:
         text = request.options.get("instructions")
@@ -88,13 +116,19 @@ class InputProcessor(InputStage):
     def _spoken(self, ids: list[int], codec: list[int]) -> Pairs:
         """[text], [codec ids before the pad] → everything after the instructions."""
         config, talker = self._config, self._config.talker_config
-        begun = [(config.tts_pad_token_id, code) for code in codec]
         return [
-            *((token, NONE) for token in self._before["assistant"]),
-            *begun,
-            (config.tts_bos_token_id, talker.codec_pad_id),
+            *self._head(codec),
             *((token, talker.codec_pad_id) for token in (*ids, config.tts_eos_token_id)),
             (config.tts_pad_token_id, talker.codec_bos_id),
+        ]
+
+    def _head(self, codec: list[int]) -> Pairs:
+        """[codec ids before the pad] → everything between the instructions and the text."""
+        config = self._config
+        return [
+            *((token, NONE) for token in self._before["assistant"]),
+            *((config.tts_pad_token_id, code) for code in codec),
+            (config.tts_bos_token_id, config.talker_config.codec_pad_id),
         ]
 
     def _codec_ids(self, request: Request) -> list[int]:
@@ -140,6 +174,11 @@ class InputProcessor(InputStage):
 
     def _marked(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _check_no_reply(request: Request) -> None:
+    if request.reply:
+        raise wrong("reply", True, "left out: this model says the text while it is appended")
 
 
 def _said(request: Request) -> tuple[str, str]:

@@ -1,9 +1,12 @@
 """The torch half of the family: the stage model of each stage, and the transfer of each edge.
 
-**input → talker** (`whole`): one payload, final: T positions of the prompt, each a text token, most with a codec token
-whose embedding is added::
+**input → talker** (`whole`): one payload, final unless the request is open: T positions of the prompt, each a text
+token, most with a codec token whose embedding is added::
 
     {"text_ids": LongTensor [T], "codec_ids": LongTensor [T]}     # codec id -1: none
+
+An open request has `"following": LongTensor [n]` besides: the ids of its text after the first, which is in the prompt.
+Further payloads have the ids of what was appended, `{"following": …}`; the last, final, has none.
 
 and `"tokens"` (`segue.models.shared.text.prompt.client_tokens`) if the client requested them: the worker removes this
 entry.

@@ -3,7 +3,8 @@
 H its hidden size, G codes per row, T positions of the prompt. Inputs (from `generate` of the package):
 
     prompt   text embedding, projected to H, + codec embedding where the position has a codec id
-    row k    the sum of its codes' embeddings + the projected embedding of the text padding
+    row k    the sum of its codes' embeddings + the projected embedding of the text padding; of a text that is appended
+             to, of the text's token k + 1, of its end after the last, and only then of the padding
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Talker:
     """`AutoregressiveModel` that yields rows."""
 
     axes = 1
-    conditioned = False
+    conditioned = True
     recordable = True
     vocabulary = None
 
@@ -83,7 +84,8 @@ class Talker:
         unspoken = [token for token in range(self._codes, self.vocab_size) if token not in self.end_token_ids]
         self._unspoken = torch.tensor(unspoken, device=ctx.device)
         with torch.inference_mode():
-            self._pad = self._text(torch.tensor([config.tts_pad_token_id], device=ctx.device))
+            marks = torch.tensor([config.tts_eos_token_id, config.tts_pad_token_id], device=ctx.device)
+            self._end, self._pad = self._text(marks).split(1)
         self.default_sampling = SamplingParams(
             temperature=sampling.temperature if sampling.do_sample else 0.0,
             top_k=sampling.top_k,
@@ -94,7 +96,7 @@ class Talker:
         )
 
     def begin(self, request: StageRequest) -> None:
-        """The prompt arrives in one payload. Raises `InvalidRequest` if the request forbids every code."""
+        """Raises `InvalidRequest` if the request forbids every code."""
         sampling = request.sampling
         suppressed = set(sampling.suppress_tokens or ())
         if suppressed.issuperset(range(self._codes)):
@@ -108,28 +110,42 @@ class Talker:
 
     @torch.inference_mode()
     def feed(self, state: None, upstream: str, payload: Payload, *, final: bool) -> Fed:
-        """The prompt from the input stage."""
-        text_ids, codec_ids = payload["text_ids"].cpu(), payload["codec_ids"].cpu()
+        """The prompt from the input stage; of an open request, then more of its text, and its end."""
+        if "text_ids" not in payload:
+            if "following" not in payload:
+                return Fed(conditioning=self._end, tail=self._pad[0])
+            return Fed(conditioning=self._rows(payload["following"]))
+        prompt = self._prompt(payload["text_ids"].cpu(), payload["codec_ids"].cpu())
+        if "following" not in payload:
+            return Fed(prompt=prompt, tail=self._pad[0])
+        return Fed(prompt=prompt, conditioning=self._rows(payload["following"]))
+
+    def _rows(self, ids: torch.Tensor) -> torch.Tensor | None:
+        """[n] text ids → [n, H]; None for none."""
+        return self._text(ids.to(self.device)) if len(ids) else None
+
+    def _prompt(self, text_ids: torch.Tensor, codec_ids: torch.Tensor) -> Prompt:
+        """[T], [T] on the host."""
         embeds = self._text(text_ids.to(self.device))
         coded = codec_ids != NONE
         embeds[coded.to(self.device)] += self._decoder.embed(codec_ids[coded].to(self.device))
         length = len(text_ids)
         ids = zip(text_ids.tolist(), codec_ids.tolist(), strict=True)
-        prompt = Prompt(
+        return Prompt(
             token_ids=[self._codec_pad] * length,  # never drawn, so that no penalty refers to it
             embeds=embeds.cpu(),  # device memory belongs to keys and values
             identity=[text.to_bytes(4, "little") + codec.to_bytes(4, "little", signed=True) for text, codec in ids],
             modality_tokens={"text": length},
         )
-        return Fed(prompt=prompt)
 
     @torch.inference_mode()
     def embed(self, token_ids: torch.Tensor, conditioning: torch.Tensor | None) -> torch.Tensor:
-        """[n, G] rows of codes → [n, H]."""
+        """[n, G] rows of codes, [n, H] rows of the text → [n, H]."""
         codes = token_ids if token_ids.ndim == 2 else token_ids[:, None]
         rows = [self._decoder.embed(codes[:, 0])]
         rows += [self._predictor.embed(group, codes[:, group]) for group in range(1, codes.shape[1])]
-        return torch.stack(rows, dim=1).sum(1) + self._pad  # as in the package: rounded once
+        embeds = torch.stack(rows, dim=1).sum(1)  # as in the package: rounded once
+        return embeds if conditioning is None else embeds + conditioning
 
     def forward(self, embeds: torch.Tensor, batch: FlatBatch) -> tuple[torch.Tensor, None]:
         """[tokens, H] → (hidden states after the final norm [tokens, H], nothing captured)."""

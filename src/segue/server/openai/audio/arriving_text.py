@@ -1,11 +1,11 @@
-"""A request's body that is a text, said sentence by sentence while it arrives."""
+"""A request's body that is a text, said while it arrives: by sentences, or as it goes on."""
 
 from __future__ import annotations
 
 import asyncio
 import codecs
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Generic, TypeVar
 
@@ -19,6 +19,7 @@ from segue.server.http.errors import UnsupportedMediaType, UploadTimeout
 from segue.server.http.multipart import FormPart, form_values
 from segue.server.openai.audio.sentences import Sentences
 from segue.server.openai.audio.speech_request import SpeechOptions
+from segue.server.openai.audio.words import Words
 from segue.server.settings import ServerSettings
 
 MOST_STREAMED = 1 << 16
@@ -45,30 +46,55 @@ def query_values(request: HttpRequest) -> dict[str, Any]:
     return form_values(parts, SpeechOptions, frozenset())
 
 
+class Passage:
+    """A text that is said by one generation, perhaps before all of it has arrived."""
+
+    def __init__(self) -> None:
+        self._arrived: asyncio.Queue[str | SegueError | None] = asyncio.Queue()
+        """Pieces that are not yet taken; None: there are no more."""
+
+    def put(self, piece: str | SegueError | None) -> None:
+        self._arrived.put_nowait(piece)
+
+    async def pieces(self) -> AsyncGenerator[str]:
+        """Yield each piece when it has arrived. Raises the `SegueError` that ends the text."""
+        while (piece := await self._arrived.get()) is not None:
+            if isinstance(piece, SegueError):
+                raise piece
+            yield piece
+
+    async def text(self) -> str:
+        """The whole."""
+        return "".join([piece async for piece in self.pieces()])
+
+
 class ArrivingText:
     """The text of a body, from its first bytes to its last."""
 
-    def __init__(self, request: HttpRequest, settings: ServerSettings) -> None:
-        """Raises `UnsupportedMediaType` if the body is compressed or not UTF-8."""
+    def __init__(self, request: HttpRequest, settings: ServerSettings, *, goes_on: bool) -> None:
+        """`goes_on`: passages may be begun before they have arrived; else each is a whole sentence. Raises
+        `UnsupportedMediaType` if the body is compressed or not UTF-8."""
         check_uncompressed(request)
         charset = request.headers["content-type"].lower().partition("charset=")[2].partition(";")[0].strip(' "')
         if charset not in ("", "utf-8", "utf8", "us-ascii"):
             raise UnsupportedMediaType(f"charset of Content-Type is {shown(charset)}; the text must be utf-8")
         self._settings = settings
         self._decoder = codecs.getincrementaldecoder("utf-8")()
-        self._sentences = Sentences()
+        self._splitter: Sentences | Words = Words() if goes_on else Sentences()
+        self._passage: Passage | None = None
+        """The one of which more may arrive."""
         self._characters = self._count = 0
         self._complete = False
-        self._arrived: asyncio.Queue[str | SegueError | None] = asyncio.Queue()
-        """Sentences that are not yet begun; `MOST_STREAMED` bounds them. None: the text is over."""
+        self._arrived: asyncio.Queue[Passage | SegueError | None] = asyncio.Queue()
+        """Passages that are not yet begun; `MOST_STREAMED` bounds them. None: the text is over."""
 
-    async def sentences(self) -> AsyncGenerator[str]:
-        """Yield each sentence when it has arrived. Raises `SegueError` if the rest of the body is not a text within
+    async def passages(self) -> AsyncGenerator[Passage]:
+        """Yield each passage when it begins to arrive. Raises `SegueError` if the rest of the body is not a text within
         limits, or does not arrive in time."""
-        while (sentence := await self._arrived.get()) is not None:
-            if isinstance(sentence, SegueError):
-                raise sentence
-            yield sentence
+        while (passage := await self._arrived.get()) is not None:
+            if isinstance(passage, SegueError):
+                raise passage
+            yield passage
 
     def while_read(self, answer: Response) -> Response:
         """An answer that reads the body while it is sent."""
@@ -96,6 +122,8 @@ class ArrivingText:
                 error = found
             while not self._arrived.empty():  # what is not begun is not said any more
                 self._arrived.get_nowait()
+            if self._passage is not None:
+                self._passage.put(error)
             self._arrived.put_nowait(error)
             return await loop.create_future()
 
@@ -112,22 +140,40 @@ class ArrivingText:
         self._characters += len(text)
         if self._characters > MOST_STREAMED:
             raise TooLarge(f"the text has more than {MOST_STREAMED} characters; send it in several requests")
-        for sentence in self._sentences.feed(text):
-            self._put(sentence)
+        self._put(self._splitter.feed(text))
         if self._complete:
-            for sentence in self._sentences.finish():
-                self._put(sentence)
+            self._put(self._splitter.finish())
+            self._end()
             if not self._count:
                 raise wrong("input", text, "the text to say, at least one word")
             self._arrived.put_nowait(None)
 
-    def _put(self, sentence: str) -> None:
-        if not any(character.isalnum() for character in sentence):
-            return
-        self._count += 1
-        if self._count > MOST_SENTENCES:
-            raise TooLarge(f"the text has more than {MOST_SENTENCES} sentences; send it in several requests")
-        self._arrived.put_nowait(sentence.strip())
+    def _put(self, pieces: Sequence[str | None]) -> None:
+        for piece in pieces:
+            if piece is None:
+                self._end()
+            elif isinstance(self._splitter, Words):
+                self._append(piece)
+            else:
+                self._append(piece.strip())
+                self._end()
+
+    def _append(self, piece: str) -> None:
+        """Add a piece to the passage, or begin another, unless it has nothing to say."""
+        if self._passage is None:
+            if not any(character.isalnum() for character in piece):
+                return
+            self._count += 1
+            if self._count > MOST_SENTENCES:
+                raise TooLarge(f"the text has more than {MOST_SENTENCES} sentences; send it in several requests")
+            self._passage, piece = Passage(), piece.lstrip()
+            self._arrived.put_nowait(self._passage)
+        self._passage.put(piece)
+
+    def _end(self) -> None:
+        if self._passage is not None:
+            self._passage.put(None)
+            self._passage = None
 
 
 class TextStalled(UploadTimeout):

@@ -1,6 +1,7 @@
 """`POST /v1/audio/speech`, in OpenAI's format: a text in, its speech out, sent as it is made.
 
-A text that is the body itself (`text/plain`) is said while it arrives, sentence by sentence.
+A text that is the body itself (`text/plain`) is said while it arrives: as it goes on, if the model takes text that is
+appended to a running request, else sentence by sentence.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from segue.server.http.body import read_json
 from segue.server.http.checking import Checking
 from segue.server.http.disconnect import ByteStream, EventStream
 from segue.server.http.events import named_events
-from segue.server.openai.audio.arriving_text import ArrivingText, in_turn, is_text, query_values
+from segue.server.openai.audio.arriving_text import ArrivingText, Passage, in_turn, is_text, query_values
 from segue.server.openai.audio.speech_request import WRITTEN, SpeechRequest, speech_options, speech_request
 from segue.server.settings import ServerSettings
 
@@ -125,6 +126,31 @@ async def said(request: Request, service: Service, metrics: ServerMetrics) -> As
             yield delta
 
 
+async def said_as_it_arrives(
+    asked: SpeechRequest, passage: Passage, service: Service, metrics: ServerMetrics
+) -> AsyncGenerator[Delta]:
+    """The deltas of one text, of which the first piece has arrived."""
+    async with aclosing(passage.pieces()) as pieces:
+        request = asked.of_text(await anext(pieces))
+
+        def stream(request: Request) -> AsyncGenerator[Delta]:
+            return service.stream_appended(request, pieces)
+
+        generations = run_generations(service, [request], metrics, WRITTEN, stream=stream)
+        async with aclosing(generations) as deltas:
+            async for _, delta in deltas:
+                yield delta
+
+
+async def said_whole(
+    asked: SpeechRequest, passage: Passage, service: Service, metrics: ServerMetrics
+) -> AsyncGenerator[Delta]:
+    """The deltas of one text that has arrived."""
+    async with aclosing(said(asked.of_text(await passage.text()), service, metrics)) as deltas:
+        async for delta in deltas:
+            yield delta
+
+
 def add_speech(
     app: FastAPI, service: Service, settings: ServerSettings, metrics: ServerMetrics, checking: Checking
 ) -> None:
@@ -133,13 +159,15 @@ def add_speech(
     @app.post("/v1/audio/speech")
     async def speak(request: HttpRequest) -> Response:
         if is_text(request):
-            text = ArrivingText(request, settings)
+            says = service.card.says
+            goes_on = says is not None and says.appends
+            text = ArrivingText(request, settings, goes_on=goes_on)
             asked = await checking.run(speech_options, query_values(request), service.card, settings)
 
-            def say(sentence: str) -> AsyncGenerator[Delta]:
-                return said(asked.of_text(sentence), service, metrics)
+            def say(passage: Passage) -> AsyncGenerator[Delta]:
+                return (said_as_it_arrives if goes_on else said_whole)(asked, passage, service, metrics)
 
-            return text.while_read(answer(asked, in_turn(text.sentences(), say)))
+            return text.while_read(answer(asked, in_turn(text.passages(), say)))
         values = await read_json(request, settings, "application/json or text/plain")
         asked = await checking.run(speech_request, values, service.card, settings)
         return answer(asked, said(asked.request, service, metrics))

@@ -37,6 +37,7 @@ WRITTEN: Mapping[str, str] = {
     "messages[0].content[0]": "input",
     "messages[0].content[1]": "input",
     "messages": "input",
+    "append": "input",
     **{f"options.{name}": name for name in _OWN_OPTIONS},
 }
 """Name in the request → name in the client's body."""

@@ -6,8 +6,9 @@ Run it in an environment of its own, because the package pins its own transforme
     segue tiny qwen3-tts CUSTOM && segue tiny qwen3-tts-voice-design DESIGN
     ENV/bin/python tests/models/speech/qwen3_tts/golden/make_golden.py CUSTOM DESIGN
 
-For each case of `cases.json`, greedily: `NAME.codes` [frames, groups] int16, and `NAME.samples` float32: every `EVERY`
-th sample of the waveform. Metadata `checkpoint.KIND`: SHA-256 of the weights that they were made of.
+For each case of `cases.json`, greedily (an `arriving` text without `non_streaming_mode`): `NAME.codes` [frames, groups]
+int16, and `NAME.samples` float32: every `EVERY`th sample of the waveform. Metadata `checkpoint.KIND`: SHA-256 of the
+weights that they were made of.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ def main(custom: Path, design: Path) -> None:
         try:
             [wave], rate = call(
                 **case["given"],
+                non_streaming_mode=not case.get("arriving", False),
                 do_sample=False,
                 subtalker_dosample=False,
                 max_new_tokens=case["max_tokens"],
