@@ -61,7 +61,10 @@ class TextFormatter(_Formatter):
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.fromtimestamp(record.created).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
         fields = "".join(f" {key}={_plain(value)}" for key, value in self.fields(record).items())
-        line = f"{when} {record.levelname.lower():7} {record.getMessage()}{fields}"
+        message = record.getMessage()
+        if record.name == "py.warnings":  # it has a line of source code, too
+            message = " ".join(message.split())
+        line = f"{when} {record.levelname.lower():7} {message}{fields}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
@@ -80,11 +83,14 @@ def configure_logging(
     handler.setFormatter(JsonFormatter(worker) if as_json else TextFormatter(worker))
     root = logging.getLogger()
     if all(isinstance(other.formatter, _Formatter) for other in root.handlers):
-        root.handlers = [handler]
+        of_others = logging.StreamHandler(handler.stream)
+        of_others.setFormatter(handler.formatter)
+        of_others.setLevel(logging.WARNING)
+        root.handlers = [of_others]
         for name in _LIBRARIES:
             library = logging.getLogger(name)
             library.handlers, library.propagate = [], True
-    logging.captureWarnings(True)
+        logging.captureWarnings(True)
     for name in _LOGGERS:
         logger = logging.getLogger(name)
         logger.handlers = [handler]

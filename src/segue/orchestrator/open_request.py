@@ -89,13 +89,15 @@ class OpenRequest:
 
     async def follow(self, pieces: AsyncGenerator[str]) -> AsyncGenerator[Delta]:
         """Append pieces as they come, and close the input at their end; yield the deltas meanwhile, `Finished` last.
-        Raises what `pieces` raises. Pieces that come after the request has ended are not read."""
+        Raises what `pieces` raises, after the deltas that are there by then."""
         appending = asyncio.create_task(self._append_all(pieces))
         following: asyncio.Task[Delta] | None = None
         try:
             while True:
                 following = asyncio.create_task(_next(self._deltas))
-                if not appending.done():
+                if appending.done():
+                    await asyncio.sleep(0)  # a delta that waits goes before an error
+                else:
                     await asyncio.wait((appending, following), return_when=asyncio.FIRST_COMPLETED)
                 if not following.done() and appending.done():
                     appending.result()

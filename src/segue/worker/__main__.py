@@ -6,7 +6,6 @@ workers print warnings only, as Python does.
 
 from __future__ import annotations
 
-import importlib
 import os
 import socket
 import sys
@@ -31,9 +30,12 @@ def _no_kernels() -> str:
 
 if __name__ == "__main__":
     fd, runtime_dir, log_level, log_format, *preload = sys.argv[1:]
-    if log_level:
-        importlib.import_module("torch")  # now, since it makes itself a log handler, which the next line takes away
-        configure_logging(log_level, as_json=log_format == "json")
-    serve(socket.socket(fileno=int(fd)), runtime_dir, [*preload, "segue.worker.life"], _run, _no_kernels)
+
+    def configure() -> None:
+        if log_level:
+            configure_logging(log_level, as_json=log_format == "json")
+
+    modules = ["torch", *preload, "segue.worker.life"]
+    serve(socket.socket(fileno=int(fd)), runtime_dir, modules, configure, _run, _no_kernels)
     say("")
     os._exit(0)  # tearing down torch's modules takes a second, and everything that matters is closed

@@ -43,13 +43,15 @@ def serve(
     control: socket.socket,
     runtime_dir: str,
     preload: list[str],
+    configure: Callable[[], None],
     run: Callable[[WorkerSpec], None],
     no_kernels: Callable[[], str],
 ) -> None:
     """Answer `Spawn` and report `Exited` until the orchestrator's end closes.
 
-    `preload`: modules imported before the first fork. `run`: runs a worker, called in the child. `no_kernels`: returns
-    why there are no compiled kernels, or nothing; called here, once for all workers.
+    `preload`: modules imported before the first fork. `configure`: sets up the logs; called after each import, since
+    libraries give themselves log handlers when they are imported. `run`: runs a worker, called in the child.
+    `no_kernels`: returns why there are no compiled kernels, or nothing; called here, once for all workers.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -60,6 +62,7 @@ def serve(
         try:
             for module in preload:
                 importlib.import_module(module)
+                configure()
         except Exception as error:
             # any exception of the family's import is the error of the start: report it completely
             log.error("a module that the stages need cannot be imported", exc_info=error)

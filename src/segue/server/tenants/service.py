@@ -60,7 +60,8 @@ class TenantService:
 
     def stream_appended(self, request: Request, pieces: AsyncGenerator[str]) -> AsyncGenerator[Delta]:
         request, account = self._of_caller(request)
-        return _charged(self._service.stream_appended(request, pieces), request, account)
+        deltas = self._service.stream_appended(request, _charged_pieces(pieces, account))
+        return _charged(deltas, request, account)
 
     def _of_caller(self, request: Request) -> tuple[Request, Account]:
         """The request as that of the caller's tenant, and the account that pays for it. Raises `NotFound`."""
@@ -130,6 +131,15 @@ async def _charging(deltas: AsyncGenerator[Delta], request: Request, account: Ac
         if not answered:
             account.charge(-charged)
         raise
+
+
+async def _charged_pieces(pieces: AsyncGenerator[str], account: Account) -> AsyncGenerator[str]:
+    """Yield the pieces and charge each by its length: they are input that the usage does not count."""
+    async with aclosing(pieces):
+        async for piece in pieces:
+            if account.counts_tokens:
+                account.charge(-(-len(piece) // _CHARACTERS))
+            yield piece
 
 
 def _estimate(request: Request) -> int:

@@ -146,7 +146,7 @@ def test_a_long_text_that_goes_on_is_said_in_passages() -> None:
             f"{server.url}{PATH}", content=sentence * 250, params={"stream_format": "sse"}, headers=TEXT, timeout=120
         )
         assert answer.text.count("speech.audio.done") == 2  # the event's name and its data
-        assert len(server.service.requests) == 3
+        assert len(server.service.requests) == 6
 
 
 def test_errors_of_a_text_that_goes_on() -> None:

@@ -110,11 +110,18 @@ def test_passages_end_with_a_sentence() -> None:
     made = words_of(*(sentence * 200))
     passages = "".join("|" if piece is None else piece for piece in made).split("|")
     assert "".join(passages) == sentence * 200
-    assert len(passages) == 4
+    assert len(passages) == 7
     for passage in passages[:-1]:
         assert passage.endswith("sentence.")
         assert words.PASSAGE <= len(passage) < words.PASSAGE + len(sentence) + 1
     endless = "".join("|" if piece is None else piece for piece in words_of(*("word " * 2000))).split("|")
     assert max(map(len, endless)) <= words.LONGEST
-    assert len(endless) == 3
-    assert all(passage.endswith("word") for passage in endless[:-1])
+    assert len(endless) == 6
+    at_once = "".join("|" if piece is None else piece for piece in words_of("word " * 900 + ". More.")).split("|")
+    assert all(passage.endswith("word") for passage in [*endless[:-1], *at_once[:-1]])
+
+
+def test_a_run_of_marks_takes_no_time() -> None:
+    """An expression that goes back from each mark would take minutes."""
+    for marks in ("." * 65536, '?"' * 32768, "\n " * 32768):
+        assert "".join(piece or "" for piece in words_of(marks)) == marks

@@ -250,10 +250,10 @@ class PagedDecoder:
             others[self._cache] = StepCache(batch.states)
         elif self._counts:
             others["past_key_values"] = NoCache(batch.positions[0])
-        if self._by_layer is not None:
-            others["per_layer_inputs"] = self._by_layer(batch.token_ids[None], embeds[None])
         adapters = nullcontext() if self.lora is None else self.lora.during(batch)
         with adapters, attention_calls(batch.attention, counted=self._counted):
+            if self._by_layer is not None:
+                others["per_layer_inputs"] = self._by_layer(batch.token_ids[None], embeds[None])
             return self.model(
                 inputs_embeds=embeds[None], use_cache=False, paged=batch.attention, **others
             ).last_hidden_state[0]

@@ -88,6 +88,8 @@ class InputProcessor(InputStage):
     def _begun(self, ids: list[int], codec: list[int], request: Request) -> Payload:
         """The payload of an open request: its prompt, and the ids after the first."""
         _check_no_reply(request)
+        if not ids:
+            raise InvalidRequest("the text that the request begins with has no token", field="messages")
         pairs = [
             *self._instructions(request),
             *self._head(codec),

@@ -57,11 +57,19 @@ class Passage:
         self._arrived.put_nowait(piece)
 
     async def pieces(self) -> AsyncGenerator[str]:
-        """Yield each piece when it has arrived. Raises the `SegueError` that ends the text."""
-        while (piece := await self._arrived.get()) is not None:
-            if isinstance(piece, SegueError):
-                raise piece
-            yield piece
+        """Yield what has arrived, as soon as there is something. Raises the `SegueError` that ends the text."""
+        rest: str | SegueError | None = ""
+        while rest is not None:
+            text, rest = "", await self._arrived.get()
+            while isinstance(rest, str):
+                text += rest
+                if self._arrived.empty():
+                    break
+                rest = self._arrived.get_nowait()
+            if text:
+                yield text
+            if isinstance(rest, SegueError):
+                raise rest
 
     async def text(self) -> str:
         """The whole."""
