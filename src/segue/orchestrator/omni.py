@@ -198,7 +198,7 @@ class AsyncOmni:
 
     async def stream_appended(self, request: Request, pieces: AsyncGenerator[str]) -> AsyncGenerator[Delta]:
         """As `stream`, of an open request to which the pieces are appended as they come."""
-        async with aclosing(pieces), self.open(request) as running, aclosing(running.follow(pieces)) as deltas:
+        async with self.open(request) as running, aclosing(running.follow(pieces)) as deltas:
             async for delta in deltas:
                 yield delta
 

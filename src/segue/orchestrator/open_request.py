@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import operator
 from collections.abc import AsyncGenerator, Iterable
-from contextlib import aclosing
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -110,12 +109,12 @@ class OpenRequest:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await pieces.aclose()
 
     async def _append_all(self, pieces: AsyncGenerator[str]) -> None:
-        async with aclosing(pieces):
-            async for piece in pieces:
-                if not self._take(piece_of(piece, reply=False)):
-                    return
+        async for piece in pieces:
+            if not self._take(piece_of(piece, reply=False)):
+                return
         await self.close()
 
     async def close(self) -> None:

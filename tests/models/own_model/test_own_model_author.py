@@ -12,14 +12,6 @@ import torch
 import segue.models.shared.library  # noqa: F401  (mends torchvision first, where that is needed)
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "own_model"
-TRUNK = {
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.2,
-}
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +19,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(EXAMPLE))
         from action_video import ActionVideoConfig, ActionVideoForGeneration
+        from action_video.__main__ import TRUNK
 
         torch.manual_seed(0)
         made = ActionVideoForGeneration(ActionVideoConfig(image_size=48, image_channels=8, trunk=TRUNK))

@@ -71,10 +71,6 @@ class Passage:
             if isinstance(rest, SegueError):
                 raise rest
 
-    async def text(self) -> str:
-        """The whole."""
-        return "".join([piece async for piece in self.pieces()])
-
 
 class ArrivingText:
     """The text of a body, from its first bytes to its last."""

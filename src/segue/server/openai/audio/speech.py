@@ -119,36 +119,29 @@ def _total(usages: list[Usage]) -> dict[str, Any]:
     return {"input_tokens": read, "output_tokens": made, "total_tokens": read + made}
 
 
-async def said(request: Request, service: Service, metrics: ServerMetrics) -> AsyncGenerator[Delta]:
-    """The deltas of one text."""
-    async with aclosing(run_generations(service, [request], metrics, WRITTEN)) as deltas:
+async def said(
+    request: Request, service: Service, metrics: ServerMetrics, pieces: AsyncGenerator[str] | None = None
+) -> AsyncGenerator[Delta]:
+    """The deltas of one text. `pieces`: appended to it as they come."""
+
+    def stream(request: Request) -> AsyncGenerator[Delta]:
+        return service.stream(request) if pieces is None else service.stream_appended(request, pieces)
+
+    async with aclosing(run_generations(service, [request], metrics, WRITTEN, stream=stream)) as deltas:
         async for _, delta in deltas:
             yield delta
 
 
-async def said_as_it_arrives(
-    asked: SpeechRequest, passage: Passage, service: Service, metrics: ServerMetrics
+async def passage_said(
+    asked: SpeechRequest, passage: Passage, service: Service, metrics: ServerMetrics, *, goes_on: bool
 ) -> AsyncGenerator[Delta]:
-    """The deltas of one text, of which the first piece has arrived."""
+    """The deltas of one passage. `goes_on`: it is begun with its first piece; else it has arrived."""
     async with aclosing(passage.pieces()) as pieces:
-        request = asked.of_text(await anext(pieces))
-
-        def stream(request: Request) -> AsyncGenerator[Delta]:
-            return service.stream_appended(request, pieces)
-
-        generations = run_generations(service, [request], metrics, WRITTEN, stream=stream)
-        async with aclosing(generations) as deltas:
-            async for _, delta in deltas:
+        first = await anext(pieces) if goes_on else "".join([piece async for piece in pieces])
+        deltas = said(asked.of_text(first), service, metrics, pieces if goes_on else None)
+        async with aclosing(deltas):
+            async for delta in deltas:
                 yield delta
-
-
-async def said_whole(
-    asked: SpeechRequest, passage: Passage, service: Service, metrics: ServerMetrics
-) -> AsyncGenerator[Delta]:
-    """The deltas of one text that has arrived."""
-    async with aclosing(said(asked.of_text(await passage.text()), service, metrics)) as deltas:
-        async for delta in deltas:
-            yield delta
 
 
 def add_speech(
@@ -165,7 +158,7 @@ def add_speech(
             asked = await checking.run(speech_options, query_values(request), service.card, settings)
 
             def say(passage: Passage) -> AsyncGenerator[Delta]:
-                return (said_as_it_arrives if goes_on else said_whole)(asked, passage, service, metrics)
+                return passage_said(asked, passage, service, metrics, goes_on=goes_on)
 
             return text.while_read(answer(asked, in_turn(text.passages(), say)))
         values = await read_json(request, settings, "application/json or text/plain")
