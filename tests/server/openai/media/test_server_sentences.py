@@ -87,11 +87,12 @@ def words_of(*pieces: str) -> list[str | None]:
 @given(TEXTS, st.lists(st.integers(0, 1500)))
 def test_pieces_end_where_a_tokenizer_splits(text: str, cuts: list[int]) -> None:
     at = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    pieces = [piece for piece in words_of(*(text[start:end] for start, end in pairwise(at))) if piece is not None]
-    assert "".join(pieces) == text
+    pieces = words_of(*(text[start:end] for start, end in pairwise(at)))
+    assert "".join(piece or "" for piece in pieces) == text
     for before, after in pairwise(pieces):
-        assert before[-1].isalnum()
-        assert not after[0].isalnum()
+        if before is not None and after is not None:  # else the passage ends between them, with a sentence perhaps
+            assert before[-1].isalnum()
+            assert not after[0].isalnum()
 
 
 def test_a_word_comes_with_the_character_after_it() -> None:
