@@ -533,11 +533,3 @@ def test_the_rooms_are_the_rooms() -> None:
     source = ROOT / "src" / "segue"
     packages = {path.parent.name for path in source.glob("*/__init__.py")}
     assert listed == packages
-
-
-def test_the_map_names_files_that_exist() -> None:
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    named = set(re.findall(r"`((?:\w+/)+\w+\.py)`", text))
-    missing = {name for name in named if not (ROOT / name).exists() and not (ROOT / "src" / "segue" / name).exists()}
-    assert len(named) > 20
-    assert not missing

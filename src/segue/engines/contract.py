@@ -33,7 +33,7 @@ class StageRequest:
     stage: str
     request: Request
     sampling: SamplingParams
-    """Every field except `max_tokens` and `seed` is set: request over family defaults over the library's."""
+    """As merged by `merged` of `segue.messages.sampling`."""
     seed: int
     upstreams: frozenset[str]
     """Stages whose chunks this one receives. The input stage has none: its payload is the request itself."""
@@ -170,8 +170,8 @@ class Engine(Protocol):
         """Undo `pause`."""
 
     def backlog(self, request_id: str) -> int:
-        """Number of latest chunks that wait to be used: bytes of earlier ones no longer count against the edge's
-        budget. A chunk kept only until more arrives does not count (its upstream must be able to send more)."""
+        """Number of the latest chunks that are still unused: bytes of all earlier ones no longer count against the
+        edge's budget. A chunk kept only until the next arrives is not counted: the next could never be sent."""
 
     def has_work(self) -> bool:
         """True if `step` would do something now."""

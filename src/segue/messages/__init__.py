@@ -1,5 +1,5 @@
-"""Every type that crosses a process, the one codec for them (`wire`), and the error tree. This package imports neither
-torch nor any other package of Segue.
+"""Every type that crosses a process, its codecs (`wire`; `process` for the fork server), and the error tree. It
+imports neither torch nor any other package of Segue.
 
 Doors: every module.
 """

@@ -101,7 +101,7 @@ class Request(msgspec.Struct, kw_only=True):
     """Requested outputs: any modality that the graph gives; `tokens` is the prompt itself, from the input stage."""
     voice: str | None = None
     sampling: dict[str, SamplingParams] = {}
-    """By stage name. The orchestrator fills in the family's defaults and the seed at admission."""
+    """By stage name. A stage merges them with the defaults (`merged`)."""
     diffusion: DiffusionParams | None = None
     """None: all defaults, if the model has a diffusion stage."""
     seed: int | None = None
@@ -130,7 +130,7 @@ class Request(msgspec.Struct, kw_only=True):
     """For an open request: the model replies to its input before it takes what is appended. Without a reply, what is
     appended continues the input."""
     options: dict[str, Any] = {}
-    """Family options by name (e.g. `use_audio_in_video`); the family's dialect checks them."""
+    """Family options by name (e.g. `use_audio_in_video`); checked against those that the family declares."""
 
     def embedded(self) -> list[TextPart]:
         """Return the parts of the messages that are embeddings, in order."""

@@ -1,4 +1,5 @@
-"""Sampling parameters of one stage: a field that is None takes the family's default, then the library's."""
+"""Sampling parameters of one stage: a field that is None takes the default of the deployment, the family, the
+checkpoint or `FALLBACK`, in this order."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ class RepetitionDetection(msgspec.Struct, kw_only=True, omit_defaults=True, forb
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How an autoregressive stage picks tokens. None means the default of the family's own `generate`."""
+    """How an autoregressive stage picks tokens. None: the default (`merged`)."""
 
     temperature: float | None = None
     top_k: int | None = None

@@ -32,7 +32,7 @@ class ClientQueue:
         self.nbytes = 0
         """Bytes that the client has not taken."""
         self.behind = False
-        """Whether more than `limit` bytes were waiting, and no less than half of them have waited since."""
+        """True from when more than `limit` bytes wait until at most half of `limit` do."""
 
     def put(self, item: Delta | SegueError) -> bool:
         """Add an item; return whether the client has fallen behind by it."""

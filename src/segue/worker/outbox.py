@@ -1,7 +1,8 @@
 """Send the streams that leave a worker, count unconsumed bytes, and keep payloads that may have to be resent.
 
 A flow is one edge of one request. Its chunks wait in `pending` while the edge's byte budget is used up or the connector
-has no space; the stage's engine then pauses the request. They also wait for `Channel.start` of them to be there.
+has no space; the stage's engine then pauses the request. The first is held
+back until `Channel.start` chunks wait, or the stream has ended.
 One chunk is always sent if the downstream stage has nothing left of this flow: it may wait for this very chunk (no
 deadlock with any budget).
 """

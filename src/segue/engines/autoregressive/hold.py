@@ -17,8 +17,8 @@ piece's last one, after a turn it is the last one drawn. The next piece, or the 
 computed with all that is new, and nothing is computed twice. Pieces that arrive while a turn draws wait in a queue, so
 the result does not depend on when they arrive.
 
-**Appended equals sent at once.** Each turn is what a request of its own would give whose prompt is all that came before
-it: its pieces and units up to there. Lengths, penalties, stop strings, and the sampler start anew with each turn, and
+**Appended equals sent at once.** A turn gives the same output as a separate request whose prompt is everything before
+that turn: pieces and units. Lengths, penalties, stop strings, and the sampler start anew with each turn, and
 the random numbers of turn k come from `turn_seed`. So pieces may be split anywhere, and `max_tokens` and `min_tokens`
 count per turn.
 

@@ -38,7 +38,7 @@ class Prefix:
     coming: int
     """Blocks that will exist after the runs that now compute block `length`; `length` if there is no such run."""
     alike: int
-    """The same, whether or not a state is kept there."""
+    """As `coming`, but also blocks at whose end no state will be kept; equal to it for decoders without state."""
 
     @property
     def found(self) -> list[int]:

@@ -53,8 +53,8 @@ class Job:
     bidirectional: tuple[tuple[int, int], ...] = ()
     """Spans of its prompt that must be computed whole (`bidirectional`)."""
     entire: bool = False
-    """After an admission, all its tokens are computed in one run and later ones one by one: its state cannot continue
-    with several tokens (`StateLayout.continues`)."""
+    """Its state can be continued by only one token at a time (`StateLayout.continues`): each admission computes all
+    known tokens in one run, and each later step one token."""
     slot: int | None = None
     """Slot of its state while it runs, for a decoder with state."""
     wanted: int = 0
