@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,7 +31,7 @@ from segue.models.registry import families
 from segue.worker.device import on_device, work_on
 from segue.worker.kinds.kind import Host, check_contract, worker_kind
 from segue.worker.outbox import Channel
-from segue.worker.ranks import Ranks, load_context, threads_of
+from segue.worker.ranks import Followers, load_context, threads_of
 from segue.worker.retained import RetainedStore
 from segue.worker.stage import StageRunner
 
@@ -54,7 +54,7 @@ def build(
     spec: WorkerSpec,
     report: Callable[[Loading], None],
     host: Host,
-    ranks: Ranks | None = None,
+    ranks: Followers | None = None,
 ) -> Built:
     """Load every stage of this worker. Exceptions of loading propagate; the caller reports them.
 
@@ -95,13 +95,17 @@ def build(
             for edge in edges
             if edge.source == plan.name
         }
-        engine = kind.build(plan, model, context, host)
+        engine = kind.build(plan, model, context, host if ranks is None else replace(host, ranks=ranks.link))
         progress(0.9, "warming up")
         with torch.inference_mode():
             engine.warm_up()
+        lora = _lora_host(plan, model)
         if ranks is not None:
-            model.serve()
-        stages[plan.name] = StageRunner(plan, engine, transfers, kind.sampling(model), _lora_host(plan, model))
+            if kind.ranks is not None:
+                model.serve()
+            engine = ranks.leading(engine)
+            lora = None if lora is None else ranks.adapters(lora)
+        stages[plan.name] = StageRunner(plan, engine, transfers, kind.sampling(model), lora)
     channels, inbound, connectors = _connect(spec, edges, set(stages), _device_memory(spec, plans))
     retained = RetainedStore(limits.retained_bytes, str(Path(spec.connector).parent))
     return Built(stages, channels, inbound, connectors, retained, facts)
@@ -127,7 +131,7 @@ def _voices(model: HasVoices, plan: StagePlan) -> list[str]:
     return list(model.voices)
 
 
-def _model(factory: StageModelFactory, context: LoadContext, plan: StagePlan, ranks: Ranks | None) -> StageModel:
+def _model(factory: StageModelFactory, context: LoadContext, plan: StagePlan, ranks: Followers | None) -> StageModel:
     """Load the stage model, on all its ranks."""
     if ranks is not None:
         ranks.meet(context)

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from made_engine import engine_over
 from PIL import Image
 
 from segue.engines.autoregressive.config import AutoregressiveConfig
 from segue.engines.autoregressive.contract import AutoregressiveContext
-from segue.engines.autoregressive.engine import AutoregressiveEngine
 from segue.engines.contract import Payload, StageOutput, StageRequest
 from segue.media.parts import PYTHON_POLICY, messages_from
 from segue.messages.request import Request
@@ -197,9 +197,7 @@ class Run:
 
     def __init__(self, stages: Stages, **config: Any) -> None:
         self.stages = stages
-        self.engine = AutoregressiveEngine(
-            stages.llm, AutoregressiveConfig(**{"num_blocks": 600, "block_size": 8, **config})
-        )
+        self.engine = engine_over(stages.llm, AutoregressiveConfig(**{"num_blocks": 600, "block_size": 8, **config}))
         self.cached: dict[str, int] = {}
 
     def __call__(

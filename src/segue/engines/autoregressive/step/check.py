@@ -28,7 +28,8 @@ from segue.kernels.attention.paged_step import (
     step_order,
     within_chunks,
 )
-from segue.kernels.kv.states import StateLayout, StateStep, Stretch, state_step
+from segue.kernels.kv.states import StateLayout, StateStep, StateStore, Stretch, state_step
+from segue.kernels.kv.store import KVStore
 from segue.messages.errors import ConfigError
 
 _LENGTHS = (21, 40)
@@ -126,7 +127,7 @@ def _run_flat(
     check_chunks(layout.windows, size)
     tables = _tables(size)
     blocks = sum(map(len, tables))
-    store = model.kv.store(
+    store = KVStore(
         layout,
         num_blocks=blocks * layout.groups,
         block_size=size,
@@ -135,7 +136,7 @@ def _run_flat(
         backend=backend,
     )
     kept = model.kv.states
-    states = None if kept is None else model.kv.state_store(kept, len(sequences), model.device)
+    states = None if kept is None else StateStore(kept, len(sequences), model.device)
     pieces: list[list[torch.Tensor]] = [[] for _ in sequences]
     for step in steps:
         parts = [(which, Part(tables[which], *span)) for which, span in enumerate(step) if span is not None]

@@ -20,6 +20,7 @@ from segue.kernels.attention.paged_step import AttentionBackend, Part, paged_ste
 from segue.kernels.kv.states import StateStore, Stretch, state_step
 from segue.kernels.kv.store import KVStore
 from segue.messages.sampling import SamplingParams
+from segue.parallel.ranks import ALONE, Ranks
 
 SECONDS = 2.0
 """No further shape starts after this time: a large model on a CPU must start too."""
@@ -32,6 +33,7 @@ def warm_up(
     config: AutoregressiveConfig,
     backend: AttentionBackend | None = None,
     clock: Callable[[], float] = time.monotonic,
+    ranks: Ranks = ALONE,
 ) -> torch.Tensor:
     """Run prefill and decode, small batches first, including the sampling of tokens. `clock`: seconds. Returns final
     hidden states of one token [1, hidden]."""
@@ -42,7 +44,7 @@ def warm_up(
     size = config.block_size
     each = -(-(_PROMPT + 1) // size)
     blocks = max(most * each, -(-_LONGEST_PROMPT // size))
-    store = model.kv.store(
+    store = KVStore(
         layout,
         num_blocks=blocks,
         block_size=size,
@@ -52,14 +54,14 @@ def warm_up(
         backend=backend,
     )
     kept = model.kv.states
-    states = None if kept is None else model.kv.state_store(kept, most, model.device)
+    states = None if kept is None else StateStore(kept, most, model.device)
     for count, tokens in _shapes(config, model.max_model_len, most):
         if tokens == 1:
             parts = [Part(range(row * each, (row + 1) * each), _PROMPT, _PROMPT + 1) for row in range(count)]
         else:
             parts = [Part(range(-(-tokens // size)), 0, tokens)]
         hidden = _step(model, store, parts, states)
-        if clock() - began > SECONDS:
+        if ranks.same(lambda: clock() - began > SECONDS, bool):
             break
     return hidden[-1:]
 

@@ -29,7 +29,7 @@ from segue.models.omni.multimodal_lm.processor import Processor
 from segue.models.omni.multimodal_lm.token_rows import stand_ins, token_rows
 from segue.models.shared.checkpoint.pretrained import load_config
 from segue.models.shared.decoder.decoder import PagedDecoder
-from segue.models.shared.decoder.deep_features import DEEP, MEDIA, deep_features, deep_rows
+from segue.models.shared.decoder.deep_features import DEEP, MEDIA, deep_features
 from segue.models.shared.decoder.generation import context_length, default_sampling, end_tokens, generation_of
 from segue.models.shared.decoder.interface import decoder_of
 from segue.models.shared.library import PreTrainedModel
@@ -116,10 +116,6 @@ class LLM:
     def embed(self, token_ids: torch.Tensor, conditioning: torch.Tensor | None) -> torch.Tensor:
         """[n] → [n, H]."""
         return self._decoder.embed(token_ids)
-
-    def others(self, batch: FlatBatch) -> dict[str, torch.Tensor]:
-        """The deep features of a batch."""
-        return deep_rows(batch)
 
     @torch.inference_mode()
     def forward(self, embeds: torch.Tensor, batch: FlatBatch) -> tuple[torch.Tensor, None]:
