@@ -83,7 +83,7 @@ def test_everything_that_can_be_said(graph: StageGraph, two_gpus: Hardware, tmp_
     assert plan.edge("talker", "vocoder").kind == "inproc"
     assert plan.edge("talker", "vocoder").budget == 4096
     assert plan.edge("input", "thinker").connector == "shm"
-    assert plan.groups == (("input",), ("encoder",), ("thinker",), ("talker", "vocoder"))
+    assert plan.groups == (("input",), ("encoder",), ("thinker",), ("talker", "vocoder"), ("output",))
     assert plan.group_of("vocoder") == ("talker", "vocoder")
     assert plan.limits == Limits(
         max_waiting=3,

@@ -82,7 +82,7 @@ def silent_main(g: StageGraph) -> None:
         (cycle, "graph 'm' has a cycle: talker -> vocoder -> talker"),
         (unknown_target, "edge 'thinker' -> 'talkr' names no stage 'talkr' of this graph; did you mean 'talker'?"),
         (same_name, "two stages called 'thinker'"),
-        (called_input, "every graph already has a stage 'input'"),
+        (called_input, "it already has a stage 'input' of its own"),
         (same_edge, "edge 'thinker' -> 'talker' is declared twice"),
         (lambda g: g.edge("thinker", "thinker"), "edge 'thinker' -> 'thinker' connects a stage to itself"),
         (lambda g: g.edge("thinker", INPUT), "no edge may lead to 'input'"),
@@ -134,13 +134,14 @@ def test_a_change_is_checked_again() -> None:
 
 
 def test_reading(graph: StageGraph) -> None:
-    assert list(graph.stages) == ["input", "encoder", "thinker", "talker", "vocoder"]
+    assert list(graph.stages) == ["input", "encoder", "thinker", "talker", "vocoder", "output"]
     assert graph.takes == {"text", "image", "audio", "video"}
     assert graph.gives == {"text", "audio"}
     assert graph.outputs == ("thinker", "vocoder")
     assert [edge.source for edge in graph.edges if edge.target == "thinker"] == ["input", "encoder"]
     assert graph.downstreams(INPUT) == ("encoder", "thinker")
-    assert graph.topological() == ("input", "encoder", "thinker", "talker", "vocoder")
+    assert graph.topological() == ("input", "encoder", "thinker", "talker", "vocoder", "output")
+    assert graph.downstreams("vocoder") == ("output",), "it makes files of what is no text"
     assert graph.main == "thinker"
     assert graph.stages["encoder"].media_only
     assert not graph.stages["thinker"].media_only
@@ -167,7 +168,11 @@ def test_an_edge_from_the_input_may_be_drawn() -> None:
     graph.stage("talker", "autoregressive", gives={"audio"})
     graph.edge(INPUT, "talker")  # takes no modality, wants the voice
     graph.validate()
-    assert [(edge.source, edge.target) for edge in graph.edges] == [(INPUT, "thinker"), (INPUT, "talker")]
+    assert [(edge.source, edge.target) for edge in graph.edges] == [
+        (INPUT, "thinker"),
+        (INPUT, "talker"),
+        ("talker", "output"),
+    ]
     assert graph.edges[0].condition == "wants_voice"
 
 
@@ -198,4 +203,5 @@ def test_conditions_have_names(when: Callable[[Request], bool] | None, name: str
     graph = base()
     graph.stage("talker", "autoregressive", gives={"audio"})
     graph.edge("thinker", "talker", when=when)
-    assert graph.edges[-1].condition == name
+    [edge] = [edge for edge in graph.edges if edge.source == "thinker"]
+    assert edge.condition == name

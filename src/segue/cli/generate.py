@@ -244,7 +244,8 @@ def _asked(modality: str, gives: frozenset[str]) -> list[str]:
 
 def _modality(gives: frozenset[str], output: Path | None) -> str | None:
     """Return the modality of the output file's extension; None: text. Raises `ConfigError` if the model lacks it."""
-    from segue.media.encode import AUDIO_FORMATS, check_audio_format
+    from segue.media.encode import check_audio_format
+    from segue.messages.formats import AUDIO_FORMATS
 
     endings = {
         **dict.fromkeys(_IMAGES, "image"),

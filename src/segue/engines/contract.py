@@ -41,6 +41,8 @@ class StageRequest:
     """Stages that receive this one's output; output without a receiver need not be captured."""
     to_client: frozenset[str]
     """Modalities of this stage's output that the client receives, e.g. {"text"}."""
+    encoded: frozenset[str] = frozenset()
+    """Those that the client receives as files, from the output stage."""
     resume: list[Unit] = field(default_factory=list)
     """Units that an earlier attempt had emitted: prefill them and continue. They are emitted downstream again."""
     resume_others: list[list[Unit]] = field(default_factory=list)

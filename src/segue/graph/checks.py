@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from segue.graph.kinds.registry import kinds
-from segue.graph.parts import INPUT, Edge, Stage
+from segue.graph.parts import BUILT_IN, INPUT, OUTPUT, Edge, Stage
 from segue.messages.errors import ConfigError, nearest
 
 MODALITIES = ("text", "image", "audio", "video", "embedding", "score", "classes")
@@ -85,8 +85,8 @@ def _check_stage(graph: str, stage: Stage, names: set[str]) -> None:
 def _check_duplicates(graph: str, stages: Sequence[Stage]) -> None:
     seen: set[str] = set()
     for stage in stages:
-        if stage.name in seen and stage.name == INPUT:
-            raise ConfigError(f"graph {graph!r}: every graph already has a stage {INPUT!r}; choose another name")
+        if stage.name in seen and stage.name in BUILT_IN:
+            raise ConfigError(f"graph {graph!r}: it already has a stage {stage.name!r} of its own; choose another name")
         if stage.name in seen:
             raise ConfigError(f"graph {graph!r} has two stages called {stage.name!r}; names must differ")
         seen.add(stage.name)
@@ -117,13 +117,13 @@ def _check_flow(graph: str, stages: Sequence[Stage], edges: Sequence[Edge]) -> N
     # in a DAG every unreachable stage is downstream of a stage that has no input at all
     for stage in stages:
         if stage.name != INPUT and stage.name not in has_upstream:
-            below = sorted(reachable(stage.name, forward) - {stage.name} - reachable(INPUT, forward))
+            below = sorted(reachable(stage.name, forward) - {stage.name, OUTPUT} - reachable(INPUT, forward))
             tail = f"; so {', '.join(map(repr, below))} cannot be reached from {INPUT!r} either" if below else ""
             raise ConfigError(
                 f"graph {graph!r}: stage {stage.name!r} has no input: it takes nothing and no edge leads to it, "
                 f"so it cannot be reached from {INPUT!r}{tail}"
             )
-    giving = {stage.name for stage in stages if stage.gives}
+    giving = {OUTPUT, *(stage.name for stage in stages if stage.gives)}
     for stage in reversed(stages):
         if not reachable(stage.name, forward) & giving:
             raise ConfigError(

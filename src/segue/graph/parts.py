@@ -12,6 +12,13 @@ from segue.messages.request import Request
 INPUT = "input"
 """The stage that every graph has implicitly: it turns the request into tensors."""
 
+OUTPUT = "output"
+"""The stage that a graph has implicitly if it gives something of which there are files: it makes them for clients that
+ask for a file instead of samples or pixels."""
+
+BUILT_IN = frozenset({INPUT, OUTPUT})
+"""The stages that no family declares: CPU workers without a network."""
+
 CLIENT = "client"
 """The upstream of the input stage of an open request: its chunks are what the client appends."""
 
@@ -19,6 +26,16 @@ TOKENS = "tokens"
 """The output of every graph's input stage: the prompt as token ids. Not a model's modality, so no graph lists it."""
 
 Condition = Callable[[Request], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class WantsFile:
+    """The condition of an edge to `OUTPUT`: the client asks for a file of something that the source gives."""
+
+    gives: frozenset[str]
+
+    def __call__(self, request: Request) -> bool:
+        return not self.gives.isdisjoint(request.formats)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 
 from segue.graph.deployment.deployment import MiB, Plan
 from segue.graph.deployment.stage_plan import StagePlan
-from segue.graph.stage_graph import INPUT, Edge, Stage, StageGraph
+from segue.graph.stage_graph import BUILT_IN, Edge, Stage, StageGraph
 
 
 def as_text(what: Plan | StageGraph) -> str:
     """Return tables of stages and edges. Stages are in topological order, with their `stage_id`."""
     graph = what.graph if isinstance(what, Plan) else what
     order = graph.topological()
-    number = {name: str(place) for place, name in enumerate(name for name in order if name != INPUT)}
+    number = {name: str(place) for place, name in enumerate(name for name in order if name not in BUILT_IN)}
     head = ["", "stage", "engine", "takes", "gives"]
     rows = [
         [number.get(name, ""), name, stage.engine, _list(stage.takes), _list(stage.gives)]

@@ -11,7 +11,8 @@
     g.validate()
 
 Every graph also has the stage `INPUT`: the family's processor, a CPU stage with an edge to every stage that takes
-some modality of the request. The graph knows no devices or processes; the deployment
+some modality of the request. One that gives audio also has the stage `OUTPUT`, a CPU stage that makes files, with an
+edge from every stage whose output can be in one. The graph knows no devices or processes; the deployment
 (`segue.graph.deployment.deployment`) adds them."""
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from segue.graph import checks
-from segue.graph.parts import INPUT, Condition, Edge, Stage
+from segue.graph.parts import BUILT_IN, INPUT, OUTPUT, Condition, Edge, Stage, WantsFile
 from segue.graph.walk import Walk, walk
+from segue.messages.formats import FORMATS
 from segue.messages.request import Request
 
-__all__ = ["INPUT", "Condition", "Edge", "Stage", "StageGraph", "Walk"]
+__all__ = ["BUILT_IN", "INPUT", "OUTPUT", "Condition", "Edge", "Stage", "StageGraph", "Walk"]
 
 
 class StageGraph:
@@ -79,22 +81,32 @@ class StageGraph:
         """Raise `ConfigError` naming the first mistake and its remedy."""
         if self._validated:
             return
-        checks.check(self.name, self._declared, self.edges)
+        checks.check(self.name, self._all, self.edges)
         self._validated = True
 
     # --- reading
 
     @property
     def stages(self) -> Mapping[str, Stage]:
-        """All stages by name: `INPUT` first, then in declared order."""
-        return MappingProxyType({stage.name: stage for stage in self._declared})
+        """All stages by name: `INPUT` first, then in declared order, `OUTPUT` last."""
+        return MappingProxyType({stage.name: stage for stage in self._all})
 
     @property
     def edges(self) -> tuple[Edge, ...]:
-        """All edges: the implicit ones of `INPUT` first, then in declared order."""
+        """All edges: the implicit ones of `INPUT` first, then in declared order, those to `OUTPUT` last."""
         drawn = {edge.target for edge in self._drawn if edge.source == INPUT}
         own = tuple(Edge(INPUT, s.name) for s in self._declared if s.takes and s.name not in drawn and s.name != INPUT)
-        return own + tuple(self._drawn)
+        files = tuple(Edge(s.name, OUTPUT, WantsFile(s.gives & FORMATS.keys())) for s in self._filed)
+        return own + tuple(self._drawn) + files
+
+    @property
+    def _filed(self) -> list[Stage]:
+        """The stages that give something of which there are files."""
+        return [stage for stage in self._declared if not stage.gives.isdisjoint(FORMATS)]
+
+    @property
+    def _all(self) -> list[Stage]:
+        return [*self._declared, *([Stage(OUTPUT, "module")] if self._filed else [])]
 
     @property
     def takes(self) -> frozenset[str]:

@@ -8,6 +8,7 @@ import msgspec
 
 from segue.messages.diffusion import DiffusionParams
 from segue.messages.errors import wrong
+from segue.messages.formats import Format
 from segue.messages.sampling import SamplingParams, misfit
 
 MediaKind = Literal["image", "audio", "video"]
@@ -99,6 +100,8 @@ class Request(msgspec.Struct, kw_only=True):
     to templated messages, whose template writes them."""
     modalities: list[str] = msgspec.field(default_factory=lambda: ["text"])
     """Requested outputs: any modality that the graph gives; `tokens` is the prompt itself, from the input stage."""
+    formats: dict[str, Format] = {}
+    """Requested modality → the files in which the client gets it (`EncodedDelta`), instead of raw deltas."""
     voice: str | None = None
     sampling: dict[str, SamplingParams] = {}
     """By stage name. A stage merges them with the defaults (`merged`)."""

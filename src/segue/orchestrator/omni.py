@@ -24,6 +24,7 @@ from segue.media.sources import MediaPolicy
 from segue.messages.deltas import Delta, ProgressDelta, TokensDelta
 from segue.messages.diffusion import PARAMETERS, DiffusionParams, check_diffusion, diffusion_from
 from segue.messages.errors import ConfigError, InvalidRequest, NotFound, StageFailed, nearest, shown, wrong
+from segue.messages.formats import check_formats
 from segue.messages.request import Message, Request, check_priority, check_types
 from segue.messages.sampling import SamplingParams, check_sampling, check_token_ids, merged, sampling_from
 from segue.models.registry import family_of, read_config
@@ -368,6 +369,7 @@ class AsyncOmni:
         check_embeds_bytes(request, self.plan.limits.max_prompt_embeds_bytes)
         self._mark_thoughts(request)
         check_types(request)
+        check_formats(request.formats, request.modalities)
         check_priority(request.priority, self.card.by_priority)
         if self.card.speech is not None and self.card.text_stage is not None:
             check_transcription(request, self.card.speech, self.card.text_stage)

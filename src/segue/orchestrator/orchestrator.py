@@ -18,7 +18,7 @@ import msgspec
 
 from segue.graph.deployment.deployment import Plan
 from segue.graph.kinds.registry import kind_of
-from segue.graph.stage_graph import INPUT
+from segue.graph.stage_graph import INPUT, OUTPUT
 from segue.messages.deltas import Delta, Finished
 from segue.messages.errors import (
     Cancelled,
@@ -203,7 +203,8 @@ class Orchestrator:
             if kind_of(self.plan.stages[name].engine).samples:
                 state.journal[name] = {}
         if state.main not in state.stages:
-            state.main = next(name for name, stage in reversed(walk.items()) if stage.to_client)
+            made = (name for name, stage in reversed(walk.items()) if name != OUTPUT)
+            state.main = next(name for name in made if walk[name].to_client or walk[name].encoded)
         deadline = request.deadline
         if deadline is None and self.plan.limits.default_deadline is not None:
             deadline = time.time() + self.plan.limits.default_deadline
@@ -285,13 +286,14 @@ class Orchestrator:
                 upstreams=[self._peer(state, up) for up in stage_state.upstreams],
                 downstreams=[self._peer(state, down) for down in stage_state.downstreams],
                 to_client=sorted(stage.to_client),
+                encoded=sorted(stage.encoded),
                 resume=state.resume(name),
                 turns=state.turns.get(name, []),
             )
             self.supervisor.send(stage_state.address, message)
             for piece in state.appended if name == INPUT else ():
                 self._send_piece(state, piece)
-            if state.queue.behind and stage.to_client:
+            if state.queue.behind and (stage.to_client or stage.encoded):
                 self._send_throttle(state, name)
             for down in stage_state.downstreams:
                 if down not in begin and not state.stages[down].done:
@@ -306,8 +308,9 @@ class Orchestrator:
         if self.requests.get(state.id) is not state:
             return  # it ended: nothing more is made
         for name, stage in state.walk.items():
-            # a new attempt is informed after its `Begin`
-            if stage.to_client and name not in state.waiting and not state.stages[name].done:
+            # A new attempt is informed after its `Begin`. A stage whose output is encoded waits as well, before it uses
+            # up the edge's budget, which other requests share.
+            if (stage.to_client or stage.encoded) and name not in state.waiting and not state.stages[name].done:
                 self._send_throttle(state, name)
 
     def _send_throttle(self, state: RequestState, stage: str) -> None:

@@ -21,7 +21,7 @@ import zmq.asyncio
 from segue.graph.deployment.deployment import Plan
 from segue.graph.deployment.stage_plan import CPU
 from segue.graph.kinds.registry import kind_of
-from segue.graph.stage_graph import INPUT
+from segue.graph.stage_graph import BUILT_IN
 from segue.messages.errors import ConfigError, ShuttingDown
 from segue.messages.process import WorkerSpec
 from segue.messages.wire import (
@@ -163,7 +163,7 @@ class Supervisor:
         self._context = zmq.Context()
         await self._open()
         if self._placement.no_kernels and any(
-            "cpu" in stage.devices for name, stage in self._plan.stages.items() if name != INPUT
+            "cpu" in stage.devices for name, stage in self._plan.stages.items() if name not in BUILT_IN
         ):
             log.warning(
                 "no compiled kernels for the CPU: %s. torch's operators are used instead, which are slower",

@@ -21,7 +21,7 @@ from segue.engines.contract import HasVoices, LoadContext, StageModel, StageMode
 from segue.graph.deployment.deployment import EdgePlan, Limits
 from segue.graph.deployment.stage_plan import StagePlan
 from segue.graph.kinds.registry import plan_from
-from segue.graph.stage_graph import INPUT
+from segue.graph.stage_graph import INPUT, OUTPUT
 from segue.kernels.device import give_back
 from segue.messages.errors import ConfigError
 from segue.messages.process import WorkerSpec
@@ -29,6 +29,7 @@ from segue.messages.wire import Loading, StageFacts
 from segue.models.family import Family
 from segue.models.registry import families
 from segue.worker.device import on_device, work_on
+from segue.worker.file_maker import FileMaker
 from segue.worker.kinds.kind import Host, check_contract, worker_kind
 from segue.worker.outbox import Channel
 from segue.worker.ranks import Followers, load_context, threads_of
@@ -83,7 +84,9 @@ def build(
             context.options["limits"] = _media_limits(limits)
             context.options["output_limits"] = _output_limits(limits)
             context.options["max_prompt_embeds_bytes"] = limits.max_prompt_embeds_bytes
-        factory = _of(stages_module.STAGE_MODELS, plan.name, family, "STAGE_MODELS")
+        factory = (
+            FileMaker if plan.name == OUTPUT else _of(stages_module.STAGE_MODELS, plan.name, family, "STAGE_MODELS")
+        )
         model = _model(factory, context, plan, ranks)
         give_back()
         kind = worker_kind(plan.engine)
@@ -93,7 +96,7 @@ def build(
         transfers = {
             edge.target: _of(stages_module.TRANSFERS, (edge.source, edge.target), family, "TRANSFERS")
             for edge in edges
-            if edge.source == plan.name
+            if edge.source == plan.name and edge.target != OUTPUT
         }
         engine = kind.build(plan, model, context, host if ranks is None else replace(host, ranks=ranks.link))
         progress(0.9, "warming up")

@@ -11,7 +11,7 @@ from segue.graph.deployment.deployment import Hardware, Limits
 from segue.graph.deployment.section import Section, as_mapping, wrong
 from segue.graph.deployment.stage_plan import CPU
 from segue.graph.kinds.registry import kind_keys, kind_of, kinds, rank_keys
-from segue.graph.stage_graph import INPUT, StageGraph
+from segue.graph.stage_graph import BUILT_IN, StageGraph
 from segue.messages.errors import ConfigError, nearest
 
 TOP_KEYS = ("defaults", "stages", "stage_args", "edges", "connectors", "runtime", "limits")
@@ -91,15 +91,15 @@ def read(graph: StageGraph, values: object, overrides: Mapping[str, Any]) -> Wri
     for name, path, entry, keys in _stage_entries(graph, top):
         if name in stages:
             raise ConfigError(f"{path} is stage {name!r}, as is {stages[name].path}; describe it once", field=path)
-        # the input stage runs on the CPU without a network: defaults that are meant for networks do not apply
+        # input and output stages run on the CPU without a network: defaults that are meant for networks do not apply
         without = graph.stages[name].without
-        section = Section(path, entry, keys, below=None if name == INPUT else below, foreign=_FOREIGN, own=without)
+        section = Section(path, entry, keys, below=None if name in BUILT_IN else below, foreign=_FOREIGN, own=without)
         _check_engine(graph, name, section)
         wires.extend(_wiring(graph, name, section))
         stages[name] = section
     for name in graph.topological():
         own = graph.stages[name].without
-        stages.setdefault(name, Section(f"stages.{name}", {}, (), below=None if name == INPUT else below, own=own))
+        stages.setdefault(name, Section(f"stages.{name}", {}, (), below=None if name in BUILT_IN else below, own=own))
     limits = Section("limits", top.mapping("limits"), LIMIT_KEYS)
     return Written(stages, wires, dict(_connectors(top)), limits, below)
 
@@ -143,8 +143,9 @@ def _named_stage(graph: StageGraph, path: str, entry: Mapping[str, Any]) -> str:
 
 
 def stage_of(graph: StageGraph, path: str, value: object) -> str:
-    """Return the stage of a name or number. Numbers count the stages from 0 in topological order without `input`."""
-    counted = [name for name in graph.topological() if name != INPUT]
+    """Return the stage of a name or number. Numbers count the stages from 0 in topological order without `input` and
+    `output`."""
+    counted = [name for name in graph.topological() if name not in BUILT_IN]
     if isinstance(value, str) and value in graph.stages:
         return value
     number = int(value) if isinstance(value, str) and value.isdecimal() else value
@@ -273,9 +274,9 @@ def joined_wish(group: Sequence[str], wishes: Mapping[str, Wish]) -> Wish:
 
 def wish_of(graph: StageGraph, name: str, section: Section, hardware: Hardware) -> Wish:
     devices = _devices(section, hardware)
-    if name == INPUT:
+    if name in BUILT_IN:
         if devices not in (None, (CPU,)):
-            raise wrong(section.at("devices"), section.values["devices"], "cpu: the input stage runs on the CPU")
+            raise wrong(section.at("devices"), section.values["devices"], f"cpu: the {name} stage runs on the CPU")
         devices = (CPU,)
     stage = graph.stages[name]
     ranks = kind_of(stage.engine).ranks(graph.name, stage, section)

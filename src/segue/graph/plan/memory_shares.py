@@ -11,7 +11,7 @@ from segue.graph.deployment.deployment import Hardware
 from segue.graph.deployment.section import Section
 from segue.graph.deployment.stage_plan import CPU
 from segue.graph.plan.groups import Place
-from segue.graph.stage_graph import INPUT
+from segue.graph.stage_graph import BUILT_IN
 from segue.messages.errors import ConfigError
 
 _POOL = 0.9
@@ -26,7 +26,7 @@ def share_memory(
 ) -> dict[str, Place]:
     """Give every place its memory share: the file's, else a part of the remainder, by weight.
 
-    The input stage sizes nothing by its share, so it gets none by default.
+    The input and output stages size nothing by their shares, so they get none by default.
     """
     said = {name: sections[name].number("memory_share", None, most=1.0) for name in places}
     fair: dict[str, list[float]] = {name: [] for name in places}
@@ -35,7 +35,9 @@ def share_memory(
         explicit = sum(share * count for name, count in here.items() if (share := said[name]) is not None)
         if explicit > 1.0 + 1e-9:
             _over(device, here, said, sections)
-        silent = {name: weights[name] * count for name, count in here.items() if said[name] is None and name != INPUT}
+        silent = {
+            name: weights[name] * count for name, count in here.items() if said[name] is None and name not in BUILT_IN
+        }
         pool = min(_CPU_POOL if device == CPU else _POOL, max(_POOL - explicit, (1.0 - explicit) / 2))
         for name in silent:
             share = math.floor(pool * weights[name] / sum(silent.values()) * 1000) / 1000

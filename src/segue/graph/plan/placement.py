@@ -12,7 +12,7 @@ from segue.graph.kinds.registry import kind_of
 from segue.graph.plan.groups import Place, check_alone, groups_of
 from segue.graph.plan.memory_shares import share_memory
 from segue.graph.plan.wiring import Connectors
-from segue.graph.stage_graph import INPUT, Stage, StageGraph
+from segue.graph.stage_graph import INPUT, OUTPUT, Stage, StageGraph
 from segue.messages.errors import ConfigError
 
 _MOST_INPUTS = 4
@@ -106,15 +106,16 @@ def _replicas(
 
 
 def _light(graph: StageGraph, groups: Collection[tuple[str, ...]]) -> set[tuple[str, ...]]:
-    """Return the workers that get no core of their own: all others if a kind is dominant, and workers that tokenize.
+    """Return the workers that get no core of their own: all others if a kind is dominant, and workers that tokenize or
+    encode.
 
     An image's time goes into tens of denoiser calls; its encoders and decoder are called once, and threads of their
     own, in addition to the denoiser's, gained nothing when measured with one client and with eight. Tokenizing takes
-    only a moment per request."""
+    only a moment per request, and a second of audio is encoded in milliseconds."""
     dominant = {group for group in groups if any(kind_of(graph.stages[name].engine).dominant for name in group)}
     if dominant:
         return set(groups) - dominant
-    return {(INPUT,)} if graph.takes <= {"text"} else set()
+    return {(OUTPUT,), (INPUT,)} if graph.takes <= {"text"} else {(OUTPUT,)}
 
 
 def _threads(

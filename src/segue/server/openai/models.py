@@ -7,8 +7,8 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from segue.media.encode import AUDIO_FORMATS
 from segue.messages.errors import nearest, shown
+from segue.messages.formats import AUDIO_FORMATS
 from segue.orchestrator.service import ModelCard, Service
 from segue.server.generation.parameters import served_names
 from segue.server.http.errors import ModelNotFound, json_response

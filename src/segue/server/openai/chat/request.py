@@ -17,6 +17,7 @@ from segue.media.parts import messages_from, messages_schema
 from segue.messages.deltas import TokenLogprobs, TopToken
 from segue.messages.diffusion import PARAMETERS, DiffusionParams, diffusion_from
 from segue.messages.errors import InvalidRequest, NotFound, SegueError, nearest, shown, wrong
+from segue.messages.formats import Format
 from segue.messages.limits import check_lists
 from segue.messages.request import MediaPart, Message, Request
 from segue.models.shared.dialects.dialect import Dialect
@@ -230,6 +231,8 @@ def chat_request(values: dict[str, Any], card: ModelCard, settings: ServerSettin
             prompt_token_ids=body.prompt_token_ids,
             add_special_tokens=body.add_special_tokens,
             modalities=modalities,
+            # whole, the file can state its length
+            formats={"audio": Format(name=audio_format, whole=not body.stream)} if "audio" in modalities else {},
             voice=voice,
             sampling=sampling,
             diffusion=diffusion,
