@@ -122,6 +122,8 @@ class Request(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     """Requests share prefix cache entries only if their salts are equal: nobody else can infer a prompt from the time
     to the first token."""
+    session: str = ""
+    """Requests of one session go to one replica of a stage that is routed by session; empty: of none."""
     thought_marks: tuple[str, str] | None = None
     """The texts that open and close the model's reasoning; the orchestrator fills them in if a stage's sampling bounds
     reasoning."""

@@ -52,7 +52,7 @@ Sampling = SamplingParams | Mapping[str, SamplingParams | Mapping[str, Any]] | N
 
 _PROMPT_KEYS = frozenset(
     {"messages", "prompt", "prompt_token_ids", "prompt_embeds", "modalities", "voice", "sampling", "seed",
-     "priority", "deadline", "options", "return_prompt_ids", "adapter", "cache_salt"}
+     "priority", "deadline", "options", "return_prompt_ids", "adapter", "cache_salt", "session"}
 )  # fmt: skip
 
 
@@ -253,14 +253,16 @@ class AsyncOmni:
         return_prompt_ids: bool = False,
         adapter: str | None = None,
         cache_salt: str | None = None,
+        session: str = "",
         **parameters: Any,
     ) -> Request:
         """Make a `Request` from a Python caller's arguments; media may be PIL images, arrays, paths or bytes.
 
         `modalities`: requested outputs (default: those of the main stage). `deadline`: Unix time. `adapter`: name of a
-        LoRA adapter. `cache_salt`: share the prefix cache only with requests that have the same salt. `parameters`: for
-        models that make images or video, arguments of their pipelines (`segue.messages.diffusion.DiffusionParams`) and
-        images (`segue.media.parts`).
+        LoRA adapter. `cache_salt`: share the prefix cache only with requests that have the same salt. `session`: its
+        requests go to one replica of a stage that is routed by session. `parameters`: for models that make images or
+        video, arguments of their pipelines (`segue.messages.diffusion.DiffusionParams`) and images
+        (`segue.media.parts`).
         """
         if not isinstance(prompt, str | Mapping):
             right = "text, or a dict with one of 'messages', 'prompt', 'prompt_token_ids' and 'prompt_embeds'"
@@ -309,6 +311,7 @@ class AsyncOmni:
             deadline=given.get("deadline", deadline),
             adapter=given.get("adapter", adapter),
             cache_salt=given.get("cache_salt", cache_salt),
+            session=given.get("session", session),
             return_prompt_ids=given.get("return_prompt_ids", return_prompt_ids),
             options={**_mapping(given.get("options", options) or {}, "options"), **others},
         )

@@ -51,6 +51,7 @@ from segue.messages.wire import (
 from segue.orchestrator.client_queue import ClientQueue
 from segue.orchestrator.replicas import Replica
 from segue.orchestrator.request_state import RequestState, StageState, stages_to_rerun
+from segue.orchestrator.router import Router, has_media
 from segue.orchestrator.supervisor import OnProgress, Supervisor
 
 log = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ class Orchestrator:
         )
         self.replicas = self.supervisor.replicas
         self.requests: dict[str, RequestState] = {}
+        self._router = Router(plan, self.replicas, self.requests, self.supervisor.stats)
         self._unread: dict[str, None] = {}
         """Requests with media that wait for an input worker, in order of arrival."""
         self._idle = asyncio.Event()
@@ -226,7 +228,7 @@ class Orchestrator:
             group = self.replicas.group_of(name)
             if group in chosen:
                 continue
-            replica = self._replica_for(state, group)
+            replica = self._router.choose(state, group)
             if replica is None:
                 if self.replicas.hopeless(name):
                     self._end(state, StageLost(f"stage {name!r} could not be restarted", stage=name))
@@ -237,38 +239,26 @@ class Orchestrator:
         begin, state.waiting = state.waiting, set()
         for name in begin:
             stage_state, replica = state.stages[name], chosen[self.replicas.group_of(name)]
-            stage_state.worker, stage_state.address = replica.worker, replica.address
+            before, stage_state.worker, stage_state.address = stage_state.worker, replica.worker, replica.address
             stage_state.attempt += 1
             stage_state.done = False
             stage_state.inputs_done.clear()
             replica.requests.add(state.id)
+            replica.working.add(state.id)
+            self._at_rest(state, before)
             if name == INPUT:
                 self._unread.pop(state.id, None)
-                replica.reading[state.id] = _has_media(state.request)
+                replica.reading[state.id] = has_media(state)
+        for replica in chosen.values():
+            self._router.given(state, replica)
         self._send_begins(state, begin)
 
-    def _replica_for(self, state: RequestState, group: tuple[str, ...]) -> Replica | None:
-        """Return the worker that already has other stages of this group for the request, else the least loaded one.
-
-        Requests on their last retry do not share a worker: if one request kills its workers, the others that were
-        there each time then survive, and only the poison request fails.
-        """
-        held = {state.stages[stage].worker for stage in group if stage in state.stages}
-        for replica in self.replicas.all:
-            if replica.group == group and replica.state == "ready" and replica.worker in held:
-                return replica
-        if group == (INPUT,):
-            chosen = self.replicas.reader(media=_has_media(state.request))
-        else:
-            chosen = self.replicas.least_loaded(group[0])
-        if chosen is not None and self._last_try(state, group):
-            others = (self.requests[other] for other in chosen.requests if other != state.id)
-            if any(self._last_try(other, group) for other in others):
-                return None  # `_end` leads here again
-        return chosen
-
-    def _last_try(self, state: RequestState, group: tuple[str, ...]) -> bool:
-        return any(0 < state.losses[stage] == self.plan.limits.max_retries for stage in group)
+    def _at_rest(self, state: RequestState, worker: str) -> None:
+        """Record that a worker has nothing left to do for a request, if that is so."""
+        if all(stage.done for stage in state.stages.values() if stage.worker == worker):
+            replica = self.replicas.by_worker(worker)
+            if replica is not None:
+                replica.working.discard(state.id)
 
     def _send_begins(self, state: RequestState, begin: set[str]) -> None:
         """Send `Begin` to downstream stages first, so that chunks seldom overtake it."""
@@ -333,6 +323,7 @@ class Orchestrator:
         workers = state.workers()
         for replica in self.replicas.all:
             replica.requests.discard(state.id)
+            replica.working.discard(state.id)
             if replica.worker in workers and replica.state == "ready":
                 self.supervisor.send(replica.address, Drop(state.id))
         state.queue.put(error if error is not None else state.finished())
@@ -357,6 +348,7 @@ class Orchestrator:
                 self._read(message)
                 if state := self._current(message.worker, message.request_id, message.stage, message.attempt):
                     state.ended(message)
+                    self._at_rest(state, message.worker)
                     if state.complete():
                         self._end(state, None)
             case InputDone():
@@ -435,8 +427,3 @@ class Orchestrator:
             self._end(state, StageLost(message, stage=what))
             return
         self._launch(state, stages_to_rerun(state.stages, self.replicas.alive(), again))
-
-
-def _has_media(request: Request) -> bool:
-    """Whether the input stage has to read more than text and ids."""
-    return bool(request.prompt_embeds or request.media_kinds() or request.embedded())

@@ -114,6 +114,8 @@ class RequestState:
     ends_sent: set[int] = field(default_factory=set)
     """Outputs of the main stage whose ends have been sent to the client."""
     timer: asyncio.TimerHandle | None = None
+    prefix: list[bytes] | None = None
+    """Hash chain of its prompt, once a stage is routed by it (`segue.orchestrator.affinity`)."""
 
     @property
     def id(self) -> str:

@@ -343,8 +343,7 @@ class Supervisor:
         """Make sure that nobody writes to this incarnation any more."""
         dead, address = replica.worker, replica.address
         replica.state = "restarting"
-        replica.requests.clear()
-        replica.reading.clear()
+        replica.clear()
         self.stats.pop(dead, None)
         self.adapters.lost(dead)
         if socket := self._out.pop(address, None):

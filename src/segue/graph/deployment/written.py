@@ -9,7 +9,7 @@ from typing import Any
 
 from segue.graph.deployment.deployment import Hardware, Limits
 from segue.graph.deployment.section import Section, as_mapping, wrong
-from segue.graph.deployment.stage_plan import CPU
+from segue.graph.deployment.stage_plan import CPU, ROUTINGS
 from segue.graph.kinds.registry import kind_keys, kind_of, kinds, rank_keys
 from segue.graph.stage_graph import BUILT_IN, StageGraph
 from segue.messages.errors import ConfigError, nearest
@@ -19,6 +19,7 @@ LIMIT_KEYS = tuple(field.name for field in fields(Limits))
 _OF_EVERY_STAGE = (
     "devices",
     "replicas",
+    "routing",
     "memory_share",
     "dtype",
     "threads",
@@ -244,11 +245,13 @@ class Wish:
     replicas: int | None
     threads: int | None
     ranks: int | None
+    routing: tuple[str, ...] | None = None
 
     def shown(self) -> dict[str, str]:
         """Return the set fields as text."""
         said = {"devices": ", ".join(self.devices or ()), "replicas": self.replicas, "threads": self.threads}
         said["processes per replica"] = self.ranks
+        said["routing"] = ", ".join(self.routing or ())
         return {key: str(value) for key, value in said.items() if value}
 
     def clash(self, other: Wish) -> str | None:
@@ -262,6 +265,7 @@ class Wish:
             self.replicas or other.replicas,
             self.threads or other.threads,
             self.ranks or other.ranks,
+            self.routing or other.routing,
         )
 
 
@@ -281,7 +285,8 @@ def wish_of(graph: StageGraph, name: str, section: Section, hardware: Hardware) 
     stage = graph.stages[name]
     ranks = kind_of(stage.engine).ranks(graph.name, stage, section)
     threads = section.integer("threads", None, most=MOST_THREADS)
-    return Wish(devices, section.integer("replicas", None), threads, ranks)
+    routing = section.choices("routing", None, ROUTINGS)
+    return Wish(devices, section.integer("replicas", None), threads, ranks, routing)
 
 
 def said_of_ranks(group: tuple[str, ...], sections: Mapping[str, Section]) -> tuple[str, str]:

@@ -20,6 +20,8 @@ _MOST_INPUTS = 4
 one is free for other requests. They are mostly idle."""
 _MOST_GPU_THREADS = 4
 """Most threads of a worker whose network runs on a GPU: the CPU only feeds it."""
+_ROUTING = ("load", "prefix")
+"""Default routing: among equally loaded replicas, the one that had most of the prompt."""
 
 
 def place(
@@ -45,7 +47,15 @@ def place(
     }
     threads = _threads(joined, devices, replicas, weights, hardware, _light(graph, groups))
     places = {
-        name: Place(devices[group], replicas[group], threads[group], 0.0, 0, joined[group].ranks or 1)
+        name: Place(
+            devices[group],
+            replicas[group],
+            threads[group],
+            0.0,
+            0,
+            joined[group].ranks or 1,
+            joined[group].routing or (("load",) if group == (INPUT,) else _ROUTING),
+        )
         for group in groups
         for name in group
     }
