@@ -32,6 +32,8 @@ class WorkerSpec(msgspec.Struct, kw_only=True):
     connector: str
     """Address of this worker's shared-memory connector."""
     load_format: str = "auto"
+    shared: list[str] = []
+    """Stages whose weights it shares with other workers."""
 
 
 class Spawn(msgspec.Struct, tag=True):

@@ -20,7 +20,7 @@ import zmq.asyncio
 
 from segue.graph.deployment.deployment import Plan
 from segue.graph.deployment.stage_plan import CPU
-from segue.graph.kinds.registry import kind_of
+from segue.graph.kinds.registry import kind_of, shares_weights
 from segue.graph.stage_graph import BUILT_IN
 from segue.messages.errors import ConfigError, ShuttingDown
 from segue.messages.process import WorkerSpec
@@ -260,6 +260,7 @@ class Supervisor:
                 orchestrator=self._address,
                 connector=f"{directory}/{replica.worker}.shm",
                 load_format=self._load_format,
+                shared=[name for name in replica.group if shares_weights(self._plan.stages[name])],
             )
         )
 

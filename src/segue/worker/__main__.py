@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Mapping
 
 from segue.messages.process import WorkerSpec
 from segue.observe.logging import configure_logging
@@ -16,10 +17,10 @@ from segue.observe.stderr import say
 from segue.worker.forkserver import serve
 
 
-def _run(spec: WorkerSpec) -> None:
+def _run(spec: WorkerSpec, weights: Mapping[str, int]) -> None:
     from segue.worker.life import run  # after the preload: it imports torch
 
-    run(spec)
+    run(spec, weights)
 
 
 def _no_kernels() -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 import msgspec
@@ -34,6 +36,7 @@ from segue.worker.kinds.kind import Host, check_contract, worker_kind
 from segue.worker.outbox import Channel
 from segue.worker.ranks import Followers, load_context, threads_of
 from segue.worker.retained import RetainedStore
+from segue.worker.shared_weights import modules, one_at_a_time, share
 from segue.worker.stage import StageRunner
 
 
@@ -49,6 +52,8 @@ class Built:
     connectors: list[Connector]
     retained: RetainedStore
     facts: dict[str, StageFacts]
+    shared_bytes: int = 0
+    """Weights that are shared with other workers."""
 
 
 def build(
@@ -56,10 +61,12 @@ def build(
     report: Callable[[Loading], None],
     host: Host,
     ranks: Followers | None = None,
+    weights: Mapping[str, int] = MappingProxyType({}),
 ) -> Built:
     """Load every stage of this worker. Exceptions of loading propagate; the caller reports them.
 
-    `host`: what the worker offers its engines. `ranks`: set if its one stage has several processes.
+    `host`: what the worker offers its engines. `ranks`: set if its one stage has several processes. `weights`:
+    memfds of the weights that it shares with other workers, by stage.
     """
     family = families()[spec.family]
     plans = [plan_from(stage) for stage in spec.stages]
@@ -72,6 +79,7 @@ def build(
     stages_module = family.load_stages()
     stages: dict[str, StageRunner] = {}
     facts: dict[str, StageFacts] = {}
+    shared_bytes = 0
     for number, plan in enumerate(plans):
 
         def progress(fraction: float, what: str, number: int = number, name: str = plan.name) -> None:
@@ -87,7 +95,11 @@ def build(
         factory = (
             FileMaker if plan.name == OUTPUT else _of(stages_module.STAGE_MODELS, plan.name, family, "STAGE_MODELS")
         )
-        model = _model(factory, context, plan, ranks)
+        memfd = weights.get(plan.name)
+        with nullcontext() if memfd is None else one_at_a_time(memfd):
+            model = _model(factory, context, plan, ranks)
+            if memfd is not None:
+                shared_bytes += share(memfd, modules())
         give_back()
         kind = worker_kind(plan.engine)
         facts[plan.name] = kind.facts(model)
@@ -111,7 +123,7 @@ def build(
         stages[plan.name] = StageRunner(plan, engine, transfers, kind.sampling(model), lora)
     channels, inbound, connectors = _connect(spec, edges, set(stages), _device_memory(spec, plans))
     retained = RetainedStore(limits.retained_bytes, str(Path(spec.connector).parent))
-    return Built(stages, channels, inbound, connectors, retained, facts)
+    return Built(stages, channels, inbound, connectors, retained, facts, shared_bytes)
 
 
 K = TypeVar("K")

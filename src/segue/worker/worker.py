@@ -74,6 +74,7 @@ class Worker:
         self.replayable = frozenset(spec.replayable)
         self.meter = Meter(self.name, spec.replica, built.stages, built.inbound)
         self.facts = built.facts
+        self.shared_bytes = built.shared_bytes
         self.running = True
 
     def loop(self) -> None:
@@ -396,6 +397,7 @@ class Worker:
             "spilled_bytes": self.outbox.retained.spilled,
             "pool_bytes": sum(connector.bytes_in_use for connector in self.all_connectors),
             "early_chunks": sum(map(len, self.early.values())),
+            "shared_weight_bytes": self.shared_bytes,
         }
         self.tell(self.meter.report(engines, held, self.outbox.edges()))
 

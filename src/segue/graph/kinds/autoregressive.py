@@ -158,4 +158,5 @@ AUTOREGRESSIVE = EngineKind(
     ranks=_ranks,
     check_defaults=_check_defaults,
     samples=True,
+    shares_weights=True,
 )
