@@ -391,9 +391,11 @@ async def _serve_until_told(arguments: argparse.Namespace, settings: ServerSetti
 def _graph(arguments: argparse.Namespace) -> int:
     from segue.graph.deployment.loader import load_plan, stage_overrides
     from segue.graph.machine.account import cautions
+    from segue.graph.machine.further import further_workers
     from segue.graph.render import as_mermaid, as_text
     from segue.models.registry import family_of, read_config
     from segue.models.shared.checkpoint.files import check_files, located
+    from segue.models.shared.checkpoint.stored import stored_bytes
 
     model_dir, _ = located(arguments.model)
     config = read_config(model_dir)
@@ -413,7 +415,10 @@ def _graph(arguments: argparse.Namespace) -> int:
     plan = load_plan(graph, arguments.config, overrides=overrides)
     for caution in cautions(plan):
         print(f"segue: warning: {caution}", file=sys.stderr)
-    print(as_mermaid(graph) if arguments.mermaid else as_text(plan))
+    if arguments.mermaid:
+        print(as_mermaid(graph))
+    else:
+        print(f"{as_text(plan)}\n{further_workers(plan, stored_bytes(model_dir, graph))}", end="")
     return 0
 
 

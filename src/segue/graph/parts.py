@@ -58,6 +58,8 @@ class Stage:
     """Keys of its engine's deployment section that it does not support: refused there, ignored as defaults."""
     library: str = ""
     """The components of a library's pipeline that run in it; shown in listings."""
+    tensors: tuple[str, ...] = ()
+    """Prefixes of the names of its weights in the checkpoint; of several that fit a name, the longest counts."""
 
     @property
     def media_only(self) -> bool:

@@ -30,9 +30,9 @@ def as_text(what: Plan | StageGraph) -> str:
     lines = [
         f"{graph.name}: takes {_list(graph.takes)}; gives {_list(graph.gives)}; main output from {graph.main}",
         "",
-        *_table([head, *rows]),
+        *table([head, *rows]),
         "",
-        *_table(_edge_rows(what)),
+        *table(_edge_rows(what)),
     ]
     return "\n".join(lines) + "\n"
 
@@ -105,6 +105,7 @@ def _list(names: Iterable[str]) -> str:
     return ", ".join(sorted(names)) or "-"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table, its columns aligned."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

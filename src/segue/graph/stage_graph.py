@@ -52,6 +52,7 @@ class StageGraph:
         divisible: bool = False,
         without: Iterable[str] = (),
         library: str = "",
+        tensors: Iterable[str] = (),
     ) -> None:
         """Add a stage.
 
@@ -60,10 +61,19 @@ class StageGraph:
         anything); `fuse_with` suggests a stage to share a worker with; `divisible`: one replica can be
         several processes with a part of the weights each (`tensor_parallel`); `without`: keys of its engine that the
         deployment must not set for it; `library` names the components of a library's pipeline that run in the stage, if
-        any.
+        any; `tensors`: prefixes of the names of its weights in the checkpoint, the longest counts.
         """
         stage = Stage(
-            name, engine, frozenset(takes), frozenset(gives), fuse_with, main, divisible, frozenset(without), library
+            name,
+            engine,
+            frozenset(takes),
+            frozenset(gives),
+            fuse_with,
+            main,
+            divisible,
+            frozenset(without),
+            library,
+            tuple(tensors),
         )
         self._declared.append(stage)
         self._validated = False

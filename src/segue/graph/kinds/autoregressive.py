@@ -159,4 +159,5 @@ AUTOREGRESSIVE = EngineKind(
     check_defaults=_check_defaults,
     samples=True,
     shares_weights=True,
+    cache_share=0.8,
 )

@@ -57,6 +57,8 @@ class EngineKind(Generic[P]):
     number."""
     shares_weights: bool = False
     """The weights of its stages have their final form once the stage model is built: replicas on a CPU share them."""
+    cache_share: float = 0.0
+    """Share for its stages' caches of the memory that the weights leave; the rest is for activations."""
     dominant: bool = False
     """Nearly all of a request's time goes into its stages, so other workers get no CPU core of their own."""
 
