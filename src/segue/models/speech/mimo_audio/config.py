@@ -6,6 +6,7 @@ The audio tokenizer is a checkpoint of its own (XiaomiMiMo/MiMo-Audio-Tokenizer)
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -215,19 +216,14 @@ def read_codec(model_dir: Path, config: Config) -> Codec:
 
 def frames_of(samples: int, codec: Codec) -> int:
     """Frames of codes that a recording of so many samples becomes."""
-    mel = 1 + samples // codec.hop_length
-    whole, rest = divmod(mel, _SEGMENT)
-    return whole * _coded(_SEGMENT, codec) + (_coded(rest, codec) if rest else 0)
+    segments = segments_of(1 + samples // codec.hop_length)
+    return sum(math.ceil(math.ceil(mel / codec.stride_size) / codec.avg_pooler) for mel in segments)
 
 
 def segments_of(mel: int) -> list[int]:
     """Lengths of the segments in which a spectrogram of so many frames is encoded."""
     whole, rest = divmod(mel, _SEGMENT)
     return [_SEGMENT] * whole + [rest] * bool(rest)
-
-
-def _coded(mel: int, codec: Codec) -> int:
-    return -(-(-(-mel // codec.stride_size)) // codec.avg_pooler)
 
 
 def _per_channel(value: str | int, channels: int) -> list[int]:
