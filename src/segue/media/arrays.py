@@ -97,6 +97,14 @@ def video_part(source: Any, field: str) -> MediaPart:
     return MediaPart("video", frames.tobytes(), ArrayInfo("uint8", frames.shape, rate), field)
 
 
+def is_one(kind: str, entries: list[Any]) -> bool:
+    """Whether a list is a single medium: the frames of a video, or the samples of a recording."""
+    first = entries[0] if entries else None
+    if kind == "video":
+        return isinstance(first, Image.Image) or (isinstance(first, np.ndarray) and first.ndim == 3)
+    return kind == "audio" and isinstance(first, int | float)
+
+
 def _pixels(source: object, field: str) -> _Array:
     """Return [H, W, 3] uint8."""
     if isinstance(source, Image.Image):

@@ -12,6 +12,8 @@ from segue.messages.formats import Format
 from segue.messages.sampling import SamplingParams, misfit
 
 MediaKind = Literal["image", "audio", "video"]
+BESIDE = "multi_modal_data"
+"""Clients' name for the media that are sent along with a prompt; vLLM's."""
 
 
 class ArrayInfo(msgspec.Struct, frozen=True):
@@ -85,7 +87,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
 
 class Request(msgspec.Struct, kw_only=True):
     """One generation. Exactly one of `messages`, `prompt`, `prompt_token_ids` and `prompt_embeds` is set, except that a
-    `prompt` for a model that makes images or video may come with `messages`, which then hold nothing but its media."""
+    `prompt` or `prompt_token_ids` may come with `messages` that hold nothing but its media, in order."""
 
     request_id: str
     messages: list[Message] = []
@@ -142,9 +144,13 @@ class Request(msgspec.Struct, kw_only=True):
         parts = (part for message in self.messages for part in message.content)
         return [part for part in parts if isinstance(part, TextPart) and part.embeds is not None]
 
+    def media(self) -> list[MediaPart]:
+        """Return the media of the request, in order."""
+        return [part for message in self.messages for part in message.content if isinstance(part, MediaPart)]
+
     def media_kinds(self) -> set[str]:
         """Return the kinds of media in the request."""
-        return {part.kind for message in self.messages for part in message.content if isinstance(part, MediaPart)}
+        return {part.kind for part in self.media()}
 
 
 def check_priority(priority: int, by_priority: bool) -> None:

@@ -19,13 +19,13 @@ from segue.graph.kinds.registry import kind_of
 from segue.graph.machine.account import cautions
 from segue.graph.parts import INPUT, TOKENS
 from segue.media.arrays import embeds_file
-from segue.media.parts import IMAGES, image_parts, messages_from
+from segue.media.parts import IMAGES, image_parts, messages_from, parts_beside
 from segue.media.sources import MediaPolicy
 from segue.messages.deltas import Delta, ProgressDelta, TokensDelta
 from segue.messages.diffusion import PARAMETERS, DiffusionParams, check_diffusion, diffusion_from
 from segue.messages.errors import ConfigError, InvalidRequest, NotFound, StageFailed, nearest, shown, wrong
 from segue.messages.formats import check_formats
-from segue.messages.request import Message, Request, check_priority, check_types
+from segue.messages.request import BESIDE, MediaPart, Message, Request, check_priority, check_types
 from segue.messages.sampling import SamplingParams, check_sampling, check_token_ids, merged, sampling_from
 from segue.models.registry import family_of, read_config
 from segue.models.shared.checkpoint.files import check_files, located
@@ -45,13 +45,14 @@ log = logging.getLogger(__name__)
 
 Prompt = str | Mapping[str, Any]
 """Text, or `{"messages": [...]}`, `{"prompt": "..."}` (text without a chat template) or `{"prompt_token_ids":
-[...]}`, with any of the keyword arguments of `generate` for this request alone. Bare text is a user message if the
-checkpoint has a chat template, else a prompt."""
+[...]}`, with any of the keyword arguments of `generate` for this request alone. A prompt, or token ids, may have its
+media in `multi_modal_data`: kind → one medium, or a list. Bare text is a user message if the checkpoint has a chat
+template, else a prompt."""
 Sampling = SamplingParams | Mapping[str, SamplingParams | Mapping[str, Any]] | None
 """Sampling parameters of the main stage, or stage name → parameters."""
 
 _PROMPT_KEYS = frozenset(
-    {"messages", "prompt", "prompt_token_ids", "prompt_embeds", "modalities", "voice", "sampling", "seed",
+    {"messages", "prompt", "prompt_token_ids", "prompt_embeds", BESIDE, "modalities", "voice", "sampling", "seed",
      "priority", "deadline", "options", "return_prompt_ids", "adapter", "cache_salt", "session"}
 )  # fmt: skip
 
@@ -283,6 +284,7 @@ class AsyncOmni:
                 )
             if key not in known:
                 raise InvalidRequest(f"a request has no key {key!r}{nearest(key, known)}", field=key)
+        media = self._beside(given)
         images = image_parts({key: given[key] for key in given if key in IMAGES}, self._policy)
         ids, text, embeds = given.get("prompt_token_ids"), given.get("prompt"), given.get("prompt_embeds")
         embeds = embeds if "prompt_embeds" in known else None
@@ -293,8 +295,8 @@ class AsyncOmni:
             )
         written = given.get("messages")
         messages = [] if written is None else messages_from(written, self._policy)
-        if images:
-            messages.append(Message("user", list(images)))
+        if media or images:
+            messages.append(Message("user", [*media, *images]))
         default_out = min(self.plan.graph.stages[self.plan.graph.main].gives)
         return Request(
             request_id=uuid.uuid4().hex,
@@ -315,6 +317,17 @@ class AsyncOmni:
             return_prompt_ids=given.get("return_prompt_ids", return_prompt_ids),
             options={**_mapping(given.get("options", options) or {}, "options"), **others},
         )
+
+    def _beside(self, given: Mapping[str, Any]) -> list[MediaPart]:
+        """The media of a prompt."""
+        if (data := given.get(BESIDE)) is None:
+            return []
+        if given.get("prompt") is None and given.get("prompt_token_ids") is None:
+            raise InvalidRequest(
+                f"{BESIDE} is given without 'prompt' or 'prompt_token_ids'; in 'messages', media are parts of content",
+                field=BESIDE,
+            )
+        return parts_beside(data, self._policy)
 
     def _written(self, text: str) -> dict[str, Any]:
         """Turn bare text into a user message or a prompt."""

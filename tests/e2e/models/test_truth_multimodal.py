@@ -114,6 +114,24 @@ def test_all_at_once_and_once_more(running: tuple[System, Library, Library], ass
     assert all(output.usage.cached_tokens > 32 for output in outputs[1:])
 
 
+def test_prompts_with_their_media_beside_them(running: tuple[System, Library, Library], assets: Path) -> None:
+    """As vLLM's users write them: text or ids with placeholders, and `multi_modal_data`."""
+    system, library, _ = running
+    reply, _ = library.answer("what is this", "image")
+    image = library.processor.image_token
+    chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is this"}]}]
+    text = library.processor.apply_chat_template(chat, add_generation_prompt=True)
+    data = {"multi_modal_data": {"image": Image.open(assets / "photo.jpg")}, "sampling": GREEDY}
+    ids = library.processor.tokenizer(text)["input_ids"]
+    for output in system.ask({"prompt": text, **data}, {"prompt_token_ids": ids, **data}):
+        assert output.token_ids == {"llm": reply}
+    with pytest.raises(InvalidRequest, match="prompt has 2 placeholders for image, but multi_modal_data has 1 image"):
+        system.ask({"prompt": text + image, **data})
+    with pytest.raises(InvalidRequest, match="in 'messages', media are parts of content") as caught:
+        system.ask({"messages": chat, **data})
+    assert caught.value.field == "multi_modal_data"
+
+
 def test_with_an_adapter_beside_requests_without(running: tuple[System, Library, Library], assets: Path) -> None:
     system, library, merged = running
     names = {None: library, "poet": merged}

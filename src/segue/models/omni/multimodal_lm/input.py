@@ -4,7 +4,8 @@ checkpoint's processor and chat template. `stages` documents the payload."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,10 +22,12 @@ from segue.messages.request import MediaPart, Message, Request, TextPart
 from segue.models.omni.multimodal_lm.loading import media_tokens
 from segue.models.omni.multimodal_lm.positions import Positions
 from segue.models.omni.multimodal_lm.processor import Medium, Processed, Processor
+from segue.models.omni.multimodal_lm.splice import spliced
 from segue.models.omni.multimodal_lm.units import units_of
 from segue.models.shared.checkpoint.pretrained import load_config
 from segue.models.shared.decoder.generation import context_length
 from segue.models.shared.input_stage import InputStage
+from segue.models.shared.placeholders import check_counts, check_no_media
 from segue.models.shared.text.chat_template import read_chat_template
 from segue.models.shared.text.prompt import (
     check_length,
@@ -72,26 +75,33 @@ class InputProcessor(InputStage):
     @torch.inference_mode()
     def process(self, request: Request) -> Payload:
         """The payload of one request. Raises `InvalidRequest` with the field, its value and the accepted values."""
-        form = given_as(request)
+        form = given_as(request, media=True)
+        parts = self._checked(request.messages)
         made: Processed | None = None
-        count: dict[str, int] = {}
         match form:
             case "messages":
-                text, parts = self._templated(request)
+                text = self._templated(request, parts)
                 check_text(text, self._processor.tokenizer, request, self._longest, _TEXT_STAGE, form)
-                count = Counter(part.kind for part in parts)
                 if parts:
-                    made = self._processed(text, parts, request)
-                    ids = made.ids
+                    made = self._processed(text, parts, request, form)
                 else:
                     ids = self._processor.plain(text, add_special_tokens=request.add_special_tokens)
             case "prompt":
-                self._check_text(request.prompt or "", "prompt")
-                ids = tokenized(self._processor.tokenizer, request, self._longest, _TEXT_STAGE)
+                if parts:
+                    made = self._prompted(request, parts)
+                else:
+                    ids = tokenized(self._processor.tokenizer, request, self._longest, _TEXT_STAGE)
             case _:
-                ids = checked_ids(request.prompt_token_ids or [], self._vocab)
+                tokens = frozenset().union(*self._processor.tokens().values())
+                ids = checked_ids(request.prompt_token_ids or [], self._vocab, tokens)
+                if parts:
+                    made = self._spliced(ids, parts, form)
+        if made is not None:
+            ids = made.ids
+        elif form != "messages" and not own_tokens_only(request):
+            check_no_media(ids, self._processor.tokens(), form)
         ids = truncated(ids, request, _TEXT_STAGE, self._longest, media=made is not None)
-        units = [] if made is None else self._units(made, count)
+        units = [] if made is None else self._units(made, Counter(part.kind for part in parts))
         if not own_tokens_only(request):
             check_length(len(ids), self._longest, form, _shares(units))
         for unit in units:
@@ -112,9 +122,8 @@ class InputProcessor(InputStage):
         positions = self._positions(made)
         return {} if positions is None else {"positions": positions[0], "position_delta": positions[1]}
 
-    def _templated(self, request: Request) -> tuple[str, list[MediaPart]]:
-        """The conversation with one placeholder per medium, and the media in order."""
-        parts = self._checked(request.messages)
+    def _templated(self, request: Request, parts: list[MediaPart]) -> str:
+        """The conversation with one placeholder per medium."""
         text = self._bare(request.messages) if self._template is None else self._chat(request, self._template)
         for kind, placeholder in self._processor.placeholders.items():
             wanted = sum(part.kind == kind for part in parts)
@@ -123,7 +132,7 @@ class InputProcessor(InputStage):
                     f"the chat template renders {found} placeholders for {kind}; the messages have {wanted}",
                     field="messages",
                 )
-        return text, parts
+        return text
 
     def _chat(self, request: Request, template: str) -> str:
         conversation = [
@@ -174,14 +183,34 @@ class InputProcessor(InputStage):
                     field=field,
                 )
 
-    def _processed(self, text: str, parts: list[MediaPart], request: Request) -> Processed:
+    def _prompted(self, request: Request, parts: list[MediaPart]) -> Processed:
+        """A bare prompt with one placeholder for each of the media beside it."""
+        text = request.prompt or ""
+        check_text(text, self._processor.tokenizer, request, self._longest, _TEXT_STAGE, "prompt")
+        found = {kind: text.count(placeholder) for kind, placeholder in self._processor.placeholders.items()}
+        check_counts(found, Counter(part.kind for part in parts), "prompt")
+        return self._processed(text, parts, request, "prompt")
+
+    def _processed(self, text: str, parts: list[MediaPart], request: Request, form: str) -> Processed:
+        media = self._media(parts)
+        with _refusals(form):
+            return self._processor(text, media, add_special_tokens=request.add_special_tokens)
+
+    def _spliced(self, ids: list[int], parts: list[MediaPart], form: str) -> Processed:
+        """The ids of a prompt, with the media beside it in their places."""
+        media = self._media(parts)
+        with _refusals(form):
+            return self._moved(*spliced(self._processor, ids, media, form))
+
+    def _moved(self, made: Processed, origin: list[int]) -> Processed:
+        """`origin`: as `spliced` returns it; for tensors with an entry per token."""
+        return made
+
+    def _media(self, parts: list[MediaPart]) -> dict[str, list[Medium]]:
         media: dict[str, list[Medium]] = {}
         for part in parts:
             media.setdefault(part.kind, []).append(self._decoded(part))
-        try:
-            return self._processor(text, media, add_special_tokens=request.add_special_tokens)
-        except _REFUSALS as error:
-            raise InvalidRequest(f"this model's processor refuses the media: {error}", field="messages") from error
+        return media
 
     def _decoded(self, part: MediaPart) -> Medium:
         if part.kind == "image":
@@ -198,6 +227,17 @@ class InputProcessor(InputStage):
                 field=part.field or None,
             )
         return samples
+
+
+@contextmanager
+def _refusals(field: str) -> Iterator[None]:
+    """Raise `InvalidRequest` in place of the processor's own exceptions."""
+    try:
+        yield
+    except InvalidRequest:
+        raise
+    except _REFUSALS as error:
+        raise InvalidRequest(f"this model's processor refuses the media: {error}", field=field) from error
 
 
 def _content(part: TextPart | MediaPart) -> dict[str, Any]:
