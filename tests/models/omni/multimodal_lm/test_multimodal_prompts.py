@@ -92,6 +92,11 @@ def test_placeholders_without_media_are_refused(stages: dict[str, InputProcessor
         stage.process(Request(request_id="r", prompt_token_ids=ids, messages=[Message("user", [*request.media()])]))
 
 
+def test_embeddings_are_refused_where_layers_attend_to_images(stages: dict[str, InputProcessor]) -> None:
+    with pytest.raises(InvalidRequest, match="takes no prompt_embeds"):
+        stages["llama3.2-vision"].process(Request(request_id="r", prompt_embeds=b"x"))
+
+
 def test_media_in_a_chat_do_not_go_with_a_prompt(stages: dict[str, InputProcessor]) -> None:
     request = request_of(IMAGES)  # text among the media
     request.prompt = "see"

@@ -42,6 +42,15 @@ from segue.models.shared.text.prompt import (
     turn,
     with_calls,
 )
+from segue.models.shared.text.prompt_embeds import (
+    NO_TOKEN,
+    check_idless,
+    check_marked,
+    in_place,
+    read_embeds,
+    read_parts,
+)
+from segue.models.shared.text.tokenizer import marked_tokenizer
 
 _TEXT_STAGE = "llm"
 _REFUSALS = (ValueError, TypeError, RuntimeError, IndexError, KeyError, ZeroDivisionError)
@@ -49,11 +58,12 @@ _REFUSALS = (ValueError, TypeError, RuntimeError, IndexError, KeyError, ZeroDivi
 
 
 class InputProcessor(InputStage):
-    """Accepts messages with media, a bare prompt or token ids.
+    """Accepts messages with media and embeddings, a bare prompt or token ids with media beside them, or embeddings.
 
     Options: `limits`, a dict of `MediaLimits` fields.
     """
 
+    takes_embeds = True
     _least = 2
     """Minimum tokens of a unit."""
 
@@ -67,6 +77,9 @@ class InputProcessor(InputStage):
         template = read_chat_template(ctx.model_dir)
         self._template = self._processor.template if template is None else template.text
         self._positions = Positions(ctx)
+        self._width: int = text.hidden_size
+        self._most_bytes: int = ctx.options.get("max_prompt_embeds_bytes", 0)
+        self._marked = marked_tokenizer(ctx.model_dir) if self._most_bytes and self._template is not None else None
 
     def begin(self, request: StageRequest) -> tuple[None, list[Work]]:
         # one bucket per request: no request waits until the media of another are decoded
@@ -75,10 +88,18 @@ class InputProcessor(InputStage):
     @torch.inference_mode()
     def process(self, request: Request) -> Payload:
         """The payload of one request. Raises `InvalidRequest` with the field, its value and the accepted values."""
-        form = given_as(request, media=True)
+        form = given_as(request, media=True, embeds=self.takes_embeds)
         parts = self._checked(request.messages)
         made: Processed | None = None
+        rows: list[torch.Tensor] = []
         match form:
+            case "prompt_embeds":
+                check_idless(request, _TEXT_STAGE, form)
+                rows = [read_embeds(request.prompt_embeds or b"", self._width, self._longest, self._most_bytes)]
+                ids = [NO_TOKEN] * len(rows[0])
+            case "messages" if embedded := request.embedded():
+                ids, rows = self._embedded(request, embedded, parts)
+                made = self._spliced(ids, parts, form) if parts else None
             case "messages":
                 text = self._templated(request, parts)
                 check_text(text, self._processor.tokenizer, request, self._longest, _TEXT_STAGE, form)
@@ -109,6 +130,7 @@ class InputProcessor(InputStage):
                 raise InvalidRequest(f"the {unit['kind']} is too small or too short for this model", field=form)
         return {
             "token_ids": torch.tensor(ids, dtype=torch.long),
+            **({"embeds": torch.cat(rows)} if rows else {}),
             **({} if made is None else self._extra_entries(made)),
             "media": units,
             **(client_tokens(ids, self._processor.tokenizer) if TOKENS in request.modalities else {}),
@@ -122,9 +144,9 @@ class InputProcessor(InputStage):
         positions = self._positions(made)
         return {} if positions is None else {"positions": positions[0], "position_delta": positions[1]}
 
-    def _templated(self, request: Request, parts: list[MediaPart]) -> str:
-        """The conversation with one placeholder per medium."""
-        text = self._bare(request.messages) if self._template is None else self._chat(request, self._template)
+    def _templated(self, request: Request, parts: list[MediaPart], mark: str = "") -> str:
+        """The conversation with one placeholder per medium. `mark`: stands for a part that is embeddings."""
+        text = self._bare(request.messages) if self._template is None else self._chat(request, self._template, mark)
         for kind, placeholder in self._processor.placeholders.items():
             wanted = sum(part.kind == kind for part in parts)
             if (found := text.count(placeholder)) != wanted:
@@ -134,9 +156,22 @@ class InputProcessor(InputStage):
                 )
         return text
 
-    def _chat(self, request: Request, template: str) -> str:
+    def _embedded(
+        self, request: Request, embedded: list[TextPart], parts: list[MediaPart]
+    ) -> tuple[list[int], list[torch.Tensor]]:
+        """The ids of messages with some parts as embeddings, and their rows; media are still one placeholder each."""
+        field = embedded[0].field
+        check_idless(request, _TEXT_STAGE, field)
+        rows = read_parts(embedded, self._width, self._longest, self._most_bytes)
+        marked = check_marked(self._marked, field)
+        text = self._templated(request, parts, marked.mark)
+        check_text(text, marked.tokenizer, request, self._longest, _TEXT_STAGE, "messages")
+        adds = self._processor.adds(text) if request.add_special_tokens is None else request.add_special_tokens
+        return in_place(marked.tokenizer(text, add_special_tokens=adds)["input_ids"], marked.token, rows), rows
+
+    def _chat(self, request: Request, template: str, mark: str) -> str:
         conversation = [
-            with_calls(turn(message, [_content(part) for part in message.content]), number)
+            with_calls(turn(message, [_content(part, mark) for part in message.content]), number)
             for number, message in enumerate(request.messages)
         ]
         return templated(self._processor.tokenizer, template, conversation, request.chat)
@@ -240,8 +275,10 @@ def _refusals(field: str) -> Iterator[None]:
         raise InvalidRequest(f"this model's processor refuses the media: {error}", field=field) from error
 
 
-def _content(part: TextPart | MediaPart) -> dict[str, Any]:
-    return {"type": part.kind} if isinstance(part, MediaPart) else {"type": "text", "text": part.text}
+def _content(part: TextPart | MediaPart, mark: str) -> dict[str, Any]:
+    if isinstance(part, MediaPart):
+        return {"type": part.kind}
+    return {"type": "text", "text": part.text if part.embeds is None else mark}
 
 
 def _shares(units: list[Payload]) -> str:

@@ -192,7 +192,7 @@ class Processor:
             self._library(
                 text=[text],
                 return_tensors="pt",
-                add_special_tokens=self._adds(text) if add_special_tokens is None else add_special_tokens,
+                add_special_tokens=self.adds(text) if add_special_tokens is None else add_special_tokens,
                 **self._arguments(media),
             )
         )
@@ -213,7 +213,7 @@ class Processor:
 
     def plain(self, text: str, *, add_special_tokens: bool | None = None) -> list[int]:
         """The ids of a chat without media."""
-        adds = self._adds(text) if add_special_tokens is None else add_special_tokens
+        adds = self.adds(text) if add_special_tokens is None else add_special_tokens
         return list(self.tokenizer(text, add_special_tokens=adds)["input_ids"])
 
     def example(self, kind: str, seed: int = 0) -> Medium:
@@ -237,8 +237,9 @@ class Processor:
             return f"a {sample} b", media[:1]
         return text, media
 
-    def _adds(self, text: str) -> bool:
-        """As in the library's `apply_chat_template`: true unless the template has written the first special token."""
+    def adds(self, text: str) -> bool:
+        """Whether to add special tokens to a chat: as in the library's `apply_chat_template`, unless the template has
+        written the first of them."""
         begin = self.tokenizer.bos_token
         return begin is None or not text.startswith(begin)
 

@@ -46,6 +46,7 @@ _NEVER = -1e30
 class CrossInput(InputProcessor):
     """The generic input stage, except that an image is one token, and each token has its visible part of each image."""
 
+    takes_embeds = False
     _least = 1
 
     def _units(self, made: Processed, count: Mapping[str, int]) -> list[Payload]:
