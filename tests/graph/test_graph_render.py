@@ -85,6 +85,16 @@ def test_a_graph() -> None:
     assert as_mermaid(small()) == MERMAID
 
 
+def test_a_tensor() -> None:
+    graph = small()
+    graph.stage("world", "autoregressive", takes={"actions"})
+    graph.edge("world", "thinker")
+    graph.tensor("actions", dtype="float32", shape=(6, None), tokens=6, most=9)
+    graph.validate()
+    assert as_text(graph).startswith("small: takes actions, image, text;")
+    assert as_text(graph).endswith("\n\ntensor actions: float32 [6, any], 6 tokens, at most 9\n")
+
+
 def test_a_plan() -> None:
     plan = load_plan(small(), hardware=Hardware(4, 1 << 30))
     assert as_text(plan) == PLAN

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -76,6 +77,15 @@ def silent_main(g: StageGraph) -> None:
     g.edge("other", "thinker")
 
 
+def tensor(name: str = "actions", **changes: Any) -> Callable[[StageGraph], None]:
+    def declare(g: StageGraph) -> None:
+        g.stage("world", "autoregressive", takes={"actions"})
+        g.edge("world", "thinker")
+        g.tensor(name, **{"dtype": "float32", "shape": (6, None), "tokens": 6, "most": 9, **changes})
+
+    return declare
+
+
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
@@ -100,6 +110,13 @@ def silent_main(g: StageGraph) -> None:
         (lambda g: g.stage("0", "module"), "stage '0': a name must be a letter, then"),
         (two_mains, "marks 'a', 'b' as main"),
         (two_texts, "any of 'thinker', 'other' could make the main output; mark one with main=True"),
+        (tensor("image"), "tensor 'image': a name is a letter, then letters, digits, - and _; each differs from"),
+        (tensor("action"), "tensor 'action' is taken by no stage; name it in takes= of one"),
+        (tensor(dtype="float"), "tensor 'actions' has dtype 'float'; did you mean 'float32'?"),
+        (tensor(shape=(6, 0)), r"tensor 'actions' has shape \(6, 0\); each size is at least 1"),
+        (tensor(tokens=5), "tensor 'actions' has 5 tokens; it must be 1, or the size of the first axis"),
+        (tensor(most=0), "tensor 'actions' has most=0; it must be at least 1"),
+        (lambda g: g.stage("world", "autoregressive", takes={"actions"}), "takes 'actions'; did you mean 'audio'?"),
         (silent_main, "stage 'other' is marked main, but gives nothing"),
     ],
 )

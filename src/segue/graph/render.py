@@ -34,6 +34,8 @@ def as_text(what: Plan | StageGraph) -> str:
         "",
         *table(_edge_rows(what)),
     ]
+    if graph.tensors:
+        lines += ["", *(f"tensor {spec}" for spec in graph.tensors.values())]
     return "\n".join(lines) + "\n"
 
 

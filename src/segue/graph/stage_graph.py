@@ -17,7 +17,7 @@ edge from every stage whose output can be in one. The graph knows no devices or 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from segue.graph import checks
@@ -25,6 +25,7 @@ from segue.graph.parts import BUILT_IN, INPUT, OUTPUT, Condition, Edge, Stage, W
 from segue.graph.walk import Walk, walk
 from segue.messages.formats import FORMATS
 from segue.messages.request import Request
+from segue.messages.tensors import TensorSpec
 
 __all__ = ["BUILT_IN", "INPUT", "OUTPUT", "Condition", "Edge", "Stage", "StageGraph", "Walk"]
 
@@ -36,6 +37,7 @@ class StageGraph:
         self.name = name
         self._declared: list[Stage] = [Stage(INPUT, "module")]
         self._drawn: list[Edge] = []
+        self._tensors: list[TensorSpec] = []
         self._validated = False
 
     # --- building: nothing is checked here, because `validate` checks the whole graph
@@ -87,11 +89,20 @@ class StageGraph:
         self._drawn.append(Edge(source, target, when))
         self._validated = False
 
+    def tensor(self, name: str, *, dtype: str, shape: Sequence[int | None], tokens: int, most: int) -> None:
+        """Declare a named tensor that stages may take, by its name, like a modality.
+
+        `shape`: of one item; None is any size. `tokens`: tokens that an item takes in the sequence, 1 or one for each
+        entry of its first axis. `most`: items in one request. Requests are checked against it before they are admitted.
+        """
+        self._tensors.append(TensorSpec(name, dtype, tuple(shape), tokens, most))
+        self._validated = False
+
     def validate(self) -> None:
         """Raise `ConfigError` naming the first mistake and its remedy."""
         if self._validated:
             return
-        checks.check(self.name, self._all, self.edges)
+        checks.check(self.name, self._all, self.edges, self._tensors)
         self._validated = True
 
     # --- reading
@@ -117,6 +128,11 @@ class StageGraph:
     @property
     def _all(self) -> list[Stage]:
         return [*self._declared, *([Stage(OUTPUT, "module")] if self._filed else [])]
+
+    @property
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        """The named tensors that it declares."""
+        return MappingProxyType({spec.name: spec for spec in self._tensors})
 
     @property
     def takes(self) -> frozenset[str]:

@@ -102,7 +102,7 @@ def _check_media(request: Request, stages: Sequence[Stage]) -> None:
             if isinstance(part, MediaPart) and part.kind not in takes:
                 field = part.field or f"messages[{number}].content[{place}]"
                 raise InvalidRequest(
-                    f"{field} is {part.kind}; this model takes {', '.join(sorted(takes))}",
+                    f"{field} is {part.kind}; this model takes {', '.join(sorted(takes))}{_suggest(part.kind, takes)}",
                     field=field,
                 )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -11,9 +11,10 @@ from segue.messages.errors import wrong
 from segue.messages.formats import Format
 from segue.messages.sampling import SamplingParams, misfit
 
-MediaKind = Literal["image", "audio", "video"]
 BESIDE = "multi_modal_data"
 """Clients' name for the media that are sent along with a prompt; vLLM's."""
+MEDIA = ("image", "audio", "video")
+"""The kinds of media; any other kind of a part is the name of a tensor that the model's graph declares."""
 
 
 class ArrayInfo(msgspec.Struct, frozen=True):
@@ -22,9 +23,12 @@ class ArrayInfo(msgspec.Struct, frozen=True):
     dtype: str
     """numpy name, e.g. `uint8`, `float32`."""
     shape: tuple[int, ...]
-    """image: (height, width, 3) uint8 · audio: (samples,) float32 mono in [-1, 1] · video: (frames, h, w, 3) uint8."""
+    """image: (height, width, 3) uint8 · audio: (samples,) float32 mono in [-1, 1] · video: (frames, h, w, 3) uint8 ·
+    a tensor: that of one item, or of several with an axis in front."""
     rate: float | None = None
     """audio: samples per second (None: 16000) · video: frames per second (None: unknown)."""
+    written: bool = False
+    """The numbers were written as text (nested lists): a tensor takes them in its declared dtype."""
 
 
 class TextPart(msgspec.Struct, frozen=True, tag="text"):
@@ -37,9 +41,11 @@ class TextPart(msgspec.Struct, frozen=True, tag="text"):
 
 
 class MediaPart(msgspec.Struct, frozen=True, tag="media"):
-    """One image, audio or video: the bytes of a file (any format PyAV or Pillow reads), or a raw array."""
+    """One image, audio or video: the bytes of a file (any format PyAV or Pillow reads), or a raw array. Or a named
+    tensor (`segue.messages.tensors`): always a raw array."""
 
-    kind: MediaKind
+    kind: str
+    """One of `MEDIA`, or the name of a tensor."""
     data: bytes
     array: ArrayInfo | None = None
     """None: `data` is an encoded file."""
@@ -76,11 +82,13 @@ class ChatOptions(msgspec.Struct, frozen=True):
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
-    """Input that is appended to an open request. Exactly one of `prompt` and `prompt_token_ids` is set."""
+    """Input that is appended to an open request. Exactly one of `prompt`, `prompt_token_ids` and `tensors` is set."""
 
     prompt: str | None = None
     """Text, tokenized by itself and without special tokens."""
     prompt_token_ids: list[int] | None = None
+    tensors: list[MediaPart] = []
+    """Named tensors, in order."""
     reply: bool = False
     """As `Request.reply`, for this piece."""
 
@@ -145,11 +153,15 @@ class Request(msgspec.Struct, kw_only=True):
         return [part for part in parts if isinstance(part, TextPart) and part.embeds is not None]
 
     def media(self) -> list[MediaPart]:
-        """Return the media of the request, in order."""
+        """Return the media and the tensors of the messages, in order."""
         return [part for message in self.messages for part in message.content if isinstance(part, MediaPart)]
 
+    def tensors(self) -> list[MediaPart]:
+        """Return the named tensors of the messages, in order."""
+        return [part for part in self.media() if part.kind not in MEDIA]
+
     def media_kinds(self) -> set[str]:
-        """Return the kinds of media in the request."""
+        """Return the kinds of media in the request, and the names of its tensors."""
         return {part.kind for part in self.media()}
 
 

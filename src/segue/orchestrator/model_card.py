@@ -28,6 +28,7 @@ def card_of(
         family=family.name,
         takes=graph.takes,
         gives=graph.gives,
+        tensors=dict(graph.tensors),
         text_stage=text_stage if writes else None,
         sampling_stages=[stage.name for stage in graph.stages.values() if kind_of(stage.engine).samples],
         stages=list(graph.topological()),

@@ -19,7 +19,7 @@ from segue.graph.kinds.registry import kind_of
 from segue.graph.machine.account import cautions
 from segue.graph.parts import INPUT, TOKENS
 from segue.media.arrays import embeds_file
-from segue.media.parts import IMAGES, image_parts, messages_from, parts_beside
+from segue.media.parts import IMAGES, image_parts, messages_from, parts_beside, tensors_from
 from segue.media.sources import MediaPolicy
 from segue.messages.deltas import Delta, ProgressDelta, TokensDelta
 from segue.messages.diffusion import PARAMETERS, DiffusionParams, check_diffusion, diffusion_from
@@ -27,6 +27,7 @@ from segue.messages.errors import ConfigError, InvalidRequest, NotFound, StageFa
 from segue.messages.formats import check_formats
 from segue.messages.request import BESIDE, MediaPart, Message, Request, check_priority, check_types
 from segue.messages.sampling import SamplingParams, check_sampling, check_token_ids, merged, sampling_from
+from segue.messages.tensors import check_tensors
 from segue.models.registry import family_of, read_config
 from segue.models.shared.checkpoint.files import check_files, located
 from segue.models.shared.diffusion.sizes import Sizes
@@ -53,7 +54,7 @@ Sampling = SamplingParams | Mapping[str, SamplingParams | Mapping[str, Any]] | N
 
 _PROMPT_KEYS = frozenset(
     {"messages", "prompt", "prompt_token_ids", "prompt_embeds", BESIDE, "modalities", "voice", "sampling", "seed",
-     "priority", "deadline", "options", "return_prompt_ids", "adapter", "cache_salt", "session"}
+     "priority", "deadline", "options", "return_prompt_ids", "adapter", "cache_salt", "session", "tensors"}
 )  # fmt: skip
 
 
@@ -196,7 +197,8 @@ class AsyncOmni:
         takes more; without, what is appended continues the prompt. Raises `SegueError`, for models that take their
         input at once as well."""
         self._check(request)
-        return OpenRequest(self.orchestrator, opened(request, self.card, reply=reply), self.plan.limits)
+        asked = opened(request, self.card, reply=reply)
+        return OpenRequest(self.orchestrator, asked, self.plan.limits, self.card.tensors)
 
     async def stream_appended(self, request: Request, pieces: AsyncGenerator[str]) -> AsyncGenerator[Delta]:
         """As `stream`, of an open request to which the pieces are appended as they come."""
@@ -285,6 +287,7 @@ class AsyncOmni:
             if key not in known:
                 raise InvalidRequest(f"a request has no key {key!r}{nearest(key, known)}", field=key)
         media = self._beside(given)
+        tensors = tensors_from(_mapping(given.get("tensors") or {}, "tensors"), self._policy, "tensors")
         images = image_parts({key: given[key] for key in given if key in IMAGES}, self._policy)
         ids, text, embeds = given.get("prompt_token_ids"), given.get("prompt"), given.get("prompt_embeds")
         embeds = embeds if "prompt_embeds" in known else None
@@ -295,8 +298,8 @@ class AsyncOmni:
             )
         written = given.get("messages")
         messages = [] if written is None else messages_from(written, self._policy)
-        if media or images:
-            messages.append(Message("user", [*media, *images]))
+        if media or images or tensors:
+            messages.append(Message("user", [*media, *images, *tensors]))
         default_out = min(self.plan.graph.stages[self.plan.graph.main].gives)
         return Request(
             request_id=uuid.uuid4().hex,
@@ -386,6 +389,7 @@ class AsyncOmni:
         self._mark_thoughts(request)
         check_types(request)
         check_formats(request.formats, request.modalities)
+        check_tensors(request.tensors(), self.card.tensors, {})
         check_priority(request.priority, self.card.by_priority)
         if self.card.speech is not None and self.card.text_stage is not None:
             check_transcription(request, self.card.speech, self.card.text_stage)

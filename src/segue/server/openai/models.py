@@ -60,6 +60,10 @@ def _object(name: str, card: ModelCard) -> dict[str, Any]:
         "family": card.family,
         "takes": sorted(card.takes),
         "gives": sorted(card.gives),
+        "tensors": {
+            name: {"dtype": spec.dtype, "shape": spec.shape, "tokens": spec.tokens, "most": spec.most}
+            for name, spec in card.tensors.items()
+        },
         "stages": card.stages,
         "sampling_stages": card.sampling_stages,
         "voices": card.voices or [],

@@ -321,7 +321,8 @@ def _max_tokens(body: ChatBody) -> int | None:
 
 def _modalities(wanted: list[str] | None, card: ModelCard) -> list[str]:
     if wanted is None:
-        wanted = ["text"] if "text" in card.gives else sorted(card.gives)
+        others = card.gives - {"video"} or card.gives
+        wanted = ["text"] if "text" in card.gives else sorted(others)
     for index, name in enumerate(wanted):
         if name not in card.gives:
             gives = ", ".join(sorted(card.gives))
@@ -383,5 +384,5 @@ def _check_kinds(messages: list[Message], card: ModelCard) -> None:
             if isinstance(part, MediaPart) and part.kind not in card.takes:
                 takes = ", ".join(sorted(card.takes))
                 raise InvalidRequest(
-                    f"{part.field} is of kind {part.kind}; this model takes: {takes}", field=part.field
+                    f"{part.field} is of kind {shown(part.kind)}; this model takes: {takes}", field=part.field
                 )
