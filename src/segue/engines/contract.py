@@ -49,6 +49,8 @@ class StageRequest:
     """The same for outputs 1, 2, …, if the request asks for several."""
     turns: list[TurnEnd] = field(default_factory=list)
     """The turns of `resume` that had ended, if the input is open."""
+    kept: dict[str, Any] = field(default_factory=dict)
+    """What a transfer keeps from one output of the request to the next, by a key of its own. A new attempt has none."""
     priority: int = 0
     arrival: float = field(default_factory=time.monotonic)
 

@@ -36,7 +36,8 @@ if __name__ == "__main__":
         if log_level:
             configure_logging(log_level, as_json=log_format == "json")
 
-    modules = ["torch", *preload, "segue.worker.life"]
+    # `segue.kernels` before the family's modules, which may import transformers first (`torchvision_shim`)
+    modules = ["torch", "segue.kernels", *preload, "segue.worker.life"]
     serve(socket.socket(fileno=int(fd)), runtime_dir, modules, configure, _run, _no_kernels)
     say("")
     os._exit(0)  # tearing down torch's modules takes a second, and everything that matters is closed

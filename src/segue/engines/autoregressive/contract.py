@@ -187,6 +187,8 @@ class FlatBatch:
     generated after it that is in this batch, counted from its first token."""
     states: StateStep | None = None
     """The states of its sequences, for decoders with state (`KVSpec.states`); None if `attention` is None."""
+    places: list[int] = field(default_factory=list)
+    """Per entry of `prompts`: the place in its sequence of the first of its tokens in this batch."""
 
 
 class Vocabulary(Protocol):
@@ -223,6 +225,21 @@ class Recordable(Protocol):
     batch. On a CPU, decode steps are then replayed from a captured graph (`decode_graphs`)."""
 
     recordable: bool
+
+
+@runtime_checkable
+class EmbedsInPlace(Protocol):
+    """A stage model whose decoder inputs depend on a token's place in its sequence, or on tensors of its prompt
+    (`Prompt.extras`), besides its id. Prompts then have no `embeds`, and `deterministic` is refused."""
+
+    def embed_batch(self, batch: FlatBatch) -> torch.Tensor:
+        """[tokens, hidden] decoder inputs of a batch, in place of `embed`: of its `token_ids`, `prompts` and `places`.
+        A prompt that is None is a dummy of the load check and the warm-up: of a sequence without tensors."""
+
+
+def embedded(model: AutoregressiveModel, batch: FlatBatch) -> torch.Tensor:
+    """[tokens, hidden] decoder inputs of a batch of plain ids."""
+    return model.embed_batch(batch) if isinstance(model, EmbedsInPlace) else model.embed(batch.token_ids, None)
 
 
 @dataclass(slots=True)

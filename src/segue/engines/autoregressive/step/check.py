@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from segue.engines.autoregressive.contract import AutoregressiveModel, FlatBatch, KVSpec
+from segue.engines.autoregressive.contract import AutoregressiveModel, FlatBatch, KVSpec, embedded
 from segue.engines.autoregressive.speculation.speculation import Speculation
 from segue.kernels.attention.interface import AttentionWindow, Chunked, check_chunks, first_seen
 from segue.kernels.attention.paged_attention import LibraryRecord, library_attention
@@ -110,8 +110,10 @@ def _forward(
     ids = torch.cat([tokens[start:stop] for tokens, start, stop in parts])
     places = torch.cat([torch.arange(start, stop, device=model.device) for _, start, stop in parts])
     positions = places.expand(model.axes, -1)
-    batch = FlatBatch(ids, None, positions, paged, [(None, start, stop) for _, start, stop in parts], states)
-    hidden, _ = model.forward(model.embed(ids, None), batch)
+    prompts = [(None, start, stop) for _, start, stop in parts]
+    batch = FlatBatch(ids, None, positions, paged, list(prompts), states)
+    batch.places = [start for _, start, _ in parts]
+    hidden, _ = model.forward(embedded(model, batch), batch)
     return hidden
 
 

@@ -8,7 +8,7 @@ from segue.engines.autoregressive.cache.blocks import BlockPool
 from segue.engines.autoregressive.cache.memory import drafting_states, prefix_states, stored_as
 from segue.engines.autoregressive.cache.states import Snapshots, StateSlots
 from segue.engines.autoregressive.config import AutoregressiveConfig
-from segue.engines.autoregressive.contract import AutoregressiveModel, Prompt, YieldsRows
+from segue.engines.autoregressive.contract import AutoregressiveModel, EmbedsInPlace, Prompt, YieldsRows
 from segue.engines.autoregressive.schedule.bidirectional import longest_of
 from segue.engines.autoregressive.schedule.jobs import Limits
 from segue.engines.autoregressive.schedule.policies import Accounts
@@ -142,6 +142,12 @@ def _backend(
         raise ConfigError(
             "layers of this model cross-attend to images, which deterministic does not support: tokens that attend to "
             "the same image are one call",
+            field="deterministic",
+        )
+    if isinstance(model, EmbedsInPlace) and config.deterministic:
+        raise ConfigError(
+            "this model embeds its tokens by their place in a sequence, which deterministic does not support: its "
+            "calls have a fixed number of rows",
             field="deterministic",
         )
     kernel = "torch" if config.deterministic else config.attention

@@ -13,7 +13,7 @@ import torch
 
 from segue.engines.autoregressive.cache.memory import stored_as
 from segue.engines.autoregressive.config import AutoregressiveConfig
-from segue.engines.autoregressive.contract import AutoregressiveModel, FlatBatch
+from segue.engines.autoregressive.contract import AutoregressiveModel, FlatBatch, embedded
 from segue.engines.autoregressive.sample.penalties import RowRules
 from segue.engines.autoregressive.sample.sampler import RowSampler, choose
 from segue.kernels.attention.paged_step import AttentionBackend, Part, paged_step
@@ -89,7 +89,8 @@ def _step(model: AutoregressiveModel, store: KVStore, parts: list[Part], kept: S
     stretches = [Stretch(row, part.start, part.stop) for row, part in enumerate(parts)]
     states = None if kept is None else state_step(kept, stretches)
     batch = FlatBatch(ids, None, places.expand(model.axes, -1), paged_step(store, parts), list(prompts), states)
-    hidden, _ = model.forward(model.embed(ids, None), batch)
+    batch.places = [part.start for part in parts]
+    hidden, _ = model.forward(embedded(model, batch), batch)
     logits = model.logits(hidden[-len(parts) :])
     rules = RowRules(SamplingParams(), [], model.vocab_size, ())
     for temperature in (0.0, 1.0):
