@@ -105,7 +105,6 @@ class OwnDecoder(ABC):
                 trunk,
                 config=trunk.config,
                 quantization=ctx.quantization,
-                lora=ctx.lora,
                 fused=ctx.fused,
                 rows=self._probe_rows,
                 head=self.head,
