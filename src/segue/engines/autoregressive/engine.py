@@ -224,8 +224,11 @@ class AutoregressiveEngine:
         }
 
     def _moment(self) -> Moment:
-        waited = [(sequence.job.key, sequence.compiling) for sequence in self._active]
-        compiled = [(key, one.error is not None) for key, one in waited if one is not None and one.done]
+        compiled = [
+            (sequence.job.key, sequence.compiling.error is not None)
+            for sequence in self._active
+            if sequence.compiling is not None and sequence.compiling.done
+        ]
         return Moment(self._clock(), compiled)
 
     def _take_grammars(self, compiled: Seq[tuple[str, bool]]) -> None:
