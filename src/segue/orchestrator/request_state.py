@@ -121,6 +121,11 @@ class RequestState:
     def id(self) -> str:
         return self.request.request_id
 
+    @property
+    def reader(self) -> str:
+        """The stage whose prompt is the request's: the main one, or, if that draws no tokens, the first that does."""
+        return self.main if self.main in self.journal else next(iter(self.journal), self.main)
+
     def workers(self) -> set[str]:
         return {stage.worker for stage in self.stages.values() if stage.worker}
 
@@ -133,7 +138,7 @@ class RequestState:
             fresh_units = emission.units[max(0, len(journal) - emission.first_index) :]
             journal.extend(fresh_units)
             fresh_ids = ids_of(fresh_units)
-        if stage in (self.main, INPUT):  # whichever of them counts the prompt
+        if stage in (self.reader, INPUT):  # whichever of them counts the prompt
             self.usage.cached_tokens = self.usage.cached_tokens or emission.cached_tokens
             if emission.prompt_tokens > self.usage.prompt_tokens:  # input may be appended
                 self.usage.prompt_tokens = emission.prompt_tokens
