@@ -3,6 +3,7 @@ for scripts."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import operator
 import uuid
@@ -38,7 +39,7 @@ from segue.orchestrator.orchestrator import Orchestrator
 from segue.orchestrator.outputs import Collector, RequestOutput
 from segue.orchestrator.progress import StepBar
 from segue.orchestrator.prompt_embeds import check_embeds_bytes
-from segue.orchestrator.service import Health
+from segue.orchestrator.service import Health, MovedWorker
 from segue.orchestrator.supervisor import OnProgress
 from segue.orchestrator.transcription import check_transcription, transcribed
 
@@ -169,16 +170,27 @@ class AsyncOmni:
         self.orchestrator.supervisor.adapters.unload(name)
         self.card.adapters.pop(name, None)
 
+    async def move_worker(self, from_stage: str, to_stage: str) -> MovedWorker:
+        """Move a worker from one stage to another; return when it serves there. If this is cancelled, the move goes on.
+
+        Raises `InvalidRequest` if none can move, `Overloaded` while another one moves, `StageLost` if it could not load
+        the stage.
+        """
+        return await asyncio.shield(self.orchestrator.supervisor.moves.begin(from_stage, to_stage))
+
     def health(self) -> Health:
         return self.orchestrator.replicas.health()
 
     def metrics(self) -> bytes:
         """Return the metrics of the orchestrator and the workers as Prometheus text."""
+        moves = self.orchestrator.supervisor.moves
         waiting = sum(1 for state in self.orchestrator.requests.values() if state.waiting)
         return render_gauges(
             {
                 "segue_requests": ("Requests admitted and not finished.", len(self.orchestrator.requests)),
                 "segue_requests_waiting": ("Of these, those that wait for a worker.", waiting),
+                "segue_worker_moves": ("Workers that move to another stage now.", moves.running),
+                "segue_worker_moves_total": ("Workers that have moved to another stage.", moves.count),
             }
         ) + render_worker_stats(stage for stats in self.orchestrator.stats.values() for stage in stats.stages)
 

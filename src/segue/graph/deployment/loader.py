@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from segue.graph.deployment.deployment import Hardware, Limits, Plan
-from segue.graph.deployment.section import Section
+from segue.graph.deployment.deployment import Hardware, Limits, MovePolicy, Plan
+from segue.graph.deployment.section import Section, wrong
 from segue.graph.deployment.stage_plan import CPU, StagePlan
 from segue.graph.deployment.written import Written, read
 from segue.graph.kinds.kind import ORDERS, EngineKind
@@ -59,8 +59,18 @@ def load_plan(
         groups=groups,
         limits=_limits(written.limits),
         hardware=machine,
+        moves=_moves(written.moves),
         said={name: _said(written.stages[name]) for name in graph.topological()},
     )
+
+
+def _moves(section: Section | None) -> MovePolicy | None:
+    if section is None:
+        return None
+    queue_age = section.number("queue_age", None)
+    if queue_age is None:
+        raise wrong(section.at("queue_age"), None, "a number of seconds above 0")
+    return MovePolicy(queue_age, section.number("cooldown", 60.0))
 
 
 def _said(section: Section) -> dict[str, str]:

@@ -7,15 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from segue.graph.deployment.deployment import Hardware, Limits
+from segue.graph.deployment.deployment import Hardware, Limits, MovePolicy
 from segue.graph.deployment.section import Section, as_mapping, wrong
 from segue.graph.deployment.stage_plan import CPU, ROUTINGS
 from segue.graph.kinds.registry import kind_keys, kind_of, kinds, rank_keys
 from segue.graph.stage_graph import BUILT_IN, StageGraph
 from segue.messages.errors import ConfigError, nearest
 
-TOP_KEYS = ("defaults", "stages", "stage_args", "edges", "connectors", "runtime", "limits")
+TOP_KEYS = ("defaults", "stages", "stage_args", "edges", "connectors", "runtime", "limits", "moves")
 LIMIT_KEYS = tuple(field.name for field in fields(Limits))
+MOVE_KEYS = tuple(field.name for field in fields(MovePolicy))
 _OF_EVERY_STAGE = (
     "devices",
     "replicas",
@@ -73,6 +74,7 @@ class Written:
     wires: list[Wire]
     connectors: dict[str, Section]
     limits: Section
+    moves: Section | None
     defaults: Section
     """The caller's overrides over the file's `defaults`."""
 
@@ -102,7 +104,9 @@ def read(graph: StageGraph, values: object, overrides: Mapping[str, Any]) -> Wri
         own = graph.stages[name].without
         stages.setdefault(name, Section(f"stages.{name}", {}, (), below=None if name in BUILT_IN else below, own=own))
     limits = Section("limits", top.mapping("limits"), LIMIT_KEYS)
-    return Written(stages, wires, dict(_connectors(top)), limits, below)
+    _, policy = top.find("moves")
+    moves = None if policy is None else Section("moves", policy, MOVE_KEYS)
+    return Written(stages, wires, dict(_connectors(top)), limits, moves, below)
 
 
 def _stage_entries(graph: StageGraph, top: Section) -> Iterator[tuple[str, str, object, tuple[str, ...]]]:

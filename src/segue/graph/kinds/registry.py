@@ -41,9 +41,9 @@ def kind_of(engine: str) -> EngineKind[Any]:
     return kinds()[engine]
 
 
-def shares_weights(stage: StagePlan) -> bool:
-    """Whether the workers of a stage share their weights: several on the CPU, of one process each."""
-    alone = stage.replicas == 1 or stage.ranks > 1
+def shares_weights(stage: StagePlan, workers: int) -> bool:
+    """Whether so many workers of a stage share their weights: several on the CPU, of one process each."""
+    alone = workers == 1 or stage.ranks > 1
     return not alone and stage.devices == (CPU,) and stage.name != INPUT and kind_of(stage.engine).shares_weights
 
 
