@@ -416,7 +416,7 @@ def _graph(arguments: argparse.Namespace) -> int:
         kv_dtype=arguments.kv_dtype,
         scheduling=arguments.scheduling,
     )
-    plan = load_plan(graph, arguments.config, overrides=overrides)
+    plan = load_plan(graph, arguments.config, overrides=overrides, skip_tokenizer_init=arguments.skip_tokenizer_init)
     for caution in cautions(plan):
         print(f"segue: warning: {caution}", file=sys.stderr)
     if arguments.mermaid:

@@ -34,6 +34,7 @@ def card_of(
         stages=list(graph.topological()),
         voices=None if "audio" in graph.gives else [],
         options=family.options,
+        tokenizer=not plan.skip_tokenizer_init,
         appends=family.appends,
         open_options=family.open_options,
         max_model_len=None,
@@ -58,7 +59,7 @@ def card_of(
 def _says(family: Family, checkpoint: dict[str, Any], model_dir: Path, plan: Plan) -> TextToSpeech | None:
     """How the model says a given text, with the deployment's own sampling parameters."""
     says = family.says(checkpoint, model_dir)
-    if says is None:
+    if says is None or plan.skip_tokenizer_init:
         return None
     sampling = {stage: plan.stages[stage].sampling.over(usual) for stage, usual in says.sampling.items()}
     return msgspec.structs.replace(says, sampling=sampling)

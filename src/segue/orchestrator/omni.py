@@ -41,6 +41,7 @@ from segue.orchestrator.progress import StepBar
 from segue.orchestrator.prompt_embeds import check_embeds_bytes
 from segue.orchestrator.service import Health, MovedWorker
 from segue.orchestrator.supervisor import OnProgress
+from segue.orchestrator.tokenless import check_tokenless, check_tokenless_plan
 from segue.orchestrator.transcription import check_transcription, transcribed
 
 log = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class AsyncOmni:
         dtype: str | None = None,
         load_format: str = "auto",
         deterministic: bool = False,
+        skip_tokenizer_init: bool = False,
         name: str | None = None,
         speculation: Mapping[str, Any] | None = None,
         tensor_parallel: int | None = None,
@@ -82,7 +84,8 @@ class AsyncOmni:
         """`model`: a directory, or OWNER/MODEL in the cache of Hugging Face's hub. `config`: a deployment file, or its
         content. `name`: clients' name of the model (default: the directory, or OWNER/MODEL).
         `dtype`, `speculation`, `tensor_parallel`, `quantization`, `kv_dtype` and `scheduling` are keys of a stage that
-        override the deployment's `defaults`. `lora`: name → directory of adapters in addition to the deployment's; an
+        override the deployment's `defaults`. `skip_tokenizer_init`: load no tokenizer; prompts and replies are then
+        token ids. `lora`: name → directory of adapters in addition to the deployment's; an
         empty mapping allows adapters to be loaded later.
 
         Raises `ConfigError` for a model or deployment that cannot be served.
@@ -101,15 +104,16 @@ class AsyncOmni:
             scheduling=scheduling,
             lora=None if lora is None else {"adapters": {name: str(path) for name, path in lora.items()}},
         )
-        self.plan = load_plan(graph, config, overrides=overrides)
+        self.plan = load_plan(graph, config, overrides=overrides, skip_tokenizer_init=skip_tokenizer_init)
         for caution in cautions(self.plan):
             log.warning("%s", caution)
         check_stage_keys(family, self.plan)
+        check_tokenless_plan(family, self.plan)
         check_files(model_dir, checkpoint, graph)
         self.card = card_of(name or called, model_dir, checkpoint, family, graph, self.plan)
         if self.card.name in self.card.adapters:
             raise ConfigError(f"{self.card.name!r} is the name of the model and of a LoRA adapter", field="lora")
-        self._chats = family.chats(model_dir)
+        self._chats = self.card.tokenizer and family.chats(model_dir)
         self._open_options = family.open_options
         self._sizes = family.sizes(checkpoint, model_dir)
         self._images = not graph.gives.isdisjoint(("image", "video"))
@@ -390,6 +394,8 @@ class AsyncOmni:
 
     def _check(self, request: Request) -> None:
         """Check a request before it is admitted. Raises `InvalidRequest`."""
+        if not self.card.tokenizer:
+            check_tokenless(request)
         for stage, params in request.sampling.items():
             if stage not in self.card.sampling_stages:
                 hint = nearest(stage, self.card.sampling_stages)

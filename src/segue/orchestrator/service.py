@@ -70,6 +70,8 @@ class ModelCard(msgspec.Struct):
     created: int
     tensors: dict[str, TensorSpec] = {}
     """The named tensors that the model takes."""
+    tokenizer: bool = True
+    """False: the deployment loads none (`skip_tokenizer_init`); prompts and replies are token ids."""
     appends: bool = False
     """Whether input can be appended to a running request."""
     open_options: bool = False

@@ -267,6 +267,7 @@ class Supervisor:
                 connector=f"{directory}/{replica.worker}.shm",
                 load_format=self._load_format,
                 shared=[name for name in replica.group if shares_weights(self._plan.stages[name], workers)],
+                skip_tokenizer_init=self._plan.skip_tokenizer_init,
             )
         )
 

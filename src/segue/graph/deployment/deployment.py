@@ -37,6 +37,7 @@ text such as `64MiB` and `1GB`.
         scheduling: fcfs                  # fcfs (arrival), priority (then arrival), fair (shares between tenants)
         speculation: {method: ngram, tokens: 4}     # or draft, eagle, medusa with a model; or mtp
         sampling: {temperature: 0.7}      # overrides the family's defaults; the request overrides it
+    skip_tokenizer_init: false            # true: load no tokenizer; prompts and replies are token ids
     edges:
       - {from: thinker, to: talker, connector: shm, budget: 64MiB}     # budget: bytes sent and not yet consumed
     runtime:
@@ -189,6 +190,8 @@ class Plan:
     hardware: Hardware
     moves: MovePolicy | None = None
     """None: workers move only on command."""
+    skip_tokenizer_init: bool = False
+    """Load no tokenizer: prompts and replies are token ids."""
     said: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Stage → key (devices, dtype, memory_share) → path of the deployment's or caller's setting. Missing keys were
     chosen automatically."""

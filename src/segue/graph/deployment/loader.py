@@ -32,12 +32,13 @@ def load_plan(
     *,
     hardware: Hardware | None = None,
     overrides: Mapping[str, Any] | None = None,
+    skip_tokenizer_init: bool = False,
 ) -> Plan:
     """Make the plan of a graph.
 
     `deployment` is a file or its parsed contents; without one, everything is chosen by the hardware. `hardware`
     defaults to this machine's. `overrides` are keys of a stage, from the command line or the caller, that override the
-    deployment's `defaults`, e.g. {"dtype": "float32"}.
+    deployment's `defaults`, e.g. {"dtype": "float32"}; `skip_tokenizer_init`: true overrides the deployment's.
     Raises `ConfigError` naming the key's path and the remedy.
     """
     graph.validate()
@@ -60,6 +61,7 @@ def load_plan(
         limits=_limits(written.limits),
         hardware=machine,
         moves=_moves(written.moves),
+        skip_tokenizer_init=skip_tokenizer_init or written.skip_tokenizer_init,
         said={name: _said(written.stages[name]) for name in graph.topological()},
     )
 

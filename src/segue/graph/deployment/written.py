@@ -14,7 +14,17 @@ from segue.graph.kinds.registry import kind_keys, kind_of, kinds, rank_keys
 from segue.graph.stage_graph import BUILT_IN, StageGraph
 from segue.messages.errors import ConfigError, nearest
 
-TOP_KEYS = ("defaults", "stages", "stage_args", "edges", "connectors", "runtime", "limits", "moves")
+TOP_KEYS = (
+    "defaults",
+    "stages",
+    "stage_args",
+    "edges",
+    "connectors",
+    "runtime",
+    "limits",
+    "moves",
+    "skip_tokenizer_init",
+)
 LIMIT_KEYS = tuple(field.name for field in fields(Limits))
 MOVE_KEYS = tuple(field.name for field in fields(MovePolicy))
 _OF_EVERY_STAGE = (
@@ -77,6 +87,7 @@ class Written:
     moves: Section | None
     defaults: Section
     """The caller's overrides over the file's `defaults`."""
+    skip_tokenizer_init: bool
 
 
 def stage_keys() -> tuple[str, ...]:
@@ -106,7 +117,8 @@ def read(graph: StageGraph, values: object, overrides: Mapping[str, Any]) -> Wri
     limits = Section("limits", top.mapping("limits"), LIMIT_KEYS)
     _, policy = top.find("moves")
     moves = None if policy is None else Section("moves", policy, MOVE_KEYS)
-    return Written(stages, wires, dict(_connectors(top)), limits, moves, below)
+    skips = top.flag("skip_tokenizer_init", False)
+    return Written(stages, wires, dict(_connectors(top)), limits, moves, below, skips)
 
 
 def _stage_entries(graph: StageGraph, top: Section) -> Iterator[tuple[str, str, object, tuple[str, ...]]]:
