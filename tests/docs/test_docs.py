@@ -337,10 +337,11 @@ def test_request_bodies_are_accepted(block: Block) -> None:
 
 
 def test_curl_bodies_are_answered(server: str) -> None:
-    found = [block for block in of("sh") if block.body.startswith("curl") and " -d " in block.body]
-    assert found
-    for block in found:
-        path = block.body.partition("http://localhost:8000")[2].split()[0]
+    bodies = [block for block in of("sh") if block.body.startswith("curl") and " -d " in block.body]
+    found = [(block, block.body.partition("http://localhost:8000")[2].split()[0]) for block in bodies]
+    chats = [(block, path) for block, path in found if path == "/v1/chat/completions"]
+    assert chats
+    for block, path in chats:
         assert fetch(server + path, curl_body(block))["choices"][0]["message"]["content"]
 
 
