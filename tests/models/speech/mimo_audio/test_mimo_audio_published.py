@@ -1,4 +1,4 @@
-"""The networks have the parameters of the published checkpoints, by name and shape, without exception."""
+"""The networks have the parameters of the published modules, by name and shape, without exception."""
 
 from __future__ import annotations
 
