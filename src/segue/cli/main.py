@@ -392,15 +392,12 @@ def _graph(arguments: argparse.Namespace) -> int:
     from segue.graph.deployment.loader import load_plan, stage_overrides
     from segue.graph.machine.account import cautions
     from segue.graph.render import as_mermaid, as_text
-    from segue.models.registry import family_of, read_config
-    from segue.models.shared.checkpoint.files import check_files, located
+    from segue.models.model_graph import read_models
+    from segue.orchestrator.serving import check_models
 
-    model_dir, _ = located(arguments.model)
-    config = read_config(model_dir)
-    family = family_of(config, model_dir)
-    graph = family.graph(config)
-    check_files(model_dir, config, graph)
-    family.dialect(model_dir, config)  # raises for an invalid chat template
+    models = read_models(arguments.model)
+    for one in models.members.values():
+        one.family.dialect(one.directory, one.config)  # raises for an invalid chat template
     overrides = stage_overrides(
         arguments.dtype,
         deterministic=arguments.deterministic,
@@ -410,10 +407,11 @@ def _graph(arguments: argparse.Namespace) -> int:
         kv_dtype=arguments.kv_dtype,
         scheduling=arguments.scheduling,
     )
-    plan = load_plan(graph, arguments.config, overrides=overrides)
+    plan = load_plan(models.graph, arguments.config, overrides=overrides)
+    check_models(models, plan)
     for caution in cautions(plan):
         print(f"segue: warning: {caution}", file=sys.stderr)
-    print(as_mermaid(graph) if arguments.mermaid else as_text(plan))
+    print(as_mermaid(models.graph) if arguments.mermaid else as_text(plan))
     return 0
 
 

@@ -82,6 +82,18 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     """As `Request.reply`, for this piece."""
 
 
+NOTHING = "received"
+"""The field of the error of a request whose model gets nothing: a transform returned None."""
+
+
+class Received(msgspec.Struct, frozen=True):
+    """What a model of a graph of models gets from another one."""
+
+    source: str
+    """The model that made it."""
+    part: Part
+
+
 class Request(msgspec.Struct, kw_only=True):
     """One generation. Exactly one of `messages`, `prompt`, `prompt_token_ids` and `prompt_embeds` is set, except that a
     `prompt` for a model that makes images or video may come with `messages`, which then hold nothing but its media."""
@@ -132,6 +144,11 @@ class Request(msgspec.Struct, kw_only=True):
     options: dict[str, Any] = {}
     """Family options by name (e.g. `use_audio_in_video`); checked against those that the family declares."""
 
+    member: str = ""
+    """In a graph of models: the model that the request is for."""
+    received: list[Received] = []
+    """In a graph of models: what the model gets from those before it. The input worker makes the messages of it."""
+
     def embedded(self) -> list[TextPart]:
         """Return the parts of the messages that are embeddings, in order."""
         parts = (part for message in self.messages for part in message.content)
@@ -139,7 +156,9 @@ class Request(msgspec.Struct, kw_only=True):
 
     def media_kinds(self) -> set[str]:
         """Return the kinds of media in the request."""
-        return {part.kind for message in self.messages for part in message.content if isinstance(part, MediaPart)}
+        parts = [part for message in self.messages for part in message.content]
+        parts += [one.part for one in self.received]
+        return {part.kind for part in parts if isinstance(part, MediaPart)}
 
 
 def check_priority(priority: int, by_priority: bool) -> None:
@@ -162,6 +181,7 @@ def check_types(request: Request) -> None:
     if isinstance(request.seed, int) and not -(2**63) <= request.seed < 2**64:
         raise wrong("seed", request.seed, "a 64-bit integer")
     try:
-        msgspec.msgpack.decode(msgspec.msgpack.encode(msgspec.structs.replace(request, messages=[])), type=Request)
+        bare = msgspec.structs.replace(request, messages=[], received=[])
+        msgspec.msgpack.decode(msgspec.msgpack.encode(bare), type=Request)
     except (msgspec.ValidationError, TypeError, OverflowError) as error:
         raise misfit(error) from error

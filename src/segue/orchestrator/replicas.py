@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from segue.graph.parts import INPUT
 from segue.messages.wire import StageFacts
 from segue.orchestrator.service import Health, ReplicaHealth, ReplicaState, StageHealth
 
@@ -63,13 +62,13 @@ class Replicas:
         ready = [replica for replica in self._by_stage[stage] if replica.state == "ready"]
         return min(ready, key=lambda replica: len(replica.requests), default=None)
 
-    def reader(self, *, media: bool) -> Replica | None:
-        """Return the ready input replica for the next request; None: the request waits for one.
+    def reader(self, stage: str, *, media: bool) -> Replica | None:
+        """Return the ready replica of an input stage for the next request; None: the request waits for one.
 
         Decoding media may take as long as the deployment's limits allow. So a replica decodes for one request at a
         time, and if there are several, one of them stays free for requests without media.
         """
-        ready = [replica for replica in self._by_stage[INPUT] if replica.state == "ready"]
+        ready = [replica for replica in self._by_stage[stage] if replica.state == "ready"]
         busy = [replica for replica in ready if any(replica.reading.values())]
         if media and len(ready) > 1:
             if len(busy) >= len(ready) - 1:

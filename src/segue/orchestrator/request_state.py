@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from segue.graph.stage_graph import INPUT, Walk
+from segue.graph.parts import is_input
+from segue.graph.stage_graph import Walk
 from segue.messages.deltas import (
     AudioDelta,
     Choice,
@@ -117,6 +118,11 @@ class RequestState:
     def id(self) -> str:
         return self.request.request_id
 
+    @property
+    def input(self) -> str:
+        """The input stage, the first of every walk."""
+        return next(iter(self.walk))
+
     def workers(self) -> set[str]:
         return {stage.worker for stage in self.stages.values() if stage.worker}
 
@@ -129,7 +135,7 @@ class RequestState:
             fresh_units = emission.units[max(0, len(journal) - emission.first_index) :]
             journal.extend(fresh_units)
             fresh_ids = ids_of(fresh_units)
-        if stage in (self.main, INPUT):  # whichever of them counts the prompt
+        if stage == self.main or is_input(stage):  # whichever of them counts the prompt
             self.usage.cached_tokens = self.usage.cached_tokens or emission.cached_tokens
             if emission.prompt_tokens > self.usage.prompt_tokens:  # input may be appended
                 self.usage.prompt_tokens = emission.prompt_tokens

@@ -21,6 +21,7 @@ import torch
 from segue.engines.contract import LoadContext, StageModel
 from segue.graph.deployment.stage_plan import StagePlan
 from segue.graph.kinds.registry import plan_from
+from segue.graph.parts import own_name
 from segue.kernels.device import give_back
 from segue.messages.process import WorkerSpec
 from segue.models.registry import families
@@ -112,7 +113,7 @@ def load_context(spec: WorkerSpec, plan: StagePlan, rank: int = 0) -> LoadContex
     keys that its device does not support."""
     base = LoadContext(
         model_dir=Path(spec.model_dir),
-        stage=plan.name,
+        stage=own_name(plan.name),
         device=torch.device(plan.device_of(spec.replica, rank)),
         dtype=dtype_of(plan.dtype),
         load_format=spec.load_format if plan.load_format == "auto" else plan.load_format,
@@ -143,6 +144,6 @@ def _follow(spec: WorkerSpec, plan: StagePlan, rank: int, orders: socket.socket,
     torch.set_num_threads(threads_of(plan))
     context = load_context(spec, plan, rank)
     _meet(context, plan, rank, meeting)
-    model = families()[spec.family].load_stages().STAGE_MODELS[plan.name](context)
+    model = families()[spec.family].load_stages().STAGE_MODELS[own_name(plan.name)](context)
     give_back()
     _of(plan).follow(model, context, plan, orders)

@@ -11,8 +11,7 @@ from collections import OrderedDict, deque
 
 from segue.connectors.base import Connector
 from segue.engines.contract import StageOutput
-from segue.graph.parts import CLIENT
-from segue.graph.stage_graph import INPUT
+from segue.graph.parts import CLIENT, is_input, own_name
 from segue.messages.errors import Cancelled, InvalidRequest, SegueError
 from segue.messages.process import WorkerSpec
 from segue.messages.wire import (
@@ -295,7 +294,7 @@ class Worker:
         for name, stage in self.stages.items():
             if visit := stage.visits.pop(request_id, None):
                 stage.engine.cancel(request_id)
-                if name == INPUT:  # the orchestrator waits until the input stage is done with each request
+                if is_input(name):  # the orchestrator waits until the input stage is done with each request
                     self.tell_failed(visit.begin, Cancelled("it was dropped"))
         self.outbox.drop(request_id)
         for connector in self.all_connectors:
@@ -356,7 +355,7 @@ class Worker:
         known = source in visit.complete or (source in self.replayable and chunk.seq < visit.fed.get(source, 0))
         try:
             if not known:
-                stage.engine.feed(chunk.request_id, source, payload, final=chunk.final)
+                stage.engine.feed(chunk.request_id, own_name(source), payload, final=chunk.final)
         except Exception as error:
             # see on_begin
             stage.engine.cancel(chunk.request_id)

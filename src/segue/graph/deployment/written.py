@@ -11,7 +11,8 @@ from segue.graph.deployment.deployment import Hardware, Limits
 from segue.graph.deployment.section import Section, as_mapping, wrong
 from segue.graph.deployment.stage_plan import CPU
 from segue.graph.kinds.registry import kind_keys, kind_of, kinds, rank_keys
-from segue.graph.stage_graph import INPUT, StageGraph
+from segue.graph.parts import is_input, member_of
+from segue.graph.stage_graph import StageGraph
 from segue.messages.errors import ConfigError, nearest
 
 TOP_KEYS = ("defaults", "stages", "stage_args", "edges", "connectors", "runtime", "limits")
@@ -93,13 +94,13 @@ def read(graph: StageGraph, values: object, overrides: Mapping[str, Any]) -> Wri
             raise ConfigError(f"{path} is stage {name!r}, as is {stages[name].path}; describe it once", field=path)
         # the input stage runs on the CPU without a network: defaults that are meant for networks do not apply
         without = graph.stages[name].without
-        section = Section(path, entry, keys, below=None if name == INPUT else below, foreign=_FOREIGN, own=without)
+        section = Section(path, entry, keys, below=None if is_input(name) else below, foreign=_FOREIGN, own=without)
         _check_engine(graph, name, section)
         wires.extend(_wiring(graph, name, section))
         stages[name] = section
     for name in graph.topological():
         own = graph.stages[name].without
-        stages.setdefault(name, Section(f"stages.{name}", {}, (), below=None if name == INPUT else below, own=own))
+        stages.setdefault(name, Section(f"stages.{name}", {}, (), below=None if is_input(name) else below, own=own))
     limits = Section("limits", top.mapping("limits"), LIMIT_KEYS)
     return Written(stages, wires, dict(_connectors(top)), limits, below)
 
@@ -108,13 +109,14 @@ def _stage_entries(graph: StageGraph, top: Section) -> Iterator[tuple[str, str, 
     """Yield (stage, path, entry, allowed keys) of every stage in the file."""
     _, written = top.find("stages")
     if not isinstance(written, list):
-        for name, entry in top.mapping("stages").items():
+        for written_name, entry in top.mapping("stages").items():
+            name = _of_member(graph, written_name)
             if name not in graph.stages:
                 raise ConfigError(
                     f"stages has {name!r}, which is no stage of {graph.name!r}{nearest(name, graph.stages)}",
                     field=f"stages.{name}",
                 )
-            yield name, f"stages.{name}", entry, (*stage_keys(), *_WIRING)
+            yield name, f"stages.{written_name}", entry, (*stage_keys(), *_WIRING)
     for key in ("stages", "stage_args"):
         if key == "stage_args" or isinstance(written, list):
             for path, entry in top.entries(key):
@@ -125,6 +127,20 @@ def _stage_entries(graph: StageGraph, top: Section) -> Iterator[tuple[str, str, 
                     fields,
                     (*stage_keys(), *_WIRING, "stage_id", "stage_name"),
                 )
+
+
+def _of_member(graph: StageGraph, name: str) -> str:
+    """Return the full name of a stage of a graph of models: a model that has a single stage, besides its input stage,
+    stands for it. Raises `ConfigError`."""
+    if name not in graph.members:
+        return name
+    stages = [stage for stage in graph.stages if member_of(stage) == name and not is_input(stage)]
+    if len(stages) > 1:
+        raise ConfigError(
+            f"stages has {name!r}, a model of {graph.name!r} with several stages; name one: {', '.join(stages)}",
+            field=f"stages.{name}",
+        )
+    return stages[0]
 
 
 def _named_stage(graph: StageGraph, path: str, entry: Mapping[str, Any]) -> str:
@@ -144,9 +160,9 @@ def _named_stage(graph: StageGraph, path: str, entry: Mapping[str, Any]) -> str:
 
 def stage_of(graph: StageGraph, path: str, value: object) -> str:
     """Return the stage of a name or number. Numbers count the stages from 0 in topological order without `input`."""
-    counted = [name for name in graph.topological() if name != INPUT]
-    if isinstance(value, str) and value in graph.stages:
-        return value
+    counted = [name for name in graph.topological() if not is_input(name)]
+    if isinstance(value, str) and (name := _of_member(graph, value)) in graph.stages:
+        return name
     number = int(value) if isinstance(value, str) and value.isdecimal() else value
     if type(number) is int and 0 <= number < len(counted):
         return counted[number]
@@ -273,7 +289,7 @@ def joined_wish(group: Sequence[str], wishes: Mapping[str, Wish]) -> Wish:
 
 def wish_of(graph: StageGraph, name: str, section: Section, hardware: Hardware) -> Wish:
     devices = _devices(section, hardware)
-    if name == INPUT:
+    if is_input(name):
         if devices not in (None, (CPU,)):
             raise wrong(section.at("devices"), section.values["devices"], "cpu: the input stage runs on the CPU")
         devices = (CPU,)

@@ -10,8 +10,8 @@ from typing import NoReturn
 from segue.graph.deployment.deployment import Hardware
 from segue.graph.deployment.section import Section
 from segue.graph.deployment.stage_plan import CPU
+from segue.graph.parts import is_input
 from segue.graph.plan.groups import Place
-from segue.graph.stage_graph import INPUT
 from segue.messages.errors import ConfigError
 
 _POOL = 0.9
@@ -35,7 +35,9 @@ def share_memory(
         explicit = sum(share * count for name, count in here.items() if (share := said[name]) is not None)
         if explicit > 1.0 + 1e-9:
             _over(device, here, said, sections)
-        silent = {name: weights[name] * count for name, count in here.items() if said[name] is None and name != INPUT}
+        silent = {
+            name: weights[name] * count for name, count in here.items() if said[name] is None and not is_input(name)
+        }
         pool = min(_CPU_POOL if device == CPU else _POOL, max(_POOL - explicit, (1.0 - explicit) / 2))
         for name in silent:
             share = math.floor(pool * weights[name] / sum(silent.values()) * 1000) / 1000

@@ -17,11 +17,12 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from segue.messages.errors import Cancelled, InvalidRequest, SegueError, TooLarge, wrong
 from segue.observe.metrics import ServerMetrics
 from segue.orchestrator.service import Service
+from segue.orchestrator.spoken.passages import MOST_SENTENCES, in_turn
+from segue.orchestrator.spoken.sentences import Sentences
 from segue.server.http.checking import Checking
 from segue.server.http.disconnect import CLIENT_GONE
 from segue.server.http.errors import UploadTimeout
-from segue.server.openai.audio.arriving_text import MOST_SENTENCES, MOST_STREAMED, in_turn
-from segue.server.openai.audio.sentences import Sentences
+from segue.server.openai.audio.arriving_text import MOST_STREAMED
 from segue.server.openai.audio.speech import encoded, said
 from segue.server.openai.audio.speech_messages import (
     SessionConfig,
