@@ -38,6 +38,8 @@ class Bridge:
         return self._model.begin(replace(request, request=self._read(request.request)))
 
     def _read(self, request: Request) -> Request:
+        if not request.received:  # it came from a client, who asks for tokens
+            return request
         parts: list[Part] = []
         messages: list[Message] = []
         for received in request.received:

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from typing import Any
 
 from segue.media.encode import AudioEncoder, audio_encoder
-from segue.messages.deltas import AudioDelta, ChoiceEnded, Delta, Finished, ImageDelta, TextDelta
+from segue.messages.deltas import AudioDelta, ChoiceEnded, Delta, Finished, ImageDelta, ModelDelta, TextDelta
 from segue.models.shared.dialects.pieces import Piece, Said
 from segue.server.generation.generations import early_end
 from segue.server.generation.usage import RunningUsage, usage_object
@@ -57,6 +57,9 @@ class _StreamedChoice:
         elif isinstance(delta, ImageDelta):
             if delta.partial is None:
                 entries.append(self._entry({"images": [await asyncio.to_thread(image_object, delta)]}))
+        elif isinstance(delta, ModelDelta):
+            if isinstance(delta.delta, TextDelta):
+                entries.append(self._entry({"models": {delta.model: {"text": delta.delta.text}}}))
         elif isinstance(delta, Finished):
             self._ended = True
             entries += self._read(self._reader.finish())
