@@ -2,8 +2,8 @@
 
     python examples/assistant/first_sound.py assets/speech.wav --tokens 200
 
-Both sides have the same checkpoints, questions, seeds and machine; one request runs at a time. One request of each side,
-which is not counted, warms it up.
+Both sides have the same checkpoints, questions, seeds and machine; one request runs at a time. One request of each
+side, which is not counted, warms it up.
 """
 
 from __future__ import annotations
